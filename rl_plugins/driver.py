@@ -1,0 +1,390 @@
+"""One generation batch on the driver, the same for every host: what is generated, and what becomes of it.
+
+A host adapter gathers its rows, calls `first_plan`, `next_plan` and `decide`, and applies the `Decision`. Nothing here
+knows a host, so both hosts decide alike on the same rollouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.rollouts import Plan, PlanRow, PromptPool, Rollouts, Shape, Tokens
+from rl_plugins.stack import MethodStack
+
+Estimator = Callable[[Rollouts], Tensor]
+
+
+# ---- generation
+
+
+def first_plan(
+    stack: MethodStack,
+    proposal: Sequence[int],
+    group_size: int,
+    budget: int,
+    pool_size: int | None,
+    dataset: Any = None,
+) -> Plan:
+    """The plan of round 0: prompts, and how many rollouts each gets.
+
+    A plan that trains fewer rows than the batch holds is filled with further prompts, as long as they fit: those
+    `select_prompts` names, else the next of the driver's own permutation. Methods with rounds fill their batch
+    themselves.
+
+    Args:
+        proposal: the prompts the host would take next.
+        group_size: rollouts per prompt that are trained.
+        budget: rows the host's batch holds.
+        pool_size: rows of the dataset, None for a stream (only the proposal's prompts exist then).
+
+    Raises:
+        MethodError: more rows to train than the batch holds (with the plan), or an illegal plan or selection.
+    """
+    rows: list[PlanRow] = []
+    prompts = _select(stack, proposal, (), len(proposal), pool_size, dataset)
+    while prompts:
+        room = budget - sum(r.n for r in rows)
+        start = max((r.group for r in rows), default=-1) + 1
+        asked = Plan(
+            tuple(PlanRow(p, start + i, group_size) for i, p in enumerate(prompts)), group_size, room, step=stack.step
+        )
+        plan = _chain_plan(stack, asked, [m for m in stack.claims["plan"]])
+        if not rows:
+            _check_size(plan, room)
+        added = list(plan.rows)
+        while rows and sum(r.n for r in added) > room:
+            added.pop()  # further prompts that do not fit are left for the next batch
+        rows += added
+        trained, groups = sum(r.n for r in rows), len({r.group for r in rows})
+        if not added or any(m.rounds for m in stack.methods) or pool_size is None:
+            break
+        more = (budget - trained) // max(1, round(trained / max(groups, 1)))
+        taken = tuple(r.prompt for r in rows)
+        prompts = _select(stack, (), taken, min(more, pool_size - len(set(taken))), pool_size, dataset)
+    return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
+
+
+def next_plan(stack: MethodStack, plan: Plan) -> Plan:
+    """The plan of a later round, from methods with `rounds = True`: empty when nobody asks for anything.
+
+    Args:
+        plan: empty rows, the round, the rewards so far, the rest of the budget.
+    """
+    result = _chain_plan(stack, plan, [m for m in stack.claims["plan"] if m.rounds])
+    _check_size(result, plan.budget)
+    return result
+
+
+def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method]) -> Plan:
+    for m in methods:
+        new = stack.call("plan", m, plan)
+        if new is not None:
+            if not isinstance(new, Plan):
+                raise stack.refuse(m, "plan", f"{type(new).__name__} instead of a Plan.")
+            for row in new.rows:
+                if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
+                    raise stack.refuse(m, "plan", f"{row.n} + {row.spare} rollouts, {len(row.given)} given: {row}.")
+                if any(not c.tokens for c in row.given):
+                    raise stack.refuse(m, "plan", f"a given completion without tokens: {row}.")
+            plan = new.replace(rows=tuple(r for r in new.rows if r.n + r.spare > 0))
+    return plan
+
+
+def _check_size(plan: Plan, budget: int) -> None:
+    if plan.trained > budget:
+        listed = ", ".join(f"prompt {r.prompt}: {r.n}" + (f"+{r.spare}" if r.spare else "") for r in plan.rows[:16])
+        raise MethodError(
+            f"The plan trains {plan.trained} rows, the batch takes {budget}. Plan (trained+spare): {listed}"
+            f"{', ..' if len(plan.rows) > 16 else ''}. Rollouts beyond the batch must be `spare`, or the batch larger."
+        )
+
+
+def _select(
+    stack: MethodStack, proposal: Sequence[int], taken: tuple[int, ...], n: int, pool_size: int | None, dataset: Any
+) -> list[int]:
+    if n <= 0:
+        return []
+    if not stack.claims["select_prompts"]:
+        return list(proposal) if proposal else _own_prompts(stack, n, set(taken), pool_size or 0)
+    m = stack.claims["select_prompts"][0]
+    assert pool_size is not None  # the preflight check refuses streams
+    chosen = [
+        int(i)
+        for i in stack.one("select_prompts", PromptPool(pool_size, tuple(proposal), taken, dataset, stack.step), n)
+    ]
+    if len(chosen) != n or len(set(chosen)) != n or not all(0 <= i < pool_size for i in chosen):
+        raise stack.refuse(
+            m,
+            "select_prompts",
+            f"{n} different prompts of 0..{pool_size - 1} were asked for, it gave "
+            f"{len(chosen)} ({len(set(chosen))} different): {chosen[:20]}.",
+        )
+    return chosen
+
+
+def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list[int]:
+    """The next prompts of the driver's own endless permutation of the dataset. Only its position is state."""
+    import numpy as np
+
+    out: list[int] = []
+    while len(out) < n and len(taken) < size:
+        epoch, place = divmod(stack.extra_prompts, size)
+        prompt = int(np.random.default_rng([stack.seed, epoch]).permutation(size)[place])
+        stack.extra_prompts += 1
+        if prompt not in taken:
+            taken.add(prompt)
+            out.append(prompt)
+    return out
+
+
+# ---- decisions
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of every generated row and token, in the order they were given.
+
+    Attributes:
+        rollouts: with the rewards that were used and `kept` as `select` left it.
+        trained: (rows,) bool, rows that stay in the update.
+        keep_tokens: (tokens,) bool, tokens that stay in the update.
+        advantages: (tokens,) float64; 0 for tokens that left.
+        row_advantages: (rows,) float64, mean over the row's tokens, for the logs.
+        uniform: every row's tokens have one advantage.
+        old_logprobs: (tokens,) or None.
+        row_columns, token_columns: for the loss.
+        rewarded_by: methods whose `rewards` hook changed the reward.
+        estimator: who made the advantages: a method's name, "host" or "rl_plugins".
+    """
+
+    rollouts: Rollouts
+    trained: Tensor
+    keep_tokens: Tensor
+    advantages: Tensor
+    row_advantages: Tensor
+    uniform: bool
+    old_logprobs: Tensor | None
+    row_columns: dict[str, Tensor]
+    token_columns: dict[str, Tensor]
+    rewarded_by: tuple[str, ...]
+    estimator: str
+
+
+def decide(
+    stack: MethodStack,
+    rollouts: Rollouts,
+    tokens: Tokens,
+    host_advantages: Tensor | None,
+    estimator: Estimator,
+    budget: int,
+) -> Decision:
+    """Rewards, selection, advantages, shaping and observation, in this order.
+
+    Args:
+        rollouts, tokens: all generated rows; fillers of the host must not be among them.
+        host_advantages: (rows,) the host's own, valid if nothing changed groups or rewards; else None.
+        estimator: ours, equal to the host's on equal groups, for when the host's numbers mean nothing.
+        budget: rows the host's batch holds.
+
+    Raises:
+        MethodError: from a hook, for an illegal return value, for infinite rewards, when no row has a reward, or when
+            more rows stay than the batch holds.
+    """
+    rewarded_by = []
+    for m in stack.claims["rewards"]:
+        new = stack.call("rewards", m, rollouts)
+        if new is not None:
+            rollouts = rollouts.replace(reward=_per_row(stack, m, "rewards", new, rollouts, nan=True))
+            rewarded_by.append(m.name)
+    if bool(torch.isinf(rollouts.reward).any()):
+        raise MethodError("A reward is infinite; rewards must be finite numbers, or None/NaN where a row has none.")
+    if len(rollouts) and bool(torch.isnan(rollouts.reward).all()):
+        raise MethodError(
+            f"Not one of the {len(rollouts)} completions has a reward: every reward function "
+            f"({', '.join(rollouts.reward_names)}) returned None or NaN for all of them. Nothing can be learned from "
+            f"this batch; check the reward functions and the columns they read."
+        )
+    keep = rollouts.kept
+    for m in stack.claims["select"]:
+        keep = keep & _per_row(stack, m, "select", stack.call("select", m, rollouts.replace(kept=keep)), rollouts, bool)
+    rollouts = rollouts.replace(kept=keep)
+
+    inside = rollouts.subset(keep)  # what left is out of every statistic
+    place = torch.cumsum(keep, 0) - 1
+    stay = keep[tokens.row]
+    within = tokens.subset(stay, place)
+    if stack.claims["advantages"]:
+        m = stack.claims["advantages"][0]
+        source, values = m.name, _advantages(stack, m, stack.one("advantages", inside), inside)
+    elif host_advantages is not None and bool(keep.all()) and not rewarded_by:
+        source, values = "host", host_advantages.double()
+    else:
+        source, values = "rl_plugins", estimator(inside)
+    per_token = _spread(torch.nan_to_num(values, nan=0.0), inside, within)
+    unscorable = torch.isnan(inside.reward)
+    within = within.replace(advantages=torch.where(unscorable[within.row], 0.0, per_token))
+
+    row_columns: dict[str, Tensor] = {}
+    token_columns: dict[str, Tensor] = {}
+    old_logprobs = None
+    for m in stack.claims["shape"]:
+        shaped = stack.call("shape", m, inside, within)
+        if shaped is None:
+            continue
+        within = _apply_shape(stack, m, shaped, inside, within, row_columns, token_columns)
+        if shaped.old_logprobs is not None:
+            old_logprobs = within.old_logprobs
+
+    for m in stack.claims["observe"]:
+        # rows that left have no tokens here; `row` points into all rows
+        everywhere = within.replace(row=keep.nonzero()[:, 0][within.row])
+        stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
+    stack.step += 1
+    return _decision(
+        rollouts,
+        inside,
+        within,
+        keep,
+        stay,
+        tokens,
+        row_columns,
+        token_columns,
+        old_logprobs,
+        tuple(rewarded_by),
+        source,
+        budget,
+    )
+
+
+def _decision(
+    rollouts: Rollouts,
+    inside: Rollouts,
+    within: Tokens,
+    keep: Tensor,
+    stay: Tensor,
+    tokens: Tokens,
+    row_columns: dict[str, Tensor],
+    token_columns: dict[str, Tensor],
+    old_logprobs: Tensor | None,
+    rewarded_by: tuple[str, ...],
+    source: str,
+    budget: int,
+) -> Decision:
+    """Back to the coordinates of all rows and tokens."""
+
+    def rows_back(x: Tensor) -> Tensor:
+        full = torch.zeros(len(rollouts), dtype=x.dtype)
+        full[keep] = x
+        return full
+
+    def tokens_back(x: Tensor) -> Tensor:
+        full = torch.zeros(len(tokens), dtype=x.dtype)
+        full[stay] = x
+        return full
+
+    n = len(inside)
+    live = torch.bincount(within.row[within.keep], minlength=n)
+    total = torch.bincount(within.row, within.advantages * within.keep, minlength=n).double()
+    row_advantages = total / live.clamp(min=1)
+    spread = (within.advantages - row_advantages[within.row]).abs() > 1e-12
+    trained = rows_back(live > 0)
+    if int(trained.sum()) > budget:
+        sizes = torch.bincount(inside.group).tolist() if n else []
+        raise MethodError(
+            f"{int(trained.sum())} rows would be trained, the batch takes {budget}. Rows per group that stayed: "
+            f"{sizes[:32]}. The method that asked for spare rollouts must make them leave (`select` or `shape`)."
+        )
+    return Decision(
+        rollouts=rollouts,
+        trained=trained,
+        keep_tokens=tokens_back(within.keep),
+        advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
+        row_advantages=rows_back(row_advantages),
+        uniform=not bool((spread & within.keep).any()),
+        old_logprobs=None if old_logprobs is None else tokens_back(old_logprobs),
+        row_columns={k: rows_back(v) for k, v in row_columns.items()},
+        token_columns={k: tokens_back(v) for k, v in token_columns.items()},
+        rewarded_by=rewarded_by,
+        estimator=source,
+    )
+
+
+def _per_row(
+    stack: MethodStack, m: Method, hook: str, value: Any, rollouts: Rollouts, dtype: type = float, nan: bool = False
+) -> Tensor:
+    given: Tensor = torch.as_tensor(value)
+    if given.shape != (len(rollouts),):
+        raise stack.refuse(m, hook, f"one number per row ({len(rollouts)}) is needed; it gave {tuple(given.shape)}.")
+    if dtype is bool:
+        if given.dtype != torch.bool:
+            raise stack.refuse(m, hook, f"a bool tensor is needed, it gave {given.dtype}.")
+        return given
+    if bool(torch.isinf(given).any()) or (not nan and bool(torch.isnan(given).any())):
+        raise stack.refuse(m, hook, "values must be finite.")
+    return given.double()
+
+
+def _advantages(stack: MethodStack, m: Method, value: Any, rollouts: Rollouts) -> Tensor:
+    given: Tensor = torch.as_tensor(value).double()
+    allowed = {len(rollouts)} | ({len(rollouts.steps.row)} if rollouts.steps is not None else set())
+    if given.ndim != 1 or len(given) not in allowed:
+        why = f"one number per row ({len(rollouts)}) or per turn is needed; it gave {tuple(given.shape)}."
+        raise stack.refuse(m, "advantages", why)
+    if bool(torch.isinf(given).any()):
+        raise stack.refuse(m, "advantages", "an advantage is infinite.")
+    return given
+
+
+def _spread(values: Tensor, rollouts: Rollouts, tokens: Tokens) -> Tensor:
+    """(rows,) or (steps,) -> (tokens,)."""
+    if rollouts.steps is not None and tokens.step is not None and len(values) == len(rollouts.steps.row):
+        return values[tokens.step]
+    return values[tokens.row]
+
+
+def _apply_shape(
+    stack: MethodStack,
+    m: Method,
+    shaped: Any,
+    rollouts: Rollouts,
+    tokens: Tokens,
+    row_columns: dict[str, Tensor],
+    token_columns: dict[str, Tensor],
+) -> Tokens:
+    if not isinstance(shaped, Shape):
+        raise stack.refuse(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
+
+    def sized(name: str, value: Any, n: int, kind: str) -> Tensor:
+        given: Tensor = torch.as_tensor(value)
+        if given.shape != (n,):
+            raise stack.refuse(m, "shape", f"`{name}` needs one entry per {kind} ({n}), it has {tuple(given.shape)}.")
+        if given.is_floating_point() and not bool(torch.isfinite(given).all()):
+            raise stack.refuse(m, "shape", f"`{name}` has values that are not finite.")
+        return given
+
+    changes: dict[str, Tensor] = {}
+    if shaped.advantages is not None:
+        changes["advantages"] = sized("advantages", shaped.advantages, len(tokens), "token").double()
+    if shaped.old_logprobs is not None:
+        changes["old_logprobs"] = sized("old_logprobs", shaped.old_logprobs, len(tokens), "token").float()
+    keep = tokens.keep
+    if shaped.keep_rows is not None:
+        keep = keep & sized("keep_rows", shaped.keep_rows, len(rollouts), "row").bool()[tokens.row]
+    if shaped.keep_tokens is not None:
+        keep = keep & sized("keep_tokens", shaped.keep_tokens, len(tokens), "token").bool()
+    for columns, given, n, kind in (
+        (row_columns, shaped.row_columns, len(rollouts), "row"),
+        (token_columns, shaped.token_columns, len(tokens), "token"),
+    ):
+        for name, value in given.items():
+            if name in row_columns or name in token_columns:
+                raise stack.refuse(m, "shape", f"the column `{name}` exists already.")
+            columns[name] = sized(name, value, n, kind)
+    return tokens.replace(keep=keep, **changes)

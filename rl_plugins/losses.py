@@ -1,0 +1,94 @@
+"""The surrogates that methods start from, and the ways the hosts turn per-token losses into one number.
+
+Shapes: (rows, time) for everything per token; a column per row is (rows, 1). Gradient flows through `logprobs` only.
+The arithmetic is that of the hosts: float32 where the model's log-probs are, no hidden upcast of the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+# Names of the ways to aggregate (verl's, they say what happens) and the loss types of TRL that use them.
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+TRL_AGGREGATION: dict[str, Aggregation] = {
+    "dapo": "token-mean",
+    "cispo": "token-mean",
+    "vespo": "token-mean",
+    "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "luspo": "seq-mean-token-sum",
+    "dr_grpo": "seq-mean-token-sum-norm",
+}
+LOG_RATIO_LIMIT = 20.0  # both hosts clamp the log-ratio there before exp
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    clip_low: Tensor | float = 0.2,
+    clip_high: Tensor | float = 0.2,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """PPO's clipped surrogate per token, `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(lp - old)`.
+
+    `clip_low` and `clip_high` may be tensors that broadcast to (rows, time), so every row or token can have its own
+    clip range. `dual_clip` c > 1 bounds the loss of tokens with A < 0 by `-c A` (arXiv 1912.09729).
+    """
+    ratio = torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    clipped = torch.maximum(torch.minimum(ratio, 1 + _as(clip_high, ratio)), 1 - _as(clip_low, ratio))
+    loss = -torch.minimum(ratio * advantages, clipped * advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return loss
+
+
+def weighted_logprob(logprobs: Tensor, weight: Tensor, advantages: Tensor) -> Tensor:
+    """The REINFORCE form of CISPO and its kin per token, `-stop_gradient(w) A lp`."""
+    return -weight.detach() * advantages * logprobs
+
+
+def aggregate(
+    per_token: Tensor,
+    mask: Tensor,
+    how: Aggregation,
+    *,
+    num_tokens: Tensor | float,
+    num_rows: Tensor | float,
+    max_length: int,
+) -> Tensor:
+    """One micro-batch's share of the loss of a whole optimizer step.
+
+    Summed over the micro-batches of the step, the shares give the loss of the step, however it was split.
+
+    Args:
+        per_token: (rows, time).
+        mask: (rows, time), 1 for tokens that are trained. Rows without one count nowhere.
+        how: "token-mean" divides by `num_tokens`; "seq-mean-token-mean" averages each row over its tokens and divides
+            by `num_rows`; "seq-mean-token-sum" sums each row and divides by `num_rows`; "seq-mean-token-sum-norm"
+            divides the latter by `max_length` as well.
+        num_tokens, num_rows: tokens and rows with a token of the optimizer step over all micro-batches (and, where the
+            host averages gradients over ranks, divided by the number of ranks).
+        max_length: the configured completion length.
+    """
+    per_row = torch.where(mask > 0, per_token, 0.0).sum(-1)
+    if how == "token-mean":
+        return per_row.sum() / _at_least_one(num_tokens)
+    if how == "seq-mean-token-mean":
+        per_row = per_row / mask.sum(-1).clamp(min=1)
+    elif how == "seq-mean-token-sum-norm":
+        per_row = per_row / max_length
+    elif how != "seq-mean-token-sum":
+        raise ValueError(f"unknown aggregation {how!r}; allowed: {', '.join(sorted(set(TRL_AGGREGATION.values())))}.")
+    return per_row.sum() / _at_least_one(num_rows)
+
+
+def _as(value: Tensor | float, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+def _at_least_one(n: Tensor | float) -> Tensor | float:
+    return n.clamp(min=1.0) if isinstance(n, Tensor) else max(float(n), 1.0)

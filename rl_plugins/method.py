@@ -1,0 +1,288 @@
+"""`Method`: the hooks a paper may change. A method overrides what its paper changes and nothing else.
+
+Start reading here. The hooks in the order of one training step:
+
+    hook             place       decides                                                                kind
+    select_prompts   driver      dataset rows that come next                                            exclusive
+    plan             driver      rollouts per prompt, edits, limits, completions given                  chain
+    admit            driver      asynchronous generation: which finished groups are trained             exclusive
+    rollout          generation  how the completions of one prompt are made: a program                  exclusive
+    rewards          driver      new, shaped or withdrawn (NaN) rewards                                 chain
+    select           driver      rows that leave before the advantages, out of every statistic          chain (and)
+    advantages       driver      one number per row, or per agent turn                                  exclusive
+    shape            driver      token advantages, tokens and rows that leave the update, columns       chain
+    observe          driver      feedback into the state                                                all
+    before_update    update      of one optimizer step: learning-rate scale, columns per row            chain
+    policy_loss      update      the surrogate per token                                                exclusive
+    regularize       update      a term per token added to the loss                                     chain
+
+Three places, one rule. The driver is one process (TRL: the main one; verl: the trainer); it sees every row of the step,
+holds the only copy of the state, and what it decides is broadcast. Generation and update run everywhere, see their part
+only and have no state: `self.state` raises there. What they need of it travels as a payload or as a column.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from rl_plugins.errors import MethodError
+from rl_plugins.params import MethodParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from rl_plugins.rollouts import Plan, PromptPool, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
+
+logger = logging.getLogger("rl_plugins")
+
+Fidelity = Literal["code", "paper", "reconstruction"]
+Reduce = Literal["mean", "sum", "min", "max"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """Where a hook runs and how several methods that claim it combine."""
+
+    place: Literal["driver", "generation", "update"]
+    kind: Literal["exclusive", "chain", "all"]
+
+
+HOOKS: dict[str, Hook] = {
+    "select_prompts": Hook("driver", "exclusive"),
+    "plan": Hook("driver", "chain"),
+    "admit": Hook("driver", "exclusive"),
+    "rollout": Hook("generation", "exclusive"),
+    "rewards": Hook("driver", "chain"),
+    "select": Hook("driver", "chain"),
+    "advantages": Hook("driver", "exclusive"),
+    "shape": Hook("driver", "chain"),
+    "observe": Hook("driver", "all"),
+    "before_update": Hook("update", "chain"),
+    "policy_loss": Hook("update", "exclusive"),
+    "regularize": Hook("update", "chain"),
+}
+
+# Signals a method may ask for in `needs`; "column:NAME" (a dataset column) and "engine:logprobs=N" come on top.
+SIGNALS: dict[str, str] = {
+    "old_logprobs": "log-probs of the policy at the start of the step",
+    "rollout_logprobs": "log-probs of the distribution the engine sampled from",
+    "ref_logprobs": "log-probs of the reference policy",
+    "entropies": "entropy of the policy at every token, at the start of the step",
+    "text": "completions as text, special tokens removed",
+    "raw_text": "completions as text, special tokens kept",
+    "messages": "completions as the host's list of messages",
+    "prompt_index": "a stable dataset row for every prompt (a dataset with random access, not a stream)",
+    "several_rewards": "two or more reward functions",
+    "off_policy": "updates whose policy differs from the one that sampled",
+    "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
+}
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Where a method comes from.
+
+    Args:
+        arxiv: "2601.22582".
+        title, authors, year: for the citation.
+        code: "owner/repository" of the authors' code, if it was published.
+    """
+
+    arxiv: str
+    title: str
+    authors: str
+    year: int
+    code: str | None = None
+
+    @property
+    def url(self) -> str:
+        return f"https://arxiv.org/abs/{self.arxiv}"
+
+    def bibtex(self, key: str) -> str:
+        return (
+            f"@misc{{{key}{self.year},\n  title  = {{{self.title}}},\n  author = {{{self.authors}}},\n"
+            f"  year   = {{{self.year}}},\n  eprint = {{{self.arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
+        )
+
+
+class Method:
+    """Base of all methods.
+
+    Class attributes a method sets:
+        name: its slug, which users write in `methods: [...]`.
+        paper, fidelity: the source; "code" (equal to the authors' code), "paper" (from the paper's text) or
+            "reconstruction" (something needed was not published; the docstring opens with what).
+        use_when, avoid_when: one sentence each, shown by `rl-plugins info`.
+        disagreements: where paper and code differ and which parameter selects.
+        Params: a frozen dataclass of parameters.
+        needs: signals (see SIGNALS). Only what somebody needs is computed.
+        host_options: {"trl": {"option": value}}: host settings this method sets. A different value of the user's own
+            is an error that shows both.
+        rounds: `plan` is called again with the rewards so far until it asks for nothing.
+        rows_per_rollout: rows one rollout becomes (agents, turns).
+        in_eval: hooks that also act in evaluation.
+        trains: False: the method makes no optimizer step at all.
+        aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
+            weights: plain sum over the optimizer step).
+        whole_groups: `before_update` needs complete groups in every optimizer step.
+        state_version: raised when the meaning of the state changes.
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[Paper]
+    fidelity: ClassVar[Fidelity]
+    use_when: ClassVar[str] = ""
+    avoid_when: ClassVar[str] = ""
+    disagreements: ClassVar[Sequence[str]] = ()
+    Params: ClassVar[type[MethodParams]] = MethodParams
+    needs: frozenset[str] | set[str] = frozenset()
+    host_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    rounds: ClassVar[bool] = False
+    rows_per_rollout: int = 1
+    in_eval: ClassVar[Sequence[str]] = ()
+    trains: ClassVar[bool] = True
+    aggregation: ClassVar[Literal["host", "sum"]] = "host"
+    whole_groups: ClassVar[bool] = False
+    state_version: ClassVar[int] = 1
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        self.params: Any = self.Params() if params is None else params
+        self._state: dict[str, Any] = {}
+        self._context: Context | None = None
+        self._place = "driver"
+
+    # ---- hooks (optional)
+
+    def start(self, run: Run) -> None:
+        """Called once on the driver before the first step; fills `self.state`. On resume the saved state follows."""
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        """Returns `n` different prompts 0..pool.size-1 that come next, in order."""
+        raise MethodError(self._unclaimed("select_prompts"))
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Returns the plan to use, changed relative to what is given; None leaves it."""
+        raise MethodError(self._unclaimed("plan"))
+
+    def admit(self, queue: Any) -> Any:
+        """Decides which finished groups of an asynchronous queue are trained, carried over or dropped."""
+        raise MethodError(self._unclaimed("admit"))
+
+    def rollout(self, prompt: Any) -> Any:
+        """A program (generator) that makes the completions of one prompt. See `rl_plugins.requests`."""
+        raise MethodError(self._unclaimed("rollout"))
+
+    def rewards(self, rollouts: Rollouts) -> Any:
+        """Returns (rows,) rewards to use instead of `rollouts.reward`, NaN = withdrawn; None leaves them. May be
+        `async def`."""
+        raise MethodError(self._unclaimed("rewards"))
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Returns (rows,) bool: True stays. Rows that leave are out of every statistic and out of the batch."""
+        raise MethodError(self._unclaimed("select"))
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        """Returns (rows,) advantages, or (steps,) if `rollouts.steps` exists and one per turn is meant. NaN becomes 0,
+        and so does the advantage of a row whose reward is NaN."""
+        raise MethodError(self._unclaimed("advantages"))
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
+        """Acts after any estimator, the host's included: returns what changes."""
+        raise MethodError(self._unclaimed("shape"))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """Feedback into the state, once per generation batch. Sees every row, those that left included
+        (`rollouts.kept`); `tokens.row` points into these rows; `stats` holds the logged values of the last updates."""
+        raise MethodError(self._unclaimed("observe"))
+
+    def before_update(self, rows: Rows) -> Update | None:
+        """Called on every rank with the same `rows` before each optimizer step."""
+        raise MethodError(self._unclaimed("before_update"))
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        """Returns the surrogate per token, (rows, time). The adapter masks and aggregates."""
+        raise MethodError(self._unclaimed("policy_loss"))
+
+    def regularize(self, terms: Terms) -> Tensor:
+        """Returns a term per token, (rows, time), added to the loss and aggregated like it."""
+        raise MethodError(self._unclaimed("regularize"))
+
+    # ---- what they offer
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Plain data (numbers, strings, lists, dicts, tensors), saved in the host's checkpoint. Driver hooks only.
+
+        Raises:
+            MethodError: in the generation or update place, where no state exists.
+        """
+        if self._place != "driver":
+            raise MethodError(
+                f"Method `{self.name}` reads self.state in the {self._place} place, where no state exists. Send what "
+                f"is needed as a payload of the plan or as a column of `shape`."
+            )
+        return self._state
+
+    @state.setter
+    def state(self, value: dict[str, Any]) -> None:
+        self.state.clear()
+        self._state.update(value)
+
+    def log(self, name: str, value: Any, reduce: Reduce = "mean", weight: Any = 1.0) -> None:
+        """Logs `<method>/<name>` in the host's logger. Values of one step are combined over micro-batches and ranks:
+        weighted mean, sum, min or max. `value` and `weight` may be tensors of one element."""
+        if self._context is not None:
+            self._context.metrics.add(f"{self.name}/{name}", value, reduce, weight)
+
+    def warn(self, message: str) -> None:
+        """Logs a warning once per run and message."""
+        if self._context is None:
+            logger.warning("%s: %s", self.name, message)
+        else:
+            self._context.warn_once(f"{self.name}: {message}")
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A fresh generator from (seed, method, generation batch, purpose): the same after a resume, nothing to save,
+        and the global generators are never touched."""
+        if self._context is None:
+            raise MethodError(f"Method `{self.name}` asked for a random generator outside of a run.")
+        return self._context.rng(self.name, purpose)
+
+    @classmethod
+    def claims(cls) -> tuple[str, ...]:
+        """The hooks this class overrides, in step order."""
+        return tuple(hook for hook in HOOKS if getattr(cls, hook) is not getattr(Method, hook))
+
+    def _unclaimed(self, hook: str) -> str:
+        return f"Method `{self.name}` does not claim the hook `{hook}`; nothing should have called it."
+
+
+class Context:
+    """What the stack lends to its methods: metrics, warnings, random generators."""
+
+    metrics: Any
+    warn_once: Callable[[str], None]
+
+    def rng(self, method: str, purpose: str) -> np.random.Generator:
+        raise MethodError("no run")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A name that stands for several methods with the paper's settings.
+
+    Args:
+        name: what users write in `methods: [...]`.
+        parts: method name -> parameters the paper uses for it. Users set parameters under the names of the parts.
+        paper: where it comes from.
+        about: what it does, a paragraph; shown by `rl-plugins info`.
+    """
+
+    name: str
+    parts: Mapping[str, Mapping[str, Any]]
+    paper: Paper
+    about: str

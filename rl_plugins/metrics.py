@@ -1,0 +1,66 @@
+"""Values that methods log, combined over micro-batches and ranks exactly as they ask (mean, sum, min, max)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from rl_plugins.errors import MethodError
+
+# name -> (reduce, accumulated value, accumulated weight); what ranks exchange.
+Partial = dict[str, tuple[str, float, float]]
+
+
+class Metrics:
+    """Collects values of one step. Tensors are read when the step is over, so logging in the loss costs no sync."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, tuple[str, list[tuple[Any, Any]]]] = {}
+
+    def add(self, name: str, value: Any, reduce: str, weight: Any = 1.0) -> None:
+        if reduce not in ("mean", "sum", "min", "max"):
+            raise MethodError(f"`{name}` is logged with reduce={reduce!r}; allowed: mean, sum, min, max.")
+        known, values = self._values.setdefault(name, (reduce, []))
+        if known != reduce:
+            raise MethodError(f"`{name}` is logged with reduce={reduce!r} and {known!r} in one step; use one of them.")
+        values.append((_detach(value), _detach(weight)))
+
+    def take(self) -> Partial:
+        """What was collected, as plain numbers; the collection is empty afterwards. NaN values are left out."""
+        partial: Partial = {}
+        for name, (reduce, values) in self._values.items():
+            numbers = [(float(v), float(w)) for v, w in values]
+            numbers = [(v, w) for v, w in numbers if not math.isnan(v) and w > 0]
+            if not numbers:
+                partial[name] = (reduce, 0.0, 0.0)
+            elif reduce == "mean":
+                partial[name] = (reduce, math.fsum(v * w for v, w in numbers), math.fsum(w for _, w in numbers))
+            elif reduce == "sum":
+                partial[name] = (reduce, math.fsum(v for v, _ in numbers), 1.0)
+            else:
+                partial[name] = (reduce, (min if reduce == "min" else max)(v for v, _ in numbers), 1.0)
+        self._values.clear()
+        return partial
+
+
+def combine(partials: Iterable[Partial]) -> dict[str, float]:
+    """The values of all ranks as one number per name; names without a value are left out."""
+    merged: dict[str, tuple[str, list[tuple[float, float]]]] = {}
+    for partial in partials:
+        for name, (reduce, value, weight) in partial.items():
+            if weight > 0:
+                merged.setdefault(name, (reduce, []))[1].append((value, weight))
+    out = {}
+    for name, (reduce, values) in merged.items():
+        if reduce == "mean":
+            out[name] = math.fsum(v for v, _ in values) / math.fsum(w for _, w in values)
+        elif reduce == "sum":
+            out[name] = math.fsum(v for v, _ in values)
+        else:
+            out[name] = (min if reduce == "min" else max)(v for v, _ in values)
+    return out
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if hasattr(value, "detach") else value

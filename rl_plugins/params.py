@@ -1,0 +1,252 @@
+"""Parameters of a method: a frozen dataclass whose fields carry help, range and the paper's default.
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        mad_eps: float = param(1e-3, "added to the median absolute deviation", gt=0)
+
+Values arrive from Python, YAML and the command line. They are parsed strictly by the declared type, because YAML gives
+`1e-3` as a string and a command line gives everything as one; what does not fit is an error that names the parameter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from rl_plugins.errors import ConfigError, did_you_mean
+
+_LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+def param(
+    default: Any,
+    help: str,
+    *,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+    allow_inf: bool = False,
+) -> Any:
+    """Declares one parameter.
+
+    Args:
+        default: the paper's (or the argued) default.
+        help: one line, shown by `rl-plugins info`.
+        gt, ge, lt, le: limits of a number, or of every number of a tuple.
+        allow_inf: infinity is a legal value (NaN never is).
+    """
+    limits = {k: v for k, v in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if v is not None}
+    return field(default=default, metadata={"help": help, "limits": limits, "allow_inf": allow_inf})
+
+
+@dataclass(frozen=True)
+class MethodParams:
+    """Base of every method's `Params`. Values are checked on construction, so no method sees an illegal one.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range; the message names the parameter, the value given and
+            what is allowed. `check()` may be overridden for conditions between parameters.
+    """
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for f in dataclasses.fields(self):
+            value = parse_value(getattr(self, f.name), hints[f.name], f.name, **_rules(f))
+            object.__setattr__(self, f.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Conditions between parameters; raise ConfigError."""
+
+
+def _rules(f: dataclasses.Field[Any]) -> dict[str, Any]:
+    return {"limits": f.metadata.get("limits", {}), "allow_inf": f.metadata.get("allow_inf", False)}
+
+
+def build_params(cls: type[MethodParams], values: Mapping[str, Any] | None, method: str) -> MethodParams:
+    """`values` as an instance of `cls`; every error names the method.
+
+    Raises:
+        ConfigError: unknown parameter (with the nearest names), wrong type, out of range.
+    """
+    values = dict(values or {})
+    known = [f.name for f in dataclasses.fields(cls)]
+    for name in values:
+        if name not in known:
+            allowed = f"It has: {', '.join(known)}." if known else "It has no parameters."
+            raise ConfigError(
+                f"Method `{method}` has no parameter `{name}`.{did_you_mean(name, known)} {allowed} "
+                f"See `rl-plugins info {method}`."
+            )
+    try:
+        return cls(**values)
+    except ConfigError as e:
+        raise ConfigError(f"Method `{method}`: {e} See `rl-plugins info {method}`.") from None
+
+
+def parse_value(
+    value: Any, hint: Any, name: str, limits: Mapping[str, float] | None = None, allow_inf: bool = False
+) -> Any:
+    """`value` as the declared type `hint`, within `limits`.
+
+    Understood: bool, int, float, str, Literal, `X | None`, tuple[X, ...], and Callable (an object, or the text
+    "module:attribute"). Text is converted only where it is an exact spelling of the type.
+    """
+    limits = limits or {}
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"}):
+            if type(None) in args:
+                return None
+        choices = [a for a in args if a is not type(None)]
+        errors = []
+        for choice in choices:
+            try:
+                return parse_value(value, choice, name, limits, allow_inf)
+            except ConfigError as e:
+                errors.append(e)
+        raise errors[-1] if len(errors) == 1 else _wrong(name, value, _type_text(hint))
+    if origin is Literal:
+        for choice in args:
+            if value == choice and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+            if isinstance(value, str) and value == str(choice):
+                return choice
+        raise ConfigError(
+            f"parameter `{name}` is {value!r}; allowed: {', '.join(map(repr, args))}."
+            f"{did_you_mean(str(value), [str(a) for a in args])}"
+        )
+    if origin is tuple:
+        items = [v for v in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise _wrong(name, value, _type_text(hint))
+        return tuple(parse_value(v, args[0], name, limits, allow_inf) for v in items)
+    if hint is Callable or origin is Callable or getattr(hint, "__name__", "") == "Callable":
+        return resolve_callable(value, name)
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.strip().lower() in _TRUE | _FALSE:
+            return value.strip().lower() in _TRUE
+        raise _wrong(name, value, "true or false")
+    if hint is int:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = int(value.strip())
+            except ValueError:
+                raise _wrong(name, value, "a whole number") from None
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise _wrong(name, value, "a whole number")
+        return _within(number, name, limits)
+    if hint is float:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value.strip())
+            except ValueError:
+                raise _wrong(name, value, "a number") from None
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            raise _wrong(name, value, "a number")
+        number = float(number)
+        if math.isnan(number) or (math.isinf(number) and not allow_inf):
+            raise _wrong(name, value, "a finite number")
+        return _within(number, name, limits)
+    if hint is str:
+        if not isinstance(value, str):
+            raise _wrong(name, value, "text")
+        return value
+    return value
+
+
+def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
+    """A callable given as an object or as "module:attribute".
+
+    Raises:
+        ConfigError: not callable, no such module, no such attribute.
+    """
+    if callable(value):
+        return cast(Callable[..., Any], value)
+    if not isinstance(value, str) or value.count(":") != 1:
+        raise _wrong(name, value, 'a callable or the text "module:attribute"')
+    module_name, attribute = value.split(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as e:
+        raise ConfigError(
+            f"parameter `{name}` is {value!r}, but it cannot be loaded: {type(e).__name__}: {e}. Give an importable "
+            f'"module:attribute", with the module on PYTHONPATH.'
+        ) from e
+    if not callable(found):
+        raise _wrong(name, value, "a callable")
+    return cast(Callable[..., Any], found)
+
+
+def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
+    """Name, type, default, range and help of every parameter, as text, for `info` and the docs table."""
+    hints = get_type_hints(cls)
+    rows = []
+    for f in dataclasses.fields(cls):
+        limits = f.metadata.get("limits", {})
+        rows.append(
+            {
+                "name": f.name,
+                "type": _type_text(hints[f.name]),
+                "default": _default_text(f.default),
+                "range": ", ".join(f"{_LIMITS[k]} {v:g}" for k, v in limits.items()),
+                "help": f.metadata.get("help", ""),
+            }
+        )
+    return rows
+
+
+def params_to_dict(params: MethodParams) -> dict[str, Any]:
+    """Plain values for a state file; a callable becomes "module:name"."""
+    return {f.name: _plain(getattr(params, f.name)) for f in dataclasses.fields(params)}
+
+
+def _plain(value: Any) -> Any:
+    if callable(value):
+        return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _default_text(value: Any) -> str:
+    return str(_plain(value)) if callable(value) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _within(number: Any, name: str, limits: Mapping[str, float]) -> Any:
+    tests = {"gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y}
+    for key, bound in limits.items():
+        if not tests[key](number, bound):
+            allowed = " and ".join(f"{_LIMITS[k]} {v:g}" for k, v in limits.items())
+            raise ConfigError(f"parameter `{name}` is {number!r}; it must be {allowed}.")
+    return number
+
+
+def _wrong(name: str, value: Any, wanted: str) -> ConfigError:
+    return ConfigError(f"parameter `{name}` is {value!r} ({type(value).__name__}); it must be {wanted}.")
+
+
+def _type_text(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if a is type(None) else _type_text(a) for a in args)
+    if origin is Literal:
+        return " | ".join(map(repr, args))
+    if origin is tuple:
+        return f"list of {_type_text(args[0])}"
+    if hint is Callable or origin is Callable or getattr(hint, "__name__", "") == "Callable":
+        return '"module:attribute"'
+    return {bool: "true/false", int: "int", float: "float", str: "text"}.get(hint, getattr(hint, "__name__", str(hint)))

@@ -1,0 +1,125 @@
+"""Checks before a run starts: can this host, with these options, give the named methods what they need?
+
+A flag never stays without effect: what cannot act is an error here, with the change that mends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.stack import MethodStack
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What one run of a host offers.
+
+    Args:
+        name, version: "trl" or "verl".
+        hooks: the hooks this adapter serves in this run.
+        missing_hooks: hook -> why it is not served here and what to change.
+        eval_hooks: hooks served in evaluation.
+        missing_signals: signal -> why this run does not have it and what to change. Signals not listed exist.
+        columns: columns of the dataset, None if they are not known before the first row.
+        options: the host's options as set by the user.
+        defaults: the host's own defaults of the same options.
+    """
+
+    name: str
+    version: str
+    hooks: Collection[str]
+    missing_hooks: Mapping[str, str]
+    eval_hooks: Collection[str]
+    missing_signals: Mapping[str, str]
+    columns: Collection[str] | None
+    options: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
+    """Checks a stack against a run.
+
+    Returns:
+        Host options to set: those that methods ask for and that the user left at the host's default.
+
+    Raises:
+        ConfigError: one paragraph per problem, all problems at once.
+    """
+    problems: list[str] = []
+    options: dict[str, Any] = {}
+    wanted_by: dict[str, str] = {}
+    for m in stack.methods:
+        for hook in m.claims():
+            if hook not in host.hooks:
+                why = host.missing_hooks.get(hook, f"this version of the {host.name} adapter does not serve it.")
+                problems.append(f"`{m.name}` changes `{hook}`, and {host.name} cannot do that here: {why}")
+        for hook in m.in_eval:
+            if hook not in host.eval_hooks:
+                problems.append(f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve.")
+        for signal in sorted(m.needs):
+            why_not = _missing(signal, host)
+            if why_not:
+                problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")
+        for option, value in m.host_options.get(host.name, {}).items():
+            problem = _set_option(m, option, value, host, options, wanted_by)
+            if problem:
+                problems.append(problem)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return options
+
+
+def _missing(signal: str, host: HostFacts) -> str | None:
+    kind, _, detail = signal.partition(":")
+    if kind == "column":
+        if host.columns is not None and detail not in host.columns:
+            return f"the dataset has no column `{detail}` (it has: {', '.join(sorted(host.columns))}). Add it."
+        return None
+    if signal not in SIGNALS and kind != "engine":
+        return f"there is no such signal; known: {', '.join(SIGNALS)}, column:NAME, engine:logprobs=N."
+    return host.missing_signals.get(signal, host.missing_signals.get(kind))
+
+
+def _set_option(
+    m: Method, option: str, value: Any, host: HostFacts, options: dict[str, Any], wanted_by: dict[str, str]
+) -> str | None:
+    current, default = host.options.get(option), host.defaults.get(option)
+    if option in options and options[option] != value:
+        return f"`{m.name}` needs {option}={value!r} and `{wanted_by[option]}` needs {option}={options[option]!r}."
+    if current == value:
+        return None
+    if current != default:
+        return f"`{m.name}` sets {option}={value!r}, but the config has {option}={current!r}. Remove one of them."
+    options[option], wanted_by[option] = value, m.name
+    return None
+
+
+def table(stack: MethodStack) -> list[tuple[str, str, str, str]]:
+    """Rows (method, hooks in order, parameters, fidelity) of what is in effect, for the printed table."""
+    rows: list[tuple[str, str, str, str]] = []
+    for m in stack.methods:
+        hooks = ", ".join(h for h in HOOKS if h in m.claims())
+        params = ", ".join(f"{k}={v}" for k, v in _shown(m).items()) or "-"
+        rows.append((m.name, hooks, params, m.fidelity))
+    return rows
+
+
+def render_table(stack: MethodStack, options: Mapping[str, Any]) -> str:
+    """The methods in effect as plain text, printed by the driver at start."""
+    rows = [("method", "hooks", "parameters", "fidelity"), *table(stack)]
+    widths = [max(len(r[i]) for r in rows) for i in range(4)]
+    lines = ["rl-plugins: methods in effect, in this order"]
+    lines += ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if options:
+        lines.append("  host options set: " + ", ".join(f"{k}={v}" for k, v in options.items()))
+    return "\n".join(lines)
+
+
+def _shown(m: Method) -> dict[str, Any]:
+    from rl_plugins.params import params_to_dict
+
+    return params_to_dict(m.params)

@@ -1,0 +1,404 @@
+"""The data a method sees: `Plan`, `Rollouts` (rows), `Steps` (agent turns), flat `Tokens`, and what hooks return.
+
+On the driver everything is a CPU tensor (float64 for numbers of rows, float32 for tokens) or a list; in the update
+place (`Terms`, `Rows`) tensors lie on the training device. No object is ever changed by a hook: use `replace`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_plugins.groups import Groups
+
+Self = TypeVar("Self")
+
+
+class Replaceable:
+    """Immutable record with `replace`."""
+
+    def replace(self: Self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+
+# ---- before generation
+
+
+@dataclass(frozen=True)
+class Completion(Replaceable):
+    """A completion that is given instead of generated (replayed, foreign, corrected).
+
+    Args:
+        tokens: its token ids, at least one.
+        logprobs: log-probs of the distribution it was sampled from, or None where that is not known.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class PlanRow(Replaceable):
+    """One prompt and the rollouts to make for it.
+
+    Args:
+        prompt: dataset row; -1 for a foreign prompt, whose columns then all stand in `edit`.
+        group: rollouts with the same number form a group. Unique per prompt unless a method merges prompts.
+        n: rollouts that are trained. They count against the budget.
+        spare: further rollouts, made to leave again (`select`, `shape`) by the method that asked for them.
+        edit: dataset columns that replace those of the row (a prompt with a hint, say).
+        prefix: token ids every completion of this row starts with. They are marked `forced`.
+        max_tokens: completion length, at most the host's.
+        given: completions used instead of the first generated ones.
+        payload: anything the method wants to find again in `rollouts.payload`.
+    """
+
+    prompt: int
+    group: int
+    n: int
+    spare: int = 0
+    edit: Mapping[str, Any] | None = None
+    prefix: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    given: tuple[Completion, ...] = ()
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class GroupSoFar:
+    """A group after the rounds so far: its plan row of the first round and the rewards, (rollouts,) float64."""
+
+    row: PlanRow
+    rewards: Tensor
+
+
+@dataclass(frozen=True)
+class Plan(Replaceable):
+    """What is to be generated.
+
+    Args:
+        rows: of this round. In round 0 the host's own plan: every prompt with `n = group_size`. In later rounds empty;
+            a row added there with the group number of an earlier one adds rollouts to that group.
+        group_size: rollouts per prompt the host trains.
+        budget: rows that may still be trained.
+        round: 0, 1, ..
+        so_far: groups of the earlier rounds with their rewards (of the reward functions, before `rewards` hooks).
+        step: generation batch, counted from 0.
+    """
+
+    rows: tuple[PlanRow, ...]
+    group_size: int
+    budget: int
+    round: int = 0
+    so_far: tuple[GroupSoFar, ...] = ()
+    step: int = 0
+
+    @property
+    def trained(self) -> int:
+        return sum(row.n for row in self.rows)
+
+    @property
+    def generated(self) -> int:
+        return sum(row.n + row.spare for row in self.rows)
+
+
+@dataclass(frozen=True)
+class PromptPool:
+    """Where `select_prompts` chooses from.
+
+    Args:
+        size: rows of the dataset; prompts are 0..size-1.
+        proposal: the prompts the host would take next, in its order.
+        taken: prompts already in this batch (a second call fills a batch that is not full); choose others.
+        dataset: the dataset itself, for methods that look at columns.
+        step: generation batch, counted from 0.
+    """
+
+    size: int
+    proposal: tuple[int, ...]
+    taken: tuple[int, ...]
+    dataset: Any
+    step: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `start` is told about the run.
+
+    Args:
+        host, host_version: "trl" or "verl".
+        dataset: the training dataset, None if it is a stream.
+        dataset_size: its rows, None for a stream.
+        columns: its columns.
+        reward_names: names of the reward functions.
+        group_size: rollouts per prompt that are trained.
+        total_steps: optimizer steps of the whole run.
+        generation_steps: generation batches of the whole run (rounded up).
+        max_completion_length: in tokens.
+    """
+
+    host: str
+    host_version: str
+    dataset: Any
+    dataset_size: int | None
+    columns: tuple[str, ...]
+    reward_names: tuple[str, ...]
+    group_size: int
+    total_steps: int
+    generation_steps: int
+    max_completion_length: int
+
+
+# ---- after generation
+
+
+@dataclass(frozen=True)
+class Steps(Replaceable):
+    """Turns of agents, flat: one entry per turn, whichever way the host lays rows out (a trajectory or a turn a row).
+
+    Args:
+        row: (steps,) row of `Rollouts` that holds the turn's tokens.
+        turn: (steps,) number of the turn inside its rollout, from 0.
+        anchor: what was observed before the turn (any hashable or nested plain data), for grouping by state.
+        reward: (steps,) float64, NaN where the environment gave none.
+        valid: (steps,) bool, False for a turn whose action was not understood.
+    """
+
+    row: Tensor
+    turn: Tensor
+    anchor: Sequence[Any]
+    reward: Tensor
+    valid: Tensor
+
+
+@dataclass(frozen=True)
+class Rollouts(Replaceable):
+    """All rollouts of one generation batch, one row per trained sequence, in the order of the plan.
+
+    Args:
+        group: (rows,) int64.
+        prompt_index: (rows,) int64 stable dataset row; -1 for foreign prompts and for streams.
+        rollout: (rows,) int64 number inside its group.
+        index: (rows,) int64 number of the row inside its rollout (turns, agents); 0 where a rollout is one row.
+        rewards: (rows, reward functions) float64, NaN where a function returned None.
+        reward_names, reward_weights: of the functions; weights (reward functions,) float64.
+        reward: (rows,) float64 weighted sum over the functions that scored the row, or what a `rewards` hook made of
+            it. NaN = unscorable: out of every statistic, advantage 0, still trained as far as the host trains it.
+        length: (rows,) int64 tokens that may carry a gradient.
+        truncated: (rows,) bool, stopped by the length limit.
+        kept: (rows,) bool. False: left by `select`. All True in every hook but `observe`.
+        version: (rows,) int64 optimizer step of the policy that generated the row.
+        text, raw_text, messages: decoded completions without and with special tokens, and as the host's list of
+            messages; present if a method needs them.
+        meta: dataset columns asked for with `needs = {"column:NAME"}`, and the host's per-row extras: lists.
+        payload: what the plan attached to each row.
+        steps: turns of agents, or None.
+        step: generation batch, counted from 0. total_steps: of the run.
+    """
+
+    group: Tensor
+    prompt_index: Tensor
+    rollout: Tensor
+    index: Tensor
+    rewards: Tensor
+    reward_names: tuple[str, ...]
+    reward_weights: Tensor
+    reward: Tensor
+    length: Tensor
+    truncated: Tensor
+    kept: Tensor
+    version: Tensor
+    text: Sequence[str] | None = None
+    raw_text: Sequence[str] | None = None
+    messages: Sequence[Any] | None = None
+    meta: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    payload: Sequence[Any] | None = None
+    steps: Steps | None = None
+    step: int = 0
+    total_steps: int = 0
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Statistics per group of these rows."""
+        return Groups(self.group)
+
+    def subset(self, keep: Tensor) -> Rollouts:
+        """The rows where `keep` is True; steps are renumbered."""
+        if bool(keep.all()):
+            return self
+        places = keep.nonzero()[:, 0]
+        take = places.tolist()
+
+        def pick(value: Any) -> Any:
+            if value is None:
+                return None
+            return value[places] if isinstance(value, Tensor) else [value[i] for i in take]
+
+        per_row = (
+            "group",
+            "prompt_index",
+            "rollout",
+            "index",
+            "rewards",
+            "reward",
+            "length",
+            "truncated",
+            "kept",
+            "version",
+            "text",
+            "raw_text",
+            "messages",
+            "payload",
+        )
+        changes = {name: pick(getattr(self, name)) for name in per_row}
+        changes["meta"] = {name: pick(values) for name, values in self.meta.items()}
+        if self.steps is not None:
+            stay = keep[self.steps.row]
+            new_row = torch.cumsum(keep, 0) - 1
+            changes["steps"] = Steps(
+                row=new_row[self.steps.row[stay]],
+                turn=self.steps.turn[stay],
+                reward=self.steps.reward[stay],
+                anchor=[a for a, s in zip(self.steps.anchor, stay.tolist(), strict=True) if s],
+                valid=self.steps.valid[stay],
+            )
+        return self.replace(**changes)
+
+
+def weighted_reward(rewards: Tensor, weights: Tensor) -> Tensor:
+    """(rows, functions) -> (rows,): weighted sum of the functions that scored a row; NaN if none did."""
+    total = torch.nansum(rewards * weights, dim=1)
+    return torch.where(torch.isnan(rewards).all(dim=1), torch.nan, total)
+
+
+@dataclass(frozen=True)
+class Tokens(Replaceable):
+    """Every token of the batch that may carry a gradient, flat: there is no padding here that anything could depend on.
+
+    Statistics over rows are `Groups(tokens.row, count=len(rollouts))`. Columns a method did not ask for are None.
+
+    Args:
+        row: (tokens,) int64 row of the rollouts passed along.
+        position: (tokens,) int64 place in the completion.
+        step: (tokens,) int64 entry of `rollouts.steps`, or None.
+        forced: (tokens,) bool, put in the policy's place (prefix, given completion) instead of sampled.
+        advantages: (tokens,) float64.
+        keep: (tokens,) bool, False for tokens an earlier `shape` took out of the update.
+        old_logprobs: (tokens,) float32 of the policy at the start of the step.
+        rollout_logprobs: of the distribution that was sampled from; NaN where that is not known.
+        ref_logprobs: of the reference policy.
+        entropies: nats, of the policy at the start of the step.
+    """
+
+    row: Tensor
+    position: Tensor
+    advantages: Tensor
+    keep: Tensor
+    forced: Tensor
+    step: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropies: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def subset(self, keep: Tensor, new_row: Tensor | None = None) -> Tokens:
+        """The tokens where `keep` is True, with `row` mapped through `new_row` if given."""
+        changes = {
+            f.name: getattr(self, f.name)[keep] for f in dataclasses.fields(self) if getattr(self, f.name) is not None
+        }
+        if new_row is not None:
+            changes["row"] = new_row[changes["row"]]
+        return self.replace(**changes)
+
+
+@dataclass(frozen=True)
+class Shape(Replaceable):
+    """What `shape` returns; a field left None changes nothing.
+
+    Args:
+        advantages: (tokens,) new token advantages.
+        keep_rows: (rows,) bool, False: the row leaves the update.
+        keep_tokens: (tokens,) bool, False: the token leaves the update.
+        old_logprobs: (tokens,) log-probs to use in the importance ratio instead of the host's.
+        row_columns, token_columns: columns for `policy_loss` and `regularize`, (rows,) and (tokens,) each.
+    """
+
+    advantages: Tensor | None = None
+    keep_rows: Tensor | None = None
+    keep_tokens: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    row_columns: Mapping[str, Tensor] = field(default_factory=dict)
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+# ---- in update
+
+
+@dataclass(frozen=True)
+class Rows(Replaceable):
+    """Rows of one optimizer step over all ranks and micro-batches, for `before_update`. Only rows that are trained.
+
+    Args:
+        group: (rows,) int64.
+        length: (rows,) tokens that are trained.
+        logprobs, old_logprobs, rollout_logprobs: (rows,) sums over those tokens: at the current weights (one pass
+            without gradient, if `needs` has "current_logprobs"), at the start of the step, of the behaviour policy.
+        columns: row columns of `shape`.
+    """
+
+    group: Tensor
+    length: Tensor
+    logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What `before_update` returns: a factor on the learning rate of this one optimizer step, and row columns."""
+
+    lr_scale: float = 1.0
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Terms(Replaceable):
+    """One micro-batch in the loss, padded: everything (rows, time) unless said otherwise.
+
+    Args:
+        mask: 1 where a token is trained.
+        logprobs, entropies: with gradient. Entropies in nats.
+        advantages: of each token.
+        old_logprobs: of the policy at the start of the step (equal to `logprobs.detach()` where that is the same).
+        rollout_logprobs, ref_logprobs: if asked for in `needs`; a token whose behaviour log-prob is not known has its
+            old one.
+        columns: own columns: (rows, time), and (rows, 1) for those given per row.
+        num_tokens, num_rows: trained tokens and rows of the whole optimizer step, all ranks.
+        max_length: the configured completion length.
+    """
+
+    mask: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    num_tokens: Tensor
+    num_rows: Tensor
+    max_length: int
+    rollout_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)

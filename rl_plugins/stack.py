@@ -1,0 +1,207 @@
+"""`MethodStack`: several methods as one. Order, conflicts, places, state, metrics and randomness live here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import logging
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.method import HOOKS, Context, Method
+from rl_plugins.metrics import Metrics
+from rl_plugins.params import build_params, params_to_dict
+from rl_plugins.rollouts import Run
+from rl_plugins.state import copy_plain
+
+logger = logging.getLogger("rl_plugins")
+
+
+def build_stack(methods: Any, method_params: Any = None, seed: int = 0) -> MethodStack:
+    """The methods a run names, with their parameters, as a stack.
+
+    Raises:
+        ConfigError: see `registry.select`, `build_params` and `MethodStack`.
+    """
+    selection = registry.select(methods, method_params)
+    built = [cls(build_params(cls.Params, selection.params[name], name)) for name, cls in selection.classes.items()]
+    return MethodStack(built, seed, bundle_of=selection.bundle_of)
+
+
+class MethodStack(Context):
+    """Methods in the order of the flag.
+
+    Args:
+        methods: instances; an empty stack is falsy.
+        seed: of the run; every `rng` derives from it.
+
+    Attributes:
+        claims: hook -> methods that override it, in order.
+        needs: union of the signals.
+        step: generation batch, counted from 0; part of the saved state.
+        extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
+        stats: what was logged in the last updates, for `observe`; part of the saved state.
+
+    Raises:
+        ConfigError: two methods claim the same exclusive hook.
+    """
+
+    def __init__(self, methods: list[Method], seed: int = 0, bundle_of: Mapping[str, str] | None = None) -> None:
+        self.methods = list(methods)
+        self.seed = seed
+        self.bundle_of = dict(bundle_of or {})
+        self.step = 0
+        self.extra_prompts = 0
+        self.stats: dict[str, float] = {}
+        self.metrics = Metrics()
+        self._warned: set[str] = set()
+        self.claims = {hook: [m for m in methods if hook in m.claims()] for hook in HOOKS}
+        for hook, claimants in self.claims.items():
+            if HOOKS[hook].kind == "exclusive" and len(claimants) > 1:
+                names = [m.name for m in claimants]
+                raise ConfigError(
+                    f"The methods {' and '.join(f'`{n}`' for n in names)} both decide `{hook}`, and only one can. "
+                    f"Remove {' or '.join(f'`{n}`' for n in names)} from `methods`."
+                )
+        sums = {m.aggregation for m in self.claims["policy_loss"] + self.claims["regularize"]}
+        if len(sums) > 1:
+            names = [f"`{m.name}` ({m.aggregation})" for m in self.claims["policy_loss"] + self.claims["regularize"]]
+            raise ConfigError(f"{' and '.join(names)} aggregate their losses differently and cannot run together.")
+        self.needs: set[str] = set().union(*(m.needs for m in methods))
+        for m in methods:
+            m._context = self
+
+    def __bool__(self) -> bool:
+        return bool(self.methods)
+
+    @property
+    def names(self) -> list[str]:
+        return [m.name for m in self.methods]
+
+    def claimed(self, *hooks: str) -> bool:
+        """Whether any method claims any of these hooks."""
+        return any(self.claims[h] for h in hooks)
+
+    @property
+    def aggregation(self) -> str:
+        claimants = self.claims["policy_loss"] + self.claims["regularize"]
+        return claimants[0].aggregation if claimants else "host"
+
+    # -------------------------------------------------------------------------------------------------------- calling
+
+    def call(self, hook: str, method: Method, *args: Any) -> Any:
+        """One hook of one method, in its place. A coroutine is run to its end.
+
+        Raises:
+            MethodError: whatever the hook raised, with the method, the hook and the way to go on without it.
+        """
+        method._place = HOOKS[hook].place if hook in HOOKS else "driver"
+        try:
+            result = getattr(method, hook)(*args)
+            return asyncio.run(result) if inspect.iscoroutine(result) else result
+        except Exception as e:
+            raise MethodError(
+                f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {e}\n"
+                f"{''.join(traceback.format_tb(e.__traceback__)[1:])}"
+                f"Remove `{method.name}` from `methods` to go on without it."
+            ) from e
+        finally:
+            method._place = "driver"
+
+    def one(self, hook: str, *args: Any) -> Any:
+        """The exclusive claimant's answer."""
+        return self.call(hook, self.claims[hook][0], *args)
+
+    def refuse(self, method: Method, hook: str, why: str) -> MethodError:
+        """An error for an illegal return value."""
+        return MethodError(
+            f"Method `{method.name}` returned something illegal from `{hook}`: {why} "
+            f"Remove `{method.name}` from `methods` to go on without it."
+        )
+
+    def start(self, run: Run) -> None:
+        for m in self.methods:
+            self.call("start", m, run)
+
+    # ------------------------------------------------------------------------------------------- what methods may use
+
+    def warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    def rng(self, method: str, purpose: str) -> Any:
+        import numpy as np
+
+        key = f"{self.seed}|{method}|{self.step}|{purpose}".encode()
+        return np.random.default_rng(list(hashlib.sha256(key).digest()))
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self, fingerprint: str) -> dict[str, Any]:
+        """Everything that must survive, as plain data; a copy that later steps do not change."""
+        return {
+            "step": self.step,
+            "extra_prompts": self.extra_prompts,
+            "stats": dict(self.stats),
+            "fingerprint": fingerprint,
+            "methods": {
+                m.name: {
+                    "version": m.state_version,
+                    "params": params_to_dict(m.params),
+                    "state": copy_plain(m._state),
+                }
+                for m in self.methods
+            },
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], fingerprint: str) -> None:
+        """Takes over a saved state, after `start`.
+
+        Raises:
+            StateError: of other methods, another version or parameters of a method that keeps state, or another
+                dataset. Nothing is taken over then.
+        """
+        other = [n for n, s in saved["methods"].items() if s["state"] and n not in self.names]
+        if other:
+            raise StateError(
+                f"The checkpoint holds state of {', '.join(f'`{n}`' for n in other)}, which this run does not name "
+                f"(it names: {', '.join(self.names) or 'nothing'}). Name them to resume, or start a new run from the "
+                f"weights of the checkpoint."
+            )
+        for m in self.methods:
+            found = saved["methods"].get(m.name)
+            if not m._state and not (found and found["state"]):
+                continue
+            if found is None:
+                raise StateError(
+                    f"The checkpoint holds no state of `{m.name}`, which needs its own to resume. Start a new run from "
+                    f"the weights of the checkpoint, or remove `{m.name}` from `methods`."
+                )
+            if found["version"] != m.state_version:
+                raise StateError(
+                    f"The checkpoint's state of `{m.name}` has version {found['version']}, this code has "
+                    f"{m.state_version}. Resume with the version of rl-plugins that wrote it."
+                )
+            now = params_to_dict(m.params)
+            if found["params"] != now:
+                changed = [k for k in {*found["params"], *now} if found["params"].get(k) != now.get(k)]
+                what = ", ".join(f"{k}: {found['params'].get(k)!r} -> {now.get(k)!r}" for k in sorted(changed))
+                raise StateError(
+                    f"The checkpoint's state of `{m.name}` was made with other parameters ({what}). Resume with the "
+                    f"same ones, or start a new run from the weights of the checkpoint."
+                )
+            if saved["fingerprint"] != fingerprint:
+                raise StateError(
+                    f"The state of `{m.name}` belongs to another dataset (fingerprint {saved['fingerprint']}, now "
+                    f"{fingerprint}). Resume with the dataset of the checkpoint, or start a new run from its weights."
+                )
+        for m in self.methods:
+            if m.name in saved["methods"]:
+                m.state = saved["methods"][m.name]["state"]
+        self.step, self.extra_prompts = saved["step"], saved["extra_prompts"]
+        self.stats = dict(saved["stats"])

@@ -1,0 +1,29 @@
+"""What authors of methods test with: stored rollouts without any host, and `check_method`, the contract test.
+
+from rl_plugins.testing import check_method
+check_method(MyMethod)
+"""
+
+from __future__ import annotations
+
+from rl_plugins.testing.data import (
+    make_plan,
+    make_rollouts,
+    make_rows,
+    make_run,
+    make_terms,
+    make_tokens,
+    one_step,
+    start_stack,
+)
+
+__all__ = [
+    "make_plan",
+    "make_rollouts",
+    "make_rows",
+    "make_run",
+    "make_terms",
+    "make_tokens",
+    "one_step",
+    "start_stack",
+]
