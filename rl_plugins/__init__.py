@@ -1,7 +1,7 @@
 """Methods of RL post-training papers as plugins for TRL and verl.
 
-`from rl_plugins.trl import GRPOConfig, GRPOTrainer` and name methods in the config. Importing this package loads no host,
-no torch and scans no entry points.
+`from rl_plugins.trl import GRPOConfig, GRPOTrainer` and name methods in the config. Importing this package loads no
+host and no torch, and scans no entry points.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def first_plan(
         asked = Plan(
             tuple(PlanRow(p, start + i, group_size) for i, p in enumerate(prompts)), group_size, room, step=stack.step
         )
-        plan = _chain_plan(stack, asked, [m for m in stack.claims["plan"]])
+        plan = _chain_plan(stack, asked, stack.claims["plan"])
         if not rows:
             _check_size(plan, room)
         added = list(plan.rows)

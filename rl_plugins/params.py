@@ -102,9 +102,9 @@ def parse_value(
     limits = limits or {}
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"}):
-            if type(None) in args:
-                return None
+        is_none = value is None or (isinstance(value, str) and value.strip().lower() in {"none", "null"})
+        if is_none and type(None) in args:
+            return None
         choices = [a for a in args if a is not type(None)]
         errors = []
         for choice in choices:
@@ -124,7 +124,7 @@ def parse_value(
             f"{did_you_mean(str(value), [str(a) for a in args])}"
         )
     if origin is tuple:
-        items = [v for v in value.split(",")] if isinstance(value, str) else value
+        items = value.split(",") if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise _wrong(name, value, _type_text(hint))
         return tuple(parse_value(v, args[0], name, limits, allow_inf) for v in items)

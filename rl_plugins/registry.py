@@ -177,8 +177,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     if len(origins) > 1:
         third = next(o for o in origins if o.distribution)
         raise ConfigError(
-            f"The method name `{name}` has {len(origins)} origins: {' and '.join(map(str, origins))}. Uninstall one, or "
-            f'veto it: add "-dist:{third.distribution}" to `methods` or set {VETO_VARIABLE}=dist:{third.distribution}.'
+            f"The method name `{name}` has {len(origins)} origins: {' and '.join(map(str, origins))}. Uninstall one "
+            f'or veto it: add "-dist:{third.distribution}" to `methods` or set {VETO_VARIABLE}=dist:{third.distribution}.'
         )
     origin = origins[0]
     try:
