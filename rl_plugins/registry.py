@@ -14,7 +14,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, partial
 from typing import Any, cast
 
 from rl_plugins.errors import ConfigError, did_you_mean
@@ -177,8 +177,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     if len(origins) > 1:
         third = next(o for o in origins if o.distribution)
         raise ConfigError(
-            f"The method name `{name}` has {len(origins)} origins: {' and '.join(map(str, origins))}. Uninstall one "
-            f'or veto it: add "-dist:{third.distribution}" to `methods` or set {VETO_VARIABLE}=dist:{third.distribution}.'
+            f"The method name `{name}` has {len(origins)} origins: {' and '.join(map(str, origins))}. Uninstall one or "
+            f'veto it: add "-dist:{third.distribution}" to `methods` or set {VETO_VARIABLE}=dist:{third.distribution}.'
         )
     origin = origins[0]
     try:
@@ -255,7 +255,7 @@ def _origins(name: str) -> list[Origin]:
     return found
 
 
-@lru_cache(maxsize=1)
+@cache
 def _stems() -> tuple[str, ...]:
     import rl_plugins.methods
 
