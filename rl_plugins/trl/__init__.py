@@ -1,0 +1,15 @@
+"""The TRL adapter: `GRPOConfig` and `GRPOTrainer` that take `methods` and `method_params`.
+
+from rl_plugins.trl import GRPOConfig, GRPOTrainer   # the only change in a script
+"""
+
+from __future__ import annotations
+
+from rl_plugins.trl.compat import check_trl_version
+
+check_trl_version()
+
+from rl_plugins.trl.config import GRPOConfig  # noqa: E402
+from rl_plugins.trl.trainer import GRPOTrainer, MethodsMixin  # noqa: E402
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "MethodsMixin"]

@@ -1,0 +1,209 @@
+"""TRL's batch after the decision: advantages, masks, columns; rows that left are cut away, moved or masked.
+
+Keys added to the batch start with `rlp_` and survive TRL's shuffle and split: tensors with a row as first dimension, or
+numbers of the whole generation batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.driver import Decision
+from rl_plugins.rollouts import Tokens
+from rl_plugins.trl.ranks import gather
+
+ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
+
+
+@dataclass(frozen=True)
+class LocalDecision:
+    """One rank's part of the decision. Its rows in order, fillers at the end; tokens of those rows, flat.
+
+    Attributes:
+        trained: (rows,) bool.
+        row_advantages: (rows,).
+        row, position: (tokens,) of the local rows.
+        advantages: (tokens,), None if every row has one advantage.
+        keep_tokens: (tokens,) bool, None if only whole rows left.
+        old_logprobs: (tokens,) or None.
+        row_columns, token_columns: by name.
+        group: (rows,) group numbers, -1 for fillers.
+        num_rows, num_tokens: trained ones over all ranks.
+        complete: no row and no token left, and the batch is as long as TRL's own.
+        kept_per_rank: trained rows each rank holds.
+    """
+
+    trained: Tensor
+    row_advantages: Tensor
+    row: Tensor
+    position: Tensor
+    advantages: Tensor | None
+    keep_tokens: Tensor | None
+    old_logprobs: Tensor | None
+    row_columns: dict[str, Tensor]
+    token_columns: dict[str, Tensor]
+    group: Tensor
+    num_rows: int
+    num_tokens: int
+    complete: bool
+    kept_per_rank: list[int]
+
+
+def local_decisions(
+    decision: Decision, tokens: Tokens, rows_per_rank: Sequence[int], batch_rows: int
+) -> list[LocalDecision]:
+    """Cuts a decision into the parts of the ranks. Real rows come first in rank order, fillers are the rest."""
+    n, out, start = len(decision.trained), [], 0
+    only_rows = bool((decision.keep_tokens == decision.trained[tokens.row]).all())
+    live = int(decision.trained.sum())
+    kept = [
+        int(decision.trained[sum(rows_per_rank[:k]) : sum(rows_per_rank[: k + 1])].sum())
+        for k in range(len(rows_per_rank))
+    ]
+    complete = only_rows and live == n == batch_rows
+    for size in rows_per_rank:
+        stop = min(start + size, n)
+        mine = slice(min(start, n), stop)
+        here = (tokens.row >= start) & (tokens.row < stop)
+
+        def rows(x: Tensor, fill: float = 0, mine: slice = mine, size: int = size) -> Tensor:
+            part = x[mine]
+            return torch.cat([part, torch.full((size - len(part),), fill, dtype=x.dtype)])
+
+        out.append(
+            LocalDecision(
+                trained=rows(decision.trained),
+                row_advantages=rows(decision.row_advantages),
+                row=tokens.row[here] - start,
+                position=tokens.position[here],
+                advantages=None if decision.uniform else decision.advantages[here],
+                keep_tokens=None if only_rows else decision.keep_tokens[here],
+                old_logprobs=None if decision.old_logprobs is None else decision.old_logprobs[here],
+                row_columns={k: rows(v) for k, v in decision.row_columns.items()},
+                token_columns={k: v[here] for k, v in decision.token_columns.items()},
+                group=rows(decision.rollouts.group, -1),
+                num_rows=live,
+                num_tokens=int(decision.keep_tokens.sum()),
+                complete=complete,
+                kept_per_rank=kept,
+            )
+        )
+        start += size
+    return out
+
+
+def apply_decision(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str, Any]:
+    """Writes a decision into TRL's batch and brings it back to the size TRL expects."""
+    ids, device = out["completion_ids"], out["completion_ids"].device
+    shape = tuple(ids.shape)
+
+    def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        full = torch.zeros(shape, dtype=dtype)
+        full[d.row, d.position] = values.to(dtype)
+        return full.to(device)
+
+    out["advantages"] = d.row_advantages.float().to(device) if d.advantages is None else padded(d.advantages)
+    if d.old_logprobs is not None:
+        out["old_per_token_logps"] = padded(d.old_logprobs)
+    for name, values in d.row_columns.items():
+        out[ROW_COLUMN + name] = values.float().to(device)
+    for name, values in d.token_columns.items():
+        out[TOKEN_COLUMN + name] = padded(values)
+    out.pop("rlp_entropies", None)
+    stack = step.stack
+    if stack.claimed("before_update"):
+        out["rlp_group"] = d.group.to(device)
+    if d.complete and not stack.claimed("policy_loss", "regularize", "before_update"):
+        return out
+    out["rlp_num_rows"] = torch.tensor(float(d.num_rows), device=device)
+    if d.complete:
+        return out
+    step.trainer._refuse_inexact_loss(d.num_rows != step.batch_rows)
+    if d.keep_tokens is not None:
+        mask = torch.ones(shape, dtype=torch.long, device=device)
+        mask[d.row.to(device), d.position.to(device)] = d.keep_tokens.long().to(device)
+        out["tool_mask"] = out.get("tool_mask", torch.ones_like(out["completion_mask"])) * mask
+    out = _to_batch_size(step, out, d)
+    # Of the whole generation batch, like TRL's own: tokens of rows that left do not count.
+    out["num_items_in_batch"] = torch.tensor(d.num_tokens, device=device)
+    if step.trainer._seams.select_completions:
+        out["keep_ratio"] = torch.tensor(d.num_rows / step.batch_rows, device=device)
+    else:
+        out["rlp_rows_left"] = torch.tensor(1.0, device=device)  # the loss rescales row means, see loss.py
+    return out
+
+
+def _to_batch_size(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str, Any]:
+    """Every rank gets exactly its share of rows: trained ones first, those beyond a rank's share move to ranks with
+    room, and what is missing is filled with rows whose mask is empty."""
+    size, rank = step.local_batch, step.accelerator.process_index
+    kept = d.trained.nonzero()[:, 0]
+    rest = (~d.trained).nonzero()[:, 0]
+    stay, leave = kept[:size], kept[size:]
+    if "num_images" in out:  # pixels are not a row each: nothing is cut (the plan was checked), rows are masked
+        return _mask_rows(out, d.trained)
+    received: list[dict[str, Any]] = []
+    if max(d.kept_per_rank) > size:  # known to every rank, so all enter the exchange
+        moved = [x for part in gather(step.accelerator, [_row(out, int(i)) for i in leave]) for x in part]
+        room = [max(0, size - k) for k in d.kept_per_rank]
+        received = moved[sum(room[:rank]) : sum(room[: rank + 1])]
+    missing = size - len(stay) - len(received)
+    take = torch.cat([stay, rest[:missing]])
+    live = torch.cat([torch.ones(len(stay)), torch.zeros(len(take) - len(stay))]).bool()
+    if len(take) == len(d.trained) and bool(live.all()):
+        batch = out
+    else:
+        index = take.to(out["completion_ids"].device)
+        batch = {k: _pick(v, index, len(d.trained)) for k, v in out.items()}
+    if received:
+        batch = _append(batch, received, len(take))
+        live = torch.cat([live, torch.ones(len(received), dtype=torch.bool)])
+    return _mask_rows(batch, live)
+
+
+def _mask_rows(batch: dict[str, Any], live: Tensor) -> dict[str, Any]:
+    """Rows that are not live get an empty loss mask; what the model attends to stays."""
+    if bool(live.all()):
+        return batch
+    mask = batch.get("tool_mask", torch.ones_like(batch["completion_mask"]))
+    return {**batch, "tool_mask": mask * live.to(mask.device)[:, None].to(mask.dtype)}
+
+
+def _pick(value: Any, index: Tensor, rows: int) -> Any:
+    if isinstance(value, Tensor) and value.ndim and len(value) == rows:
+        return value[index]
+    if isinstance(value, list) and len(value) == rows:
+        return [value[i] for i in index.tolist()]
+    return value
+
+
+def _row(out: dict[str, Any], i: int) -> dict[str, Any]:
+    return {k: v[i].cpu() for k, v in out.items() if isinstance(v, Tensor) and v.ndim}
+
+
+def _append(batch: dict[str, Any], rows: list[dict[str, Any]], held: int) -> dict[str, Any]:
+    """Rows of other ranks, padded like this rank's (prompts on the left, everything else on the right)."""
+    result = dict(batch)
+    names = {k for k, v in batch.items() if isinstance(v, Tensor) and v.ndim and len(v) == held} | {
+        k for row in rows for k in row
+    }
+    for name in names:
+        own = batch.get(name)
+        if own is None:  # a mask that only the sender needed
+            own = torch.ones_like(batch["completion_mask"])
+        theirs = [row.get(name, torch.ones_like(row["completion_mask"])).to(own.device) for row in rows]
+        result[name] = _stack([*own.unbind(0), *theirs], left=name.startswith("prompt_"))
+    return result
+
+
+def _stack(rows: list[Tensor], left: bool) -> Tensor:
+    if rows[0].ndim == 0:
+        return torch.stack(rows)
+    width = max(len(r) for r in rows)
+    pads = [(width - len(r), 0) if left else (0, width - len(r)) for r in rows]
+    return torch.stack([torch.nn.functional.pad(r, p) for r, p in zip(rows, pads, strict=True)])

@@ -1,0 +1,65 @@
+"""TRL's `GRPOConfig` with two more words: `methods` and `method_params`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import trl
+from transformers import TrainerCallback
+from transformers import trainer as hf_trainer
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """`trl.GRPOConfig` that names methods of rl-plugins.
+
+    Args:
+        methods: names of methods, in the order in which they act, e.g. `[vade, mc_grpo]`. Empty: plain TRL.
+        method_params: parameters, e.g. `{"mc_grpo": {"mad_eps": 1e-3}}`; on a command line as JSON text.
+
+    Raises:
+        ConfigError: an unknown method or parameter, parameters of a method that is not enabled.
+    """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "method_params"]
+
+    methods: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Methods of rl-plugins, in order, e.g. `--methods vade mc_grpo`. `rl-plugins list` shows "
+            "them, `rl-plugins info METHOD` explains one."
+        },
+    )
+    method_params: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Parameters of the methods, e.g. \'{"mc_grpo": {"mad_eps": 0.001}}\'.'},
+    )
+
+    def __post_init__(self) -> None:
+        self.methods = registry.parse_methods(self.methods)
+        self.method_params = registry.parse_method_params(self.method_params)
+        registry.select(self.methods, self.method_params)  # fail before anything expensive happens
+        super().__post_init__()
+
+
+class RefuseStockTrainer(TrainerCallback):  # type: ignore[misc]
+    """Stops a trainer of TRL itself that is handed a config naming methods: it would train without them."""
+
+    def _check(self, args: Any) -> None:
+        if getattr(args, "methods", None) and not getattr(args, "_methods_have_a_trainer", False):
+            raise ConfigError(
+                f"The config names the methods {', '.join(args.methods)}, but the trainer is TRL's own, which would "
+                f"ignore them. Use `from rl_plugins.trl import GRPOTrainer`, or `rl-plugins trl grpo` instead of "
+                f"`trl grpo`, or leave `methods` empty."
+            )
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._check(args)
+
+
+if RefuseStockTrainer not in hf_trainer.DEFAULT_CALLBACKS:
+    hf_trainer.DEFAULT_CALLBACKS.append(RefuseStockTrainer)

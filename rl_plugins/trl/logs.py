@@ -1,0 +1,101 @@
+"""What TRL logs, put right where the methods made it untrue: the numbers shown are the numbers used."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.driver import Decision
+from rl_plugins.estimators import batch_std
+
+
+def make_room(trainer: Any, rows: int) -> None:
+    """TRL's table of completions holds one batch; a plan may generate more."""
+
+    def grown(d: Any) -> Any:
+        return deque(d, maxlen=rows) if d.maxlen is not None and d.maxlen < rows else d
+
+    logs = trainer._logs
+    for name in ("images", "prompt", "completion", "advantages"):
+        logs[name] = grown(logs[name])
+    for name in ("rewards", "extra"):
+        table = logs[name]
+        for column in table:
+            table[column] = grown(table[column])
+        if rows > trainer.args.generation_batch_size:
+            table.default_factory = lambda: deque(maxlen=rows)
+
+
+def correct(step: Any, decision: Decision) -> None:
+    """Rewrites, in the main process, what TRL logged of this batch.
+
+    Args:
+        step: the `GenerationStep`.
+        decision: the whole decision.
+    """
+    trainer = step.trainer
+    metrics, logs = trainer._metrics["train"], trainer._logs
+    rollouts = decision.rollouts
+    rows, real = sum(map(len, step.rows)), len(rollouts)
+    if rows > real:
+        _drop_fillers(step, rows, real)
+    if decision.estimator != "host" or not decision.uniform or not bool(decision.trained.all()):
+        _replace_last(logs["advantages"], decision.row_advantages.tolist())
+    for name in decision.rewarded_by:
+        metrics[f"rewards/{name}/mean"].append(_mean(rollouts.reward))
+        metrics[f"rewards/{name}/std"].append(float(batch_std(rollouts.reward)))
+    if decision.rewarded_by:
+        metrics["reward"][-1], metrics["reward_std"][-1] = _mean(rollouts.reward), float(batch_std(rollouts.reward))
+        logs["rewards"][decision.rewarded_by[-1]].extend(rollouts.reward.tolist())
+    if not step.regular or decision.rewarded_by or not bool(rollouts.kept.all()):
+        inside = rollouts.subset(rollouts.kept)
+        spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
+        metrics["frac_reward_zero_std"][-1] = float((spread == 0).double().mean()) if len(inside) else 0.0
+    if not step.regular or not bool(decision.trained.all()):
+        metrics["rl_plugins/rows_generated"].append(float(real))
+        metrics["rl_plugins/rows_trained"].append(float(decision.trained.sum()))
+    for name, value in step.driver_metrics.items():
+        metrics[name].append(value)
+
+
+def _drop_fillers(step: Any, rows: int, real: int) -> None:
+    """Fillers are the last rows of the batch: out of the table and out of the length metrics."""
+    trainer = step.trainer
+    metrics, logs = trainer._metrics["train"], trainer._logs
+    tables = [
+        logs["prompt"],
+        logs["completion"],
+        logs["advantages"],
+        *logs["rewards"].values(),
+        *logs["extra"].values(),
+    ]
+    for table in tables:
+        for _ in range(rows - real):
+            if table:
+                table.pop()
+    trained_length = step.full_decision.rollouts.length if trainer.tools else step.completion_length
+    ended = trained_length[~step.full_decision.rollouts.truncated].double()
+    values = {
+        "mean_length": trained_length.double().mean(),
+        "min_length": trained_length.min(),
+        "max_length": trained_length.max(),
+        "clipped_ratio": step.full_decision.rollouts.truncated.double().mean(),
+        "mean_terminated_length": ended.mean() if len(ended) else torch.zeros(()),
+        "min_terminated_length": ended.min() if len(ended) else torch.zeros(()),
+        "max_terminated_length": ended.max() if len(ended) else torch.zeros(()),
+    }
+    for name, value in values.items():
+        metrics[f"completions/{name}"][-1] = float(value)
+
+
+def _replace_last(table: Any, values: list[float]) -> None:
+    for _ in range(min(len(values), len(table))):
+        table.pop()
+    table.extend(values)
+
+
+def _mean(x: Tensor) -> float:
+    return float(torch.nanmean(x))

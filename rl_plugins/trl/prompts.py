@@ -1,0 +1,45 @@
+"""Rows of the dataset by number: in the dataloader (so that prompts can be told apart) and on the driver."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset
+
+ROW = "rl_plugins_row"  # column added to what the dataloader yields; removed before anything of TRL or the user sees it
+
+
+class NumberedDataset(Dataset[dict[str, Any]]):
+    """The same rows with their number. The user's dataset itself is left as it is."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {**self.dataset[int(i)], ROW: int(i)}
+
+    def __getitems__(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        known = {i: self[i] for i in dict.fromkeys(map(int, ids))}  # rollouts of one prompt repeat its number
+        return [known[int(i)] for i in ids]
+
+
+def strip(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without their number."""
+    return [{k: v for k, v in row.items() if k != ROW} for row in rows]
+
+
+def fingerprint(dataset: Any) -> str:
+    """A short text that tells datasets apart: number of rows, columns, and 32 prompts spread over it."""
+    if dataset is None or not hasattr(dataset, "__getitem__"):
+        return "stream"
+    size, columns = len(dataset), getattr(dataset, "column_names", None)
+    prompts = dataset.select_columns(["prompt"]) if columns and "prompt" in columns else dataset  # decodes no images
+    sample = [prompts[i * (size - 1) // 31] for i in range(32)] if size else []
+    text = json.dumps([size, columns, sample], default=lambda o: type(o).__name__)
+    return f"{size} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"

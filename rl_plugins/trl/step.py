@@ -1,0 +1,543 @@
+"""One generation batch in TRL: plan, generate what the plan says, hand the rows to the driver, apply its decision.
+
+`GenerationStep` lives while TRL's own `_generate_and_score_completions` runs. That method does all the work it always
+does (tokenizing, generating, log-probs, rewards, logging); the step decides which rows it sees, and afterwards changes
+the batch it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_plugins.driver import Decision, decide, first_plan, next_plan
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.metrics import combine
+from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens, weighted_reward
+from rl_plugins.trl import logs
+from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
+from rl_plugins.trl.prompts import ROW, strip
+from rl_plugins.trl.ranks import deal, gather, on_driver
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to make: rollout `number` of a plan row. `plan` is None for a filler."""
+
+    plan: PlanRow | None
+    number: int = 0
+    done: Completion | None = None  # given by the plan, or made in an earlier round
+
+    @property
+    def given(self) -> Completion | None:
+        if self.done is None and self.plan is not None and self.number < len(self.plan.given):
+            return self.plan.given[self.number]
+        return self.done
+
+
+FILLER = Row(plan=None)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A row of an earlier round: with its completion, its rewards, and its columns of the completions table."""
+
+    row: Row
+    reward: list[float]
+    extra: dict[str, Any]
+    serial: int  # in the order of generation
+
+    @property
+    def plan(self) -> PlanRow:
+        assert self.row.plan is not None
+        return self.row.plan
+
+    @property
+    def group(self) -> int:
+        return self.plan.group
+
+
+class GenerationStep:
+    """One generation batch of one rank.
+
+    Args:
+        trainer: the trainer.
+        inputs: this rank's rows of the dataloader, every prompt repeated `num_generations` times.
+    """
+
+    def __init__(self, trainer: Any, inputs: list[dict[str, Any]]) -> None:
+        self.trainer = trainer
+        self.stack = trainer.methods
+        self.accelerator = trainer.accelerator
+        self.group_size: int = trainer.num_generations
+        self.batch_rows: int = trainer.args.generation_batch_size
+        self.local_batch = self.batch_rows // self.accelerator.num_processes
+        self.serving = False  # `_generate_single_turn` serves the plan's rows the first time it is called
+        self.generated: tuple[Any, ...] | None = None  # what TRL's `_generate` returned
+        self.rewards: Tensor | None = None  # (all rows, functions) in rank order, fillers NaN
+        self.final_rewards: Tensor | None = None  # of rounds: known before TRL asks
+        self.decision: list[LocalDecision] | None = None
+        self.payload: list[Any] = []  # of every row, on the driver only
+        self.full_decision: Decision | None = None  # on the driver only
+        self.driver_metrics: dict[str, float] = {}
+        self.rows: list[list[Row]] = []
+
+        proposal = [
+            int(x.get(ROW, -1))
+            for part in gather(self.accelerator, [{ROW: x.get(ROW, -1)} for x in inputs])
+            for x in part
+        ][:: self.group_size]
+        self.loader_rows = strip(inputs)
+        self.prompts = _Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
+        self.mine: list[Row] = []
+        self.regular = self.as_proposed = False
+
+    # ---- what is generated
+
+    def plan(self) -> None:
+        """Decides the rows of every rank; with rounds, they are generated and scored here."""
+        rounds = any(m.rounds for m in self.stack.methods)
+
+        def first() -> tuple[PlanRow, ...]:
+            plan = first_plan(
+                self.stack,
+                self.prompts.proposal,
+                self.group_size,
+                self.batch_rows,
+                self.prompts.size,
+                self.prompts.dataset,
+            )
+            self._check_plan(plan)
+            return self._keep_payload(plan.rows)
+
+        plan = on_driver(self.accelerator, first)
+        rows = [Row(p, i) for p in plan for i in range(p.n + p.spare)]
+        self.regular = (
+            not rounds and len(rows) == self.batch_rows and all(p.n == self.group_size and not p.spare for p in plan)
+        )
+        self.as_proposed = self.regular and all(
+            p == PlanRow(q, p.group, self.group_size) for p, q in zip(plan, self.prompts.proposal, strict=True)
+        )
+        if rounds:
+            rows = self._rounds(rows)
+        self.rows = deal(rows, self.accelerator.num_processes, self.local_batch, FILLER)
+
+    def _keep_payload(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
+        """Payloads stay on the driver; the rest of the plan travels to all ranks."""
+        self.payload += [p.payload for p in rows for _ in range(p.n + p.spare)]
+        return tuple(p.replace(payload=None) for p in rows)
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Refuses what this run cannot generate."""
+        t = self.trainer
+        special = [p for p in plan.rows if p.given or p.prefix or p.max_tokens is not None]
+        if special and (t.rollout_func is not None or t.tools):
+            raise ConfigError(
+                "The plan gives completions, prefixes or token limits, which cannot be combined with rollout_func, "
+                "tools or environments: those make the completions themselves. Remove them or the method."
+            )
+        if self.prompts.has_images and (plan.generated != self.batch_rows or special):
+            raise ConfigError(
+                f"The plan generates {plan.generated} completions for a batch of {self.batch_rows} with images; rows "
+                f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
+            )
+        for p in special:
+            limit = min(p.max_tokens or t.max_completion_length, t.max_completion_length)
+            longest = max([len(c.tokens) for c in p.given], default=0)
+            if len(p.prefix) >= limit or longest > t.max_completion_length:
+                raise MethodError(
+                    f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
+                    f"tokens; the completion length is {limit}."
+                )
+
+    def _rounds(self, rows: list[Row]) -> list[Row]:
+        """Generates and scores round by round until no method asks for more; TRL is then served from what is there."""
+        acc, round_ = self.accelerator, 0
+        made: list[_Made] = []
+        plans: list[PlanRow] = []
+        while rows:
+            plans += [r.plan for r in rows if r.plan is not None and r.number == 0]
+            self.rows = deal(rows, acc.num_processes, 1, FILLER)
+            parts = gather(acc, self._generate_round(self.rows[acc.process_index]))
+            results = zip(_flat(self.rows), _flat([p[1] for p in parts]), parts[0][0], strict=True)
+            for row, (completion, extra), reward in results:
+                if row.plan is not None:
+                    made.append(_Made(replace(row, done=completion), reward, extra, len(made)))
+            round_ += 1
+
+            def more(round_: int = round_, plans: list[PlanRow] = plans) -> tuple[PlanRow, ...]:
+                weights = self.trainer.reward_weights.double().cpu()
+                groups: dict[int, list[_Made]] = {}
+                for m in made:
+                    groups.setdefault(m.group, []).append(m)
+                so_far = tuple(
+                    GroupSoFar(g[0].plan, weighted_reward(torch.tensor([m.reward for m in g]).double(), weights))
+                    for g in groups.values()
+                )
+                left = self.batch_rows - sum(p.n for p in plans)
+                plan = next_plan(self.stack, Plan((), self.group_size, left, round_, so_far, self.stack.step))
+                self._check_plan(plan)
+                return self._keep_payload(plan.rows)
+
+            rows = [Row(p, i) for p in on_driver(acc, more) for i in range(p.n + p.spare)]
+        made.sort(key=lambda m: m.group)  # groups whole, in them the order of the rounds
+        if self.payload:
+            self.payload = [self.payload[m.serial] for m in made]
+        total = max(-(-len(made) // acc.num_processes), self.local_batch) * acc.num_processes
+        nothing = [[float("nan")] * len(self.trainer.reward_funcs)] * (total - len(made))
+        self.final_rewards = torch.tensor([m.reward for m in made] + nothing, device=acc.device)
+        self.extra_columns = [m.extra for m in made]
+        return [m.row for m in made]
+
+    def _generate_round(self, mine: list[Row]) -> tuple[list[list[float]], list[tuple[Completion, dict[str, Any]]]]:
+        """One round on this rank: rewards of all ranks; this rank's completions and columns of the completions table.
+        TRL's counters and metrics are put back, because TRL counts these rows again when it is served with them."""
+        t = self.trainer
+        seen, metrics = t.state.num_input_tokens_seen, {k: list(v) for k, v in t._metrics["train"].items()}
+        self.mine = mine
+        inputs = self._inputs(mine)
+        self.serving = True
+        prompts = [x["prompt"] for x in inputs]
+        _, ids, _, completions, logprobs, *_ = t._generate(prompts)
+        rewards = t._calculate_rewards(inputs, prompts, completions, ids)
+        t.state.num_input_tokens_seen = seen
+        t._metrics["train"].clear()
+        t._metrics["train"].update(metrics)
+        extra = [{k: v[i] for k, v in t._pending_extra_logs.items() if i < len(v)} for i in range(len(mine))]
+        t._pending_extra_logs.clear()
+        made = [Completion(tuple(c), None if logprobs is None else tuple(logprobs[i])) for i, c in enumerate(ids)]
+        return rewards.double().tolist(), list(zip(made, extra, strict=True))
+
+    # ---- while TRL's own method runs
+
+    @contextlib.contextmanager
+    def host_view(self) -> Iterator[list[dict[str, Any]]]:
+        """This rank's inputs, with TRL's settings bent for as long as its own method runs on them."""
+        t = self.trainer
+        self.mine = self.rows[self.accelerator.process_index]
+        logs.make_room(t, sum(map(len, self.rows)))
+        if self.final_rewards is not None:
+            self._restore_extra_columns()
+        inputs = self.loader_rows if self.as_proposed else self._inputs(self.mine)
+        t.num_generations = self.group_size if self.regular else 1  # groups of other sizes mean nothing to TRL
+        self.serving, self.generated = True, None
+        try:
+            yield inputs
+        finally:
+            t.num_generations = self.group_size
+            self.serving = False
+
+    def _restore_extra_columns(self) -> None:
+        each, k = len(self.mine), self.accelerator.process_index
+        local = self.extra_columns[k * each : (k + 1) * each]
+        for name in {n for x in self.extra_columns for n in x}:
+            values = [x.get(name) for x in local]
+            self.trainer._pending_extra_logs[name].extend(values + [None] * (each - len(local)))
+
+    def _inputs(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        anything = next(r.plan for r in _flat(self.rows) if r.plan is not None)
+        return [self.prompts.row(r.plan or anything) for r in rows]
+
+    def generate(
+        self,
+        host: Callable[..., Any],
+        prompt_ids: list[list[int]],
+        images: Any,
+        fields: dict[str, Any],
+        num_generations: int,
+        **kwargs: Any,
+    ) -> tuple[list[list[int]], Any]:
+        """Serves TRL's request for one completion per row: given ones as they are, the others from the engine."""
+        self.serving = False
+        rows = self.mine
+        if all(
+            r.plan is not None and r.given is None and not r.plan.prefix and r.plan.max_tokens is None for r in rows
+        ):
+            return host(prompt_ids, images, fields, num_generations, **kwargs)  # type: ignore[no-any-return]
+        todo = [i for i, r in enumerate(rows) if r.plan is not None and r.given is None]
+        ask = todo or [0]  # every rank must enter the engine, even one with nothing to generate
+        made: dict[int, tuple[list[int], list[float | None] | None]] = {}
+        if todo or self.accelerator.num_processes > 1:
+            plans = [rows[i].plan for i in ask]
+            prompts = [prompt_ids[i] + list(p.prefix if p else ()) for i, p in zip(ask, plans, strict=True)]
+            part = {k: [v[i] for i in ask] if isinstance(v, list) else v for k, v in fields.items()}
+            ids, logprobs = host(prompts, images, part, 1, **kwargs)
+            for j, i in enumerate(todo):
+                made[i] = self._with_prefix(rows[i].plan, ids[j], None if logprobs is None else logprobs[j])
+        out, out_logprobs = [], []
+        eos = self.trainer.eos_token_ids[0]
+        for i, row in enumerate(rows):
+            if i in made:
+                tokens, logprob = made[i]
+            else:
+                given = row.given or Completion((eos,))
+                tokens = list(given.tokens)
+                logprob = None if given.logprobs is None else list(given.logprobs)
+            out.append(tokens or [eos])
+            out_logprobs.append(logprob or [None] * len(out[-1]))
+        return out, out_logprobs if self.trainer.use_vllm else None
+
+    def _with_prefix(self, plan: PlanRow | None, ids: list[int], logprobs: Any) -> tuple[list[int], Any]:
+        prefix = list(plan.prefix) if plan else []
+        limit = self.trainer.max_completion_length
+        limit = min(limit, plan.max_tokens) if plan and plan.max_tokens is not None else limit
+        tokens = (prefix + list(ids))[:limit]
+        return tokens, None if logprobs is None else ([None] * len(prefix) + list(logprobs))[:limit]
+
+    def score(self, host: Callable[..., Tensor], *args: Any) -> Tensor:
+        """TRL's rewards of all ranks' rows; fillers are unscorable."""
+        if self.final_rewards is not None:
+            self.rewards = self.final_rewards.to(torch.float32)
+            return self.rewards
+        rewards = host(*args)
+        filler = torch.tensor([r.plan is None for r in _flat(self.rows)], device=rewards.device)
+        self.rewards = torch.where(filler[:, None], torch.nan, rewards)
+        return self.rewards
+
+    # ---- what becomes of it
+
+    @property
+    def columns_wanted(self) -> set[str]:
+        return self.stack.needs & {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"}
+
+    def finish(self, out: dict[str, Any]) -> dict[str, Any]:
+        """The batch TRL returned, with the decision of the driver applied."""
+        self._add_columns(out)
+        if self.decision is None:
+            self.decide(out["advantages"], out)
+        assert self.decision is not None
+        if self.full_decision is not None:
+            logs.correct(self, self.full_decision)
+        return apply_decision(self, out, self.decision[self.accelerator.process_index])
+
+    def _add_columns(self, out: dict[str, Any]) -> None:
+        """Log-probs and entropies somebody needs and TRL did not compute: one pass at the weights that generated."""
+        t, wanted = self.trainer, self.columns_wanted
+        sampled = "rollout_logprobs" in wanted and "sampling_per_token_logps" not in out
+        if "entropies" in wanted or (("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out):
+            ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
+            mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
+            forward = {k: out[k] for k in _FORWARD_KEYS if k in out}
+            with torch.no_grad():
+                logprobs, entropies, _ = t._get_per_token_logps_and_entropies(
+                    t.model,
+                    ids,
+                    mask,
+                    out["completion_ids"].size(1),
+                    batch_size=t.args.per_device_train_batch_size,
+                    compute_entropy="entropies" in wanted,
+                    **forward,
+                )
+            out.setdefault("old_per_token_logps", logprobs)
+            if "entropies" in wanted:
+                out["rlp_entropies"] = entropies
+        if "rollout_logprobs" in wanted:
+            out["rlp_rollout_logprobs"] = self._rollout_logprobs(out)
+
+    def _rollout_logprobs(self, out: dict[str, Any]) -> Tensor:
+        """Log-probs of what was sampled: the engine's, else the policy's own (transformers samples from exactly it);
+        given completions have their own. A token without one falls back to the policy at the start of the step."""
+        old = out.get("old_per_token_logps")
+        behavior: Tensor = out[
+            "sampling_per_token_logps" if "sampling_per_token_logps" in out else "old_per_token_logps"
+        ]
+        behavior = behavior.clone()
+        for i, row in enumerate(self.mine):
+            if row.given is not None and row.given.logprobs is not None:
+                own = torch.tensor([float("nan") if p is None else p for p in row.given.logprobs])
+                behavior[i, : len(own)] = own.to(behavior)
+        return behavior if old is None else torch.where(torch.isnan(behavior), old, behavior)
+
+    def decide_in_host(self, advantages: Tensor) -> Tensor:
+        """Decides while TRL's own method runs: advantages of all ranks' rows in, those to use out."""
+        start = self.accelerator.process_index * len(self.mine)
+        self.decide(advantages[start : start + len(self.mine)], None)
+        assert self.decision is not None
+        return torch.cat([d.row_advantages for d in self.decision]).to(advantages)
+
+    def decide(self, host_advantages: Tensor, out: dict[str, Any] | None) -> None:
+        """Gathers every rank's rows to the driver, lets it decide, and hands each rank its part.
+
+        Args:
+            host_advantages: (local rows,) TRL's own.
+            out: TRL's batch if it exists already; None while TRL's own method still runs (then no column is needed).
+        """
+        parts = gather(self.accelerator, self._collect(host_advantages, out))
+
+        def run() -> tuple[list[LocalDecision], int]:
+            rollouts, tokens, advantages = self._rollouts(parts)
+            decision = decide(
+                self.stack, rollouts, tokens, advantages if self.regular else None, self._estimator, self.batch_rows
+            )
+            self.full_decision, self.driver_metrics = decision, combine([self.stack.metrics.take()])
+            return local_decisions(decision, tokens, [len(r) for r in self.rows], self.batch_rows), self.stack.step
+
+        self.decision, self.stack.step = on_driver(self.accelerator, run)
+
+    def _estimator(self, rollouts: Rollouts) -> Tensor:
+        """TRL's estimator for groups of any size."""
+        t = self.trainer
+        if t.multi_objective_aggregation == "normalize_then_sum":
+            from rl_plugins.methods.gdpo import gdpo_advantages
+
+            return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
+        return grpo_advantages(rollouts, t.scale_rewards)
+
+    def _collect(self, host_advantages: Tensor, out: dict[str, Any] | None) -> dict[str, Any]:
+        """This rank's rows without fillers, unpadded."""
+        t, needs = self.trainer, self.stack.needs
+        assert self.generated is not None
+        _, ids, tool_mask, completions, *_ = self.generated
+        real = [i for i, r in enumerate(self.mine) if r.plan is not None]
+        ends = {*t.eos_token_ids, t._tokenizer.pad_token_id}
+        truncated = [not ids[i] or ids[i][-1] not in ends for i in real]
+        masks = [[1] * len(ids[i]) if tool_mask is None else list(tool_mask[i]) for i in real]
+        if t.mask_truncated_completions:
+            masks = [[0] * len(m) if cut else m for m, cut in zip(masks, truncated, strict=True)]
+        places = [torch.tensor(m, dtype=torch.long).nonzero()[:, 0] for m in masks]
+        forced = [self._forced(self.mine[i], len(ids[i]))[p] for i, p in zip(real, places, strict=True)]
+        part: dict[str, Any] = {
+            "length": torch.tensor([len(p) for p in places], dtype=torch.int64),
+            "completion_length": torch.tensor([len(ids[i]) for i in real], dtype=torch.int64),
+            "truncated": torch.tensor(truncated, dtype=torch.bool),
+            "position": torch.cat(places) if places else torch.zeros(0, dtype=torch.int64),
+            "forced": torch.cat(forced) if forced else torch.zeros(0, dtype=torch.bool),
+            "advantages": host_advantages.detach().cpu()[real],
+        }
+        for name in self.columns_wanted:
+            assert out is not None
+            column = out[_COLUMN_KEYS[name]].detach().cpu()
+            part[name] = torch.cat([column[i][p] for i, p in zip(real, places, strict=True)])
+        if "text" in needs:
+            part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
+        if "raw_text" in needs:
+            part["raw_text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=False)
+        if "messages" in needs:
+            part["messages"] = [completions[i] for i in real]
+        return part
+
+    def _forced(self, row: Row, length: int) -> Tensor:
+        """Which tokens were put in the policy's place: given completions, and prefixes."""
+        plan = row.plan
+        given = plan is not None and row.number < len(plan.given)
+        return torch.arange(length) < (length if given else len(plan.prefix) if plan else 0)
+
+    def _rollouts(self, parts: list[dict[str, Any]]) -> tuple[Rollouts, Tokens, Tensor]:
+        """All ranks' rows as the driver sees them, in the order of the plan."""
+        t = self.trainer
+        rows = [r for r in _flat(self.rows) if r.plan is not None]
+        plans = [r.plan for r in rows if r.plan is not None]
+        assert self.rewards is not None
+
+        def cat(name: str) -> Tensor:
+            return torch.cat([p[name] for p in parts])
+
+        def listed(name: str) -> list[Any] | None:
+            return [x for p in parts for x in p[name]] if name in parts[0] else None
+
+        length = cat("length")
+        rewards = self.rewards.detach().double().cpu()
+        rewards = rewards[torch.tensor([r.plan is not None for r in _flat(self.rows)])]
+        weights = t.reward_weights.double().cpu()
+        wanted = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
+        meta = {c: [self.prompts.row(p).get(c) for p in plans] for c in wanted}
+        rollouts = Rollouts(
+            group=torch.tensor([p.group for p in plans], dtype=torch.int64),
+            prompt_index=torch.tensor([p.prompt if self.prompts.numbered else -1 for p in plans], dtype=torch.int64),
+            rollout=torch.tensor(_numbers([p.group for p in plans]), dtype=torch.int64),
+            index=torch.zeros(len(rows), dtype=torch.int64),
+            rewards=rewards,
+            reward_names=tuple(t.reward_func_names),
+            reward_weights=weights,
+            reward=weighted_reward(rewards, weights),
+            length=length,
+            truncated=cat("truncated"),
+            kept=torch.ones(len(rows), dtype=torch.bool),
+            version=torch.full((len(rows),), t.state.global_step, dtype=torch.int64),
+            text=listed("text"),
+            raw_text=listed("raw_text"),
+            messages=listed("messages"),
+            meta=meta,
+            payload=self.payload,
+            step=self.stack.step,
+            total_steps=t.state.max_steps,
+        )
+        row = torch.repeat_interleave(torch.arange(len(rows)), length)
+        advantages = cat("advantages")
+        tokens = Tokens(
+            row=row,
+            position=cat("position"),
+            advantages=torch.zeros(len(row), dtype=torch.float64),
+            keep=torch.ones(len(row), dtype=torch.bool),
+            forced=cat("forced"),
+            **{name: cat(name) for name in self.columns_wanted},
+        )
+        self.completion_length = cat("completion_length")
+        return rollouts, tokens, advantages
+
+
+def _flat(parts: Sequence[Sequence[T]]) -> list[T]:
+    return [x for part in parts for x in part]
+
+
+def _numbers(ids: Sequence[int]) -> list[int]:
+    """How many earlier entries each entry equals: a rollout's number inside its group."""
+    seen: dict[int, int] = {}
+    out = []
+    for i in ids:
+        out.append(seen.get(i, 0))
+        seen[i] = out[-1] + 1
+    return out
+
+
+_COLUMN_KEYS = {
+    "old_logprobs": "old_per_token_logps",
+    "rollout_logprobs": "rlp_rollout_logprobs",
+    "ref_logprobs": "ref_per_token_logps",
+    "entropies": "rlp_entropies",
+}
+_FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+class _Prompts:
+    """Rows of the dataset by prompt number; of a stream only the prompts of this batch exist."""
+
+    def __init__(
+        self, dataset: Any, proposal: list[int], local: list[dict[str, Any]], accelerator: Any, group_size: int
+    ) -> None:
+        self.numbered = all(p >= 0 for p in proposal)
+        self.dataset = dataset if self.numbered else None
+        self.has_images = bool({"image", "images"} & set(local[0]))
+        self._known: dict[int, dict[str, Any]] = {}
+        self.size: int | None = None
+        if self.numbered:
+            self.proposal, self.size = tuple(proposal), len(dataset)
+        else:
+            rows = [x for part in gather(accelerator, local) for x in part][::group_size]
+            self.proposal = tuple(range(len(rows)))
+            self._known = dict(enumerate(rows))
+
+    def row(self, plan: PlanRow) -> dict[str, Any]:
+        """The row of a plan row, its edits applied; a new dict every time, because TRL adds keys to it."""
+        if self.dataset is not None and plan.prompt >= 0 and plan.prompt not in self._known:
+            self._known[plan.prompt] = self.dataset[plan.prompt]
+        return {**(self._known[plan.prompt] if plan.prompt >= 0 else {}), **(plan.edit or {})}

@@ -1,0 +1,116 @@
+"""Real GRPOTrainers on a tiny policy, for tests in this process and in ranks started by torchrun.
+
+`stub_sampling` replaces the sampling of the policy (and nothing else) by completions that depend on the prompt and on
+how often it was asked for in the step only, so that runs with other ranks or micro-batches see the same rollouts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import zlib
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import torch
+import trl
+from transformers.trainer_callback import PrinterCallback
+
+from rl_plugins.demo.policy import build_model, build_tokenizer
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.trl import GRPOConfig, GRPOTrainer
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+torch.set_num_threads(1)
+
+
+def policy(folder: Path) -> Path:
+    """An untrained demo policy on disk."""
+    if not (folder / "config.json").exists():
+        build_model(0).save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def score(completion_ids: Any = None, **kwargs: Any) -> list[float]:
+    """A graded reward from the token ids alone."""
+    return [sum(c) % 7 / 7 for c in completion_ids]
+
+
+def length(completion_ids: Any = None, **kwargs: Any) -> list[float]:
+    return [len(c) / 12 for c in completion_ids]
+
+
+def config(output_dir: Path, methods: Any = (), cls: type = GRPOConfig, **changes: Any) -> Any:
+    values: dict[str, Any] = dict(
+        output_dir=str(output_dir), per_device_train_batch_size=64 // WORLD, num_generations=8, max_steps=2,
+        learning_rate=1e-3, max_completion_length=14, use_cpu=True, bf16=False, report_to="none",
+        gradient_checkpointing=False, loss_type="dapo", save_strategy="no", disable_tqdm=True, seed=0,
+        dataloader_pin_memory=False, logging_steps=1, optim="sgd",
+    )
+    if WORLD > 1:
+        values["ddp_backend"] = "gloo"
+    values.update(changes)
+    if "per_device_train_batch_size" not in changes:
+        values["per_device_train_batch_size"] = 64 // WORLD // values.get("steps_per_generation", 0) if values.get(
+            "steps_per_generation") else 64 // WORLD // values.get("gradient_accumulation_steps", 1)
+    if cls is GRPOConfig:
+        values["methods"] = list(methods)
+    return cls(**values)
+
+
+def make(folder: Path, methods: Any = (), *, stock: bool = False, reward: Any = score, dataset: Any = None,
+         trainer: type | None = None, callbacks: Any = None, more: dict[str, Any] | None = None,
+         **changes: Any) -> Any:
+    """A trainer on the tiny policy; `stock=True`: TRL's own classes."""
+    args = config(folder / "out", methods, trl.GRPOConfig if stock else GRPOConfig, **changes)
+    cls = trainer or (trl.GRPOTrainer if stock else GRPOTrainer)
+    torch.manual_seed(0)
+    made = cls(
+        model=str(policy(folder / "policy")), reward_funcs=reward, args=args,
+        train_dataset=build_dataset(200, seed=1) if dataset is None else dataset, callbacks=callbacks, **(more or {}),
+    )
+    made.remove_callback(PrinterCallback)
+    torch.manual_seed(0)
+    return made
+
+
+@contextmanager
+def stub_sampling(longest: int = 13):
+    """Completions as a function of the prompt and of how many of that prompt came before in the batch."""
+    original = trl.GRPOTrainer._generate_single_turn
+
+    def fake(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        from accelerate.utils import gather_object
+
+        everyone = gather_object([prompt_ids]) if self.accelerator.num_processes > 1 else [prompt_ids]
+        seen: Counter[tuple[int, ...]] = getattr(self, "_stub_seen", Counter())
+        out = []
+        for rank, prompts in enumerate(everyone):
+            for p in prompts:
+                key = tuple(p)
+                rng = random.Random(zlib.crc32(repr((key, seen[key], self.state.global_step)).encode()))
+                seen[key] += 1
+                tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))]
+                if rank == self.accelerator.process_index:
+                    out.append(tokens + ([self._tokenizer.eos_token_id] if rng.random() < 0.8 else []))
+        return out, None
+
+    trl.GRPOTrainer._generate_single_turn = fake
+    try:
+        yield
+    finally:
+        trl.GRPOTrainer._generate_single_turn = original
+
+
+def weights(trainer: Any) -> torch.Tensor:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def history(trainer: Any, name: str) -> list[float]:
+    return [h[name] for h in trainer.state.log_history if name in h]
