@@ -53,7 +53,8 @@ def compute_loss(trainer: Any, host_loss: HostLoss, model: Any, inputs: dict[str
         added = added + _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
     own = _aggregate(trainer, added, terms)
     if len(trainer._metrics["train"].get("policy_loss", ())) > logged:  # TRL logs it with an entropy bonus only
-        share = own.detach() * trainer.current_gradient_accumulation_steps
+        rows = trainer.loss_type in ROW_LOSSES  # these TRL logs before it divides by the accumulation steps
+        share = own.detach() * (trainer.current_gradient_accumulation_steps if rows else 1)
         trainer._metrics["train"]["policy_loss"][-1] += trainer.accelerator.gather(share).nanmean().item()
     return loss + own
 

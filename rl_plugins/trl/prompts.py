@@ -29,6 +29,11 @@ class NumberedDataset(Dataset[dict[str, Any]]):
         return [known[int(i)] for i in ids]
 
 
+def has_numbers(dataset: Any) -> bool:
+    """Whether rows can be taken by number; a stream cannot."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+
+
 def strip(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without their number."""
     return [{k: v for k, v in row.items() if k != ROW} for row in rows]
@@ -36,7 +41,7 @@ def strip(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def fingerprint(dataset: Any) -> str:
     """A short text that tells datasets apart: number of rows, columns, and 32 prompts spread over it."""
-    if dataset is None or not hasattr(dataset, "__getitem__"):
+    if not has_numbers(dataset):
         return "stream"
     size, columns = len(dataset), getattr(dataset, "column_names", None)
     prompts = dataset.select_columns(["prompt"]) if columns and "prompt" in columns else dataset  # decodes no images

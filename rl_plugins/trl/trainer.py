@@ -18,7 +18,7 @@ from rl_plugins.trl import facts, loss
 from rl_plugins.trl.batch import ROW_COLUMN
 from rl_plugins.trl.checkpoint import MethodsCallback, read_state, write_state
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
-from rl_plugins.trl.prompts import ROW, NumberedDataset, fingerprint
+from rl_plugins.trl.prompts import ROW, NumberedDataset, fingerprint, has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
 from rl_plugins.trl.step import GenerationStep
 
@@ -57,7 +57,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         self._seams = Seams.of(host)
         functions = given.get("reward_funcs")
         dataset = given.get("train_dataset")
-        streaming = dataset is not None and not hasattr(dataset, "__getitem__")
+        streaming = dataset is not None and not has_numbers(dataset)
         count = len(functions) if isinstance(functions, list) else int(functions is not None)
         environment = given.get("environment_factory")
         inputs = facts.Inputs(
@@ -71,7 +71,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         self._method_options = facts.check(self.methods, config, inputs, self._seams)
         for name, value in self._method_options.items():
             setattr(config, name, value)
-        self._fingerprint = "stream" if streaming else fingerprint(dataset)
+        self._fingerprint = fingerprint(dataset)
         self._resume_from: str | None = None
         self._started = False
         self._boundary_state: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
 
     def _run(self) -> Run:
         dataset = self.train_dataset
-        sized = hasattr(dataset, "__getitem__")
+        sized = has_numbers(dataset)
         per_step = facts.optimizer_steps_per_generation(self.args)
         return Run(
             host="trl",
@@ -147,7 +147,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
     @contextlib.contextmanager
     def _numbered_dataset(self) -> Iterator[None]:
         dataset: Any = self.train_dataset
-        if self.methods and hasattr(dataset, "__getitem__"):
+        if self.methods and has_numbers(dataset):
             self.train_dataset = NumberedDataset(dataset)
         try:
             yield

@@ -6,6 +6,8 @@ how often it was asked for in the step only, so that runs with other ranks or mi
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import random
 import zlib
@@ -26,6 +28,7 @@ from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
+gc.freeze()  # the Trainer collects garbage; without this each collection walks through all imported modules
 
 
 def policy(folder: Path) -> Path:
@@ -51,6 +54,7 @@ def config(output_dir: Path, methods: Any = (), cls: type = GRPOConfig, **change
         learning_rate=1e-3, max_completion_length=14, use_cpu=True, bf16=False, report_to="none",
         gradient_checkpointing=False, loss_type="dapo", save_strategy="no", disable_tqdm=True, seed=0,
         dataloader_pin_memory=False, logging_steps=1, optim="sgd",
+        lr_scheduler_type="constant",
     )
     if WORLD > 1:
         values["ddp_backend"] = "gloo"
@@ -84,6 +88,7 @@ def stub_sampling(longest: int = 13):
     """Completions as a function of the prompt and of how many of that prompt came before in the batch."""
     original = trl.GRPOTrainer._generate_single_turn
 
+    @functools.wraps(original)
     def fake(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
         from accelerate.utils import gather_object
 

@@ -1,0 +1,33 @@
+"""The dummy plugin package of `plugin_package/`, really installed, into a folder of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent / "plugin_package"
+
+
+@pytest.fixture(scope="session")
+def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the installed package. Put it on PYTHONPATH of a process that shall find it."""
+    folder = tmp_path_factory.mktemp("plugins")
+    copy = folder / "source"  # setuptools builds inside the source tree
+    shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "site"), str(copy)], check=True
+    )
+    return folder / "site"
+
+
+@pytest.fixture
+def plugins(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package is found in this process, for one test."""
+    monkeypatch.delenv("RL_PLUGINS_VETO", raising=False)
+    monkeypatch.syspath_prepend(str(plugin_path))
+    return plugin_path

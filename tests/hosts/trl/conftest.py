@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _probes(monkeypatch):
+    """The registry finds the probes of this folder, and only in these tests."""
+    import probes
+
+    from rl_plugins import registry
+
+    monkeypatch.setattr(registry, "_entry_points", registry._entry_points)
+    probes.register()

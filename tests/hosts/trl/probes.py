@@ -1,0 +1,308 @@
+"""Methods that exist to stress the adapter: each does one awkward thing. Found by name in the tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import torch
+
+from rl_plugins import registry
+from rl_plugins.groups import Groups
+from rl_plugins.losses import ppo_clip, weighted_logprob
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Completion, PlanRow, Shape, Update
+
+_PAPER = Paper("0000.00000", "A probe", "Nobody", 2026)
+
+
+class Probe(Method):
+    paper = _PAPER
+    fidelity = "paper"
+
+
+class Noop(Probe):
+    """Only looks."""
+
+    name = "noop"
+
+    def observe(self, rollouts, tokens, stats):
+        self.log("reward", rollouts.reward.nanmean())
+
+
+class Filter(Probe):
+    """The longest row of every group and all of the groups 0, 3, 6, .. leave."""
+
+    name = "filter"
+
+    def shape(self, rollouts, tokens):
+        g = rollouts.groups
+        longest = g.median_row(rollouts.length.double() * 1000 + torch.arange(len(rollouts)), upper=True)
+        keep = rollouts.group % 3 != 0
+        keep[longest] = False
+        return Shape(keep_rows=keep)
+
+
+class Uneven(Probe):
+    """All rows of the first three groups leave: on two ranks, mostly from the first."""
+
+    name = "uneven"
+
+    def shape(self, rollouts, tokens):
+        return Shape(keep_rows=rollouts.group >= 3)
+
+
+class Half(Probe):
+    """`select` keeps the groups below 4."""
+
+    name = "half"
+
+    def select(self, rollouts):
+        return rollouts.group < 4
+
+
+class Over(Probe):
+    """Half as many prompts again; `select` then keeps as many groups as the batch takes, all of them at one end."""
+
+    name = "over"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        first: bool = param(True, "keep the first groups instead of the last")
+
+    def plan(self, plan):
+        k = len(plan.rows)
+        more = tuple(PlanRow((r.prompt + 7) % 200, k + i, 0, spare=r.n) for i, r in enumerate(plan.rows[: k // 2]))
+        return plan.replace(rows=plan.rows + more)
+
+    def select(self, rollouts):
+        return rollouts.group < 8 if self.params.first else rollouts.group >= 4
+
+
+class Odd(Probe):
+    """Ragged groups of 7 to 10 rollouts, of which 8 at most are trained; row 5 leaves as well."""
+
+    name = "odd"
+
+    def plan(self, plan):
+        sizes = [7 + r.group % 4 for r in plan.rows]
+        rows = [r.replace(n=min(k, 8), spare=max(0, k - 8)) for r, k in zip(plan.rows, sizes, strict=True)]
+        return plan.replace(rows=tuple(rows))
+
+    def shape(self, rollouts, tokens):
+        return Shape(keep_rows=(rollouts.rollout < 8) & (torch.arange(len(rollouts)) != 5))
+
+
+class Small(Probe):
+    """Five rollouts per prompt instead of eight: the batch is filled with further prompts."""
+
+    name = "small"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(n=5) for r in plan.rows))
+
+
+class ZeroSpare(Probe):
+    """A plan that differs from TRL's own in one spare rollout, which leaves again: our estimator takes over."""
+
+    name = "zero_spare"
+
+    def plan(self, plan):
+        return plan.replace(rows=(*plan.rows[:-1], plan.rows[-1].replace(spare=1)))
+
+    def select(self, rollouts):
+        return rollouts.rollout < 8
+
+
+class One(Probe):
+    """One rollout per prompt."""
+
+    name = "one"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(n=1) for r in plan.rows))
+
+    def advantages(self, rollouts):
+        return rollouts.reward - 0.5
+
+
+class Probing(Probe):
+    """Rounds: 4 rollouts for every prompt, then the rest of the batch where the mean reward is lowest."""
+
+    name = "probing"
+    rounds = True
+
+    def plan(self, plan):
+        if plan.round == 0:
+            return plan.replace(rows=tuple(r.replace(n=4) for r in plan.rows))
+        if plan.round > 1:
+            return plan
+        means = torch.stack([g.rewards.nanmean() for g in plan.so_far])
+        extra = torch.zeros(len(means), dtype=torch.int64)
+        order = torch.argsort(means, stable=True)
+        extra[order[: len(order) // 2]] = plan.budget // (len(order) // 2)
+        rows = tuple(g.row.replace(n=int(k)) for g, k in zip(plan.so_far, extra, strict=True) if k)
+        return plan.replace(rows=rows)
+
+
+class Given(Probe):
+    """Every kind of row a plan can ask for."""
+
+    name = "given"
+    needs = frozenset({"rollout_logprobs", "text", "column:level", "old_logprobs"})
+
+    def plan(self, plan):
+        rows = list(plan.rows)
+        rows[0] = rows[0].replace(given=(Completion((7, 8, 9, 1), (-1.0, -2.0, -3.0, -4.0)), Completion((6, 6, 1))))
+        rows[1] = rows[1].replace(prefix=(10, 11), payload={"hint": 2})
+        rows[2] = rows[2].replace(max_tokens=3)
+        rows[3] = rows[3].replace(edit={"prompt": [{"role": "user", "content": "a:21"}], "level": 77})
+        foreign = {"prompt": [{"role": "user", "content": "d:12"}], "answer": "21", "level": 99, "task": "d"}
+        rows[4] = PlanRow(-1, rows[4].group, rows[4].n, edit=foreign)
+        return plan.replace(rows=tuple(rows))
+
+    def observe(self, rollouts, tokens, stats):
+        Given.seen = (rollouts, tokens)
+
+
+class Prefixed(Probe):
+    """Every completion starts with the same token."""
+
+    name = "prefixed"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(prefix=(10,)) for r in plan.rows))
+
+
+class PPO(Probe):
+    """TRL's own surrogate, made by us: must equal TRL's."""
+
+    name = "ppo"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        low: float = param(0.2, "clip range below")
+        high: float = param(0.2, "clip range above")
+        level: str = param("token", "importance ratio of the token or of the sequence")
+        form: str = param("ppo", "ppo or cispo")
+
+    def policy_loss(self, terms):
+        p, lp, old = self.params, terms.logprobs, terms.old_logprobs
+        if p.level == "sequence":
+            ratio = ((lp - old) * terms.mask).sum(-1, keepdim=True) / terms.mask.sum(-1, keepdim=True).clamp(min=1)
+            loss = ppo_clip(ratio, torch.zeros_like(ratio), terms.advantages[:, :1], p.low, p.high)
+            return loss.expand_as(lp)
+        if p.form == "cispo":
+            return weighted_logprob(lp, (lp - old).exp().clamp(max=p.high), terms.advantages)
+        self.log("ratio", ((lp - old).exp() * terms.mask).sum().detach() / terms.mask.sum().clamp(min=1),
+                 weight=terms.mask.sum())
+        self.log("rows", (terms.mask.sum(1) > 0).sum(), reduce="sum")
+        return ppo_clip(lp, old, terms.advantages, p.low, p.high)
+
+
+class Corridor(Probe):
+    """A term on the entropy, with gradient."""
+
+    name = "corridor"
+
+    def regularize(self, terms):
+        return 0.1 * (torch.relu(2.0 - terms.entropies) + torch.relu(terms.entropies - 2.5))
+
+
+class Softmax(Probe):
+    """A group-level objective (as in DRPO): softmax over the negatives of a group, coefficients at current weights."""
+
+    name = "softmax"
+    needs = frozenset({"old_logprobs", "current_logprobs"})
+    aggregation = "sum"
+    whole_groups = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        tau: float = param(1.0, "temperature", gt=0)
+        lr_scale: float = param(1.0, "factor on the learning rate")
+
+    def shape(self, rollouts, tokens):
+        return Shape(row_columns={"positive": (rollouts.reward > 0.5).double()})
+
+    def before_update(self, rows):
+        score = rows.logprobs / rows.length
+        g = Groups(rows.group)
+        positive = rows.columns["positive"] > 0
+        e = torch.where(positive, 0.0, (score / self.params.tau).exp())
+        share = e / g.rows(g.sum(e)).clamp(min=1e-30)
+        p = positive.double()
+        share_positive = p / g.rows(g.sum(p)).clamp(min=1)
+        mixed = g.rows((g.sum(p) > 0) & (g.sum(1 - p) > 0)).double()
+        self.log("groups", g.count)
+        return Update(lr_scale=self.params.lr_scale,
+                      columns={"coefficient": mixed * (share_positive - share) / g.count / rows.length})
+
+    def policy_loss(self, terms):
+        return -terms.columns["coefficient"] * terms.logprobs
+
+
+class Counter(Probe):
+    """Keeps state of every kind."""
+
+    name = "counter"
+    needs = frozenset({"prompt_index"})
+
+    def start(self, run):
+        self.state = {"steps": 0, "seen": torch.zeros(run.dataset_size, dtype=torch.float64), "stream": []}
+
+    def select_prompts(self, pool, n):
+        draw = self.rng("prompts").random(pool.size) + self.state["seen"].numpy()
+        return draw.argsort(kind="stable")[:n].tolist()
+
+    def observe(self, rollouts, tokens, stats):
+        self.state["steps"] += 1
+        self.state["seen"].index_add_(0, rollouts.prompt_index, rollouts.reward.nan_to_num())
+        self.state["stream"].append(rollouts.prompt_index[::8].tolist())
+
+
+class Boom(Probe):
+    """Fails where it is told to."""
+
+    name = "boom"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        where: str = param("driver", "driver, or rank1: in the loss of rank 1")
+
+    def observe(self, rollouts, tokens, stats):
+        if self.params.where == "driver" and rollouts.step == 1:
+            raise ValueError("the driver hook went wrong")
+
+    def regularize(self, terms):
+        if self.params.where == "rank1" and os.environ.get("RANK") == "1":
+            raise ValueError("the loss hook went wrong")
+        return 0 * terms.logprobs
+
+
+class Judge(Probe):
+    """An asynchronous judge that withdraws the rewards of short completions."""
+
+    name = "judge"
+
+    async def rewards(self, rollouts):
+        return torch.where(rollouts.length < 4, torch.nan, rollouts.reward * 2)
+
+
+class PerToken(Probe):
+    """Token advantages, and every third token leaves."""
+
+    name = "per_token"
+
+    def shape(self, rollouts, tokens):
+        return Shape(advantages=tokens.advantages * (1 + tokens.position % 2), keep_tokens=tokens.position % 3 != 2)
+
+
+def register() -> None:
+    """Lets the registry find the probes, as if a package had brought them."""
+    probes = [c for c in globals().values() if isinstance(c, type) and issubclass(c, Probe) and c is not Probe]
+    known: Any = [EntryPoint(c.name, f"probes:{c.__name__}", registry.ENTRY_POINT_GROUP) for c in probes]
+    registry._entry_points = lambda: known

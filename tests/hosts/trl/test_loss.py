@@ -1,0 +1,169 @@
+"""The loss path and the normalizers: equal to TRL's own wherever TRL has an answer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import history, length, make, score, stub_sampling, weights
+
+pytestmark = pytest.mark.host
+
+
+def run(tmp_path, methods=(), **kwargs):
+    with stub_sampling():
+        t = make(tmp_path, methods, **kwargs)
+        t.train()
+    return t
+
+
+def difference(a, b):
+    return (weights(a) - weights(b)).abs().max().item()
+
+
+def moved(t, tmp_path):
+    return (weights(t) - weights(make(tmp_path))).abs().max().item()
+
+
+OFF_POLICY = dict(num_iterations=2, max_steps=4, learning_rate=0.3, epsilon=0.05, epsilon_high=0.1)
+
+
+@pytest.mark.parametrize(("loss_type", "level", "form"), [
+    ("dapo", "token", "ppo"), ("grpo", "token", "ppo"), ("dr_grpo", "token", "ppo"), ("luspo", "sequence", "ppo"),
+    ("grpo", "sequence", "ppo"), ("cispo", "token", "cispo"), ("dapo", "sequence", "ppo"),
+])
+@pytest.mark.parametrize("extras", [{}, dict(beta=0.04, entropy_coef=0.01, gradient_accumulation_steps=2)])
+def test_own_surrogate_equals_native(tmp_path, loss_type, level, form, extras):
+    """PPO-clip or CISPO as a method's `policy_loss` trains like TRL's own, KL and entropy bonus included."""
+    options = {**OFF_POLICY, "loss_type": loss_type, "importance_sampling_level": level, **extras}
+    options["epsilon_high"] = 1.02 if form == "cispo" else 0.1
+    native = run(tmp_path, stock=True, **options)
+    params = {"ppo": {"low": 0.05, "high": options["epsilon_high"], "level": level, "form": form}}
+    own = run(tmp_path, ["ppo"], method_params=params, **options)
+    assert difference(native, own) < 2e-6
+    assert moved(native, tmp_path) > 1e-3
+    assert history(own, "loss") == pytest.approx(history(native, "loss"), abs=2e-6)
+    assert not any(k.startswith("clip_ratio") for h in own.state.log_history for k in h)
+    if "entropy_coef" in extras:
+        assert history(own, "policy_loss") == pytest.approx(history(native, "policy_loss"), abs=2e-6)
+
+
+def test_own_surrogate_under_entropy_quantile_and_off_policy_mask(tmp_path):
+    options = {**OFF_POLICY, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 1e-4}
+    native = run(tmp_path, stock=True, **options)
+    own = run(tmp_path, ["ppo"], method_params={"ppo": {"low": 0.05, "high": 0.1}}, **options)
+    plain = run(tmp_path, stock=True, **OFF_POLICY)
+    assert difference(native, own) < 2e-6
+    assert difference(native, plain) > 1e-4, "the masks must have changed something"
+
+
+def test_update_metrics_do_not_depend_on_micro_batches(tmp_path):
+    a = run(tmp_path, ["ppo"], **OFF_POLICY)
+    b = run(tmp_path, ["ppo"], gradient_accumulation_steps=4, **OFF_POLICY)
+    assert history(a, "ppo/ratio") == pytest.approx(history(b, "ppo/ratio"), rel=1e-5)
+    assert history(a, "ppo/rows") == history(b, "ppo/rows") == [64.0] * 4
+
+
+def test_entropy_term_has_a_gradient(tmp_path):
+    """`regularize` on the entropies against plain autograd through the model."""
+    with stub_sampling():
+        t = make(tmp_path, ["corridor"], max_steps=1, max_grad_norm=0.0, learning_rate=10.0, reward=lambda completion_ids, **k:
+                 [0.5] * len(completion_ids))  # equal rewards: TRL's own loss has no gradient
+        t.train()
+    start = make(tmp_path)
+    (batch,) = t._buffered_inputs
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    entropies = start._get_per_token_logps_and_entropies(
+        start.model, ids, attention, batch["completion_ids"].size(1), compute_entropy=True)[1]
+    mask = batch["completion_mask"]
+    term = 0.1 * (torch.relu(2.0 - entropies) + torch.relu(entropies - 2.5))
+    ((term * mask).sum() / mask.sum()).backward()
+    before = weights(start)
+    grad = torch.cat([p.grad.flatten() for p in start.model.parameters()])
+    assert grad.norm() > 1e-3
+    torch.testing.assert_close(weights(t) - before, -10.0 * grad, rtol=1e-4, atol=2e-6)
+    assert (10.0 * grad).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo"])
+def test_rows_that_left_count_nowhere(tmp_path, loss_type):
+    """`select` keeps the first 4 of 8 groups: the update is TRL's own on a batch of those 4 groups."""
+    options = dict(loss_type=loss_type, beta=0.04, max_steps=1, shuffle_dataset=False)
+    kept = run(tmp_path, ["half"], gradient_accumulation_steps=2, **options)
+    alone = run(tmp_path, stock=True, per_device_train_batch_size=32, **options)
+    assert difference(kept, alone) < 1e-7
+    assert moved(alone, tmp_path) > 1e-6
+    assert history(kept, "rl_plugins/rows_trained") == [32.0]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("methods", [["filter"], ["uneven"], ["odd"], ["small"], ["over"], ["filter", "ppo"],
+                                     ["per_token"]])
+def test_split_into_micro_batches_changes_nothing(tmp_path, loss_type, methods):
+    options = dict(loss_type=loss_type, beta=0.04, num_iterations=2, max_steps=4, learning_rate=0.05)
+    runs = [run(tmp_path, methods, gradient_accumulation_steps=k, **options) for k in (1, 4)]
+    assert difference(*runs) < 2e-7
+    assert history(runs[0], "grad_norm") == pytest.approx(history(runs[1], "grad_norm"), rel=1e-4)
+
+
+def test_group_objective_in_before_update(tmp_path):
+    """Coefficients from the row sums at the current weights give the gradient of the undivided objective."""
+    options = dict(num_iterations=2, max_steps=2, max_grad_norm=0.0, learning_rate=0.05)
+    for accumulation in (1, 4):
+        t = run(tmp_path, ["softmax"], gradient_accumulation_steps=accumulation, **options)
+        first = run(tmp_path, ["softmax"], gradient_accumulation_steps=accumulation, **{**options, "max_steps": 1})
+        objective(first, t._buffered_inputs).backward()
+        grad = torch.cat([p.grad.flatten() for p in first.model.parameters()])
+        step = (weights(t) - weights(first)) / -0.05
+        assert (step - grad).norm() / grad.norm() < 1e-5
+        assert history(t, "softmax/groups") == [8.0, 8.0]
+
+
+def objective(t, batches):
+    """The same objective with Python loops over the groups, in one graph."""
+    score, group, positive = [], [], []
+    for b in batches:
+        ids = torch.cat([b["prompt_ids"], b["completion_ids"]], 1)
+        attention = torch.cat([b["prompt_mask"], b["completion_mask"]], 1)
+        lp = t._get_per_token_logps_and_entropies(t.model, ids, attention, b["completion_ids"].size(1))[0]
+        score.append((lp * b["completion_mask"]).sum(1) / b["completion_mask"].sum(1))
+        group.append(b["rlp_group"])
+        positive.append(b["rlp_row_column:positive"] > 0)
+    score, group, positive = torch.cat(score), torch.cat(group), torch.cat(positive)
+    total = 0.0
+    for g in group.unique():
+        p, n = score[(group == g) & positive], score[(group == g) & ~positive]
+        if len(p) and len(n):
+            total = total - p.mean() + torch.logsumexp(n, 0)
+    return total / len(group.unique())
+
+
+def test_learning_rate_of_one_step(tmp_path):
+    full = run(tmp_path, ["softmax"], max_steps=1)
+    tenth = run(tmp_path, ["softmax"], max_steps=1, method_params={"softmax": {"lr_scale": 0.1}})
+    start = weights(make(tmp_path))
+    torch.testing.assert_close(weights(tenth) - start, 0.1 * (weights(full) - start), rtol=1e-3, atol=2e-7)
+    assert history(tenth, "learning_rate") == history(full, "learning_rate")
+
+
+def test_nothing_kept_moves_nothing(tmp_path, monkeypatch):
+    """A batch without a single row to learn from leaves the weights alone, AdamW's decay included."""
+    import probes
+
+    monkeypatch.setattr(probes.Half, "select", lambda self, rollouts: rollouts.group < 0)
+    t = run(tmp_path, ["half"], optim="adamw_torch", weight_decay=0.1)
+    assert torch.equal(weights(t), weights(make(tmp_path)))
+    assert history(t, "grad_norm") == [0.0, 0.0]
+
+
+def test_several_rewards_and_none(tmp_path):
+    """Weights, None rewards and NaN rows: an estimator of ours equals TRL's on equal groups."""
+    def sometimes(completion_ids, **kwargs):
+        return [None if len(c) % 3 == 0 else len(c) / 5 for c in completion_ids]
+
+    for options in ({}, dict(scale_rewards="batch"), dict(scale_rewards="none"),
+                    dict(multi_objective_aggregation="normalize_then_sum")):
+        shared = dict(reward=[score, length, sometimes], reward_weights=[1.0, 0.5, 2.0], **options)
+        native = run(tmp_path, stock=True, **shared)
+        ours = run(tmp_path, ["zero_spare"], **shared)
+        assert ours._generation_step is None and difference(native, ours) < 1e-7, options

@@ -1,0 +1,397 @@
+"""What is generated, what is trained, and what is logged: one generation batch in the real trainer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trl
+from datasets import IterableDataset
+from harness import history, length, make, score, stub_sampling, weights
+
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.errors import ConfigError, MethodError
+
+pytestmark = pytest.mark.host
+
+
+class Spy:
+    """Keeps what the trainer hands to its loss and the decisions of the driver."""
+
+    def __init__(self, trainer):
+        self.batches, self.steps = [], []
+        host = trainer._generate_and_score_completions
+
+        def wrapped(inputs):
+            self.trainer_step = None
+            out = host(inputs)
+            if trainer.model.training:
+                self.batches.append(out)
+            return out
+
+        trainer._generate_and_score_completions = wrapped
+        from rl_plugins.trl import step as module
+
+        finish = module.GenerationStep.finish
+
+        def finished(this, out):
+            result = finish(this, out)
+            self.steps.append(this)
+            return result
+
+        self.undo = lambda: setattr(module.GenerationStep, "finish", finish)
+        module.GenerationStep.finish = finished
+
+
+def run(tmp_path, methods, stub=True, **kwargs):
+    t = make(tmp_path, methods, **kwargs)
+    spy = Spy(t)
+    try:
+        if stub:
+            with stub_sampling():
+                t.train()
+        else:
+            t.train()
+    finally:
+        spy.undo()
+    return t, spy
+
+
+# ---- off
+
+
+def test_off_is_bit_identical(tmp_path):
+    """No methods, or one that only looks: the weights of stock TRL to the last bit, real sampling included."""
+    results = {}
+    for name, kwargs in {"stock": dict(stock=True), "empty": dict(methods=[]), "noop": dict(methods=["noop"])}.items():
+        t = make(tmp_path, kwargs.pop("methods", ()), max_steps=3, learning_rate=0.05, **kwargs)
+        t.train()
+        results[name] = (weights(t), history(t, "reward"), torch.rand(1))
+    for name in ("empty", "noop"):
+        assert torch.equal(results["stock"][0], results[name][0]), name
+        assert results["stock"][1] == results[name][1]
+        assert torch.equal(results["stock"][2], results[name][2]), "the global generator must be where TRL leaves it"
+
+
+def test_evaluation_is_untouched(tmp_path):
+    results = []
+    for methods in ((), ("mc_grpo",)):
+        t = make(tmp_path, methods, per_device_eval_batch_size=16, do_eval=True,
+                 more=dict(eval_dataset=build_dataset(8, seed=3)))
+        results.append(t.evaluate())
+    assert results[0]["eval_reward"] == results[1]["eval_reward"]
+    assert results[0]["eval_loss"] == results[1]["eval_loss"]
+
+
+# ---- the first methods
+
+
+def test_mc_grpo_trains_g_of_g_plus_one(tmp_path):
+    """72 completions, 64 rows in the batch, advantages as a plain loop over the groups has them."""
+    t, spy = run(tmp_path, ["mc_grpo"])
+    out, step = spy.batches[0], spy.steps[0]
+    assert len(step.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
+    assert int(out["num_items_in_batch"]) == int(out["completion_mask"].sum())
+    expected = []
+    rewards = step.rewards[:, 0].double().tolist()
+    for g in range(8):
+        r = rewards[9 * g : 9 * g + 9]
+        median = sorted(r)[4]
+        mad = sorted(abs(x - median) for x in r)[4]
+        a = [(x - median) / (mad + 1e-3) for x in r]
+        pivot = min(range(9), key=lambda i: abs(a[i]) + 1e-9 * abs(sorted(range(9), key=lambda j: r[j])[4] - i))
+        expected += [x for i, x in enumerate(a) if i != pivot]
+    assert sorted(out["advantages"].tolist()) == pytest.approx(sorted(expected), rel=1e-5, abs=1e-6)
+    assert history(t, "rl_plugins/rows_generated") == [72.0, 72.0]
+    assert history(t, "rl_plugins/rows_trained") == [64.0, 64.0]
+    assert len(t._logs["prompt"]) == len(t._logs["advantages"]) == len(t._logs["rewards"]["score"]) == 72
+    assert t.num_generations == 8
+
+
+def test_gdpo_equals_trl_own_option(tmp_path):
+    kwargs = dict(reward=[score, length], reward_weights=[1.0, 0.3], max_steps=2, learning_rate=0.05)
+    with stub_sampling():
+        native = make(tmp_path, stock=True, multi_objective_aggregation="normalize_then_sum", **kwargs)
+        native.train()
+        ours = make(tmp_path, ["gdpo"], **kwargs)
+        ours.train()
+        plain = make(tmp_path, [], **kwargs)
+        plain.train()
+    assert (weights(native) - weights(ours)).abs().max() < 1e-7
+    assert (weights(plain) - weights(ours)).abs().max() > 1e-5
+
+
+def test_minpro_gradient_is_that_of_its_formula(tmp_path):
+    """Two optimizer steps per batch; the second one against autograd of -w A lp / N with w from a plain loop."""
+    options = dict(num_iterations=2, learning_rate=0.5, max_grad_norm=0.0)
+    t, spy = run(tmp_path, ["minpro"], max_steps=2, **options)
+    first, _ = run(tmp_path, ["minpro"], max_steps=1, **options)
+    b = spy.batches[0]
+    ids = torch.cat([b["prompt_ids"], b["completion_ids"]], 1)
+    attention = torch.cat([b["prompt_mask"], b["completion_mask"]], 1)
+    lp = first._get_per_token_logps_and_entropies(first.model, ids, attention, b["completion_ids"].size(1))[0]
+    total, n, moved = 0.0, int(b["completion_mask"].sum()), 0
+    for i in range(len(lp)):
+        prefix = 1.0
+        for j in range(int(b["completion_mask"][i].sum())):
+            ratio = (lp[i, j] - b["rlp_rollout_logprobs"][i, j]).exp().item()
+            total = total - min(max(prefix * ratio, 0.0), 5.0) * b["advantages"][i] * lp[i, j] / n
+            prefix = ratio if j == 0 else min(prefix, ratio)
+            moved += abs(prefix - 1) > 1e-3
+    total.backward()
+    grad = torch.cat([p.grad.flatten() for p in first.model.parameters()])
+    step = (weights(t) - weights(first)) / -0.5
+    assert (step - grad).norm() / grad.norm() < 1e-4
+    assert moved > 100, "the policy must have moved away from the one that sampled"
+
+
+def test_vade_trains_on_the_prompts_it_chose(tmp_path):
+    t, spy = run(tmp_path, ["vade"], max_steps=3)
+    rows = build_dataset(200, seed=1)
+    for step in spy.steps:
+        prompts = [r.plan.prompt for r in step.mine]
+        assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::8] for _ in range(8)]
+        assert list(t._logs["prompt"])[-64:][0] == rows[[r.plan.prompt for r in spy.steps[-1].mine][0]]["prompt"]
+    counts = t.methods.methods[0].state
+    total = float(sum(v.sum() for v in counts.values() if isinstance(v, torch.Tensor)))
+    assert 64 * 2 < total <= 64 * 3
+
+
+def test_grpo_roc_keeps_the_clean_ones(tmp_path):
+    """16 completions a prompt, 8 stay; of the right ones those with the least penalty."""
+    def right(completion_ids, **kwargs):
+        return [float(c[0] % 2) for c in completion_ids]
+
+    def penalty(rollouts):
+        return rollouts.length.double() / 20
+
+    t, spy = run(tmp_path, ["grpo_roc"], reward=right, method_params={"grpo_roc": {"penalty": penalty,
+                                                                                  "reject_equal_reward": False}})
+    step = spy.steps[0]
+    d = step.full_decision
+    r = d.rollouts
+    assert len(r) == 128 and int(d.trained.sum()) == 64 and len(spy.batches[0]["advantages"]) == 64
+    for g in range(8):
+        mine = (r.group == g) & (r.reward > 0)
+        kept, dropped = r.length[mine & d.trained], r.length[mine & ~d.trained]
+        assert int((d.trained & (r.group == g)).sum()) == 8
+        if len(kept) and len(dropped):
+            assert kept.max() <= dropped.min()
+    inside = r.subset(r.kept)
+    mean = inside.groups.rows(inside.groups.mean(inside.reward))
+    std = inside.groups.rows(inside.groups.std(inside.reward))
+    torch.testing.assert_close(d.row_advantages[r.kept], (inside.reward - mean) / (std + 1e-4))
+
+
+# ---- plans
+
+
+def test_a_plan_can_ask_for_every_kind_of_row(tmp_path):
+    """Given completions, prefix, token limit, edited and foreign prompts, payload, columns and log-probs."""
+    import probes
+
+    seen = []
+
+    def rewarder(completion_ids, level, **kwargs):
+        seen.append((completion_ids, level))
+        return [len(c) / 10 for c in completion_ids]
+
+    t, spy = run(tmp_path, ["given"], reward=rewarder, stub=False, max_steps=1, num_iterations=1)
+    rollouts, tokens = probes.Given.seen
+    ids, level = seen[0]
+    assert ids[0] == [7, 8, 9, 1] and ids[1] == [6, 6, 1]
+    assert all(c[:2] == [10, 11] for c in ids[8:16])
+    assert all(len(c) <= 3 for c in ids[16:24]) and any(len(c) == 3 for c in ids[16:24])
+    assert level[24:32] == [77] * 8 and level[32:40] == [99] * 8
+    assert rollouts.meta["level"] == level and rollouts.payload[8] == {"hint": 2} and rollouts.payload[0] is None
+    assert rollouts.prompt_index[32] == -1 and rollouts.truncated[16:24].any()
+    logs = list(t._logs["prompt"])
+    assert logs[24] == [{"role": "user", "content": "a:21"}]
+    at = lambda row: tokens.row == row  # noqa: E731
+    assert tokens.rollout_logprobs[at(0)].tolist() == [-1.0, -2.0, -3.0, -4.0]
+    torch.testing.assert_close(tokens.rollout_logprobs[at(1)], tokens.old_logprobs[at(1)])
+    assert tokens.forced[at(0)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]
+    assert not tokens.forced[at(2)].any()
+    assert len(spy.batches[0]["advantages"]) == 64
+
+
+def test_short_plans_are_filled_with_further_prompts(tmp_path):
+    """5 rollouts instead of 8: 12 prompts fit into 64 rows, 4 rows stay empty; the loss does not see them."""
+    _, spy = run(tmp_path, ["small"], max_steps=2)
+    for step, out in zip(spy.steps, spy.batches, strict=True):
+        plans = [r.plan for r in step.mine]
+        prompts = [p.prompt for p in plans if p is not None]
+        assert len(set(prompts)) == 12 and plans.count(None) == 4
+        assert len(out["advantages"]) == 64 and int((out["tool_mask"].sum(1) > 0).sum()) == 60
+        assert int(out["num_items_in_batch"]) == int((out["completion_mask"] * out["tool_mask"]).sum())
+    first, second = ([r.plan.prompt for r in s.mine if r.plan][40:] for s in spy.steps)
+    assert set(first) != set(second)
+
+
+def test_one_rollout_per_prompt(tmp_path):
+    _, spy = run(tmp_path, ["one"], num_generations=2, max_steps=1)
+    prompts = [r.plan.prompt for r in spy.steps[0].mine]
+    assert len(set(prompts)) == 64
+
+
+def test_rounds(tmp_path):
+    """4 rollouts a prompt, then 8 more for the 4 prompts with the lowest rewards; columns of the table stay aligned."""
+    def rewarder(completion_ids, log_extra, **kwargs):
+        log_extra("ids", [str(c) for c in completion_ids])
+        return score(completion_ids)
+
+    t, spy = run(tmp_path, ["probing"], reward=rewarder, max_steps=2)
+    for step in spy.steps:
+        r = step.full_decision.rollouts
+        sizes = torch.bincount(r.group)
+        assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
+        first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
+        assert first[sizes == 12].max() <= first[sizes == 4].min()
+    groups = spy.steps[-1].full_decision.rollouts
+    mean = groups.groups.rows(groups.groups.mean(groups.reward))
+    std = groups.groups.rows(groups.groups.std(groups.reward))
+    logged = torch.tensor(list(t._logs["advantages"])[-64:])
+    torch.testing.assert_close(logged.double(), (groups.reward - mean) / (std + 1e-4), rtol=1e-5, atol=1e-6)
+    table = list(t._logs["extra"]["ids"])[-64:]
+    assert [score([eval(x)])[0] for x in table] == pytest.approx(groups.reward.tolist())
+    assert history(t, "completions/mean_length")[0] == pytest.approx(
+        spy.steps[0].full_decision.rollouts.length.double().mean().item())
+    stock = make(tmp_path, stock=True, max_steps=1)
+    with stub_sampling():
+        stock.train()
+    assert set(history(t, "num_tokens")) and history(t, "num_tokens")[0] < 2 * history(stock, "num_tokens")[0]
+
+
+def test_streams_have_prompts_but_no_index(tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(build_dataset(200, seed=1)))
+    _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
+    assert all(len(b["advantages"]) == 64 for b in spy.batches)
+    assert spy.steps[0].full_decision.rollouts.prompt_index.unique().tolist() == [-1]
+    with pytest.raises(ConfigError, match="`vade` needs a stable dataset row.*stream"):
+        make(tmp_path, ["vade"], dataset=stream)
+
+
+def test_a_plan_too_large_is_refused_before_generation(tmp_path, monkeypatch):
+    import probes
+
+    monkeypatch.setattr(probes.Small, "plan", lambda self, plan: plan.replace(
+        rows=tuple(r.replace(n=9) for r in plan.rows)))
+    with pytest.raises(MethodError, match=r"trains 72 rows, the batch takes 64\. Plan .*prompt \d+: 9"):
+        run(tmp_path, ["small"])
+
+
+def test_spare_rows_that_stay_are_an_error(tmp_path, monkeypatch):
+    import probes
+
+    monkeypatch.setattr(probes.ZeroSpare, "select", lambda self, rollouts: rollouts.kept)
+    with pytest.raises(MethodError, match="65 rows would be trained, the batch takes 64"):
+        run(tmp_path, ["zero_spare"])
+
+
+# ---- rewards
+
+
+def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
+    t, spy = run(tmp_path, ["judge"], max_steps=1)
+    r = spy.steps[0].full_decision.rollouts
+    raw = spy.steps[0].rewards[:, 0].double()
+    assert torch.isnan(r.reward).equal(r.length < 4)
+    ok = r.length >= 4
+    torch.testing.assert_close(r.reward[ok], 2 * raw[ok])
+    assert spy.batches[0]["advantages"][r.length < 4].abs().max() == 0
+    assert history(t, "reward")[0] == pytest.approx(r.reward.nanmean().item())
+    assert history(t, "rewards/judge/mean")[0] == pytest.approx(r.reward.nanmean().item())
+    assert list(t._logs["rewards"]["judge"])[-64:] == pytest.approx(r.reward.tolist(), nan_ok=True)
+
+
+def test_no_reward_at_all_is_an_error(tmp_path):
+    with pytest.raises(MethodError, match="Not one of the 64 completions has a reward.*score_nothing"):
+        def score_nothing(completion_ids, **kwargs):
+            return [None] * len(completion_ids)
+
+        run(tmp_path, ["noop"], reward=score_nothing)
+
+
+def test_too_few_rewards_are_an_error(tmp_path):
+    with pytest.raises(ValueError, match="returned 63 rewards, but 64 were expected"):
+        run(tmp_path, ["noop"], reward=lambda completion_ids, **k: [0.5] * 63)
+
+
+def test_reward_functions_never_see_our_columns(tmp_path):
+    names = []
+
+    def rewarder(completion_ids, **kwargs):
+        names.append(sorted(kwargs))
+        return score(completion_ids)
+
+    run(tmp_path, ["vade"], reward=rewarder, max_steps=1)
+    assert names[0] == ["answer", "completions", "level", "log_extra", "log_metric", "prompts", "task",
+                        "trainer_state"]
+
+
+# ---- together with options of TRL
+
+
+@pytest.mark.parametrize("options", [
+    dict(mask_truncated_completions=True), dict(top_entropy_quantile=0.3), dict(beta=0.1),
+    dict(entropy_coef=0.01), dict(steps_per_generation=4, gradient_accumulation_steps=2), dict(num_iterations=3),
+    dict(remove_unused_columns=True), dict(log_completions=True), dict(importance_sampling_level="sequence"),
+    dict(loss_type="vespo"), dict(use_adaptive_entropy=True, entropy_coef=0.01),
+])
+def test_composes_with(tmp_path, options, capsys):
+    t, spy = run(tmp_path, ["vade", "mc_grpo"], max_steps=3, **options)
+    assert all(len(b["advantages"]) == 64 for b in spy.batches)
+    assert all(torch.isfinite(torch.tensor(history(t, k))).all() for k in ("loss", "grad_norm"))
+    if "mask_truncated_completions" in options:
+        r, d = spy.steps[0].full_decision.rollouts, spy.steps[0].full_decision
+        assert r.truncated.any() and not d.trained[r.truncated].any()
+
+
+def test_lora(tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    t, spy = run(tmp_path, ["mc_grpo", "minpro"], num_iterations=2, max_steps=2, learning_rate=0.5, beta=0.05,
+                 more=dict(peft_config=lora))
+    assert len(spy.batches[0]["advantages"]) == 64
+    moved = [n for n, p in t.model.named_parameters() if p.requires_grad and "lora_B" in n and p.abs().max() > 0]
+    assert moved and all("lora" in n for n, p in t.model.named_parameters() if p.requires_grad)
+
+
+def test_rollout_func_is_composed(tmp_path):
+    def rollout(prompts, trainer):
+        n = len(prompts)
+        return {"prompt_ids": [[3]] * n, "completion_ids": [[5 + i % 9, 6, 1] for i in range(n)],
+                "logprobs": [[0.0] * 3] * n, "tag": list(range(n))}
+
+    t, spy = run(tmp_path, ["mc_grpo"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
+    assert len(spy.steps[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
+    with pytest.raises(ConfigError, match="`probing` generates in rounds, which cannot be served with rollout_func"):
+        make(tmp_path, ["probing"], more=dict(rollout_func=rollout))
+    with pytest.raises(ConfigError, match="cannot be combined with rollout_func"):
+        run(tmp_path, ["prefixed"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
+
+
+def test_stock_trainer_refuses_a_config_with_methods(tmp_path):
+    from harness import config, policy
+
+    args = config(tmp_path, ["mc_grpo"])
+    with pytest.raises(ConfigError, match="the trainer is TRL's own, which would ignore them"):
+        trl.GRPOTrainer(model=str(policy(tmp_path / "policy")), reward_funcs=score, args=args,
+                        train_dataset=build_dataset(20))
+
+
+def test_mixin_over_a_users_own_trainer(tmp_path):
+    from rl_plugins.trl import MethodsMixin
+
+    class Theirs(trl.GRPOTrainer):
+        calls = 0
+
+        def _compute_loss(self, model, inputs):
+            Theirs.calls += 1
+            return super()._compute_loss(model, inputs)
+
+    class Both(MethodsMixin, Theirs):
+        pass
+
+    t, _ = run(tmp_path, ["mc_grpo"], trainer=Both)
+    assert Theirs.calls == 2 and history(t, "rl_plugins/rows_trained") == [64.0, 64.0]

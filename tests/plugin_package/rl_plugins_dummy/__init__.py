@@ -1,0 +1,1 @@
+"""Methods of a package that is not rl-plugins, one kind per module."""

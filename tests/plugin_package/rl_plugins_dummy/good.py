@@ -1,0 +1,59 @@
+"""Two methods that work and a bundle of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_plugins import Bundle, Method, MethodParams, Paper, Rollouts, Shape, Tokens, param
+
+PAPER = Paper("2402.03300", "A paper for tests", "Nobody", 2024)
+
+
+class DummyScale(Method):
+    """Advantages are the distance to the group's mean times `factor`.
+
+        A_i = factor * (r_i - mean(r))
+
+    Rows without a reward (NaN) are out of the mean and have A = 0. Source: none, this is for tests.
+    """
+
+    name = "dummy_scale"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Testing."
+    avoid_when = "Not testing."
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        factor: float = param(2.0, "what distances are multiplied by", gt=0)
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        distance = rollouts.reward - rollouts.groups.rows(rollouts.groups.mean(rollouts.reward))
+        return self.params.factor * distance.nan_to_num(0.0)
+
+
+class DummyShift(Method):
+    """Adds `shift` to the advantage of every token.
+
+        A_t <- A_t + shift
+
+    Source: none, this is for tests.
+    """
+
+    name = "dummy_shift"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Testing."
+    avoid_when = "Not testing."
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        shift: float = param(1.0, "what is added to every advantage")
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        return Shape(advantages=tokens.advantages + self.params.shift)
+
+
+BOTH = Bundle("dummy_both", {"dummy_scale": {"factor": 3.0}, "dummy_shift": {}}, PAPER, "Both methods for tests.")

@@ -1,0 +1,17 @@
+"""A class that does not fit the contract: a hook with a typing error in its name."""
+
+from __future__ import annotations
+
+from rl_plugins import Method, Rollouts
+from rl_plugins_dummy.good import PAPER
+
+
+class DummyMisfit(Method):
+    """Source: none, this is for tests."""
+
+    name = "dummy_misfit"
+    paper = PAPER
+    fidelity = "paper"
+
+    def advantage(self, rollouts: Rollouts) -> None:
+        """Never called: the hook is `advantages`."""

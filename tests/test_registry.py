@@ -1,0 +1,307 @@
+"""From names to classes, with a third-party package that is really installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Bundle, Method
+from rl_plugins.methods.mc_grpo import McGrpo
+from rl_plugins.stack import build_stack
+
+ROOT = Path(__file__).parents[1]
+
+
+def refused(methods, method_params=None) -> str:
+    with pytest.raises(ConfigError) as e:
+        build_stack(methods, method_params)
+    return str(e.value)
+
+
+def python(code: str, path: Path | None = None) -> str:
+    paths = [str(ROOT), *([str(path)] if path else [])]
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+# ---- discovery
+
+
+def test_installed_methods_and_bundles_are_found_and_work(plugins):
+    names = registry.all_names()
+    assert {"dummy_scale", "dummy_shift", "dummy_both", "dummy_broken", "mc_grpo", "vade"} <= set(names)
+    assert names == sorted(names)
+    (origin,) = registry.origins_of("dummy_scale")
+    assert (origin.distribution, origin.where) == ("rl-plugins-dummy", "rl_plugins_dummy.good:DummyScale")
+    stack = build_stack("dummy_scale", {"dummy_scale": {"factor": "1e-1"}})
+    assert type(stack.methods[0]).__module__ == "rl_plugins_dummy.good" and stack.methods[0].params.factor == 0.1
+
+
+def test_without_the_package_its_names_are_unknown():
+    assert "dummy_scale" not in registry.all_names()
+    assert "There is no method `dummy_scale`." in refused("dummy_scale")
+
+
+def test_a_name_loads_its_own_module_only(plugin_path):
+    code = (
+        "import json, sys; from rl_plugins import registry; before = registry.all_names();"
+        "registry.load('dummy_scale');"
+        "print(json.dumps([len(before), sorted(m for m in sys.modules if m.startswith('rl_plugins_dummy'))]))"
+    )
+    number, modules = json.loads(python(code, plugin_path))
+    assert number > 8
+    assert modules == ["rl_plugins_dummy", "rl_plugins_dummy.good"]  # not the broken one, nor the others
+
+
+def test_importing_the_package_is_cheap(plugin_path):
+    code = (
+        "import sys; import importlib.metadata as m\n"
+        "def scan(**kwargs): raise AssertionError('entry points were scanned')\n"
+        "m.entry_points = scan\n"
+        "import rl_plugins\n"
+        "print(sorted({n.split('.')[0] for n in sys.modules} & {'numpy', 'torch', 'trl', 'verl', 'transformers'}))\n"
+        "print(sorted(n for n in sys.modules if n.startswith('rl_plugins')))\n"
+        "from rl_plugins import Method, Paper, MethodParams, param, Bundle\n"  # what a plugin imports at its top
+        "print('torch' in sys.modules)"
+    )
+    assert python(code, plugin_path).splitlines() == ["[]", "['rl_plugins']", "False"]
+
+
+def test_every_name_of_the_package_can_be_imported():
+    import rl_plugins
+
+    assert all(getattr(rl_plugins, name) is not None for name in rl_plugins.__all__)
+
+
+def test_every_built_in_method_loads_and_is_named_after_its_file():
+    for name in registry.all_names():
+        found = registry.load(name)
+        assert isinstance(found, Bundle) or issubclass(found, Method)
+        assert found.name == name and registry.origins_of(name)[0].distribution == ""
+
+
+# ---- what is broken stays where it is
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("dummy_broken", "ModuleNotFoundError: No module named 'a_module_that_does_not_exist'"),
+        ("dummy_missing", "AttributeError: module 'rl_plugins_dummy.good' has no attribute 'NoSuchClass'"),
+        ("dummy_misfit", "`advantage` is no hook. Did you mean `advantages`?"),
+    ],
+)
+def test_a_broken_method_is_refused_by_name_and_disturbs_no_other(plugins, name, reason):
+    message = refused(["dummy_scale", name])
+    assert name in message and "rl-plugins-dummy" in message and reason in message
+    assert build_stack(["dummy_scale", "vade"]).names == ["dummy_scale", "vade"]
+
+
+def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
+    members = registry._members
+
+    def broken(stem):
+        if stem == "vade":
+            raise ImportError("half written")
+        return members(stem)
+
+    monkeypatch.setattr(registry, "_members", broken)
+    assert {"vade", "mc_grpo"} <= set(registry.all_names())
+    assert build_stack("mc_grpo").names == ["mc_grpo"]
+    assert "`vade` from `rl_plugins.methods.vade` of rl-plugins cannot be loaded: ImportError: half written" in refused(
+        "vade"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"name": "other"}, "its class says name = 'other', it is registered as 'mine'"),
+        ({"fidelity": "exact"}, "it must set `paper` and `fidelity`"),
+        ({"Params": dict}, "`Params` must be a frozen dataclass"),
+        ({"advantages": lambda self: None}, "`advantages(self)` must take (self, rollouts)"),
+        ({"start": lambda self: None}, "`start(self)` must take (self, run)"),
+        ({"observ": lambda self: None}, "`observ` is no hook. Did you mean `observe`?"),
+    ],
+)
+def test_a_class_that_does_not_fit_is_refused(change, reason):
+    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper"}
+    registry.check_class(type("Mine", (Method,), good), "mine", "here")
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        registry.check_class(type("Mine", (Method,), {**good, **change}), "mine", "here")
+    with pytest.raises(ConfigError, match="lower-case letters"):
+        registry.check_class(type("Mine", (Method,), {**good, "name": "Mine-1"}), "Mine-1", "here")
+    with pytest.raises(ConfigError, match="not a subclass"):
+        registry.check_class(print, "mine", "here")
+
+
+# ---- two origins, vetoes
+
+
+def test_a_name_with_two_origins_shows_both_and_how_to_choose(plugins):
+    message = refused("mc_grpo")
+    assert "`rl_plugins.methods.mc_grpo` of rl-plugins" in message
+    assert "`rl_plugins_dummy.clash:McGrpo` of the package rl-plugins-dummy" in message
+    assert '"-dist:rl-plugins-dummy"' in message and "RL_PLUGINS_VETO=dist:rl-plugins-dummy" in message
+
+
+def test_a_veto_of_the_package_in_the_config_leaves_the_built_in(plugins):
+    for spelling in ("-dist:rl-plugins-dummy", "-dist:RL_Plugins.Dummy"):
+        assert type(build_stack(["mc_grpo", spelling]).methods[0]) is McGrpo
+    assert "rl-plugins-dummy, which is vetoed" in refused(["dummy_scale", "-dist:rl-plugins-dummy"])
+
+
+def test_a_veto_in_the_environment(plugins, monkeypatch):
+    monkeypatch.setenv("RL_PLUGINS_VETO", "dist:rl-plugins-dummy, vade")
+    assert type(build_stack("mc_grpo").methods[0]) is McGrpo
+    assert "which is vetoed" in refused("dummy_both")
+    assert "`vade` is vetoed by the environment variable RL_PLUGINS_VETO='dist:rl-plugins-dummy, vade'" in refused(
+        "vade"
+    )
+
+
+def test_a_veto_in_the_environment_covers_the_parts_of_bundles(plugins, monkeypatch):
+    monkeypatch.setenv("RL_PLUGINS_VETO", "dummy_shift")
+    assert "`dummy_shift` is vetoed" in refused("dummy_both")
+    assert build_stack(["dummy_both", "-dummy_shift"]).names == ["dummy_scale"]
+
+
+# ---- bundles
+
+
+def test_a_bundle_expands_in_its_place_with_the_settings_of_its_paper(plugins):
+    stack = build_stack(["vade", "dummy_both"], {"dummy_shift": {"shift": -1}})
+    assert stack.names == ["vade", "dummy_scale", "dummy_shift"]
+    assert [m.params.factor for m in stack.methods[1:2]] == [3.0] and stack.methods[2].params.shift == -1.0
+    assert stack.bundle_of == {"dummy_scale": "dummy_both", "dummy_shift": "dummy_both"}
+
+
+def test_parameters_of_a_user_go_before_those_of_the_bundle(plugins):
+    assert build_stack("dummy_both", {"dummy_scale": {"factor": 5}}).methods[0].params.factor == 5.0
+
+
+@pytest.mark.parametrize("methods", [["dummy_both", "dummy_shift"], ["dummy_shift", "dummy_both"]])
+def test_a_part_beside_its_bundle_is_refused(plugins, methods):
+    message = refused(methods)
+    assert "names `dummy_shift` twice" in message and "part of the bundle `dummy_both`" in message
+    assert "method_params.dummy_shift" in message
+
+
+def test_parameters_under_the_name_of_a_bundle_are_refused(plugins):
+    message = refused("dummy_both", {"dummy_both": {"factor": 1}})
+    assert "give them under the names of its parts: `dummy_scale`, `dummy_shift`" in message
+
+
+def test_parts_can_be_taken_out_of_a_bundle_but_not_without_effect(plugins):
+    assert build_stack(["dummy_both", "-dummy_scale"]).names == ["dummy_shift"]
+    assert "nothing of it is left" in refused(["dummy_both", "-dummy_scale", "-dummy_shift"])
+    assert "nothing of it is left" in refused(["vade", "-vade"])
+    assert "no bundle that is named brings it" in refused(["dummy_both", "-vade"])
+    assert "not among the methods of this run" in refused(["dummy_both", "-dummy_shift"], {"dummy_shift": {"shift": 1}})
+
+
+# ---- names and parameters as users write them
+
+
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        (None, []),
+        ("", []),
+        ([], []),
+        ("vade", ["vade"]),
+        ("vade,gdpo", ["vade", "gdpo"]),
+        ("vade gdpo", ["vade", "gdpo"]),
+        ("[vade, gdpo]", ["vade", "gdpo"]),
+        (["vade", "gdpo"], ["vade", "gdpo"]),
+        (("vade , gdpo",), ["vade", "gdpo"]),
+    ],
+)
+def test_forms_of_methods(written, names):
+    assert registry.parse_methods(written) == names
+    assert build_stack(written).names == names
+
+
+@pytest.mark.parametrize("written", [3, {"vade": 1, 2: 3}, [["vade"]], [None]])
+def test_what_is_no_list_of_names_is_refused(written):
+    assert "it must be a list of method names" in refused(written)
+
+
+def test_a_name_twice_is_refused():
+    assert "names `vade` 2 times" in refused("vade, gdpo, vade")
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"mc_grpo": {"mad_eps": 0.5}},
+        {"mc_grpo": {"mad_eps": "5e-1"}},
+        '{"mc_grpo": {"mad_eps": 0.5}}',
+        "{mc_grpo: {mad_eps: 5e-1}}",
+        "mc_grpo:\n  mad_eps: 0.5\n",
+    ],
+)
+def test_forms_of_parameters(written):
+    assert build_stack("mc_grpo", written).methods[0].params.mad_eps == 0.5
+
+
+@pytest.mark.parametrize("written", [None, "", {}, {"mc_grpo": None}, {"mc_grpo": {}}])
+def test_no_parameters_are_the_defaults(written):
+    assert build_stack("mc_grpo", written).methods[0].params == McGrpo.Params()
+
+
+@pytest.mark.parametrize("written", [[1], "mc_grpo", {"mc_grpo": 3}, "{mc_grpo: [1"])
+def test_unreadable_parameters_are_refused(written):
+    assert "`method_params` is" in refused("mc_grpo", written)
+
+
+def test_an_unknown_name_shows_the_nearest_ones():
+    message = refused("mcgrpo")
+    assert "Did you mean `mc_grpo`" in message and "vade" in message and "rl-plugins list" in message
+    assert "Did you mean `mc_grpo`" in refused("MC-GRPO")
+
+
+def test_the_baseline_is_no_method():
+    assert "leave `methods` empty" in refused("grpo")
+
+
+def test_a_method_outside_the_hooks_is_refused_with_the_way_to_use_it(monkeypatch):
+    monkeypatch.setitem(registry.OUTSIDE_THE_HOOKS, "otr", "use `rl_plugins.tools.otr`.")
+    assert "cannot be named in `methods`: use `rl_plugins.tools.otr`." in refused("otr")
+
+
+def test_an_unknown_parameter_shows_the_nearest_ones():
+    message = refused("mc_grpo", {"mc_grpo": {"mad_epps": 1}})
+    assert "`mc_grpo` has no parameter `mad_epps`. Did you mean `mad_eps`?" in message
+    assert "rl-plugins info mc_grpo" in message
+
+
+def test_a_parameter_out_of_range_names_method_value_and_range():
+    message = refused("mc_grpo", {"mc_grpo": {"mad_eps": 0}})
+    assert "Method `mc_grpo`: parameter `mad_eps` is 0.0; it must be > 0." in message
+
+
+def test_parameters_for_a_method_that_is_not_enabled_are_refused():
+    message = refused("vade", {"mc_grpo": {"mad_eps": 1}})
+    assert "`mc_grpo`, which is not among the methods of this run (enabled: vade)" in message
+    assert "no method is enabled" in refused([], {"mc_grpo": {"mad_eps": 1}})
+
+
+def test_two_methods_for_one_exclusive_hook_are_refused_by_name():
+    message = refused(["mc_grpo", "gdpo"])
+    assert "`mc_grpo` and `gdpo` both decide `advantages`" in message
