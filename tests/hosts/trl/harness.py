@@ -72,6 +72,8 @@ def make(folder: Path, methods: Any = (), *, stock: bool = False, reward: Any = 
          **changes: Any) -> Any:
     """A trainer on the tiny policy; `stock=True`: TRL's own classes."""
     args = config(folder / "out", methods, trl.GRPOConfig if stock else GRPOConfig, **changes)
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        _allow_fsdp_on_cpu()
     cls = trainer or (trl.GRPOTrainer if stock else GRPOTrainer)
     torch.manual_seed(0)
     made = cls(
@@ -81,6 +83,15 @@ def make(folder: Path, methods: Any = (), *, stock: bool = False, reward: Any = 
     made.remove_callback(PrinterCallback)
     torch.manual_seed(0)
     return made
+
+
+def _allow_fsdp_on_cpu() -> None:
+    """accelerate gives FSDP only to what it takes for a GPU run; the process group stays gloo."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState()
+    state.distributed_type = state._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 @contextmanager

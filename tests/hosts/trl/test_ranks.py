@@ -1,0 +1,98 @@
+"""Two gloo ranks decide and train like one; errors end all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.host, pytest.mark.ranks]
+
+SCRIPT = Path(__file__).parent / "ranks_script.py"
+ROWS = dict(loss_type="grpo", beta=0.04, max_steps=2, learning_rate=0.05)
+OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
+CASES = [
+    ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
+    ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
+    ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
+    ["filter", ["filter", "ppo"], OFF],
+    ["softmax", ["softmax"], OFF],
+    ["uneven", ["uneven"], ROWS],
+    ["over first", ["over"], ROWS],
+    ["over last", ["over"], {**ROWS, "method_params": {"over": {"first": False}}, "num_iterations": 2}],
+    ["odd", ["odd"], ROWS],
+    ["small", ["small"], ROWS],
+    ["per token", ["per_token", "corridor"], {**ROWS, "loss_type": "dapo"}],
+    ["minpro", ["vade", "minpro"], OFF],
+]
+
+
+def launch(tmp_path, cases, ranks, *flags, timeout=240):
+    """(return code, output, results) of a run of the script on this many ranks."""
+    out = tmp_path / f"out{ranks}{''.join(flags)}.pt"
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(SCRIPT), str(out), str(tmp_path / "cases.json"), *flags]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    text = done.stdout + done.stderr
+    return done.returncode, text, torch.load(out, weights_only=False) if out.exists() else None
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    code, text, results = launch(tmp_path_factory.mktemp("one"), CASES, 1)
+    assert code == 0, text
+    return results
+
+
+def same(one, two, tolerance):
+    for a, b in zip(one["decisions"], two["decisions"], strict=True):
+        for key in ("prompt", "group", "trained", "reward"):
+            assert torch.equal(a[key], b[key]), key
+        torch.testing.assert_close(a["advantages"], b["advantages"], rtol=1e-6, atol=1e-9)
+    assert (one["weights"] - two["weights"]).abs().max() < tolerance
+    for key, values in one["logs"].items():
+        assert two["logs"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
+
+
+def test_two_ranks_are_one(tmp_path, one_rank):
+    """Ragged groups, fillers, rounds, rows that leave on one rank only, one rank keeping more than its share."""
+    code, text, results = launch(tmp_path, CASES, 2)
+    assert code == 0, text
+    for name, _, _ in CASES:
+        same(one_rank[name], results[name], 2e-7)
+    uneven = results["uneven"]["decisions"][0]["trained"]
+    assert uneven[:32].sum() == 8 and uneven[32:].sum() == 32
+    over = results["over first"]["decisions"][0]["trained"]
+    assert over[:48].sum() == 48, "the first rank keeps more rows than its 32 slots"
+
+
+def test_fsdp2_is_one_rank(tmp_path, one_rank):
+    cases = [c for c in CASES if c[0] in ("mc_grpo", "over last", "softmax", "minpro")]
+    code, text, results = launch(tmp_path, cases, 2, "fsdp2")
+    assert code == 0, text
+    for name, _, _ in cases:
+        assert results[name]["kind"].startswith("FSDP")
+        same(one_rank[name], results[name], 1e-6)
+
+
+@pytest.mark.parametrize(("where", "message"), [
+    ("driver", "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"),
+    ("rank1", "Method `boom` failed in `regularize`: ValueError: the loss hook went wrong"),
+])
+def test_an_error_ends_all_ranks(tmp_path, where, message):
+    start = time.time()
+    case = [["boom", ["boom"], dict(max_steps=3, method_params={"boom": {"where": where}})]]
+    code, text, _ = launch(tmp_path, case, 2, timeout=120)
+    assert code != 0 and message in text and "Remove `boom` from `methods`" in text
+    assert time.time() - start < 100
+    if where == "driver":
+        assert text.count("rl_plugins.errors.MethodError: " + message) >= 2, "both ranks must say why"
