@@ -8,12 +8,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(autouse=True)
-def _probes(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _probes():
     """The registry finds the probes of this folder, and only in these tests."""
     import probes
 
     from rl_plugins import registry
 
-    monkeypatch.setattr(registry, "_entry_points", registry._entry_points)
+    entry_points = registry._entry_points
     probes.register()
+    yield
+    registry._entry_points = entry_points

@@ -1,0 +1,157 @@
+"""Kill a run and resume it: the same decisions, the same weights; state that does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from harness import make, policy, weights
+from transformers import TrainerCallback
+
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.errors import StateError
+from rl_plugins.state import load_state
+
+pytestmark = pytest.mark.host
+
+
+class Kill(TrainerCallback):
+    """SIGKILL right after an optimizer step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def trainer(folder, methods=("counter",), **options):
+    defaults = dict(max_steps=8, save_strategy="steps", save_steps=3, learning_rate=0.05, optim="adamw_torch",
+                    per_device_train_batch_size=32, num_generations=8)
+    return make(folder, list(methods), **{**defaults, **options})
+
+
+def checkpoints(folder):
+    return sorted(int(p.name.split("-")[1]) for p in (folder / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(("options", "kill", "saved", "resumed_from"), [
+    ({}, 5, [3], 3),
+    (dict(num_iterations=2), 5, [4], 4),
+    (dict(steps_per_generation=2, gradient_accumulation_steps=1, per_device_train_batch_size=16), 7, [4, 6], 6),
+])
+def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, resumed_from):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    a = trainer(whole, **options)
+    a.train()
+
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: trainer(killed, callbacks=[Kill(kill)], **options).train())
+    child.start()
+    child.join(120)
+    assert child.exitcode == -signal.SIGKILL
+    assert checkpoints(killed) == saved, "saves inside a generation batch wait for its end"
+
+    b = trainer(killed, **options)
+    b.train(resume_from_checkpoint=True)
+    state_a, state_b = (t.methods.methods[0].state for t in (a, b))
+    assert state_a["stream"] == state_b["stream"] and state_a["steps"] == state_b["steps"]
+    assert torch.equal(state_a["seen"], state_b["seen"])
+    assert torch.equal(weights(a), weights(b))
+    assert not any(p.suffix in (".pt", ".pkl", ".bin") for p in (killed / "out").glob("checkpoint-*/rl_plugins/*"))
+
+
+def test_resume_of_the_first_methods(tmp_path):
+    """vade and mc_grpo together, with the generator of transformers."""
+    runs = {}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    runs["whole"] = trainer(tmp_path / "whole", ("vade", "mc_grpo"), max_steps=5)
+    runs["whole"].train()
+    trainer(tmp_path / "parts", ("vade", "mc_grpo"), max_steps=3).train()
+    runs["parts"] = trainer(tmp_path / "parts", ("vade", "mc_grpo"), max_steps=5)
+    runs["parts"].train(resume_from_checkpoint=True)
+    assert torch.equal(weights(runs["whole"]), weights(runs["parts"]))
+
+
+def test_last_save_inside_a_batch_is_written_and_marked(tmp_path):
+    t = trainer(tmp_path, max_steps=5, num_iterations=2, save_steps=100)
+    t.train()
+    assert checkpoints(tmp_path) == [5]
+    saved = load_state(tmp_path / "out" / "checkpoint-5")
+    assert saved["inside_generation_batch"] and saved["step"] == 2
+    assert saved["methods"]["counter"]["state"]["steps"] == 2 and t.methods.methods[0].state["steps"] == 3
+    again = trainer(tmp_path, max_steps=8, num_iterations=2, save_steps=100)
+    again.train(resume_from_checkpoint=True)
+    assert again.methods.methods[0].state["stream"][2] == t.methods.methods[0].state["stream"][2]
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    trainer(folder, max_steps=3).train()
+    return folder
+
+
+@pytest.fixture
+def run_folder(saved_run, tmp_path):
+    shutil.copytree(saved_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def refuse(folder, match, methods=("counter",), **options):
+    before = {p: p.read_bytes() for p in (folder / "out").rglob("*") if p.is_file()}
+    t = trainer(folder, methods, **options)
+    with pytest.raises(StateError, match=match):
+        t.train(resume_from_checkpoint=True)
+    assert t.state.global_step == 3 and checkpoints(folder) == [3]
+    assert all(p.read_bytes() == content for p, content in before.items()), "nothing may be overwritten"
+
+
+def test_corrupt_state_is_refused(run_folder):
+    file = run_folder / "out/checkpoint-3/rl_plugins/state.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    refuse(run_folder, "cannot be read: ValueError: state.safetensors is not the file.*older checkpoint")
+
+
+def test_truncated_state_is_refused(run_folder):
+    file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
+    file.write_text(file.read_text()[:50])
+    refuse(run_folder, "cannot be read: JSONDecodeError")
+
+
+def test_state_of_other_methods_is_refused(run_folder):
+    refuse(run_folder, r"holds state of `counter`, which this run does not name \(it names: noop\)", ("noop",))
+
+
+def test_missing_state_is_refused(run_folder):
+    shutil.rmtree(run_folder / "out/checkpoint-3/rl_plugins")
+    refuse(run_folder, "holds no state of methods, and counter cannot resume without theirs")
+
+
+def test_state_of_another_dataset_is_refused(run_folder):
+    refuse(run_folder, "`counter` belongs to another dataset", dataset=build_dataset(150, seed=2))
+
+
+def test_state_with_other_parameters_is_refused(run_folder):
+    file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
+    header = json.loads(file.read_text())
+    header["content"]["methods"]["counter"]["params"] = {"x": 1}
+    file.write_text(json.dumps(header))
+    refuse(run_folder, r"`counter` was made with other parameters \(x: 1 -> None\)")
+
+
+def test_methods_without_state_resume_from_a_plain_checkpoint(tmp_path):
+    plain = make(tmp_path, stock=True, max_steps=3, save_strategy="steps", save_steps=3)
+    plain.train()
+    t = make(tmp_path, ["mc_grpo"], max_steps=4)
+    t.train(resume_from_checkpoint=True)
+    assert t.methods.step == 4 and Path(policy(tmp_path / "policy")).exists()
