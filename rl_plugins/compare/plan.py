@@ -1,0 +1,122 @@
+"""What a comparison runs: arms (a baseline or a stack of methods) times seeds, each a directory of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of the comparison.
+
+    Args:
+        label: as the user wrote it, e.g. "grpo", "mc_grpo", "vade+mc_grpo".
+        methods: names in order; empty for the baseline.
+    """
+
+    label: str
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of an arm with one seed."""
+
+    arm: Arm
+    seed: int
+    folder: Path
+    arguments: tuple[str, ...]
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "log.jsonl"
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether a finished run in the folder is this one."""
+        return hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs.
+
+    Args:
+        arms: the baseline first.
+        seeds: the same for every arm, so that differences can be paired.
+        runs: in the order they start: all arms of a seed, then the next seed.
+        out: the folder of the results.
+        notes: lines for the report (what the budget is, what to mind).
+    """
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[Run, ...]
+    out: Path
+    notes: tuple[str, ...] = field(default=())
+
+
+def parse_arms(methods: Sequence[str], baseline: str) -> tuple[Arm, ...]:
+    """Arms from the command line: "vade+mc_grpo" is one arm with two methods; "grpo" is the host alone.
+
+    Raises:
+        ConfigError: an unknown method, or the same arm twice.
+    """
+    arms = []
+    for text in [baseline, *methods]:
+        names = [] if text in registry.BASELINES else [n for n in text.split("+") if n]
+        registry.select(names)
+        arms.append(Arm(text, tuple(names)))
+    labels = [a.label for a in arms]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"The arms {', '.join(labels)} name one twice; name every arm once.")
+    return tuple(arms)
+
+
+def make_plan(
+    config: Path,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    out: Path,
+    extra: Sequence[str] = (),
+    method_params: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+) -> Comparison:
+    """The runs: the user's config, with the arm's methods, the seed and a folder of its own in place of theirs.
+
+    Raises:
+        ConfigError: parameters for a method that no arm names, or that do not fit the method.
+    """
+    params = {k: dict(v) for k, v in (method_params or {}).items()}
+    idle = set(params) - {n for a in arms for n in a.methods}
+    if idle:
+        raise ConfigError(f"Parameters are given for {', '.join(sorted(idle))}, which no arm names. Remove them.")
+    runs = []
+    for seed in seeds:
+        for arm in arms:
+            folder = out / "runs" / f"{arm.label}-seed{seed}"
+            mine = {n: params[n] for n in arm.methods if n in params}
+            registry.select(arm.methods, mine)
+            arguments = [
+                "--config",
+                str(config),
+                *extra,
+                "--seed",
+                str(seed),
+                "--output_dir",
+                str(folder / "trainer"),
+                "--method_params",
+                json.dumps(mine),
+                "--methods",
+                *(arm.methods or ("",)),
+            ]
+            runs.append(Run(arm, seed, folder, tuple(arguments)))
+    return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

@@ -1,0 +1,172 @@
+"""GDPO (arXiv 2601.05242): every reward function is normalized by itself before they are added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts, weighted_reward
+
+# Relative spread up to which a reward is constant in a group: rounding of a reward computed in float32, not signal.
+# Without it step 1 leaves about 1e-3 of such rounding, and in a batch without any signal step 3 scales that to 1.
+_ROUNDING = 1e-6
+
+
+class Gdpo(Method):
+    """Normalizes each reward inside its group, adds them with their weights, and normalizes the sum over the batch.
+
+    With r^k_i the reward of function k for rollout i and w_k its weight (the host's reward weights):
+
+        1. group   A^k_i = (r^k_i - mean_group r^k) / (std_group r^k + eps_group)      std with divisor n - 1
+        2. sum     S_i   = sum_k w_k A^k_i
+        3. batch   A_i   = (S_i - mean_batch S) / (std_batch S + eps_batch)
+
+    GRPO adds first, so rollouts with the same total get the same advantage whatever it is made of, and a reward of
+    large spread drowns the others. Step 3 keeps the scale of the update from growing with the number of rewards, and
+    makes the result independent of a common factor of the weights.
+
+    `batch_stat: row` (paper, the authors' TRL fork) counts every rollout once in step 3, divisor N - 1.
+    `batch_stat: token` (the authors' verl fork) counts it once per token: with lengths L_i,
+
+        mean = sum L S / sum L,   var = sum L (S - mean)^2 / (sum L - 1),   A = (S - mean) / sqrt(var + eps_batch^2)
+
+    so long rollouts dominate, and rollouts of a group without any signal get an advantage too.
+
+    Shapes: rewards (rows, functions), advantages (rows,), float64.
+
+    Special cases: a reward a function did not give (NaN) is out of that function's statistics and adds 0
+    (`nan_policy: exclude`, as in TRL), or counts as a reward of 0 (`nan_policy: zero`, the authors' code). A row
+    without any reward has advantage 0; with "exclude" it is out of step 3, with "zero" it takes part in the statistics
+    as zeros. A row that another method withdrew is out of everything. A reward that is constant in a group (spread
+    within rounding, 1e-6 of its size or of 1) adds 0 there. Groups of one have advantage 0 and cause a warning.
+
+    Logs: `constant/<function>`, share of the groups in which this reward is constant and so teaches nothing;
+    `max_abs_advantage`, which grows as sqrt(rows / rows with signal) when few groups have signal left.
+
+    TRL's `multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups; naming both is an
+    error. The option has no NaN policy, no token statistics and no ragged groups.
+
+    Raises:
+        MethodError: another method changed the reward; GDPO reads the reward functions, not their sum.
+
+    Source: equations for the group and batch steps in the paper; `trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py` (row
+    form, both epsilons 1e-4) and `verl-GDPO/verl/trainer/ppo/ray_trainer.py` (token form, group epsilon 1e-6).
+    """
+
+    name = "gdpo"
+    paper = Paper(
+        arxiv="2601.05242",
+        title="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization",
+        authors="Shih-Yang Liu and Xin Dong and Ximing Lu and Shizhe Diao and Peter Belcak and Mingjie Liu and "
+        "Min-Hung Chen and Hongxu Yin and Yu-Chiang Frank Wang and Kwang-Ting Cheng and Yejin Choi and Jan Kautz and "
+        "Pavlo Molchanov",
+        year=2026,
+        code="NVlabs/GDPO",
+    )
+    fidelity = "code"
+    use_when = "The reward has several parts (correctness, format, length, ..), above all of different spread."
+    avoid_when = (
+        "The scales of the rewards are meant as their weights: here only `reward_weights` says how much a reward "
+        "counts."
+    )
+    disagreements = (
+        "The paper and the authors' TRL fork normalize over rollouts, their verl fork over tokens: `batch_stat`.",
+        "The authors' TRL fork counts a missing reward as 0, TRL itself leaves it out: `nan_policy`.",
+        "The authors' verl fork has eps_group 1e-6, their TRL fork 1e-4 (default).",
+    )
+    needs = {"several_rewards"}
+    host_options = {"trl": {"multi_objective_aggregation": "sum_then_normalize"}}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        eps_group: float = param(1e-4, "added to the standard deviation of a reward in its group", gt=0)
+        eps_batch: float = param(1e-4, "added to the standard deviation of the sum over the batch", gt=0)
+        batch_stat: Literal["row", "token"] = param(
+            "row", "what counts once in the batch step: a rollout (paper) or a token (the authors' verl fork)"
+        )
+        nan_policy: Literal["exclude", "zero"] = param(
+            "exclude", "a reward a function did not give is left out (TRL), or counts as 0 (the authors' code)"
+        )
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        p, groups = self.params, rollouts.groups
+        rewards = self._rewards(rollouts)
+        advantages = gdpo_advantages(
+            rewards,
+            rollouts.reward_weights,
+            groups,
+            eps_group=p.eps_group,
+            eps_batch=p.eps_batch,
+            lengths=rollouts.length if p.batch_stat == "token" else None,
+        )
+        for name, reward in zip(rollouts.reward_names, rewards.unbind(1), strict=True):
+            spread = groups.max(_centered(reward, groups).abs())
+            self.log(f"constant/{name}", (spread == 0)[~torch.isnan(spread)].double().mean())
+        if len(advantages):
+            self.log("max_abs_advantage", advantages.abs().max(), "max")
+        if bool((groups.size == 1).any()):
+            self.warn("a group has a single row; there is nothing to compare it with, so its advantage is 0.")
+        return advantages
+
+    def _rewards(self, rollouts: Rollouts) -> Tensor:
+        """(rows, functions), with NaN where a reward is to be left out."""
+        rewards, reward = rollouts.rewards, rollouts.reward
+        given = weighted_reward(rewards, rollouts.reward_weights)
+        withdrawn = torch.isnan(reward) & ~torch.isnan(given)
+        if not torch.allclose(torch.where(withdrawn, reward, given), reward, rtol=1e-5, atol=1e-6, equal_nan=True):
+            raise MethodError(
+                "another method changed the reward, and GDPO reads the reward functions one by one, not their sum, so "
+                "the change would be lost. Remove `gdpo`, or the method that changes rewards, from `methods`; or make "
+                "that reward a reward function of its own."
+            )
+        if self.params.nan_policy == "zero":
+            rewards = torch.nan_to_num(rewards, nan=0.0)
+        return torch.where(withdrawn[:, None], torch.nan, rewards)
+
+
+def gdpo_advantages(
+    rewards: Tensor,
+    weights: Tensor,
+    groups: Groups,
+    eps_group: float = 1e-4,
+    eps_batch: float = 1e-4,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Advantages of GDPO for groups of any size; see `Gdpo`. Equal to TRL's "normalize_then_sum" on equal groups.
+
+    Args:
+        rewards: (rows, functions), NaN where a function gave none.
+        weights: (functions,).
+        groups: of the rows.
+        eps_group, eps_batch: floors of the standard deviations.
+        lengths: (rows,) tokens of each row for token statistics in the batch step; None for row statistics.
+
+    Returns:
+        (rows,) float64; 0 for rows without any reward and for groups of one.
+    """
+    columns = [
+        _centered(reward, groups) / (groups.rows(groups.std(reward)) + eps_group)
+        for reward in rewards.double().unbind(1)
+    ]
+    total = weighted_reward(torch.stack(columns, dim=1), weights.double())  # NaN for rows without any reward
+    count = torch.where(torch.isnan(total), 0.0, 1.0 if lengths is None else lengths.double())
+    centered = total - torch.nansum(count * total) / count.sum()
+    variance = torch.nansum(count * centered**2) / (count.sum() - 1).clamp(min=1)
+    scale = torch.sqrt(variance) + eps_batch if lengths is None else torch.sqrt(variance + eps_batch**2)
+    alone = groups.rows(groups.size == 1)
+    return torch.where(torch.isnan(total) | alone, 0.0, centered / scale)
+
+
+def _centered(reward: Tensor, groups: Groups) -> Tensor:
+    """(rows,) distance from the group's mean; exactly 0 in groups where the reward is constant, NaN stays NaN."""
+    centered = reward - groups.rows(groups.mean(reward))
+    size = groups.max(reward.abs()).clamp(min=1.0)
+    constant = groups.max(centered.abs()) <= _ROUNDING * size
+    return centered * groups.rows(~constant)

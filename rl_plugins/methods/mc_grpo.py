@@ -1,0 +1,156 @@
+"""MC-GRPO (arXiv 2601.22582): the median of the group as baseline, and one rollout more to find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, Rollouts, Shape, Tokens
+
+_ZERO = 1e-6  # below this the authors' code takes an advantage for zero
+
+
+class McGrpo(Method):
+    """Centers rewards on the group's median instead of its mean, which one extreme reward cannot move.
+
+    For a prompt whose G rollouts are trained, n = G + 1 are generated. With `med` the lower median (the n/2-th
+    smallest for even n, always one of the rewards) and rewards r_1 .. r_n of the group:
+
+        m   = med(r)
+        MAD = med(|r - m|)                    median absolute deviation, without the factor 1.4826
+        A_i = (r_i - m) / (MAD + mad_eps)
+
+    The pivot, the rollout that holds m, has A = 0 and leaves the update, so G rollouts are trained; the loss is the
+    host's. Of several rollouts with the reward m the pivot is the one torch.median picks: all of them have A = 0, so
+    only a term that does not depend on the advantage (KL, entropy) can tell which one left.
+
+    With two reward levels MAD is always 0 (at least half of the deviations are), so rollouts off the median get
+    +-1/mad_eps = +-1000 and all others 0: Adam and gradient clipping absorb the scale, but a KL or entropy term drowns.
+    The method warns; `scale: none` or `advantage_clip` mend the scale. With n = 3 MAD is the smaller of two gaps, so
+    advantages are heavy-tailed for any rewards: in the bandits of `examples/evidence/mc_grpo.py` the paper's scale
+    learns slower than GRPO, and with `advantage_clip: 3` faster. An even G makes n odd and the median unique; for an
+    odd G the lower median lies below the middle, so more rollouts go up than down.
+
+    Shapes: rewards and advantages are (rows,) float64. If a rollout is several rows that share its reward, the
+    statistics are the same and all rows of the pivot leave.
+
+    Special cases: rows without a reward (NaN) are out of the statistics, have A = 0 and are the pivot only where no row
+    of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards has
+    A = 0 exactly and still loses its pivot. Evaluation is the host's.
+
+    Logs: `mad_zero`, share of the groups with MAD = 0; `max_abs_advantage`; `sign_changed`, share of the rows whose
+    advantage has the opposite sign of that of the group's mean baseline (what the method is for).
+
+    Differences from the authors' code: their GSM8K trainer multiplies the non-zero advantages of a group by n / (number
+    of them), their MATH trainer and the paper do not: `zero_compensation`. Their trainers append the extra rollouts
+    at the end of the batch and cut it into groups of n, which mixes prompts; here groups are those of the prompts.
+
+    Raises:
+        ConfigError: a parameter out of range.
+
+    Source: equations for the advantage and the pivot in the paper; `src/open_r1/grpo_trainer_math.py` and
+    `grpo_trainer_gsm.py`, advantage block of `_generate_and_score_completions`, for `mad_eps`, ties and compensation.
+    """
+
+    name = "mc_grpo"
+    paper = Paper(
+        arxiv="2601.22582",
+        title="MC-GRPO: Median-Centered Group Relative Policy Optimization for Small-Rollout Reinforcement Learning",
+        authors="Youngeun Kim",
+        year=2026,
+        code="lotusroot-kim/MC-GRPO",
+    )
+    fidelity = "code"
+    use_when = (
+        "Two to eight rollouts per prompt, generation cheap beside the update, and rewards of more than two levels."
+    )
+    avoid_when = (
+        "Rewards are right or wrong (two levels): a mean baseline then never has a wrong sign, and here MAD is 0, "
+        "so advantages reach 1/mad_eps."
+    )
+    disagreements = (
+        "The GSM8K trainer of the authors scales the non-zero advantages up by group size / their number, the MATH "
+        "trainer and the paper do not: `zero_compensation` (default off).",
+        "The authors' trainers mix the rollouts of different prompts in one group when a process has several prompts; "
+        "this is not reproduced.",
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        scale: Literal["mad", "none", "std"] = param(
+            "mad", "divide by MAD + mad_eps (paper), by nothing, or by the group's standard deviation + mad_eps"
+        )
+        mad_eps: float = param(1e-3, "added to what advantages are divided by", gt=0)
+        zero_compensation: bool = param(
+            False, "multiply a group's non-zero advantages by group size / number of them (GSM8K trainer)"
+        )
+        advantage_clip: float | None = param(
+            None,
+            "limit of |advantage|, none for no limit (paper); try 3 to 10 where mad_zero or max_abs_advantage is large",
+            gt=0,
+        )
+
+    def plan(self, plan: Plan) -> Plan:
+        """One more rollout for every group, made to leave again."""
+        rows, seen = [], set()
+        for row in plan.rows:
+            if row.n > 0 and row.group not in seen:  # several plan rows may share a group, which has one pivot
+                seen.add(row.group)
+                row = row.replace(spare=row.spare + 1)
+            rows.append(row)
+        return plan.replace(rows=tuple(rows))
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        reward, groups, p = rollouts.reward, rollouts.groups, self.params
+        mad = groups.mad(reward)
+        advantages = reward - groups.rows(groups.median(reward))
+        if p.scale != "none":
+            spread = mad if p.scale == "mad" else groups.std(reward)
+            advantages = advantages / (groups.rows(spread) + p.mad_eps)
+        if p.zero_compensation:
+            advantages = _compensate(advantages, groups)
+        if p.advantage_clip is not None:
+            advantages = advantages.clamp(-p.advantage_clip, p.advantage_clip)
+        self._report(reward, groups, mad, advantages)
+        return torch.where(torch.isnan(reward), 0.0, advantages)
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        """The pivot of every group of two or more rollouts leaves."""
+        groups, number = rollouts.groups, rollouts.rollout
+        pivot = groups.median_row(rollouts.reward)
+        any_row = groups.median_row(torch.zeros_like(rollouts.reward))
+        pivot = torch.where(pivot < 0, any_row, pivot)  # no row of the group has a reward
+        several = groups.min(number) < groups.max(number)
+        return Shape(keep_rows=~(groups.rows(several) & (number == groups.rows(number[pivot]))))
+
+    def _report(self, reward: Tensor, groups: Groups, mad: Tensor, advantages: Tensor) -> None:
+        scored = ~torch.isnan(reward)
+        zero = (mad == 0)[~torch.isnan(mad)]
+        centered = reward - groups.rows(groups.mean(reward))
+        self.log("mad_zero", zero.double().mean())
+        self.log("sign_changed", (centered * advantages < 0)[scored].double().mean())
+        if bool(scored.any()):
+            self.log("max_abs_advantage", advantages[scored].abs().max(), "max")
+        unlimited = self.params.scale == "mad" and self.params.advantage_clip is None
+        if unlimited and bool(((mad == 0) & (groups.max(reward) > groups.min(reward))).any()):
+            self.warn(
+                "in some groups half of the rollouts or more have the same reward, so the median absolute deviation is "
+                f"0 and the others get advantages of distance / mad_eps (+-{1 / self.params.mad_eps:g} for rewards 0 "
+                "and 1). Rewards of two levels always do that. Set the parameter `scale: none` or `advantage_clip: 3`; "
+                "the metric mc_grpo/mad_zero is the share of groups with MAD = 0."
+            )
+        if bool((groups.size == 1).any()):
+            self.warn("a group has a single row; there is nothing to compare it with, so its advantage is 0.")
+
+
+def _compensate(advantages: Tensor, groups: Groups) -> Tensor:
+    """Multiplies the non-zero advantages of a group by rows / number of them, so that zeros do not dilute the mean."""
+    non_zero = advantages.abs() > _ZERO
+    factor = groups.n(advantages) / groups.sum(non_zero.double()).clamp(min=1)
+    return torch.where(non_zero, advantages * groups.rows(factor), advantages)
