@@ -36,6 +36,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
     """
 
     methods: MethodStack
+    train_dataset: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments

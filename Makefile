@@ -1,0 +1,47 @@
+# On a fresh machine with Python 3.11 or 3.12 and make:
+#   make demo    a paper method against plain GRPO, in TRL's real trainer, on a policy built here
+#   make test    everything
+#   make lint    ruff and mypy
+# Each makes .venv itself when it is missing or incomplete.
+
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --quiet
+export OMP_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+
+.PHONY: demo test lint docs test-vllm clean
+
+demo: .venv/ready-demo
+	.venv/bin/rl-plugins demo $(DEMO)
+
+test: .venv/ready-test
+	.venv/bin/python -m pytest -n 2 --dist loadfile -m "not vllm" $(PYTEST)
+
+lint: .venv/ready-test
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+docs: .venv/ready-test
+	.venv/bin/python -m rl_plugins.commands.catalog
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv
+
+# The stamps stand for a set of extras; they are renewed when the pins or the extras change.
+.venv/ready-demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[trl,plot]'
+	@touch $@
+
+.venv/ready-test: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[test]' setuptools
+	@touch $@ .venv/ready-demo
+
+clean:
+	rm -rf .venv .venv-vllm demo-results compare-results evidence-results build *.egg-info

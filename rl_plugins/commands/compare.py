@@ -1,0 +1,138 @@
+"""`rl-plugins compare` and `rl-plugins demo`: the same engine on the user's config and on the embedded one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rl_plugins.compare import report
+from rl_plugins.compare.plan import Comparison, make_plan, parse_arms
+from rl_plugins.compare.runs import is_finished, run_all
+from rl_plugins.errors import ConfigError
+from rl_plugins.registry import parse_method_params
+
+
+def parse_seeds(text: str) -> list[int]:
+    """ "3" is the seeds 0, 1, 2; "4,7" are these two."""
+    try:
+        seeds = [int(s) for s in text.split(",")] if "," in text else list(range(int(text)))
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds is {text!r}; give a number of seeds (3) or different seeds (4,7,11).")
+    return seeds
+
+
+def compare(
+    config: Path,
+    methods: Sequence[str],
+    baseline: str,
+    seeds: str,
+    out: Path,
+    jobs: int,
+    metrics: Sequence[str],
+    launcher: str,
+    method_params: str | None,
+    dry_run: bool,
+    extra: Sequence[str],
+) -> None:
+    """Trains every arm with every seed on the user's own config and writes figures and a report."""
+    if not config.is_file():
+        raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
+    values = yaml.safe_load(config.read_text()) or {}
+    arms = parse_arms(methods, baseline)
+    chosen = any({"select_prompts", "plan"} & _hooks(a.methods) for a in arms)
+    held_out = str(values.get("eval_strategy", "no")) != "no"
+    notes = ["Every run has the same config: optimizer steps, batch and data."]
+    if chosen and not held_out:
+        notes.append(
+            "A method here chooses prompts or rollouts, so rewards in training are of what it chose. Set "
+            "eval_strategy and a test split to compare on held-out prompts."
+        )
+    shown = list(metrics) or (["eval_reward"] if held_out else []) + ["reward"]
+    comparison = make_plan(
+        config.absolute(), arms, parse_seeds(seeds), out, extra, parse_method_params(method_params), notes
+    )
+    _run(comparison, shown, jobs, shlex.split(launcher), dry_run)
+
+
+def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, dry_run: bool) -> None:
+    """Builds the embedded policy and compares methods with plain GRPO on it."""
+    from rl_plugins.demo import settings
+    from rl_plugins.demo.policy import load_policy
+
+    arms = parse_arms(methods, baseline)
+    names = [n for a in arms for n in a.methods]
+    console = Console()
+    policy = out / "policy"
+    if not dry_run:
+        with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+            task = progress.add_task("warm start of the policy (once, then cached)", total=None)
+            policy = load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
+            progress.update(task, total=1, completed=1)
+    data = out / "data"
+    config = out / "run.yaml"
+    if not dry_run:
+        settings.write_data(data)
+    out.mkdir(parents=True, exist_ok=True)
+    values = settings.config(policy.absolute(), data.absolute(), names, long)
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    params = {n: dict(settings.DEMO_PARAMS[n]) for n in names if n in settings.DEMO_PARAMS}
+    notes = [
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits. Every run trains "
+        f"{values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
+        f"{values['num_generations']} per prompt; what a method generates beyond that shows in the tokens.",
+        "`eval_rewards/exact/mean` is the share of right answers on held-out prompts; the other columns are of the "
+        "completions each method generated while training.",
+        "A toy: it shows that the method acts and what it does here, not what it does on a large model.",
+    ]
+    comparison = make_plan(config.absolute(), arms, parse_seeds(seeds), out, (), params, notes)
+    cache = {
+        "HF_DATASETS_CACHE": str((out / "cache").absolute()),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    _run(comparison, list(settings.METRICS), jobs, (), dry_run, console, "rewards/exact/mean", cache)
+
+
+def _run(
+    comparison: Comparison,
+    metrics: Sequence[str],
+    jobs: int,
+    launcher: Sequence[str],
+    dry_run: bool,
+    console: Console | None = None,
+    watch: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    console = console or Console()
+    if dry_run:
+        for run in comparison.runs:
+            state = "finished" if is_finished(run) else "to run"
+            console.print(
+                f"{run.arm.label} seed {run.seed} ({state}): {' '.join(map(shlex.quote, run.arguments))}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+        return
+    seconds = run_all(comparison, jobs, launcher, watch or metrics[0], console, dict(environment or {}))
+    summary = report.write(comparison, metrics, seconds)
+    console.print(Markdown(report.text(summary).replace("![curves](curves.png)", "")))
+    console.print(f"{comparison.out}{os.sep}curves.png, report.md, summary.json ({seconds:.0f} s)", highlight=False)
+
+
+def _hooks(methods: Sequence[str]) -> set[str]:
+    from rl_plugins.registry import select
+
+    found: dict[str, Any] = dict(select(methods).classes)
+    return {hook for cls in found.values() for hook in cls.claims()}

@@ -1,0 +1,79 @@
+"""The runs of `rl-plugins demo`: proven settings for the embedded policy, as a config that `trl grpo` could read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_plugins import registry
+from rl_plugins.method import Method
+
+REWARDS = ("digits", "format", "exact")
+# `exact` is watched, not trained: graded rewards leave small groups something to tell rollouts apart by.
+REWARD_WEIGHTS = (1.0, 0.5, 0.0)
+METRICS = ("eval_rewards/exact/mean", "rewards/exact/mean", "rewards/digits/mean", "rewards/format/mean")
+SHORT_STEPS, LONG_STEPS = 80, 200
+
+# Parameters with which a method has something to act on in the demo; everything else is the paper's default.
+DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
+    "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
+}
+
+
+def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict[str, Any]:
+    """The config of every run, baseline included, so that all have the same budget.
+
+    Args:
+        policy: folder of the warm-started policy.
+        data: folder with train.jsonl and test.jsonl.
+        methods: all methods of the comparison; one that corrects for off-policy updates gets two per batch.
+        long: the long setting.
+    """
+    steps = LONG_STEPS if long else SHORT_STEPS
+    values: dict[str, Any] = {
+        "model_name_or_path": str(policy),
+        "dataset_name": str(data),
+        "dtype": "float32",
+        "reward_funcs": [f"rl_plugins.demo.rewards.{name}" for name in REWARDS],
+        "reward_weights": list(REWARD_WEIGHTS),
+        "per_device_train_batch_size": 128,
+        "num_generations": 4,
+        "max_completion_length": 14,
+        "max_steps": steps,
+        "learning_rate": 3e-4,
+        "warmup_steps": 10,
+        "lr_scheduler_type": "constant_with_warmup",
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "eval_strategy": "steps",
+        "eval_steps": steps // 4,
+        "eval_on_start": True,
+        "per_device_eval_batch_size": 320,
+        "num_generations_eval": 1,
+    }
+    classes = [registry.load(name) for name in methods]
+    if any("off_policy" in set(c.needs) for c in classes if isinstance(c, type) and issubclass(c, Method)):
+        values["num_iterations"] = 2
+    return values
+
+
+def write_data(folder: Path) -> Path:
+    """Prompts to train on and prompts held out, as files `datasets` reads without any hub."""
+    from rl_plugins.demo.tasks import build_rows
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, n in (("train", 2000), ("test", 320)):
+        rows = build_rows(n, seed=0, split="train" if split == "train" else "held_out")
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder

@@ -1,0 +1,249 @@
+"""`rl-plugins trl grpo`: TRL's own GRPO script with our config and trainer, launched by accelerate as `trl grpo` is.
+
+The same script runs under any other launcher: `accelerate launch -m rl_plugins.trl.script --config run.yaml`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import trl
+import yaml
+from trl.scripts import grpo
+
+from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean
+from rl_plugins.stack import build_stack
+from rl_plugins.trl import GRPOConfig, GRPOTrainer
+
+MODULE = "rl_plugins.trl.script"
+_ACCELERATE_CONFIG = "accelerate_config"  # of TRL: a file, or one of the configs that come with it
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, sorted.
+
+    Attributes:
+        script: what the training script gets, `--config` included.
+        launch: options of `accelerate launch` on the command line.
+        launch_of_file: those in the config file.
+        methods, method_params: as given.
+    """
+
+    script: list[str]
+    launch: list[str]
+    launch_of_file: list[str]
+    methods: Any
+    method_params: Any
+
+
+@contextlib.contextmanager
+def our_classes(config: type = GRPOConfig) -> Iterator[None]:
+    """TRL's script finds our config and trainer under TRL's names, which it looks up when it is called."""
+    stock = trl.GRPOConfig, trl.GRPOTrainer
+    trl.GRPOConfig, trl.GRPOTrainer = config, GRPOTrainer
+    try:
+        yield
+    finally:
+        trl.GRPOConfig, trl.GRPOTrainer = stock
+
+
+def sort_arguments(argv: Sequence[str]) -> Arguments:
+    """Tells the arguments of the script from those of `accelerate launch`, without building a config (which would
+    check batch sizes against the one process that runs here).
+
+    Sets the environment variables under `env` of the config file, as TRL does.
+
+    Raises:
+        ConfigError: an argument or a key of the config file that neither knows, or a value that cannot be read.
+    """
+    argv = [part for a in argv for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
+    with our_classes():
+        parser = grpo.make_parser(prog="rl-plugins trl grpo")
+    parser.error = _refuse
+    of_file = parser.set_defaults_with_config(**_config_file(argv))
+    at = argv.index("--config") if "--config" in argv else len(argv)
+    namespace, rest = parser.parse_known_args([*argv[:at], *argv[at + 2 :]])
+
+    launch = _launch_options()
+    names = ("--config", *parser._option_string_actions, *launch)
+    known = {name.lstrip("-").replace("-", "_") for name in names}
+    for argument in [*rest, *of_file]:
+        name = argument.split("=", 1)[0]
+        if argument.startswith("-") and name not in launch:
+            _unknown(name, known, in_file=argument in of_file)
+    if rest and not rest[0].startswith("-"):
+        raise ConfigError(f"The argument {rest[0]!r} belongs to no option. Write `--option value`.")
+    return Arguments(
+        script=_without(argv, rest),
+        launch=rest,
+        launch_of_file=_launch_arguments(of_file, launch),
+        methods=namespace.methods,
+        method_params=namespace.method_params,
+    )
+
+
+def parse(argv: Sequence[str], config: type = GRPOConfig) -> tuple[Any, Any, Any, Any]:
+    """Arguments of the script, of training (a `config`), of the model and of the dataset."""
+    with our_classes(config):
+        parser = grpo.make_parser(prog="rl-plugins trl grpo")
+        parsed = parser.parse_args_and_config(list(argv), fail_with_unknown_args=False)
+    script_args, training_args, model_args, dataset_args = parsed
+    return script_args, training_args, model_args, dataset_args
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Starts the script in as many processes as `accelerate launch` makes of the arguments and its config.
+
+    Returns:
+        The exit status: that of the first process that failed, or 0.
+
+    Raises:
+        ConfigError: what can be known before a process is started.
+    """
+    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    arguments = sort_arguments(argv)
+    build_stack(arguments.methods, arguments.method_params)
+    try:
+        launch_command(_launch_namespace(arguments))
+    except subprocess.CalledProcessError as e:
+        return _status(e.returncode)
+    except ChildFailedError as e:
+        return _status(e.get_first_failure()[1].exitcode)
+    return 0
+
+
+def run(argv: Sequence[str]) -> None:
+    """Trains in this process, one of those a launcher has started.
+
+    Raises:
+        ConfigError: an argument that nobody knows, or one of `accelerate launch` (which comes before the `-m`).
+    """
+    arguments = sort_arguments(argv)
+    if arguments.launch:
+        raise ConfigError(
+            f"`{' '.join(arguments.launch)}` is for `accelerate launch`, which comes first: accelerate launch "
+            f"{' '.join(arguments.launch)} -m {MODULE} .."
+        )
+    parsed = parse(arguments.script)
+    with our_classes():
+        grpo.main(*parsed)
+
+
+def launched_processes(arguments: Arguments) -> int:
+    """How many processes `accelerate launch` would start."""
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+
+    options = _launch_namespace(arguments)
+    if options.num_processes is not None:
+        return int(options.num_processes)
+    if options.config_file is not None or (os.path.isfile(default_config_file) and not options.cpu):
+        return max(1, int(load_config_from_file(options.config_file).num_processes))
+    import torch
+
+    return 1 if options.cpu else max(1, torch.cuda.device_count())
+
+
+def _config_file(argv: Sequence[str]) -> dict[str, Any]:
+    if "--config" not in argv:
+        return {}
+    path = next(iter(argv[argv.index("--config") + 1 :]), "")
+    try:
+        with open(path) as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as e:
+        raise ConfigError(f"The config {path!r} cannot be read: {e}. Give the path of a YAML file.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"The config {path!r} holds no `key: value` lines. Give a YAML file with options of TRL.")
+    variables = content.pop("env", None) or {}
+    if not isinstance(variables, dict):
+        raise ConfigError(f"`env` in the config {path!r} is {variables!r}; it must map variables to values.")
+    os.environ.update({str(k): str(v) for k, v in variables.items()})
+    return content
+
+
+def _launch_options() -> dict[str, Any]:
+    """Option -> whether a value follows, of `accelerate launch` and TRL's addition to it."""
+    from accelerate.commands.launch import launch_command_parser
+
+    options = {name: a.nargs != 0 for name, a in launch_command_parser()._option_string_actions.items()}
+    for own in ("-m", "--module", "--no_python", "--no-python", "-h", "--help"):
+        options.pop(own, None)
+    return {**options, f"--{_ACCELERATE_CONFIG}": True}
+
+
+def _launch_arguments(of_file: Sequence[str], options: dict[str, bool]) -> list[str]:
+    """`key: value` of the config file as arguments; `key: true` of a switch is the switch alone."""
+    out = []
+    for name, value in zip(of_file[::2], of_file[1::2], strict=True):
+        if options[name]:
+            out += [name, value]
+        elif value == "True":
+            out.append(name)
+    return out
+
+
+def _launch_namespace(arguments: Arguments) -> Any:
+    from accelerate.commands.launch import launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    parser = launch_command_parser()
+    parser.error = _refuse
+    try:
+        options = resolve_accelerate_config_argument(arguments.launch_of_file + arguments.launch)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    return parser.parse_args([*options, "--module", MODULE, *arguments.script])
+
+
+def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
+    """`argv` without `rest`, whose items stand in it in this order."""
+    left, out = list(rest), []
+    for argument in argv:
+        if left and argument == left[0]:
+            left.pop(0)
+        else:
+            out.append(argument)
+    return out
+
+
+def _unknown(name: str, known: set[str], in_file: bool) -> None:
+    bare = name.lstrip("-")
+    what = f"The config file has the key `{bare}`" if in_file else f"The command line has the option `{name}`"
+    hint = did_you_mean(bare, known)
+    if not in_file and not name.startswith("--"):
+        hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
+    raise ConfigError(
+        f"{what}, which neither `trl grpo` nor `accelerate launch` knows.{hint} `rl-plugins trl grpo --help` lists the "
+        f"options of a run, `accelerate launch --help` those of the launcher."
+    )
+
+
+def _refuse(message: str) -> None:
+    raise ConfigError(f"The arguments cannot be read: {message}. See `rl-plugins trl grpo --help`.")
+
+
+def _status(code: int) -> int:
+    return code if code > 0 else 1  # a signal that ended a process is negative
+
+
+def main() -> None:
+    """One process of a run: an error of rl-plugins is one paragraph and status 2, any other keeps its traceback."""
+    try:
+        run(sys.argv[1:])
+    except RLPluginsError as e:
+        rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"rl-plugins{rank}: {e}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

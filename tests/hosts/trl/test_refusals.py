@@ -1,0 +1,159 @@
+"""What cannot take effect or not be exact is an error before the model is loaded; and what of TRL is pinned."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import trl
+from harness import config, length, make, score
+from trl import TrlParser
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.trl import GRPOConfig, compat
+from rl_plugins.trl.trainer import MethodsMixin
+
+pytestmark = pytest.mark.host
+
+
+def refused(tmp_path, match, methods, **options):
+    """The error must come before the model is loaded: there is no model at the path."""
+    args = config(tmp_path, methods, **{k: v for k, v in options.items() if k not in ("reward", "more", "columns")})
+    from rl_plugins.demo.tasks import build_dataset
+    from rl_plugins.trl import GRPOTrainer
+
+    with pytest.raises(ConfigError, match=match) as e:
+        GRPOTrainer(model="no/such/model", reward_funcs=options.get("reward", score), args=args,
+                    train_dataset=build_dataset(64), **options.get("more", {}))
+    assert "\n\n" not in str(e.value)
+
+
+def test_names_and_parameters(tmp_path):
+    for methods, params, match in [
+        (["mc_grop"], None, r"no method `mc_grop`\. Did you mean `mc_grpo`\? Known methods: .*vade"),
+        (["mc_grpo"], {"mc_grpo": {"mad_epz": 1}}, r"no parameter `mad_epz`\. Did you mean `mad_eps`\?"),
+        (["mc_grpo"], {"mc_grpo": {"mad_eps": -1}}, r"`mad_eps` is -1\.0; it must be > 0"),
+        (["mc_grpo"], {"vade": {}}, r"parameters for `vade`, which is not among the methods of this run"),
+        (["mc_grpo", "gdpo"], None, "`mc_grpo` and `gdpo` both decide `advantages`, and only one can"),
+        (["grpo"], None, "`grpo` is the host's own algorithm"),
+    ]:
+        with pytest.raises(ConfigError, match=match):
+            make(tmp_path, methods, method_params=params, reward=[score, length])
+
+
+def test_signals_options_and_hooks(tmp_path):
+    refused(tmp_path, "`gdpo` needs two or more reward functions: the run has 1 reward function", ["gdpo"])
+    refused(tmp_path, "`minpro` needs updates whose policy differs.*Set num_iterations=2", ["minpro"])
+    refused(tmp_path, "`minpro` needs log-probs of the distribution.*with top_p=0.9, top_k=50 the distribution",
+            ["minpro"], num_iterations=2, top_p=0.9, top_k=50)
+    refused(tmp_path, "`gdpo` sets multi_objective_aggregation='sum_then_normalize', but the config has "
+            "multi_objective_aggregation='normalize_then_sum'", ["gdpo"], reward=[score, length],
+            multi_objective_aggregation="normalize_then_sum")
+    refused(tmp_path, "`softmax` changes `before_update`.*span two generation batches", ["softmax"],
+            steps_per_generation=3, gradient_accumulation_steps=2, per_device_train_batch_size=16, num_generations=8)
+    refused(tmp_path, "`softmax` changes `before_update`.*whole groups.*steps_per_generation=2", ["softmax"],
+            steps_per_generation=4, gradient_accumulation_steps=2)
+
+
+def test_losses_that_cannot_be_exact(tmp_path):
+    refused(tmp_path, "loss_type='bnpo' divides by the tokens of each micro-batch.*`mc_grpo` cannot be exact",
+            ["mc_grpo"], loss_type="bnpo")
+    refused(tmp_path, "`half` removes rows.*loss_type='grpo'.*an entropy bonus would be rescaled", ["half"],
+            loss_type="grpo", entropy_coef=0.01)
+    with pytest.raises(ConfigError, match="Rows left the batch under loss_type='bnpo'"):
+        make(tmp_path, ["filter"], loss_type="bnpo").train()
+    with pytest.raises(ConfigError, match="`filter` removes rows"):
+        make(tmp_path, ["filter"], loss_type="dr_grpo", entropy_coef=0.01).train()
+
+
+def test_every_problem_is_told_at_once(tmp_path):
+    refused(tmp_path, "(?s)`gdpo` needs two or more.*`minpro` needs updates", ["gdpo", "minpro"])
+
+
+def test_idle_host_options_are_shown(tmp_path, capsys):
+    make(tmp_path, ["mc_grpo"], scale_rewards="none")
+    assert "host options without effect: scale_rewards=none (mc_grpo)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("yaml", "arguments", "methods", "params"), [
+    ("methods: mc_grpo", [], ["mc_grpo"], {}),
+    ("methods: [vade, mc_grpo]\nmethod_params: {mc_grpo: {mad_eps: 1e-3}}", [], ["vade", "mc_grpo"],
+     {"mc_grpo": {"mad_eps": "1e-3"}}),
+    ("methods: [vade]", ["--methods", "mc_grpo"], ["mc_grpo"], {}),
+    ("learning_rate: 1e-5", ["--methods", "vade,mc_grpo", "--method_params", '{"mc_grpo": {"mad_eps": 0.5}}'],
+     ["vade", "mc_grpo"], {"mc_grpo": {"mad_eps": 0.5}}),
+])
+def test_yaml_and_command_line_say_the_same(tmp_path, yaml, arguments, methods, params):
+    (tmp_path / "run.yaml").write_text(yaml + f"\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
+    (args,) = TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), *arguments])
+    assert args.methods == methods and args.method_params == params
+    from rl_plugins.stack import build_stack
+
+    stack = build_stack(args.methods, args.method_params)
+    assert [m.name for m in stack.methods] == methods
+    if "mc_grpo" in params:
+        assert stack.methods[-1].params.mad_eps == float(params["mc_grpo"]["mad_eps"])
+
+
+def test_left_over_parameters_on_the_command_line(tmp_path):
+    (tmp_path / "run.yaml").write_text(f"methods: [mc_grpo]\nmethod_params: {{mc_grpo: {{mad_eps: 1e-3}}}}\n"
+                                       f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
+    with pytest.raises(ConfigError, match="parameters for `mc_grpo`, which is not among the methods"):
+        TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--methods", "vade"])
+
+
+# ---- what the adapter relies on
+
+
+def test_pinned_symbols_are_where_they_were():
+    assert compat.moved_symbols(trl.GRPOTrainer) == []
+    assert compat.trl_version().startswith("1.16")
+
+
+def test_a_moved_symbol_is_named(tmp_path):
+    class Moved(trl.GRPOTrainer):
+        __module__ = "trl.trainer.grpo_trainer"
+
+        def _compute_loss(self, policy, batch):
+            return None
+
+    assert compat.moved_symbols(Moved) == ["Moved._compute_loss(policy, batch) used to be (model, inputs)"]
+
+    class Ours(MethodsMixin, Moved):
+        pass
+
+    with pytest.raises(ConfigError, match=r"TRL 1\.16.* moved what rl-plugins builds on: Moved\._compute_loss"):
+        Ours(model="no/such/model", reward_funcs=score, args=config(tmp_path, ["mc_grpo"]))
+
+
+def test_an_untested_version_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "trl_version", lambda: "1.17.2")
+    with pytest.raises(ConfigError, match=r"TRL 1\.17\.2 is installed; .* tested with TRL >=1\.16,<1\.17"):
+        compat.check_trl_version()
+    monkeypatch.setenv(compat.ALLOW_VARIABLE, "1")
+    compat.check_trl_version()
+
+
+def test_the_config_adds_two_fields_and_changes_none():
+    own = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    stock = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
+    assert set(own) - set(stock) == {"methods", "method_params"}
+    assert all(own[k] == v for k, v in stock.items())
+
+
+def test_no_host_body_is_copied():
+    """Every override of the mixin calls super(), and shares no run of five lines with TRL's trainer."""
+    import inspect
+
+    import rl_plugins.trl.trainer as module
+
+    ours = inspect.getsource(module)
+    theirs = {line.strip() for line in inspect.getsource(trl.GRPOTrainer).splitlines() if len(line.strip()) > 25}
+    run = longest = 0
+    for line in ours.splitlines():
+        run = run + 1 if line.strip() in theirs else 0
+        longest = max(longest, run)
+    assert longest < 3
+    for name, function in vars(MethodsMixin).items():
+        if inspect.isfunction(function) and hasattr(trl.GRPOTrainer, name):
+            assert "super()" in inspect.getsource(function), name
