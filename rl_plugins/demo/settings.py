@@ -38,7 +38,7 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "dtype": "float32",
         "reward_funcs": [f"rl_plugins.demo.rewards.{name}" for name in REWARDS],
         "reward_weights": list(REWARD_WEIGHTS),
-        "per_device_train_batch_size": 128,
+        "per_device_train_batch_size": 256 if long else 128,
         "num_generations": 4,
         "max_completion_length": 14,
         "max_steps": steps,
