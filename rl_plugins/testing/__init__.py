@@ -6,6 +6,7 @@ check_method(MyMethod)
 
 from __future__ import annotations
 
+from rl_plugins.testing.contract import check_method
 from rl_plugins.testing.data import (
     make_plan,
     make_rollouts,
@@ -18,6 +19,7 @@ from rl_plugins.testing.data import (
 )
 
 __all__ = [
+    "check_method",
     "make_plan",
     "make_rollouts",
     "make_rows",

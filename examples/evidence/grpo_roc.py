@@ -1,0 +1,144 @@
+"""Does Resample on Correct make correct rollouts cleaner, without a word about it in the reward?
+
+A softmax policy over three ways to answer: right with working tool calls ("clean"), right through failing ones
+("dirty"), and wrong. The reward sees right or wrong only. Compared are plain GRPO, plain GRPO with as many rollouts as
+GRPO-RoC generates, GRPO-RoC with its two ways to select, and the negative control: GRPO-RoC whose penalties are
+shuffled among the rollouts. Figures are P(dirty | correct) and the accuracy, mean and 95 % confidence interval over
+seeds.
+
+Groups of equal rewards leave in GRPO-RoC, which makes the steps of the others larger (plain SGD, mean over the rows
+that stay). "equal groups stay" is without that: compare its accuracy with that of GRPO.
+
+    python examples/evidence/grpo_roc.py --seeds 5 --out evidence-results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from scipy import stats
+
+from rl_plugins.driver import first_plan
+from rl_plugins.methods.grpo_roc import GrpoRoc
+from rl_plugins.stack import MethodStack
+from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+
+GROUPS, GROUP_SIZE, LEARNING_RATE = 16, 8, 0.1
+START = (0.2, 0.2, 0.6)  # clean, dirty, wrong
+TURN, TOOL = "<|im_start|>assistant\n{}<|im_end|>\n", "<tool_response>{}</tool_response>\n"
+ANSWER = TURN.format("<answer>1</answer>")
+TEXT = (
+    TURN.format("call") + TOOL.format("42") + ANSWER,
+    TURN.format("call") + TOOL.format("NameError: x") + TURN.format("call") + TOOL.format("42") + ANSWER,
+    TURN.format("call") + TOOL.format("41") + ANSWER,
+)
+
+
+def shuffled_penalty(seed: int):
+    """The penalty of the method, dealt out at random: what is selected no longer has to do with quality."""
+    rng, real = np.random.default_rng([seed, 1]), GrpoRoc()
+
+    def penalty(rollouts):
+        return real._penalty(rollouts)[torch.from_numpy(rng.permutation(len(rollouts)))]
+
+    penalty.needs = {"raw_text"}
+    return penalty
+
+
+def conditions(seed: int) -> dict[str, tuple[MethodStack, int]]:
+    """Name -> methods and trained group size."""
+
+    def run(*methods: GrpoRoc, group_size: int = GROUP_SIZE) -> tuple[MethodStack, int]:
+        return start_stack(*methods, seed=seed, run=make_run(group_size=group_size)), group_size
+
+    def roc(**params) -> GrpoRoc:
+        return GrpoRoc(GrpoRoc.Params(**params))
+
+    return {
+        "GRPO": run(),
+        "GRPO, twice the rollouts": run(group_size=2 * GROUP_SIZE),
+        "GRPO-RoC": run(roc()),
+        "GRPO-RoC, equal groups stay": run(roc(reject_equal_reward=False)),
+        "GRPO-RoC, inverse_prob": run(roc(positive_selection="inverse_prob")),
+        "GRPO-RoC, penalties shuffled": run(roc(penalty=shuffled_penalty(seed))),
+    }
+
+
+def train(stack: MethodStack, group_size: int, seed: int, steps: int) -> np.ndarray:
+    """(steps, 2): P(dirty | correct) and the accuracy of the policy before each step."""
+    rng, logits, curve = np.random.default_rng(seed), np.log(START), []
+    for _ in range(steps):
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        curve.append((p[1] / (p[0] + p[1]), p[0] + p[1]))
+        plan = first_plan(stack, range(GROUPS), group_size, GROUPS * group_size, None)
+        group = np.repeat([r.group for r in plan.rows], [r.n + r.spare for r in plan.rows])
+        action = rng.choice(3, size=len(group), p=p)
+        rollouts = make_rollouts(
+            (action < 2) * 1.0, group, raw_text=[TEXT[a] for a in action], lengths=[1] * len(group)
+        )
+        decision = one_step(stack, rollouts, make_tokens(rollouts), budget=GROUPS * group_size)
+        trained = decision.trained.numpy()
+        gradient = decision.row_advantages.numpy()[trained, None] * (np.eye(3)[action[trained]] - p)
+        logits = logits + LEARNING_RATE * gradient.sum(0) / max(trained.sum(), 1)
+    return np.array(curve)
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and half width of the 95 % confidence interval over the first axis."""
+    n = len(values)
+    return values.mean(0), stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5, help="two or more")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # a policy that is always right makes whole batches of equal rewards
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    curves: dict[str, list[np.ndarray]] = {}
+    for seed in range(args.seeds):
+        for name, (stack, group_size) in conditions(seed).items():
+            curves.setdefault(name, []).append(train(stack, group_size, seed, args.steps))
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    results = {}
+    print(f"{'after ' + str(args.steps) + ' steps':32}{'P(dirty | correct)':>22}{'accuracy':>20}")
+    for name, runs in curves.items():
+        mean, half = interval(np.stack(runs))
+        for column, axis in enumerate(axes):
+            axis.plot(mean[:, column], label=name)
+            low, high = mean[:, column] - half[:, column], mean[:, column] + half[:, column]
+            axis.fill_between(range(args.steps), low, high, alpha=0.2)
+        results[name] = {
+            what: {"mean": mean[-1, i], "ci95": half[-1, i], "seeds": [float(r[-1, i]) for r in runs]}
+            for i, what in enumerate(("dirty_given_correct", "accuracy"))
+        }
+        print(f"{name:32}{mean[-1, 0]:>14.3f} ± {half[-1, 0]:.3f}{mean[-1, 1]:>12.3f} ± {half[-1, 1]:.3f}")
+    axes[0].set(xlabel="optimizer steps", ylabel="P(dirty | correct)", ylim=(0, 1))
+    axes[0].set_title("Tool errors among correct rollouts")
+    axes[1].set(xlabel="optimizer steps", ylabel="P(correct)", ylim=(0, 1), title="Accuracy")
+    axes[1].legend(loc="lower right", fontsize="small")
+    figure.suptitle(
+        f"GRPO-RoC on a three-armed bandit: {GROUPS} groups of {GROUP_SIZE}, {args.seeds} seeds, 95 % intervals"
+    )
+    figure.savefig(args.out / "grpo_roc.png", dpi=150)
+    settings = {"groups": GROUPS, "group_size": GROUP_SIZE, "learning_rate": LEARNING_RATE, "start": START}
+    record = {"method": "grpo_roc", "steps": args.steps, "seeds": args.seeds, "settings": settings, "results": results}
+    (args.out / "grpo_roc.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""GRPO-RoC (arXiv 2508.20722): over-sample, then keep the cleanest correct rollouts and any of the wrong ones."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, Rollouts, Run
+
+NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
+NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
+RTOL, ATOL = 1e-5, 1e-8  # rewards closer than this are equal, as in torch.allclose
+
+
+class GrpoRoc(Method):
+    """Resample on Correct: of too many rollouts the cleanest correct ones stay, and wrong ones as they come.
+
+    For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward
+    r > correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is
+    better) is
+
+        p = p_err + p_format                                              (0..2)
+        p_err    = tool responses with the word "error" / tool responses, 0.5 without a tool response
+        p_format = min((answer blocks - 1) / assistant turns, 1), 1 without a block or with unbalanced tags
+
+    and the group is cut to G rollouts in the proportion it came in:
+
+        k_wrong = round(wrong * G / n),  k_correct = round(correct * G / n)          half to even
+        if k_wrong   <= min(min_wrong, wrong):      k_wrong   = that minimum,  k_correct = G - k_wrong
+        if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
+
+    The k_correct correct rollouts with the lowest penalty stay (ties: first generated) and the first k_wrong wrong
+    ones, whatever their penalty, so that failures stay diverse. GRPO then runs on what stayed: mean and standard
+    deviation are those of the G rollouts.
+
+    A group of n = G stays whole. One of n < G has lost rollouts (no reward, or never made): it leaves with a warning
+    (`short_groups: keep` trains what there is). With `reject_equal_reward` a group of equal rewards leaves before all
+    this. It has no advantage anyway; what changes is the normalizer of the loss, which no longer counts its tokens, as
+    in the authors' script. A step in which every group leaves trains nothing, with a warning. Rollouts without a reward
+    (NaN) are out of n and leave.
+
+    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet: MC-GRPO's pivot leaves
+    later, so G + 1 stay for it. What was planned is kept in the state from `plan` to `select` of one step (a payload
+    could be overwritten by another method's, and would change what a rollout program sees); groups that were not
+    planned are counted, G = floor(N / oversample). Methods that change the number of rollouts are named first.
+
+    Shapes: reward and penalty (rows,) float64. A rollout of several rows (turns, agents) counts once, with the mean
+    reward and penalty of its rows. Tags are searched by regular expressions, one text at a time.
+
+    `penalty` replaces p: a function of the Rollouts that returns (rows,) numbers >= 0, lower is better. It names the
+    signals it reads in an attribute: `my_penalty.needs = {"messages", "column:answer"}`.
+
+    Logs: `correct`, share of the rollouts; `penalty_correct` and `penalty_kept`, mean p of the correct rollouts that
+    were generated and that stayed; `tool_errors`, mean p_err of correct rollouts that called a tool (what the method
+    lowers); `kept`, rollouts that stayed; `equal_groups` and `short_groups` that left.
+
+    State: what was planned, empty between steps. Randomness: only `positive_selection: inverse_prob`.
+
+    Paper and code: see `disagreements`. The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty
+    too; their fix of 5 Sep 2025 is what is followed here. Where their rounding loses a rollout and an assertion ends
+    the run (5 correct and 5 wrong to G = 5), k_correct = G - k_wrong here. Cutting the batch to a multiple of the
+    ranks is the host adapter's business.
+
+    Raises:
+        ConfigError: a parameter out of range, one without effect, or min_wrong + min_correct > group size.
+        MethodError: `penalty` returns something else than one finite number >= 0 per row.
+
+    Source: `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors' code, commit ecbfb943; report
+    section 2.2.3.
+    """
+
+    name = "grpo_roc"
+    paper = Paper(
+        "2508.20722",
+        "rStar2-Agent: Agentic Reasoning Technical Report",
+        "Ning Shang and Yifei Liu and Yi Zhu and Li Lyna Zhang and Weijiang Xu and Xinyu Guan and Buze Zhang and "
+        "Bingcheng Dong and Xudong Zhou and Bowen Zhang and Ying Xin and Ziming Miao and Scarlett Li and Fan Yang and "
+        "Mao Yang",
+        2025,
+        code="microsoft/rStar",
+    )
+    fidelity = "code"
+    use_when = (
+        "Tool-using rollouts are rewarded by their outcome alone and reach right answers through failing calls or a "
+        "messy format, and generation is cheap beside the update."
+    )
+    avoid_when = (
+        "Nothing but the answer matters, completions have neither tool responses nor answer tags (and you give no "
+        "`penalty`), or twice the rollouts are too expensive."
+    )
+    disagreements = (
+        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), the report "
+        "draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` is ours, for the "
+        "report does not say what p = 0 means).",
+        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum numbers; "
+        "the code is followed in both modes.",
+        "The code reads the response alone, where the prompt's template has opened the first assistant turn: a single "
+        "turn counts as none and always has p_format = 1. Here that turn is counted; `count_first_turn: false` is the "
+        "code.",
+        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the training script "
+        "and the README turn them on, and so do the defaults here.",
+    )
+    needs = frozenset({"raw_text"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        oversample: float = param(2.0, "rollouts generated for each that is trained (report: 2)", gt=1)
+        penalty: Callable[..., Any] | None = param(  # noqa: RUF009
+            None, "function of the Rollouts, (rows,) numbers >= 0, lower is better; none for p_err + p_format"
+        )
+        use_error: bool = param(True, "count failing tool calls in the penalty")
+        use_format: bool = param(True, "count missing and repeated answer blocks in the penalty")
+        min_wrong: int = param(2, "wrong rollouts that stay at least, if there are as many", ge=0)
+        min_correct: int = param(2, "correct rollouts that stay at least, if there are as many", ge=0)
+        reject_equal_reward: bool = param(True, "groups of equal rewards leave first (the authors' script)")
+        positive_selection: Literal["top", "inverse_prob"] = param(
+            "top",
+            "correct rollouts: those of the lowest penalty (code), or drawn by 1 / (penalty + inverse_eps) (report)",
+        )
+        inverse_eps: float = param(
+            0.1, "added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
+        )
+        correct_threshold: float = param(0.0, "a reward above it is correct")
+        short_groups: Literal["drop", "keep"] = param("drop", "what becomes of groups smaller than the group size")
+        error_keyword: str = param("error", "text that marks a failing tool response, in any case")
+        tool_tags: tuple[str, ...] = param(("<tool_response>", "</tool_response>"), "opening and closing tag")
+        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag")
+        turn_tags: tuple[str, ...] = param(
+            ("<|im_start|>assistant", "<|im_end|>"), "what an assistant turn lies between"
+        )
+        count_first_turn: bool = param(True, "count the turn that the prompt's template has opened")
+
+        def check(self) -> None:
+            for name in ("tool_tags", "answer_tags", "turn_tags"):
+                if len(getattr(self, name)) != 2 or not all(getattr(self, name)):
+                    raise ConfigError(
+                        f"parameter `{name}` is {getattr(self, name)!r}; it must be two texts, the opening and the "
+                        f"closing tag."
+                    )
+            if self.penalty is not None and not (self.use_error and self.use_format):
+                raise ConfigError(
+                    "`use_error` and `use_format` belong to the built-in penalty, which `penalty` replaces; they would "
+                    "have no effect. Remove them, or `penalty`."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        if self.params.penalty is not None:
+            needs = getattr(self.params.penalty, "needs", ())
+            self.needs = frozenset({needs} if isinstance(needs, str) else needs)
+        elif not (self.params.use_error or self.params.use_format):
+            self.needs = frozenset()
+
+    def start(self, run: Run) -> None:
+        self._check_group_size(run.group_size)
+
+    def plan(self, plan: Plan) -> Plan:
+        """ceil(oversample * n) rollouts for every n that are trained."""
+        self._check_group_size(plan.group_size)
+        rows, planned = [], dict[str, list[int]]()
+        for row in plan.rows:
+            ours = math.ceil(row.n * self.params.oversample - 1e-9) - row.n  # 50 * 1.1 is 55.00000000000001
+            group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
+            group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
+            rows.append(row.replace(spare=row.spare + ours))
+        self.state.setdefault("planned", {}).update(planned)
+        return plan.replace(rows=tuple(rows))
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        p = self.params
+        # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
+        place = torch.stack([rollouts.group, rollouts.rollout], dim=1)
+        place, of_row = torch.unique(place, dim=0, return_inverse=True)
+        per_rollout, groups = Groups(of_row, count=len(place)), Groups(place[:, 0])
+        present = per_rollout.max(rollouts.kept.double()) > 0
+        reward = torch.where(present, per_rollout.mean(rollouts.reward), torch.nan)
+        penalty = per_rollout.mean(self._penalty(rollouts))
+
+        correct, wrong = reward > p.correct_threshold, reward <= p.correct_threshold
+        n, n_correct, n_wrong = (groups.sum(x.double()) for x in (correct | wrong, correct, wrong))
+        target = self._target(groups, groups.sum((~present).double()))
+        k_correct, k_wrong = _quota(n_correct, n_wrong, target, p.min_correct, p.min_wrong)
+        high, low = groups.max(reward), groups.min(reward)
+        equal = (n > 0) & (high - low <= ATOL + RTOL * torch.maximum(high.abs(), low.abs())) & p.reject_equal_reward
+        short = (n < target) & ~equal
+        leaves = equal | (short & (p.short_groups == "drop"))
+        k_correct, k_wrong = (
+            torch.where(leaves, 0.0, torch.where(n <= target, whole, k))
+            for whole, k in ((n_correct, k_correct), (n_wrong, k_wrong))
+        )
+        keep = groups.top_k(torch.where(correct, self._preference(penalty), torch.nan), k_correct)
+        keep = keep | groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
+        self._report(n, correct, penalty, keep, equal, short)
+        self.state.clear()
+        return keep[of_row] & ~torch.isnan(rollouts.reward)
+
+    def _check_group_size(self, size: int) -> None:
+        p = self.params
+        if p.min_wrong + p.min_correct > size:
+            raise ConfigError(
+                f"`grpo_roc` keeps at least min_wrong + min_correct = {p.min_wrong} + {p.min_correct} rollouts of a "
+                f"group, but the group size is {size}. Lower `min_wrong` or `min_correct`, or raise the group size."
+            )
+
+    def _target(self, groups: Groups, left: Tensor) -> Tensor:
+        """(count,) rollouts of each group that stay: those that are trained, and the spare ones of other methods, but
+        for those that `left` already."""
+        plans = self.state.get("planned", {})
+        made = groups.size.double()
+        known = [plans.get(str(g)) for g in groups.ids.tolist()]
+        guess = torch.floor(made / self.params.oversample + 1e-9)
+        n, ours, others = torch.tensor([k or [0, 0, 0] for k in known], dtype=torch.float64).reshape(-1, 3).T
+        later = (made - n - ours - others).clamp(min=0)  # methods named after this one asked for more
+        unplanned = torch.tensor([k is None for k in known], dtype=torch.bool)
+        return torch.where(unplanned, guess, n + later + (others - left).clamp(min=0))
+
+    def _penalty(self, rollouts: Rollouts) -> Tensor:
+        """(rows,) float64, lower is better."""
+        p = self.params
+        if p.penalty is not None:
+            given: Tensor = torch.as_tensor(p.penalty(rollouts)).double()
+            if given.shape != (len(rollouts),) or not bool((torch.isfinite(given) & (given >= 0)).all()):
+                raise MethodError(
+                    f"`penalty` must return one finite number >= 0 per row ({len(rollouts)}); it returned "
+                    f"{_text(given)}."
+                )
+            return given
+        total = torch.zeros(len(rollouts), dtype=torch.float64)
+        if not (p.use_error or p.use_format):
+            return total
+        texts = rollouts.raw_text
+        assert texts is not None  # named in `needs`
+        errors = torch.tensor([self._error_ratio(t) for t in texts], dtype=torch.float64)
+        formats = torch.tensor([self._format_penalty(t) for t in texts], dtype=torch.float64)
+        scored = rollouts.reward > p.correct_threshold
+        self.log("tool_errors", errors[scored].nanmean())
+        if len(texts) and bool(torch.isnan(errors).all()) and bool((formats == NO_ANSWER).all()):
+            self.warn(
+                f"no completion of a batch has a tool response ({p.tool_tags[0]}) or a readable answer block "
+                f"({p.answer_tags[0]}), so all penalties are equal and which correct rollouts stay is arbitrary. Set "
+                f"`tool_tags`, `answer_tags` and `turn_tags` to what the model's template uses, or give a `penalty`."
+            )
+        if p.use_error:
+            total = total + errors.nan_to_num(nan=NO_TOOL_CALL)
+        return total + formats if p.use_format else total
+
+    def _error_ratio(self, text: str) -> float:
+        """Failing tool responses / tool responses, NaN without any."""
+        responses = _between(text, self.params.tool_tags)
+        keyword = self.params.error_keyword.lower()
+        return sum(keyword in r.lower() for r in responses) / len(responses) if responses else math.nan
+
+    def _format_penalty(self, text: str) -> float:
+        p = self.params
+        blocks = len(_between(text, p.answer_tags))
+        if blocks == 0 or any(text.count(tag) != blocks for tag in p.answer_tags):
+            return NO_ANSWER
+        if p.count_first_turn and not text.lstrip().startswith(p.turn_tags[0]):
+            text = p.turn_tags[0] + text
+        turns = len(_between(text, p.turn_tags))
+        return min((blocks - 1) / turns, 1.0) if turns else NO_ANSWER
+
+    def _preference(self, penalty: Tensor) -> Tensor:
+        """(rollouts,) correct rollouts with the highest values stay."""
+        if self.params.positive_selection == "top":
+            return -penalty
+        # Gumbel noise on log-weights: the top k are a draw without replacement by these weights.
+        noise = torch.from_numpy(self.rng("correct").gumbel(size=len(penalty)))
+        return noise - torch.log(penalty + self.params.inverse_eps)
+
+    def _report(self, n: Tensor, correct: Tensor, penalty: Tensor, keep: Tensor, equal: Tensor, short: Tensor) -> None:
+        self.log("correct", correct.sum() / n.sum(), weight=n.sum())
+        self.log("penalty_correct", penalty[correct].mean())
+        self.log("penalty_kept", penalty[correct & keep].mean())
+        self.log("kept", keep.sum(), "sum")
+        self.log("equal_groups", equal.sum(), "sum")
+        self.log("short_groups", short.sum(), "sum")
+        if bool(short.any()):
+            became = "leave" if self.params.short_groups == "drop" else "are trained as they are"
+            self.warn(
+                f"groups with fewer rewarded rollouts than the group size {became} (metric grpo_roc/short_groups; "
+                f"parameter `short_groups`)."
+            )
+        if len(keep) and not bool(keep.any()):
+            self.warn(
+                "no rollout of a batch stays, so nothing is trained in that step: all groups have equal rewards or too "
+                "few rollouts. Where this is frequent the prompts are too easy or too hard."
+            )
+
+
+def _quota(correct: Tensor, wrong: Tensor, target: Tensor, min_correct: int, min_wrong: int) -> tuple[Tensor, Tensor]:
+    """(count,) correct and wrong rollouts that stay of groups with more than `target` of them; they add up to it."""
+    total = (correct + wrong).clamp(min=1)
+    k_wrong, k_correct = torch.round(wrong * target / total), torch.round(correct * target / total)
+    # The target may be smaller than the minimum numbers where another method's plan has fewer rollouts than the host.
+    least_correct, least_wrong = torch.minimum(correct.clamp(max=min_correct), target), wrong.clamp(max=min_wrong)
+    few = k_wrong <= least_wrong
+    k_wrong, k_correct = torch.where(few, least_wrong, k_wrong), torch.where(few, target - least_wrong, k_correct)
+    few = k_correct <= least_correct
+    k_correct, k_wrong = torch.where(few, least_correct, k_correct), torch.where(few, target - least_correct, k_wrong)
+    # Two halves that both round down (odd target) lose a rollout, which the correct ones get. Last of all: the same
+    # line before the minimum rules would change other groups.
+    return target - k_wrong, k_wrong
+
+
+def _between(text: str, tags: tuple[str, ...]) -> list[str]:
+    """The shortest stretches from an opening to a closing tag, without overlap."""
+    return re.findall(f"{re.escape(tags[0])}.*?{re.escape(tags[1])}", text, re.DOTALL)
+
+
+def _text(given: Tensor) -> str:
+    if given.ndim != 1 or not len(given):
+        return f"shape {tuple(given.shape)}"
+    return f"shape {tuple(given.shape)} with values from {float(given.min()):g} to {float(given.max()):g}"

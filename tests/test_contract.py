@@ -1,0 +1,491 @@
+"""The contract, for every built-in method, and for methods that break it on purpose: each must be caught by name."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins import registry
+from rl_plugins.losses import ppo_clip
+from rl_plugins.method import Bundle, Method, Paper
+from rl_plugins.params import MethodParams, build_params, param
+from rl_plugins.rollouts import Shape, Update
+from rl_plugins.testing import check_method
+
+# Methods whose parameters have no default, and what to test them with.
+PARAMS: dict[str, dict[str, Any]] = {}
+# Methods whose data cannot be guessed from `needs`.
+PREPARE: dict[str, Callable[..., Any]] = {}
+
+BUILT_IN = [name for name in registry.all_names() if not any(o.distribution for o in registry.origins_of(name))]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in(name):
+    found = registry.load(name)
+    if isinstance(found, Bundle):
+        for part, params in found.parts.items():
+            build_params(registry.load(part).Params, params, part)
+        assert found.about.strip()
+        return
+    report = check_method(found, prepare=PREPARE.get(name), **PARAMS.get(name, {}))
+    assert report.hooks == found.claims()
+    assert len(report.checks) >= 7
+    if "policy_loss" in report.hooks or "regularize" in report.hooks:
+        assert any(check.startswith("losses") for check in report.checks)
+
+
+def test_there_are_built_in_methods():
+    assert BUILT_IN
+
+
+# ---- a method that claims every hook and keeps the contract
+
+
+@dataclass(frozen=True)
+class ToyParams(MethodParams):
+    scale: float = param(1.0, "of the advantages", gt=0, le=10)
+    spare: int = param(1, "rollouts that leave again", ge=0)
+    limits: tuple[float, ...] = param((0.2, 0.2), "clip range", ge=0, lt=1)
+
+
+def start(self, run):
+    self.state = {"seen": torch.zeros(run.dataset_size, dtype=torch.float64), "batches": 0, "last": [0.5]}
+
+
+def select_prompts(self, pool, n):
+    free = np.array([i for i in range(pool.size) if i not in pool.taken])
+    seen = self.state["seen"].numpy()[free] + 0.1 * self.rng("prompts").random(len(free))
+    return free[np.argsort(seen, kind="stable")[:n]].tolist()
+
+
+def plan(self, plan):
+    return plan.replace(rows=tuple(r.replace(spare=r.spare + self.params.spare, payload="toy") for r in plan.rows))
+
+
+def rewards(self, rollouts):
+    return rollouts.reward - 0.01 * rollouts.length
+
+
+async def async_rewards(self, rollouts):
+    return rollouts.reward - 0.01 * rollouts.length
+
+
+def select(self, rollouts):
+    """The last rollout of every group of three or more leaves."""
+    groups = rollouts.groups
+    return (rollouts.rollout < groups.rows(groups.max(rollouts.rollout))) | (groups.rows(groups.size) < 3)
+
+
+def advantages(self, rollouts):
+    groups = rollouts.groups
+    return self.params.scale * (rollouts.reward - groups.rows(groups.mean(rollouts.reward)))
+
+
+def shape(self, rollouts, tokens):
+    return Shape(
+        advantages=tokens.advantages * (1 + tokens.entropies),
+        keep_tokens=tokens.position < 3,
+        row_columns={"size": rollouts.groups.rows(rollouts.groups.size)},
+        token_columns={"late": (tokens.position > 0).float()},
+    )
+
+
+def observe(self, rollouts, tokens, stats):
+    known = rollouts.prompt_index >= 0
+    seen = self.state["seen"].clone()
+    seen.index_add_(0, rollouts.prompt_index[known], torch.ones(int(known.sum()), dtype=torch.float64))
+    self.state["seen"] = seen
+    self.state["batches"] += 1
+    self.state["last"] = rollouts.reward.tolist()[:3]
+
+
+def before_update(self, rows):
+    drift = (rows.logprobs - rows.old_logprobs) / rows.length.clamp(min=1)
+    return Update(lr_scale=1 / (1 + float(drift.abs().mean())), columns={"drift": drift})
+
+
+def policy_loss(self, terms):
+    low, high = self.params.limits
+    loss = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, low, high) * terms.columns["size"]
+    self.log("late", (terms.columns["late"] * terms.mask).sum(), "sum")
+    return loss * torch.exp(terms.columns["drift"])
+
+
+def regularize(self, terms):
+    return -0.01 * terms.entropies
+
+
+DOC = """A method that does a little of everything, to test the test.
+
+    A = scale (r - mean)
+
+Rewards and advantages are (rows,) float64; errors are those of its parameters.
+Logs: `late`.
+Source: arXiv 2402.03300.
+"""
+
+GOOD: dict[str, Any] = {
+    "__doc__": DOC,
+    "name": "toy",
+    "paper": Paper("2402.03300", "DeepSeekMath", "Zhihong Shao", 2024),
+    "fidelity": "paper",
+    "use_when": "You test the test.",
+    "avoid_when": "You train.",
+    "needs": frozenset({"entropies", "old_logprobs", "current_logprobs", "prompt_index"}),
+    "Params": ToyParams,
+}
+ALL_HOOKS = {
+    "start": start,
+    "select_prompts": select_prompts,
+    "plan": plan,
+    "rewards": rewards,
+    "select": select,
+    "advantages": advantages,
+    "shape": shape,
+    "observe": observe,
+    "before_update": before_update,
+    "policy_loss": policy_loss,
+    "regularize": regularize,
+}
+
+
+def toy(**members) -> type[Method]:
+    """A class with these hooks and attributes, otherwise without a fault."""
+    return type("Toy", (Method,), {**GOOD, **members})
+
+
+def problems(cls, **options) -> str:
+    """What check_method says, without the places."""
+    with pytest.raises(AssertionError) as caught:
+        check_method(cls, **options)
+    text = str(caught.value)
+    assert text.startswith("`toy` breaks the contract")
+    return text
+
+
+def test_a_good_method_with_every_hook_passes():
+    generators = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    report = check_method(toy(**ALL_HOOKS), scale=2.0)
+    assert report.hooks == tuple(h for h in ALL_HOOKS if h != "start")
+    assert len(report.checks) == 13
+    assert report.not_checked == ()
+    assert "toy keeps the contract" in str(report)
+    assert torch.equal(generators[0], torch.get_rng_state())
+    assert (generators[1] == np.random.get_state()[1]).all() and generators[2] == random.getstate()
+
+
+def test_asynchronous_rewards_pass():
+    check_method(toy(rewards=async_rewards))
+
+
+def test_hooks_that_are_not_checked_are_named():
+    report = check_method(toy(rollout=lambda self, prompt: None, advantages=advantages))
+    assert report.not_checked == ("`rollout`: it needs an engine",)
+    assert "not checked  `rollout`" in str(report)
+
+
+# ---- methods that break it
+
+
+def ragged_shape(self, rollouts):
+    return advantages(self, rollouts)[:-1]
+
+
+def nan_leak(self, rollouts):
+    index = rollouts.groups.index
+    mean = torch.stack([rollouts.reward[index == g].mean() for g in range(rollouts.groups.count)])
+    return rollouts.reward - mean[index]
+
+
+def nan_counts(self, rollouts):
+    filled = rollouts.reward.nan_to_num(nan=0.0)
+    return filled - rollouts.groups.rows(rollouts.groups.mean(filled))
+
+
+def no_epsilon(self, rollouts):
+    return advantages(self, rollouts) / rollouts.groups.rows(rollouts.groups.std(rollouts.reward))
+
+
+def best_of_none(self, rollouts):
+    return advantages(self, rollouts) / (1 + rollouts.reward.nan_to_num(nan=0.0).abs().max())
+
+
+def equal_groups(self, rollouts):
+    return (rollouts.reward.view(-1, 4) - rollouts.reward.view(-1, 4).mean(1, keepdim=True)).flatten()
+
+
+def float32(self, rollouts):
+    return advantages(self, rollouts).float()
+
+
+def torch_generator(self, rollouts):
+    return advantages(self, rollouts) + 0 * torch.rand(len(rollouts), dtype=torch.float64)
+
+
+def numpy_generator(self, rollouts):
+    np.random.random()
+    return advantages(self, rollouts)
+
+
+def random_module(self, rollouts):
+    random.random()
+    return advantages(self, rollouts)
+
+
+def mutates(self, rollouts):
+    rollouts.reward.sub_(rollouts.groups.rows(rollouts.groups.mean(rollouts.reward)))
+    return rollouts.reward
+
+
+def mutates_list(self, rollouts):
+    rollouts.text[0] = "changed"
+    return advantages(self, rollouts)
+
+
+def by_order(self, rollouts):
+    return advantages(self, rollouts) * torch.linspace(1, 2, len(rollouts), dtype=torch.float64)
+
+
+def first_leaves(self, rollouts):
+    """Which rows leave depends on the order of all rows, and so does how many of each group."""
+    return torch.arange(len(rollouts)) >= len(rollouts) // 4
+
+
+def undeclared(self, rollouts, tokens):
+    return Shape(advantages=tokens.advantages * tokens.old_logprobs)
+
+
+def unseeded(self, rollouts):
+    return advantages(self, rollouts) * np.random.default_rng().random()
+
+
+def mean_loss(self, terms):
+    loss = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages)
+    return (loss * terms.mask).sum() / terms.mask.sum() * torch.ones_like(loss)
+
+
+def scalar_loss(self, terms):
+    return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages).mean()
+
+
+def centered_loss(self, terms):
+    loss = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages)
+    return loss - terms.advantages.mean()
+
+
+def sequence_ratio_leaks(self, terms):
+    log_ratio = (terms.logprobs - terms.old_logprobs).sum(1, keepdim=True)
+    return -torch.exp(log_ratio.clamp(-5, 5)) * terms.advantages
+
+
+def padding_leaks(self, terms):
+    loss = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages)
+    return loss / terms.mask.shape[1]
+
+
+def nan_when_empty(self, terms):
+    tokens = terms.mask.sum(1, keepdim=True)
+    mean = (terms.logprobs * terms.mask).sum(1, keepdim=True) / tokens
+    return -(mean * terms.advantages).expand_as(terms.logprobs) * (tokens / tokens)
+
+
+def overflowing(self, terms):
+    return -torch.exp(1000 * (terms.logprobs - terms.old_logprobs).abs()) * terms.advantages
+
+
+def detached(self, terms):
+    return -terms.logprobs.detach() * terms.advantages
+
+
+def neighbours(self, terms):
+    """A term that reaches over rows."""
+    return -(terms.logprobs + terms.logprobs.flip(0)) * terms.advantages
+
+
+def object_in_state(self, rollouts, tokens, stats):
+    self.state["prompts"] = set(rollouts.prompt_index.tolist())
+
+
+def number_keys(self, rollouts, tokens, stats):
+    self.state["prompts"] = {int(i): 1.0 for i in rollouts.prompt_index}
+
+
+def hidden_state(self, rollouts):
+    self.count = getattr(self, "count", 0) + 1
+    return advantages(self, rollouts) * self.count
+
+
+def state_in_loss(self, terms):
+    return -terms.logprobs * terms.advantages * self.state.get("scale", 1.0)
+
+
+def state_before_update(self, rows):
+    self.state["calls"] = 1
+
+
+def grows(self, plan):
+    self.state["extra"] = self.state.get("extra", 0) + 1
+    return plan.replace(rows=tuple(r.replace(spare=self.state["extra"]) for r in plan.rows))
+
+
+def too_many(self, plan):
+    return plan.replace(rows=tuple(r.replace(n=r.n + 1) for r in plan.rows))
+
+
+def other_prompts(self, plan):
+    return plan.replace(rows=tuple(r.replace(prompt=r.prompt + 1) for r in plan.rows))
+
+
+def negative(self, plan):
+    return plan.replace(rows=tuple(r.replace(spare=-1) for r in plan.rows))
+
+
+def same_prompt(self, pool, n):
+    return [0] * n
+
+
+def ignores_taken(self, pool, n):
+    return list(range(n))
+
+
+def weighs_by_position(self, rows):
+    return Update(lr_scale=float((torch.arange(len(rows.length)) * rows.length).sum() + 1))
+
+
+def negative_rate(self, rows):
+    return Update(lr_scale=-1.0)
+
+
+def needs_two_batches(self, rollouts, tokens, stats):
+    self.state["seen"] = [*self.state.get("seen", []), rollouts.step]
+    if len(self.state["seen"]) > len(set(self.state["seen"])):
+        raise ValueError("seen before")
+
+
+BROKEN = [
+    # what breaks, the fault's name in the message
+    (dict(advantages=ragged_shape), "one number per row"),
+    (dict(advantages=nan_leak), "gives NaN to rows that have a reward"),
+    (dict(advantages=nan_counts), "change when unscorable rows"),
+    (dict(advantages=no_epsilon), "groups of equal rewards"),
+    (dict(advantages=best_of_none), "[every row left]"),
+    (dict(advantages=equal_groups), "is invalid for input of size"),
+    (dict(advantages=float32), "torch.float32"),
+    (dict(advantages=torch_generator), "global random generator of torch"),
+    (dict(advantages=numpy_generator), "global random generator of numpy"),
+    (dict(advantages=random_module), "global random generator of random"),
+    (dict(advantages=mutates), "`advantages` changes its input (`reward`)"),
+    (dict(advantages=mutates_list, needs={"text"}), "`advantages` changes its input (`text"),
+    (dict(advantages=by_order), "depend on the order of the rows (`advantages`)"),
+    (dict(select=first_leaves), "how many rows of each group and reward stay depends on the order"),
+    (dict(select=lambda self, r: torch.ones(len(r))), "bool tensor"),
+    (dict(shape=undeclared, needs=set()), "failed in `shape`: TypeError"),
+    (dict(advantages=unseeded), "two runs with the same seed and data differ"),
+    (dict(policy_loss=mean_loss), "`policy_loss` depends on the split into micro-batches"),
+    (dict(policy_loss=scalar_loss), "it must be (rows, time), one value per token"),
+    (dict(policy_loss=centered_loss), "`policy_loss` depends on the split into micro-batches"),
+    (dict(policy_loss=sequence_ratio_leaks), "`policy_loss` depends on values at masked tokens"),
+    (dict(policy_loss=sequence_ratio_leaks), "`policy_loss` has a gradient at masked tokens"),
+    (dict(policy_loss=padding_leaks), "`policy_loss` depends on the width of the padding"),
+    (dict(policy_loss=nan_when_empty), "`policy_loss` or its gradient is not finite"),
+    (dict(policy_loss=overflowing), "`policy_loss` or its gradient is not finite"),
+    (dict(policy_loss=detached), "`policy_loss` has no gradient"),
+    (dict(policy_loss=neighbours), "`policy_loss` depends on the order of the rows"),
+    (dict(regularize=mean_loss), "`regularize` depends on the split into micro-batches"),
+    (dict(observe=object_in_state), "is a set; it must be"),
+    (dict(observe=number_keys), "keys must be text"),
+    (dict(advantages=hidden_state), "a resumed run decides otherwise"),
+    (dict(policy_loss=state_in_loss), "reads self.state in the update place"),
+    (dict(before_update=state_before_update), "reads self.state in the update place"),
+    (dict(plan=grows), "`plan` accumulates"),
+    (dict(plan=too_many), "`plan` trains 20 rows of a budget of 16"),
+    (dict(plan=other_prompts), "which were not chosen"),
+    (dict(plan=negative), "negative number of rollouts"),
+    (dict(select_prompts=same_prompt), "must return n different prompts"),
+    (dict(select_prompts=ignores_taken), "must return n different prompts"),
+    (dict(before_update=weighs_by_position), "`before_update` depends on the order of the rows (`lr_scale`)"),
+    (dict(before_update=negative_rate), "a finite lr_scale >= 0"),
+    (dict(observe=needs_two_batches), "seen before"),
+    (dict(advantages=advantages, __doc__=None), "the docstring has 0 lines"),
+    (dict(advantages=advantages, __doc__=DOC.replace("2402.03300", "a paper")), "does not name its source"),
+    (dict(advantages=advantages, fidelity="reconstruction"), "what was not published"),
+    (dict(advantages=advantages, fidelity="guess"), "`fidelity`"),
+    (dict(advantages=advantages, use_when=""), "`use_when` is empty"),
+    (dict(advantages=advantages, avoid_when=" "), "`avoid_when` is empty"),
+    (dict(advantages=advantages, needs={"logits"}), "`needs` has 'logits'"),
+    (dict(advantages=advantages, in_eval=("sample",)), "`in_eval` has 'sample'"),
+    (dict(advantages=lambda self: 0), "must take (self, rollouts)"),
+    (dict(advantage=advantages), "Did you mean `advantages`?"),
+]
+
+
+@pytest.mark.parametrize(("members", "message"), BROKEN, ids=[f"{i}-{b[1][:40]}" for i, b in enumerate(BROKEN)])
+def test_a_broken_method_is_caught_by_name(members, message):
+    assert message in problems(toy(**members))
+
+
+def test_a_fault_is_listed_once_with_the_places_it_was_seen():
+    text = problems(toy(advantages=float32, regularize=neighbours))
+    assert text.count("torch.float32") == 1
+    assert re.search(r"float32; .* \[regular groups, graded rewards, .* and \d+ more\]", text)
+    assert text.count("`regularize` depends on the split into micro-batches") == 1
+
+
+def test_what_does_not_run_at_all_is_said_once():
+    assert problems(toy(advantages=ragged_shape, observe=object_in_state)).count("\n  - ") == 1
+
+
+def test_a_method_that_needs_turns_is_tested_with_turns():
+    def by_turn(self, rollouts):
+        steps = rollouts.steps
+        groups = rollouts.groups
+        return (rollouts.reward - groups.rows(groups.mean(rollouts.reward)))[steps.row] * (steps.turn + 1)
+
+    check_method(toy(advantages=by_turn))
+    text = problems(toy(advantages=lambda self, rollouts: by_turn(self, rollouts).cumsum(0)))
+    assert "depend on the order of the rows (`advantages`)" in text
+
+
+def test_parameters_are_checked():
+    @dataclass(frozen=True)
+    class Lax(MethodParams):
+        scale: float = param(1.0, "a scale", gt=0, le=10)
+        silent: int = param(2, "")
+
+        def __post_init__(self):
+            pass
+
+    text = problems(toy(advantages=advantages, Params=Lax))
+    assert "`scale` accepts 0," in text
+    assert "`scale` accepts 10.00001" in text
+    assert "`silent` has no help" in text
+
+
+def test_a_parameter_without_default_is_asked_for():
+    @dataclass(frozen=True)
+    class Judged(MethodParams):
+        judge: Callable[..., Any] = param(None, "scores rollouts")  # noqa: RUF009
+
+    def judged(self, rollouts):
+        return torch.as_tensor(self.params.judge(rollouts), dtype=torch.float64)
+
+    cls = toy(rewards=judged, Params=Judged)
+    assert "check_method(Toy, parameter=..)" in problems(cls)
+    check_method(cls, judge=lambda rollouts: rollouts.reward * 2)
+
+
+def test_prepare_adds_what_cannot_be_guessed():
+    def by_column(self, rollouts):
+        return advantages(self, rollouts) * torch.tensor([m["weight"] for m in rollouts.meta["info"]]).double()
+
+    cls = toy(advantages=by_column, needs={"column:info"})
+    assert "failed in `advantages`: TypeError" in problems(cls)
+    check_method(cls, prepare=lambda r: r.replace(meta={"info": [{"weight": 2.0}] * len(r)}))
