@@ -50,26 +50,51 @@ def length(completion_ids: Any = None, **kwargs: Any) -> list[float]:
 
 def config(output_dir: Path, methods: Any = (), cls: type = GRPOConfig, **changes: Any) -> Any:
     values: dict[str, Any] = dict(
-        output_dir=str(output_dir), per_device_train_batch_size=64 // WORLD, num_generations=8, max_steps=2,
-        learning_rate=1e-3, max_completion_length=14, use_cpu=True, bf16=False, report_to="none",
-        gradient_checkpointing=False, loss_type="dapo", save_strategy="no", disable_tqdm=True, seed=0,
-        dataloader_pin_memory=False, logging_steps=1, optim="sgd",
+        output_dir=str(output_dir),
+        per_device_train_batch_size=64 // WORLD,
+        num_generations=8,
+        max_steps=2,
+        learning_rate=1e-3,
+        max_completion_length=14,
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        gradient_checkpointing=False,
+        loss_type="dapo",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        optim="sgd",
         lr_scheduler_type="constant",
     )
     if WORLD > 1:
         values["ddp_backend"] = "gloo"
     values.update(changes)
     if "per_device_train_batch_size" not in changes:
-        values["per_device_train_batch_size"] = 64 // WORLD // values.get("steps_per_generation", 0) if values.get(
-            "steps_per_generation") else 64 // WORLD // values.get("gradient_accumulation_steps", 1)
+        values["per_device_train_batch_size"] = (
+            64 // WORLD // values.get("steps_per_generation", 0)
+            if values.get("steps_per_generation")
+            else 64 // WORLD // values.get("gradient_accumulation_steps", 1)
+        )
     if cls is GRPOConfig:
         values["methods"] = list(methods)
     return cls(**values)
 
 
-def make(folder: Path, methods: Any = (), *, stock: bool = False, reward: Any = score, dataset: Any = None,
-         trainer: type | None = None, callbacks: Any = None, more: dict[str, Any] | None = None,
-         **changes: Any) -> Any:
+def make(
+    folder: Path,
+    methods: Any = (),
+    *,
+    stock: bool = False,
+    reward: Any = score,
+    dataset: Any = None,
+    trainer: type | None = None,
+    callbacks: Any = None,
+    more: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     """A trainer on the tiny policy; `stock=True`: TRL's own classes."""
     args = config(folder / "out", methods, trl.GRPOConfig if stock else GRPOConfig, **changes)
     if os.environ.get("ACCELERATE_USE_FSDP"):
@@ -77,8 +102,12 @@ def make(folder: Path, methods: Any = (), *, stock: bool = False, reward: Any = 
     cls = trainer or (trl.GRPOTrainer if stock else GRPOTrainer)
     torch.manual_seed(0)
     made = cls(
-        model=str(policy(folder / "policy")), reward_funcs=reward, args=args,
-        train_dataset=build_dataset(200, seed=1) if dataset is None else dataset, callbacks=callbacks, **(more or {}),
+        model=str(policy(folder / "policy")),
+        reward_funcs=reward,
+        args=args,
+        train_dataset=build_dataset(200, seed=1) if dataset is None else dataset,
+        callbacks=callbacks,
+        **(more or {}),
     )
     made.remove_callback(PrinterCallback)
     torch.manual_seed(0)

@@ -197,8 +197,11 @@ class PPO(Probe):
             return loss.expand_as(lp)
         if p.form == "cispo":
             return weighted_logprob(lp, (lp - old).exp().clamp(max=p.high), terms.advantages)
-        self.log("ratio", ((lp - old).exp() * terms.mask).sum().detach() / terms.mask.sum().clamp(min=1),
-                 weight=terms.mask.sum())
+        self.log(
+            "ratio",
+            ((lp - old).exp() * terms.mask).sum().detach() / terms.mask.sum().clamp(min=1),
+            weight=terms.mask.sum(),
+        )
         self.log("rows", (terms.mask.sum(1) > 0).sum(), reduce="sum")
         return ppo_clip(lp, old, terms.advantages, p.low, p.high)
 
@@ -238,8 +241,10 @@ class Softmax(Probe):
         share_positive = p / g.rows(g.sum(p)).clamp(min=1)
         mixed = g.rows((g.sum(p) > 0) & (g.sum(1 - p) > 0)).double()
         self.log("groups", g.count)
-        return Update(lr_scale=self.params.lr_scale,
-                      columns={"coefficient": mixed * (share_positive - share) / g.count / rows.length})
+        return Update(
+            lr_scale=self.params.lr_scale,
+            columns={"coefficient": mixed * (share_positive - share) / g.count / rows.length},
+        )
 
     def policy_loss(self, terms):
         return -terms.columns["coefficient"] * terms.logprobs

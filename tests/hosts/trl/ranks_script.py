@@ -13,9 +13,13 @@ from pathlib import Path
 
 if "fsdp2" in sys.argv:
     os.environ.update(
-        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
-        FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer", FSDP_RESHARD_AFTER_FORWARD="true",
-        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT", FSDP_CPU_RAM_EFFICIENT_LOADING="false",
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen3DecoderLayer",
+        FSDP_RESHARD_AFTER_FORWARD="true",
+        FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
+        FSDP_CPU_RAM_EFFICIENT_LOADING="false",
     )
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,24 +47,52 @@ def run(folder, methods, options):
         out = finish(self, out)
         if self.full_decision is not None:
             d = self.full_decision
-            decisions.append(dict(prompt=d.rollouts.prompt_index, group=d.rollouts.group, trained=d.trained,
-                                  advantages=d.row_advantages, reward=d.rollouts.reward))
+            decisions.append(
+                dict(
+                    prompt=d.rollouts.prompt_index,
+                    group=d.rollouts.group,
+                    trained=d.trained,
+                    advantages=d.row_advantages,
+                    reward=d.rollouts.reward,
+                )
+            )
         sizes.append(len(out["advantages"]))
         return out
 
-    sizes = []
+    sizes, in_host = [], []
+    decide_in_host = module.GenerationStep.decide_in_host
+    module.GenerationStep.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
     module.GenerationStep.finish = spy
     try:
         with stub_sampling():
             t = make(folder, methods, **options)
             t.train()
     finally:
-        module.GenerationStep.finish = finish
+        module.GenerationStep.finish, module.GenerationStep.decide_in_host = finish, decide_in_host
     assert set(sizes) == {64 // WORLD}, sizes
     kind = type(t.model_wrapped).__name__ if "fsdp2" in sys.argv else ""
-    names = [n for n in ("loss", "grad_norm", "reward", "ppo/ratio", "ppo/rows", "completions/mean_length",
-                         "frac_reward_zero_std", "softmax/groups") if history(t, n)]
-    return dict(weights=full_weights(t), decisions=decisions, logs={n: history(t, n) for n in names}, kind=kind)
+    names = [
+        n
+        for n in (
+            "loss",
+            "grad_norm",
+            "reward",
+            "ppo/ratio",
+            "ppo/rows",
+            "completions/mean_length",
+            "frac_reward_zero_std",
+            "softmax/groups",
+            "clip_ratio/region_mean",
+        )
+        if history(t, n)
+    ]
+    return dict(
+        weights=full_weights(t),
+        decisions=decisions,
+        logs={n: history(t, n) for n in names},
+        kind=kind,
+        decided_in_host=bool(in_host),
+    )
 
 
 def main(out, cases):

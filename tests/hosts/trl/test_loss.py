@@ -27,10 +27,18 @@ def moved(t, tmp_path):
 OFF_POLICY = dict(num_iterations=2, max_steps=4, learning_rate=0.3, epsilon=0.05, epsilon_high=0.1)
 
 
-@pytest.mark.parametrize(("loss_type", "level", "form"), [
-    ("dapo", "token", "ppo"), ("grpo", "token", "ppo"), ("dr_grpo", "token", "ppo"), ("luspo", "sequence", "ppo"),
-    ("grpo", "sequence", "ppo"), ("cispo", "token", "cispo"), ("dapo", "sequence", "ppo"),
-])
+@pytest.mark.parametrize(
+    ("loss_type", "level", "form"),
+    [
+        ("dapo", "token", "ppo"),
+        ("grpo", "token", "ppo"),
+        ("dr_grpo", "token", "ppo"),
+        ("luspo", "sequence", "ppo"),
+        ("grpo", "sequence", "ppo"),
+        ("cispo", "token", "cispo"),
+        ("dapo", "sequence", "ppo"),
+    ],
+)
 @pytest.mark.parametrize("extras", [{}, dict(beta=0.04, entropy_coef=0.01, gradient_accumulation_steps=2)])
 def test_own_surrogate_equals_native(tmp_path, loss_type, level, form, extras):
     """PPO-clip or CISPO as a method's `policy_loss` trains like TRL's own, KL and entropy bonus included."""
@@ -66,15 +74,22 @@ def test_update_metrics_do_not_depend_on_micro_batches(tmp_path):
 def test_entropy_term_has_a_gradient(tmp_path):
     """`regularize` on the entropies against plain autograd through the model."""
     with stub_sampling():
-        t = make(tmp_path, ["corridor"], max_steps=1, max_grad_norm=0.0, learning_rate=10.0, reward=lambda completion_ids, **k:
-                 [0.5] * len(completion_ids))  # equal rewards: TRL's own loss has no gradient
+        t = make(
+            tmp_path,
+            ["corridor"],
+            max_steps=1,
+            max_grad_norm=0.0,
+            learning_rate=10.0,
+            reward=lambda completion_ids, **k: [0.5] * len(completion_ids),
+        )  # equal rewards: TRL's own loss has no gradient
         t.train()
     start = make(tmp_path)
     (batch,) = t._buffered_inputs
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
     attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     entropies = start._get_per_token_logps_and_entropies(
-        start.model, ids, attention, batch["completion_ids"].size(1), compute_entropy=True)[1]
+        start.model, ids, attention, batch["completion_ids"].size(1), compute_entropy=True
+    )[1]
     mask = batch["completion_mask"]
     term = 0.1 * (torch.relu(2.0 - entropies) + torch.relu(entropies - 2.5))
     ((term * mask).sum() / mask.sum()).backward()
@@ -97,8 +112,9 @@ def test_rows_that_left_count_nowhere(tmp_path, loss_type):
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("methods", [["filter"], ["uneven"], ["odd"], ["small"], ["over"], ["filter", "ppo"],
-                                     ["per_token"]])
+@pytest.mark.parametrize(
+    "methods", [["filter"], ["uneven"], ["odd"], ["small"], ["over"], ["filter", "ppo"], ["per_token"]]
+)
 def test_split_into_micro_batches_changes_nothing(tmp_path, loss_type, methods):
     options = dict(loss_type=loss_type, beta=0.04, num_iterations=2, max_steps=4, learning_rate=0.05)
     runs = [run(tmp_path, methods, gradient_accumulation_steps=k, **options) for k in (1, 4)]
@@ -158,11 +174,16 @@ def test_nothing_kept_moves_nothing(tmp_path, monkeypatch):
 
 def test_several_rewards_and_none(tmp_path):
     """Weights, None rewards and NaN rows: an estimator of ours equals TRL's on equal groups."""
+
     def sometimes(completion_ids, **kwargs):
         return [None if len(c) % 3 == 0 else len(c) / 5 for c in completion_ids]
 
-    for options in ({}, dict(scale_rewards="batch"), dict(scale_rewards="none"),
-                    dict(multi_objective_aggregation="normalize_then_sum")):
+    for options in (
+        {},
+        dict(scale_rewards="batch"),
+        dict(scale_rewards="none"),
+        dict(multi_objective_aggregation="normalize_then_sum"),
+    ):
         shared = dict(reward=[score, length, sometimes], reward_weights=[1.0, 0.5, 2.0], **options)
         native = run(tmp_path, stock=True, **shared)
         ours = run(tmp_path, ["zero_spare"], **shared)

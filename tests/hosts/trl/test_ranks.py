@@ -40,8 +40,9 @@ def launch(tmp_path, cases, ranks, *flags, timeout=240):
     command = [sys.executable, str(SCRIPT), str(out), str(tmp_path / "cases.json"), *flags]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     text = done.stdout + done.stderr
     return done.returncode, text, torch.load(out, weights_only=False) if out.exists() else None
 
@@ -84,10 +85,13 @@ def test_fsdp2_is_one_rank(tmp_path, one_rank):
         same(one_rank[name], results[name], 1e-6)
 
 
-@pytest.mark.parametrize(("where", "message"), [
-    ("driver", "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"),
-    ("rank1", "Method `boom` failed in `regularize`: ValueError: the loss hook went wrong"),
-])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("driver", "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"),
+        ("rank1", "Method `boom` failed in `regularize`: ValueError: the loss hook went wrong"),
+    ],
+)
 def test_an_error_ends_all_ranks(tmp_path, where, message):
     start = time.time()
     case = [["boom", ["boom"], dict(max_steps=3, method_params={"boom": {"where": where}})]]

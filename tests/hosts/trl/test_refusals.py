@@ -23,8 +23,13 @@ def refused(tmp_path, match, methods, **options):
     from rl_plugins.trl import GRPOTrainer
 
     with pytest.raises(ConfigError, match=match) as e:
-        GRPOTrainer(model="no/such/model", reward_funcs=options.get("reward", score), args=args,
-                    train_dataset=build_dataset(64), **options.get("more", {}))
+        GRPOTrainer(
+            model="no/such/model",
+            reward_funcs=options.get("reward", score),
+            args=args,
+            train_dataset=build_dataset(64),
+            **options.get("more", {}),
+        )
     assert "\n\n" not in str(e.value)
 
 
@@ -44,22 +49,54 @@ def test_names_and_parameters(tmp_path):
 def test_signals_options_and_hooks(tmp_path):
     refused(tmp_path, "`gdpo` needs two or more reward functions: the run has 1 reward function", ["gdpo"])
     refused(tmp_path, "`minpro` needs updates whose policy differs.*Set num_iterations=2", ["minpro"])
-    refused(tmp_path, "`minpro` needs log-probs of the distribution.*with top_p=0.9, top_k=50 the distribution",
-            ["minpro"], num_iterations=2, top_p=0.9, top_k=50)
-    refused(tmp_path, "`gdpo` sets multi_objective_aggregation='sum_then_normalize', but the config has "
-            "multi_objective_aggregation='normalize_then_sum'", ["gdpo"], reward=[score, length],
-            multi_objective_aggregation="normalize_then_sum")
-    refused(tmp_path, "`softmax` changes `before_update`.*span two generation batches", ["softmax"],
-            steps_per_generation=3, gradient_accumulation_steps=2, per_device_train_batch_size=16, num_generations=8)
-    refused(tmp_path, "`softmax` changes `before_update`.*whole groups.*steps_per_generation=2", ["softmax"],
-            steps_per_generation=4, gradient_accumulation_steps=2)
+    refused(
+        tmp_path,
+        "`minpro` needs log-probs of the distribution.*with top_p=0.9, top_k=50 the distribution",
+        ["minpro"],
+        num_iterations=2,
+        top_p=0.9,
+        top_k=50,
+    )
+    refused(
+        tmp_path,
+        "`gdpo` sets multi_objective_aggregation='sum_then_normalize', but the config has "
+        "multi_objective_aggregation='normalize_then_sum'",
+        ["gdpo"],
+        reward=[score, length],
+        multi_objective_aggregation="normalize_then_sum",
+    )
+    refused(
+        tmp_path,
+        "`softmax` changes `before_update`.*span two generation batches",
+        ["softmax"],
+        steps_per_generation=3,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=16,
+        num_generations=8,
+    )
+    refused(
+        tmp_path,
+        "`softmax` changes `before_update`.*whole groups.*steps_per_generation=2",
+        ["softmax"],
+        steps_per_generation=4,
+        gradient_accumulation_steps=2,
+    )
 
 
 def test_losses_that_cannot_be_exact(tmp_path):
-    refused(tmp_path, "loss_type='bnpo' divides by the tokens of each micro-batch.*`mc_grpo` cannot be exact",
-            ["mc_grpo"], loss_type="bnpo")
-    refused(tmp_path, "`half` removes rows.*loss_type='grpo'.*an entropy bonus would be rescaled", ["half"],
-            loss_type="grpo", entropy_coef=0.01)
+    refused(
+        tmp_path,
+        "loss_type='bnpo' divides by the tokens of each micro-batch.*`mc_grpo` cannot be exact",
+        ["mc_grpo"],
+        loss_type="bnpo",
+    )
+    refused(
+        tmp_path,
+        "`half` removes rows.*loss_type='grpo'.*an entropy bonus would be rescaled",
+        ["half"],
+        loss_type="grpo",
+        entropy_coef=0.01,
+    )
     with pytest.raises(ConfigError, match="Rows left the batch under loss_type='bnpo'"):
         make(tmp_path, ["filter"], loss_type="bnpo").train()
     with pytest.raises(ConfigError, match="`filter` removes rows"):
@@ -75,14 +112,25 @@ def test_idle_host_options_are_shown(tmp_path, capsys):
     assert "host options without effect: scale_rewards=none (mc_grpo)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("yaml", "arguments", "methods", "params"), [
-    ("methods: mc_grpo", [], ["mc_grpo"], {}),
-    ("methods: [vade, mc_grpo]\nmethod_params: {mc_grpo: {mad_eps: 1e-3}}", [], ["vade", "mc_grpo"],
-     {"mc_grpo": {"mad_eps": "1e-3"}}),
-    ("methods: [vade]", ["--methods", "mc_grpo"], ["mc_grpo"], {}),
-    ("learning_rate: 1e-5", ["--methods", "vade,mc_grpo", "--method_params", '{"mc_grpo": {"mad_eps": 0.5}}'],
-     ["vade", "mc_grpo"], {"mc_grpo": {"mad_eps": 0.5}}),
-])
+@pytest.mark.parametrize(
+    ("yaml", "arguments", "methods", "params"),
+    [
+        ("methods: mc_grpo", [], ["mc_grpo"], {}),
+        (
+            "methods: [vade, mc_grpo]\nmethod_params: {mc_grpo: {mad_eps: 1e-3}}",
+            [],
+            ["vade", "mc_grpo"],
+            {"mc_grpo": {"mad_eps": "1e-3"}},
+        ),
+        ("methods: [vade]", ["--methods", "mc_grpo"], ["mc_grpo"], {}),
+        (
+            "learning_rate: 1e-5",
+            ["--methods", "vade,mc_grpo", "--method_params", '{"mc_grpo": {"mad_eps": 0.5}}'],
+            ["vade", "mc_grpo"],
+            {"mc_grpo": {"mad_eps": 0.5}},
+        ),
+    ],
+)
 def test_yaml_and_command_line_say_the_same(tmp_path, yaml, arguments, methods, params):
     (tmp_path / "run.yaml").write_text(yaml + f"\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
     (args,) = TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), *arguments])
@@ -96,8 +144,10 @@ def test_yaml_and_command_line_say_the_same(tmp_path, yaml, arguments, methods, 
 
 
 def test_left_over_parameters_on_the_command_line(tmp_path):
-    (tmp_path / "run.yaml").write_text(f"methods: [mc_grpo]\nmethod_params: {{mc_grpo: {{mad_eps: 1e-3}}}}\n"
-                                       f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
+    (tmp_path / "run.yaml").write_text(
+        f"methods: [mc_grpo]\nmethod_params: {{mc_grpo: {{mad_eps: 1e-3}}}}\n"
+        f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n"
+    )
     with pytest.raises(ConfigError, match="parameters for `mc_grpo`, which is not among the methods"):
         TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), "--methods", "vade"])
 

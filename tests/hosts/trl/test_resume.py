@@ -33,8 +33,15 @@ class Kill(TrainerCallback):
 
 
 def trainer(folder, methods=("counter",), **options):
-    defaults = dict(max_steps=8, save_strategy="steps", save_steps=3, learning_rate=0.05, optim="adamw_torch",
-                    per_device_train_batch_size=32, num_generations=8)
+    defaults = dict(
+        max_steps=8,
+        save_strategy="steps",
+        save_steps=3,
+        learning_rate=0.05,
+        optim="adamw_torch",
+        per_device_train_batch_size=32,
+        num_generations=8,
+    )
     return make(folder, list(methods), **{**defaults, **options})
 
 
@@ -42,11 +49,14 @@ def checkpoints(folder):
     return sorted(int(p.name.split("-")[1]) for p in (folder / "out").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("options", "kill", "saved", "resumed_from"), [
-    ({}, 5, [3], 3),
-    (dict(num_iterations=2), 5, [4], 4),
-    (dict(steps_per_generation=2, gradient_accumulation_steps=1, per_device_train_batch_size=16), 7, [4, 6], 6),
-])
+@pytest.mark.parametrize(
+    ("options", "kill", "saved", "resumed_from"),
+    [
+        ({}, 5, [3], 3),
+        (dict(num_iterations=2), 5, [4], 4),
+        (dict(steps_per_generation=2, gradient_accumulation_steps=1, per_device_train_batch_size=16), 7, [4, 6], 6),
+    ],
+)
 def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, resumed_from):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
@@ -54,7 +64,8 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
     a.train()
 
     child = multiprocessing.get_context("fork").Process(
-        target=lambda: trainer(killed, callbacks=[Kill(kill)], **options).train())
+        target=lambda: trainer(killed, callbacks=[Kill(kill)], **options).train()
+    )
     child.start()
     child.join(120)
     assert child.exitcode == -signal.SIGKILL

@@ -75,8 +75,13 @@ def test_off_is_bit_identical(tmp_path):
 def test_evaluation_is_untouched(tmp_path):
     results = []
     for methods in ((), ("mc_grpo",)):
-        t = make(tmp_path, methods, per_device_eval_batch_size=16, do_eval=True,
-                 more=dict(eval_dataset=build_dataset(8, seed=3)))
+        t = make(
+            tmp_path,
+            methods,
+            per_device_eval_batch_size=16,
+            do_eval=True,
+            more=dict(eval_dataset=build_dataset(8, seed=3)),
+        )
         results.append(t.evaluate())
     assert results[0]["eval_reward"] == results[1]["eval_reward"]
     assert results[0]["eval_loss"] == results[1]["eval_loss"]
@@ -158,14 +163,19 @@ def test_vade_trains_on_the_prompts_it_chose(tmp_path):
 
 def test_grpo_roc_keeps_the_clean_ones(tmp_path):
     """16 completions a prompt, 8 stay; of the right ones those with the least penalty."""
+
     def right(completion_ids, **kwargs):
         return [float(c[0] % 2) for c in completion_ids]
 
     def penalty(rollouts):
         return rollouts.length.double() / 20
 
-    t, spy = run(tmp_path, ["grpo_roc"], reward=right, method_params={"grpo_roc": {"penalty": penalty,
-                                                                                  "reject_equal_reward": False}})
+    t, spy = run(
+        tmp_path,
+        ["grpo_roc"],
+        reward=right,
+        method_params={"grpo_roc": {"penalty": penalty, "reject_equal_reward": False}},
+    )
     step = spy.steps[0]
     d = step.full_decision
     r = d.rollouts
@@ -235,6 +245,7 @@ def test_one_rollout_per_prompt(tmp_path):
 
 def test_rounds(tmp_path):
     """4 rollouts a prompt, then 8 more for the 4 prompts with the lowest rewards; columns of the table stay aligned."""
+
     def rewarder(completion_ids, log_extra, **kwargs):
         log_extra("ids", [str(c) for c in completion_ids])
         return score(completion_ids)
@@ -254,7 +265,8 @@ def test_rounds(tmp_path):
     table = list(t._logs["extra"]["ids"])[-64:]
     assert [score([eval(x)])[0] for x in table] == pytest.approx(groups.reward.tolist())
     assert history(t, "completions/mean_length")[0] == pytest.approx(
-        spy.steps[0].full_decision.rollouts.length.double().mean().item())
+        spy.steps[0].full_decision.rollouts.length.double().mean().item()
+    )
     stock = make(tmp_path, stock=True, max_steps=1)
     with stub_sampling():
         stock.train()
@@ -273,8 +285,9 @@ def test_streams_have_prompts_but_no_index(tmp_path):
 def test_a_plan_too_large_is_refused_before_generation(tmp_path, monkeypatch):
     import probes
 
-    monkeypatch.setattr(probes.Small, "plan", lambda self, plan: plan.replace(
-        rows=tuple(r.replace(n=9) for r in plan.rows)))
+    monkeypatch.setattr(
+        probes.Small, "plan", lambda self, plan: plan.replace(rows=tuple(r.replace(n=9) for r in plan.rows))
+    )
     with pytest.raises(MethodError, match=r"trains 72 rows, the batch takes 64\. Plan .*prompt \d+: 9"):
         run(tmp_path, ["small"])
 
@@ -305,6 +318,7 @@ def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
 
 def test_no_reward_at_all_is_an_error(tmp_path):
     with pytest.raises(MethodError, match="Not one of the 64 completions has a reward.*score_nothing"):
+
         def score_nothing(completion_ids, **kwargs):
             return [None] * len(completion_ids)
 
@@ -324,19 +338,28 @@ def test_reward_functions_never_see_our_columns(tmp_path):
         return score(completion_ids)
 
     run(tmp_path, ["vade"], reward=rewarder, max_steps=1)
-    assert names[0] == ["answer", "completions", "level", "log_extra", "log_metric", "prompts", "task",
-                        "trainer_state"]
+    assert names[0] == ["answer", "completions", "level", "log_extra", "log_metric", "prompts", "task", "trainer_state"]
 
 
 # ---- together with options of TRL
 
 
-@pytest.mark.parametrize("options", [
-    dict(mask_truncated_completions=True), dict(top_entropy_quantile=0.3), dict(beta=0.1),
-    dict(entropy_coef=0.01), dict(steps_per_generation=4, gradient_accumulation_steps=2), dict(num_iterations=3),
-    dict(remove_unused_columns=True), dict(log_completions=True), dict(importance_sampling_level="sequence"),
-    dict(loss_type="vespo"), dict(use_adaptive_entropy=True, entropy_coef=0.01),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mask_truncated_completions=True),
+        dict(top_entropy_quantile=0.3),
+        dict(beta=0.1),
+        dict(entropy_coef=0.01),
+        dict(steps_per_generation=4, gradient_accumulation_steps=2),
+        dict(num_iterations=3),
+        dict(remove_unused_columns=True),
+        dict(log_completions=True),
+        dict(importance_sampling_level="sequence"),
+        dict(loss_type="vespo"),
+        dict(use_adaptive_entropy=True, entropy_coef=0.01),
+    ],
+)
 def test_composes_with(tmp_path, options, capsys):
     t, spy = run(tmp_path, ["vade", "mc_grpo"], max_steps=3, **options)
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
@@ -350,8 +373,15 @@ def test_lora(tmp_path):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    t, spy = run(tmp_path, ["mc_grpo", "minpro"], num_iterations=2, max_steps=2, learning_rate=0.5, beta=0.05,
-                 more=dict(peft_config=lora))
+    t, spy = run(
+        tmp_path,
+        ["mc_grpo", "minpro"],
+        num_iterations=2,
+        max_steps=2,
+        learning_rate=0.5,
+        beta=0.05,
+        more=dict(peft_config=lora),
+    )
     assert len(spy.batches[0]["advantages"]) == 64
     moved = [n for n, p in t.model.named_parameters() if p.requires_grad and "lora_B" in n and p.abs().max() > 0]
     assert moved and all("lora" in n for n, p in t.model.named_parameters() if p.requires_grad)
@@ -360,8 +390,12 @@ def test_lora(tmp_path):
 def test_rollout_func_is_composed(tmp_path):
     def rollout(prompts, trainer):
         n = len(prompts)
-        return {"prompt_ids": [[3]] * n, "completion_ids": [[5 + i % 9, 6, 1] for i in range(n)],
-                "logprobs": [[0.0] * 3] * n, "tag": list(range(n))}
+        return {
+            "prompt_ids": [[3]] * n,
+            "completion_ids": [[5 + i % 9, 6, 1] for i in range(n)],
+            "logprobs": [[0.0] * 3] * n,
+            "tag": list(range(n)),
+        }
 
     t, spy = run(tmp_path, ["mc_grpo"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
     assert len(spy.steps[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
@@ -376,8 +410,9 @@ def test_stock_trainer_refuses_a_config_with_methods(tmp_path):
 
     args = config(tmp_path, ["mc_grpo"])
     with pytest.raises(ConfigError, match="the trainer is TRL's own, which would ignore them"):
-        trl.GRPOTrainer(model=str(policy(tmp_path / "policy")), reward_funcs=score, args=args,
-                        train_dataset=build_dataset(20))
+        trl.GRPOTrainer(
+            model=str(policy(tmp_path / "policy")), reward_funcs=score, args=args, train_dataset=build_dataset(20)
+        )
 
 
 def test_mixin_over_a_users_own_trainer(tmp_path):

@@ -16,7 +16,10 @@ class DummyScale(Method):
 
         A_i = factor * (r_i - mean(r))
 
-    Rows without a reward (NaN) are out of the mean and have A = 0. Source: none, this is for tests.
+    Symbols: r (rows,) rewards of a group, A (rows,) advantages. Rows without a reward (NaN) are out of the mean and
+    have A = 0. Errors: ConfigError for a parameter out of range.
+
+    Source: arXiv 2402.03300 in name only, this is for tests.
     """
 
     name = "dummy_scale"
@@ -39,7 +42,11 @@ class DummyShift(Method):
 
         A_t <- A_t + shift
 
-    Source: none, this is for tests.
+    Symbols: A_t (tokens,) advantages.
+
+    Errors: ConfigError for a parameter that is no number.
+
+    Source: arXiv 2402.03300 in name only, this is for tests.
     """
 
     name = "dummy_shift"

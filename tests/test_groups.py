@@ -1,0 +1,342 @@
+"""Group statistics against plain loops over Python floats."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import sys
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_plugins.groups import Groups
+
+NAN, INF = math.nan, math.inf
+
+# what each statistic is, for the values (no NaN among them) of one group
+PER_GROUP = {
+    "n": lambda v: float(len(v)),
+    "sum": math.fsum,
+    "mean": lambda v: math.fsum(v) / len(v) if v else NAN,
+    "std": lambda v: NAN if not v else statistics.stdev(v) if len(v) > 1 else 0.0,
+    "std0": lambda v: statistics.pstdev(v) if v else NAN,
+    "min": lambda v: min(v, default=NAN),
+    "max": lambda v: max(v, default=NAN),
+    "median": lambda v: statistics.median_low(v) if v else NAN,
+    "median_upper": lambda v: statistics.median_high(v) if v else NAN,
+    "mad": lambda v: statistics.median_low([abs(x - statistics.median_low(v)) for x in v]) if v else NAN,
+}
+
+
+def per_group(name: str, groups: Groups, x: torch.Tensor) -> torch.Tensor:
+    if name == "std0":
+        return groups.std(x, ddof=0)
+    if name == "median_upper":
+        return groups.median(x, upper=True)
+    return getattr(groups, name)(x)
+
+
+def loop_rank(values):
+    def rank(x):
+        return sum(v < x for v in values) + (sum(v == x for v in values) + 1) / 2
+
+    return [NAN if math.isnan(x) else rank(x) for x in values]
+
+
+def loop_leave_one_out(values):
+    out = []
+    for i, x in enumerate(values):
+        others = [v for j, v in enumerate(values) if j != i and not math.isnan(v)]
+        out.append(math.fsum(others) / len(others) if others and not math.isnan(x) else NAN)
+    return out
+
+
+def loop_top_k(values, k):
+    scored = sorted((i for i, v in enumerate(values) if not math.isnan(v)), key=lambda i: (-values[i], i))
+    return [i in scored[: max(k, 0)] for i in range(len(values))]
+
+
+def loop_median_row(values, upper):
+    """Place of the median among the group's rows, -1 without values."""
+    scored = sorted((i for i, v in enumerate(values) if not math.isnan(v)), key=lambda i: (values[i], i))
+    return scored[len(scored) // 2 if upper else (len(scored) - 1) // 2] if scored else -1
+
+
+def members(ids, count=None):
+    """Group -> its rows, in the order of the group numbers."""
+    names = range(count) if count is not None else sorted(set(ids))
+    return {name: [i for i, g in enumerate(ids) if g == name] for name in names}
+
+
+def same(given, expected, exact=False):
+    given = given.tolist() if isinstance(given, torch.Tensor) else given
+    close = {"rel": 0, "abs": 0} if exact else {"rel": 1e-9, "abs": 1e-9}
+    assert given == pytest.approx(expected, nan_ok=True, **close)
+
+
+def check_everything(ids, values, count=None):
+    """Every statistic of these rows, in both ways of giving the groups."""
+    x, index = torch.tensor(values, dtype=torch.float64), torch.tensor(ids, dtype=torch.int64)
+    groups = Groups(index, count)
+    rows = members(ids, count)
+    inside = [[values[i] for i in r] for r in rows.values()]
+    scored = [[v for v in vs if not math.isnan(v)] for vs in inside]
+    assert groups.count == len(rows) and groups.ids.tolist() == list(rows)
+    assert groups.size.tolist() == [len(r) for r in rows.values()]
+    same(groups.rows(groups.ids), [float(g) for g in ids])
+    for name, oracle in PER_GROUP.items():
+        out = per_group(name, groups, x)
+        assert out.shape == (len(rows),) and out.dtype == torch.float64, name
+        same(out, [oracle(v) for v in scored], exact=name in ("n", "min", "max", "median", "median_upper"))
+    for upper in (False, True):
+        row = groups.median_row(x, upper)
+        places = [loop_median_row(v, upper) for v in inside]
+        assert row.tolist() == [r[p] if p >= 0 else -1 for r, p in zip(rows.values(), places, strict=True)]
+        assert row.dtype == torch.int64
+
+    def spread(per_member):
+        out = [NAN] * len(ids)
+        for r, v in zip(rows.values(), per_member, strict=True):
+            for i, value in zip(r, v, strict=True):
+                out[i] = value
+        return out
+
+    same(groups.rank(x), spread([loop_rank(v) for v in inside]), exact=True)
+    same(groups.leave_one_out(x), spread([loop_leave_one_out(v) for v in inside]))
+    for k in (0, 1, 2, 5):
+        assert groups.top_k(x, k).tolist() == spread([loop_top_k(v, k) for v in inside])
+    each = torch.arange(len(rows)) % 4
+    assert groups.top_k(x, each).tolist() == spread([loop_top_k(v, i % 4) for i, v in enumerate(inside)])
+    for out in (groups.rank(x), groups.leave_one_out(x), groups.top_k(x, 1)):
+        assert out.shape == (len(ids),)
+    assert groups.rank(x).dtype == groups.leave_one_out(x).dtype == torch.float64
+    assert groups.top_k(x, 1).dtype == torch.bool
+
+
+value = st.one_of(st.sampled_from([0.0, -0.0, 1.0, 0.1, 0.7, 1 / 3, NAN, NAN]), st.floats(-100, 100))
+ragged = st.lists(st.tuples(st.integers(-3, 4), value), max_size=24)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ragged)
+def test_ragged_interleaved_groups_equal_plain_loops(rows):
+    check_everything([g for g, _ in rows], [v for _, v in rows])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), value), max_size=16))
+def test_count_makes_groups_without_rows(rows):
+    check_everything([g for g, _ in rows], [v for _, v in rows], count=6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.data())
+def test_regular_groups_take_the_reshaped_path_and_equal_plain_loops_and_the_general_path(count, width, data):
+    values = data.draw(st.lists(value, min_size=count * width, max_size=count * width))
+    ids = [10 * g - 7 for g in range(count) for _ in range(width)]
+    check_everything(ids, values)
+    x = torch.tensor(values, dtype=torch.float64)
+    fast, general = Groups(torch.tensor(ids)), Groups(torch.arange(count).repeat_interleave(width), count)
+    assert fast.width == width and general.width is None
+    for name in PER_GROUP:
+        same(per_group(name, fast, x), per_group(name, general, x).tolist())
+    for name in ("rank", "leave_one_out"):
+        same(getattr(fast, name)(x), getattr(general, name)(x).tolist())
+    assert fast.median_row(x).tolist() == general.median_row(x).tolist()
+    assert fast.top_k(x, 2).tolist() == general.top_k(x, 2).tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged, st.randoms(use_true_random=False))
+def test_row_order_changes_nothing_but_which_of_equal_rows(rows, shuffle: random.Random):
+    order = list(range(len(rows)))
+    shuffle.shuffle(order)
+    ids, x = torch.tensor([g for g, _ in rows], dtype=torch.int64), torch.tensor([v for _, v in rows]).double()
+    index = torch.tensor(order, dtype=torch.int64)
+    before, after = Groups(ids), Groups(ids[index])
+    for name in PER_GROUP:
+        same(per_group(name, after, x[index]), per_group(name, before, x).tolist())
+    same(after.rank(x[index]), before.rank(x)[index].tolist(), exact=True)
+    same(after.leave_one_out(x[index]), before.leave_one_out(x)[index].tolist())
+
+
+@pytest.mark.parametrize(
+    ("ids", "width"),
+    [
+        ([0, 0, 1, 1, 2, 2], 2),
+        ([5, 5, 9, 9], 2),
+        ([3, 3, 3], 3),
+        ([0, 1, 2], 1),
+        ([7], 1),
+        ([0, 0, 1], None),  # ragged
+        ([0, 1, 0, 1], None),  # interleaved
+        ([0, 0, 1, 1, 0, 0], None),  # comes back
+        ([1, 1, 0, 0], None),  # descending: statistics are in ascending order
+        ([0, 0, 1, 2], None),
+        ([0, 1, 0], None),
+        ([0, 0, 0, 1], None),
+        ([], None),
+    ],
+)
+def test_only_equal_ascending_blocks_are_regular(ids, width):
+    assert Groups(torch.tensor(ids, dtype=torch.int64)).width == width
+    check_everything(ids, [float(3 * i % 5) for i in range(len(ids))])
+
+
+def test_empty_input_has_no_groups_and_no_rows():
+    empty, groups = torch.empty(0, dtype=torch.float64), Groups(torch.empty(0, dtype=torch.int64))
+    check_everything([], [])
+    assert groups.count == 0 and groups.size.tolist() == []
+    for out in (groups.mean(empty), groups.median(empty), groups.rank(empty), groups.top_k(empty, 2)):
+        assert out.tolist() == []
+    without_rows = Groups(torch.empty(0, dtype=torch.int64), count=2)
+    assert without_rows.sum(empty).tolist() == [0.0, 0.0] and without_rows.median_row(empty).tolist() == [-1, -1]
+    same(without_rows.mean(empty), [NAN, NAN])
+    same(without_rows.median(empty), [NAN, NAN])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-1e12, 1e12), st.integers(1, 40), st.booleans())
+def test_identical_values_have_exactly_that_mean_and_no_deviation(v, n, regular):
+    ids = torch.zeros(n, dtype=torch.int64) if regular else torch.tensor([*[1] * n, 0, 2, 2])
+    x = torch.full((len(ids),), v, dtype=torch.float64)
+    groups = Groups(ids)
+    for statistic, expected in (
+        (groups.mean(x), v),
+        (groups.std(x), 0.0),
+        (groups.std(x, ddof=0), 0.0),
+        (groups.mad(x), 0.0),
+        (groups.median(x), v),
+    ):
+        assert set(statistic.tolist()) == {expected}
+    other = groups.leave_one_out(x)
+    assert set(other[~torch.isnan(other)].tolist()) <= {v}
+
+
+@pytest.mark.parametrize("v", [0.1, 0.7, 1 / 3, 1e-300, -2.3e8])
+def test_the_usual_sums_would_leave_a_residue_where_ours_does_not(v):
+    for n in range(2, 400, 7):
+        x = torch.full((n,), v, dtype=torch.float64)
+        for groups in (Groups(torch.zeros(n, dtype=torch.int64)), Groups(torch.zeros(n, dtype=torch.int64), 1)):
+            assert (x - groups.rows(groups.mean(x))).tolist() == [0.0] * n
+            assert groups.std(x).item() == 0.0
+
+
+def test_float32_input_is_computed_in_float64():
+    x = torch.tensor([0.1, 0.2, 0.4, 0.9], dtype=torch.float32)
+    groups = Groups(torch.tensor([0, 0, 0, 0]))
+    assert groups.mean(x).dtype == torch.float64
+    same(groups.std(x), [statistics.stdev(x.double().tolist())])
+    assert groups.mean(torch.tensor([1, 2, 2, 3])).tolist() == [2.0]
+    assert groups.rank(torch.tensor([1, 2, 2, 3])).tolist() == [1.0, 2.5, 2.5, 4.0]
+    assert groups.top_k(torch.tensor([1, 2, 2, 3]), 2).tolist() == [False, True, False, True]
+
+
+def test_of_equal_rows_the_median_is_the_middle_place_and_torch_agrees():
+    ids = torch.zeros(5, dtype=torch.int64)
+    for values in ([1.0, 1, 1, 1, 1], [2.0, 1, 1, 1, 0], [0.0, 1, 1, 0, 1], [3.0, 0, 3, 0, 3]):
+        x = torch.tensor(values)
+        assert Groups(ids).median_row(x).item() == torch.median(x, dim=0).indices.item()
+    even = torch.tensor([0.0, 1.0, 1.0, 1.0])
+    groups = Groups(torch.zeros(4, dtype=torch.int64))
+    assert groups.median_row(even).item() == 1 and groups.median_row(even, upper=True).item() == 2
+
+
+def test_ties_go_to_the_earlier_row_in_top_k_and_are_averaged_in_ranks():
+    groups = Groups(torch.tensor([4, 2, 4, 2, 4, 4]))
+    x = torch.tensor([1.0, 5.0, 1.0, 5.0, 0.0, 1.0])
+    assert groups.top_k(x, 2).tolist() == [True, True, True, True, False, False]
+    assert groups.top_k(x, torch.tensor([0, 3])).tolist() == [True, False, True, False, False, True]
+    assert groups.rank(x).tolist() == [3.0, 1.5, 3.0, 1.5, 1.0, 3.0]
+    zeros = torch.tensor([0.0, 1.0, -0.0, 1.0, 0.0, -0.0])  # both zeros are equal
+    assert groups.rank(zeros).tolist() == [2.5, 1.5, 2.5, 1.5, 2.5, 2.5]
+
+
+def test_infinite_values_keep_their_place():
+    x = torch.tensor([INF, 1.0, -INF, NAN, INF, 2.0, -INF, INF], dtype=torch.float64)
+    for ids in ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 2, 2, 1, 1, 3, 3]):
+        groups = Groups(torch.tensor(ids))
+        where = [ids.index(g) // 2 for g in groups.ids.tolist()]
+
+        def at(expected, where=where):
+            return [expected[i] for i in where]
+
+        same(groups.min(x), at([1.0, -INF, 2.0, -INF]), exact=True)
+        same(groups.max(x), at([INF, -INF, INF, INF]), exact=True)
+        same(groups.sum(x), at([INF, -INF, INF, NAN]), exact=True)
+        same(groups.mean(x), at([INF, -INF, INF, NAN]), exact=True)
+        same(groups.median(x), at([1.0, -INF, 2.0, -INF]), exact=True)
+        same(groups.rank(x), [2.0, 1.0, 1.0, NAN, 2.0, 1.0, 1.0, 2.0], exact=True)
+        assert groups.top_k(x, 1).tolist() == [True, False, True, False, True, False, False, True]
+        for statistic in (groups.std(x), groups.mad(x), groups.leave_one_out(x)):
+            assert statistic.dtype == torch.float64  # no crash; infinite rewards never reach a method
+    largest = torch.tensor([INF, sys.float_info.max], dtype=torch.float64)
+    assert Groups(torch.tensor([0, 0])).rank(largest).tolist() == [2.0, 1.0]
+    assert Groups(torch.tensor([0, 0])).mean(torch.tensor([INF, INF])).tolist() == [INF]
+
+
+def test_a_column_of_a_larger_tensor_and_other_integer_types():
+    table = torch.arange(12, dtype=torch.float64).reshape(6, 2)
+    for dtype in (torch.int64, torch.int32, torch.int8, torch.uint8):
+        groups = Groups(torch.tensor([0, 0, 1, 1, 2, 2], dtype=dtype))
+        assert groups.mean(table[:, 1]).tolist() == [2.0, 6.0, 10.0]
+        ragged = Groups(torch.tensor([1, 0, 1, 1, 0, 2], dtype=dtype))
+        assert ragged.sum(table[:, 1]).tolist() == [12.0, 13.0, 11.0]
+        assert Groups(torch.tensor([1, 0, 1, 1, 0, 2], dtype=dtype), 4).size.tolist() == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "message"),
+    [
+        (torch.tensor([0.0, 1.0]), None, r"one integer per row, got shape \(2,\) of torch.float32"),
+        (torch.tensor([[0, 1]]), None, r"one integer per row, got shape \(1, 2\)"),
+        (torch.tensor(3), None, r"one integer per row, got shape \(\)"),
+        (torch.tensor([0, 2]), 2, r"must lie in 0..1, got 0..2"),
+        (torch.tensor([-1, 0]), 2, r"must lie in 0..1, got -1..0"),
+    ],
+)
+def test_bad_ids_are_refused(ids, count, message):
+    with pytest.raises(ValueError, match=message):
+        Groups(ids, count)
+
+
+def test_two_hundred_thousand_ragged_rows_without_a_loop_over_rows():
+    torch.manual_seed(0)
+    rows, count = 200_000, 30_000
+    ids = torch.randint(0, count, (rows,))
+    x = torch.randint(0, 50, (rows,)).double() / 7
+    x[torch.rand(rows) < 0.05] = NAN
+    started, groups = time.perf_counter(), Groups(ids)
+    calls = 0
+
+    def count_calls(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count_calls)
+    try:
+        out = {name: per_group(name, groups, x) for name in PER_GROUP}
+        rank, others, top = groups.rank(x), groups.leave_one_out(x), groups.top_k(x, 3)
+    finally:
+        sys.setprofile(None)
+    elapsed = time.perf_counter() - started
+
+    inside: dict[int, list[int]] = {}
+    for i, g in enumerate(ids.tolist()):
+        inside.setdefault(g, []).append(i)
+    values = x.tolist()
+    for place, g in enumerate(groups.ids.tolist()):
+        if place % 500 == 0:  # plain loops over every group would take longer than the code under test
+            members = [values[i] for i in inside[g]]
+            scored = [v for v in members if not math.isnan(v)]
+            for name, oracle in PER_GROUP.items():
+                same([out[name][place].item()], [oracle(scored)])
+            same(rank[inside[g]], loop_rank(members), exact=True)
+            same(others[inside[g]], loop_leave_one_out(members))
+            assert top[inside[g]].tolist() == loop_top_k(members, 3)
+    assert calls < 2_000, "a loop over rows or groups"
+    assert elapsed < 15

@@ -1,0 +1,290 @@
+"""State of methods on disk: what goes in comes out, anything else is refused, and a crash leaves no half state."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickletools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_plugins import state as module
+from rl_plugins.errors import StateError
+from rl_plugins.state import FOLDER, copy_plain, load_state, save_state
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list) and len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, float) and math.isnan(a):
+        return isinstance(b, float) and math.isnan(b)
+    return type(a) is type(b) and a == b
+
+
+def round_trip(content, folder):
+    save_state(folder, content)
+    return load_state(folder)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_and_shape_come_back(dtype, tmp_path):
+    tensors = [(torch.arange(12) % 2).to(dtype).reshape(shape) for shape in ((12,), (3, 4), (2, 1, 6))]
+    content = {"some": [*tensors, torch.tensor(1).to(dtype), torch.empty((0, 3), dtype=dtype)]}
+    assert equal(content, round_trip(content, tmp_path))
+
+
+def test_nested_plain_data_comes_back_with_its_types(tmp_path):
+    content = {
+        "none": None,
+        "flags": [True, False],
+        "numbers": [0, -3, 2**70, 0.1, -0.0, 1e-300, math.inf, -math.inf, math.nan],
+        "text": ["", "a.b", 'quote " and \\', "ünï\ncode"],
+        "deep": {"a": {"b": [{"c": [[], {}, [torch.tensor([1.5])]]}]}},
+        "tuple": (1, (2, torch.tensor([3]))),
+        "numpy": [np.float64(0.25), np.int32(4), np.bool_(True), np.float32(0.5)],
+        "": {"": torch.tensor([7])},
+    }
+    back = round_trip(content, tmp_path)
+    assert back["numpy"] == [0.25, 4, True, 0.5] and [type(x) for x in back["numpy"]] == [float, int, bool, float]
+    assert equal({**content, "numpy": [0.25, 4, True, 0.5]}, back)
+    assert equal({}, round_trip({}, tmp_path))
+
+
+def test_keys_with_dots_do_not_mix_up_tensors(tmp_path):
+    content = {
+        "a": {"b": torch.tensor([1]), "0": torch.tensor([2])},
+        "a.b": torch.tensor([3]),
+        "c": [torch.tensor([4])],
+        "c.0": torch.tensor([5]),
+        "__metadata__": torch.tensor([6]),
+    }
+    assert equal(content, round_trip(content, tmp_path))
+
+
+plain = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(max_size=5),
+        st.lists(st.floats(width=32), max_size=4).map(lambda v: torch.tensor(v, dtype=torch.float32)),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(max_size=3), plain, max_size=4))
+def test_any_plain_data_comes_back(tmp_path_factory, content):
+    back = round_trip(content, tmp_path_factory.mktemp("state"))
+    assert json.dumps(_listed(back)) == json.dumps(_listed(content))
+
+
+def _listed(value):
+    if isinstance(value, torch.Tensor):
+        return {"dtype": str(value.dtype), "values": value.tolist()}
+    if isinstance(value, dict):
+        return {k: _listed(v) for k, v in value.items()}
+    return [_listed(v) for v in value] if isinstance(value, list) else value
+
+
+def test_views_shared_memory_and_gradients_are_saved_as_values(tmp_path):
+    base = torch.arange(10.0)
+    content = {"view": base[2:8:2], "same": base, "again": base, "transposed": base.reshape(2, 5).T}
+    content["parameter"] = torch.nn.Parameter(torch.ones(2))
+    back = round_trip(content, tmp_path)
+    assert equal({k: v.detach() for k, v in content.items()}, back) and not back["parameter"].requires_grad
+    base.zero_()
+    assert back["same"].tolist() == list(range(10))
+
+
+class Thing:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("content", "path", "what"),
+    [
+        ({"methods": {"vade": {"x": [1, Thing()]}}}, "methods.vade.x.1", "a Thing"),
+        ({"a": {"b": {3}}}, "a.b", "a set"),
+        ({"a": b"bytes"}, "a", "a bytes"),
+        ({"a": [np.zeros(3)]}, "a.0", "a ndarray"),
+        ({"a": 1 + 2j}, "a", "a complex"),
+        ({"a": np.complex64(1)}, "a", "a complex"),
+        ({"a": torch.Generator()}, "a", "a Generator"),
+        ({"a": print}, "a", "a builtin_function_or_method"),
+        ({"a": {"b": {1: 2}}}, "a.b", r"has the key 1 \(int\); keys must be text"),
+        ({"a": [{None: 2}]}, "a.0", r"has the key None \(NoneType\); keys must be text"),
+        ({"a": {("x", 1): 2}}, "a", r"has the key \('x', 1\) \(tuple\)"),
+        ({"a": {"__tensor__": "x"}}, "a", r"has the key '__tensor__', which is reserved"),
+    ],
+)
+def test_what_is_not_plain_data_is_refused_with_its_place(content, path, what, tmp_path):
+    with pytest.raises(StateError, match=f"The state at `{path}` (is )?{what}"):
+        save_state(tmp_path, content)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_folder_is_no_state(tmp_path):
+    assert load_state(tmp_path) is None and load_state(tmp_path / "nowhere") is None
+
+
+def files(folder: Path) -> tuple[Path, Path]:
+    return folder / FOLDER / "state.json", folder / FOLDER / "state.safetensors"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit(path: Path, **changes) -> None:
+    header = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in header.items() if v is not None}))
+
+
+CONTENT = {"methods": {"vade": {"alpha": torch.arange(6.0)}}, "step": 3}
+DAMAGE = {
+    "no json": lambda j, t: j.unlink(),
+    "no tensors": lambda j, t: t.unlink(),
+    "half json": lambda j, t: truncate(j),
+    "half tensors": lambda j, t: truncate(t),
+    "empty json": lambda j, t: j.write_text(""),
+    "empty tensors": lambda j, t: t.write_bytes(b""),
+    "one bit": lambda j, t: t.write_bytes(t.read_bytes()[:-1] + bytes([t.read_bytes()[-1] ^ 1])),
+    "binary json": lambda j, t: j.write_bytes(b"\xff\xfe\x00"),
+    "a list": lambda j, t: j.write_text("[]"),
+    "a number": lambda j, t: j.write_text("3"),
+    "foreign json": lambda j, t: j.write_text('{"epoch": 1}'),
+    "no checksum": lambda j, t: edit(j, sha256=None),
+    "no content": lambda j, t: edit(j, content=None),
+    "no such tensor": lambda j, t: edit(j, content={"a": {"__tensor__": "9:a"}}),
+    "other format": lambda j, t: edit(j, format=2),
+    "json is a folder": lambda j, t: (j.unlink(), j.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_and_foreign_files_are_refused(damage, tmp_path):
+    save_state(tmp_path, CONTENT)
+    DAMAGE[damage](*files(tmp_path))
+    with pytest.raises(StateError, match=r"cannot be read: \w+: .*Resume from an older checkpoint") as e:
+        load_state(tmp_path)
+    assert str(tmp_path / FOLDER) in str(e.value)
+    if damage == "other format":
+        assert "format 2, this version of rl-plugins reads 1" in str(e.value)
+
+
+def test_the_two_files_of_different_saves_are_refused(tmp_path):
+    save_state(tmp_path / "old", CONTENT)
+    save_state(tmp_path / "new", {"methods": {"vade": {"alpha": torch.zeros(6)}}, "step": 4})
+    files(tmp_path / "new")[1].write_bytes(files(tmp_path / "old")[1].read_bytes())
+    with pytest.raises(StateError, match=r"state\.safetensors is not the file that was written with state\.json"):
+        load_state(tmp_path / "new")
+
+
+STOPS = [
+    (Path, "mkdir"),
+    (Path, "write_bytes"),
+    (Path, "write_text"),
+    (Path, "rename"),
+    (module.json, "dumps"),
+    (module.shutil, "rmtree"),
+]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(("owner", "name"), STOPS, ids=[n for _, n in STOPS])
+@pytest.mark.parametrize("again", [False, True], ids=["first save", "second save"])
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_crash_at_any_place_leaves_a_whole_state_or_none(owner, name, again, late, tmp_path, monkeypatch):
+    if again:
+        save_state(tmp_path, CONTENT)
+    calls, real = 0, getattr(owner, name)
+
+    def killed(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls <= late:
+            return real(*args, **kwargs)
+        if name == "write_bytes":
+            real(args[0], args[1][:10])  # half of it is on the disk
+        if name == "write_text":
+            real(args[0], args[1][:10])
+        if name == "rmtree" and Path(args[0]).exists():
+            sorted(Path(args[0]).iterdir())[0].unlink()  # half of it is gone
+        raise Killed
+
+    new = {**CONTENT, "step": 4}
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, killed)
+        try:
+            save_state(tmp_path, new)
+            finished = True
+        except Killed:
+            finished = False
+    left = load_state(tmp_path)  # never raises
+    assert left is None or equal(left, new) or (again and equal(left, CONTENT))
+    assert equal(left, new) or not finished
+    assert equal(new, round_trip(new, tmp_path))  # and the next save is not hindered
+    assert [p.name for p in tmp_path.iterdir()] == [FOLDER]
+
+
+def test_a_refused_save_leaves_the_older_state_alone(tmp_path):
+    save_state(tmp_path, CONTENT)
+    with pytest.raises(StateError):
+        save_state(tmp_path, {"a": Thing()})
+    assert equal(CONTENT, load_state(tmp_path))
+
+
+def test_there_is_no_pickle(tmp_path, monkeypatch):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("pickle was used")
+
+    for owner, name in ((torch, "save"), (torch, "load"), (np, "save"), (np, "load")):
+        monkeypatch.setattr(owner, name, forbidden)
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(f"pickle.{name}", forbidden)
+    folder = save_state(tmp_path, CONTENT)
+    assert equal(CONTENT, load_state(tmp_path))
+    assert sorted(p.name for p in folder.iterdir()) == ["state.json", "state.safetensors"]
+    for path in folder.iterdir():
+        with pytest.raises(ValueError, match=r".+"):
+            list(pickletools.genops(path.read_bytes()))
+
+
+def test_a_copy_is_not_reached_by_later_changes():
+    original = {"t": torch.zeros(2), "l": [1, {"x": [torch.ones(1)]}], "p": (1, torch.ones(1)), "s": "text"}
+    copy = copy_plain(original)
+    original["t"].add_(1)
+    original["l"][1]["x"][0].zero_()
+    original["l"].append(2)
+    original["p"][1].zero_()
+    assert copy["t"].tolist() == [0.0, 0.0] and copy["l"] == [1, {"x": [torch.ones(1)]}] and copy["s"] == "text"
+    assert copy["p"][1].item() == 1.0
