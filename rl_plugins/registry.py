@@ -102,6 +102,11 @@ def select(methods: Any, method_params: Any = None) -> Selection:
     for name in named:
         found = load(name, vetoed)
         parts = found.parts if isinstance(found, Bundle) else {name: {}}
+        if vetoed.issuperset(parts):
+            raise ConfigError(
+                f"`methods` names `{name}` and takes out {', '.join(f'`-{p}`' for p in parts)}, so nothing of it is "
+                f"left. Remove `{name}` or keep a part of it."
+            )
         for part, preset in parts.items():
             if part in vetoed:
                 used_vetoes.add(part)
@@ -163,10 +168,11 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
             f"The method `{name}` is vetoed by the environment variable {VETO_VARIABLE}={os.environ[VETO_VARIABLE]!r}. "
             f"Remove it there or from `methods`."
         )
-    blocked = {v.removeprefix("dist:") for v in environment | set(vetoed) if v.startswith("dist:")}
-    origins = [o for o in _origins(name) if o.distribution not in blocked]
+    blocked = {_normalized(v.removeprefix("dist:")) for v in environment | set(vetoed) if v.startswith("dist:")}
+    everywhere = _origins(name)
+    origins = [o for o in everywhere if _normalized(o.distribution) not in blocked]
     if not origins:
-        hidden = [o for o in _origins(name) if o.distribution in blocked]
+        hidden = [o for o in everywhere if o not in origins]
         if hidden:
             raise ConfigError(f"The method `{name}` comes from {hidden[0]}, which is vetoed. Lift the veto to use it.")
         known = all_names()
@@ -199,7 +205,7 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
 
 def all_names() -> list[str]:
     """Every name there is, built in and installed, without importing other packages."""
-    builtin = [m for stem in _stems() for m in _members(stem)]
+    builtin = [name for stem in _stems() for name in _names(stem)]
     return sorted({*builtin, *(e.name for e in _entry_points())})
 
 
@@ -244,8 +250,8 @@ def check_class(cls: Any, name: str, origin: str) -> None:
 def _origins(name: str) -> list[Origin]:
     found = []
     for stem in _stems():
-        if (name == stem or name.startswith(f"{stem}_")) and name in _members(stem):
-            found.append(Origin(name, "", f"rl_plugins.methods.{stem}", partial(_members(stem).__getitem__, name)))
+        if (name == stem or name.startswith(f"{stem}_")) and name in _names(stem):
+            found.append(Origin(name, "", f"rl_plugins.methods.{stem}", partial(_member, stem, name)))
     seen = set()
     for e in _entry_points():
         distribution = e.dist.name if e.dist is not None else "?"
@@ -253,6 +259,11 @@ def _origins(name: str) -> list[Origin]:
             seen.add((distribution, e.value))
             found.append(Origin(name, distribution, e.value, e.load))
     return found
+
+
+def _normalized(distribution: str) -> str:
+    """Names of distributions are equal up to case, `-`, `_` and `.` (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 @cache
@@ -272,6 +283,18 @@ def _members(stem: str) -> dict[str, Any]:
         if isinstance(value, Bundle)
         or (isinstance(value, type) and issubclass(value, Method) and value.__module__.startswith(module.__name__))
     }
+
+
+def _names(stem: str) -> Collection[str]:
+    """Names a file of `methods/` defines. One that cannot be imported stands for its own name, and `load` says why."""
+    try:
+        return _members(stem)
+    except Exception:
+        return (stem,)
+
+
+def _member(stem: str, name: str) -> Any:
+    return _members(stem)[name]
 
 
 def _entry_points() -> Any:

@@ -259,11 +259,17 @@ class GenerationStep:
         self.serving = False
         rows = self.mine
         if all(
-            r.plan is not None and r.given is None and not r.plan.prefix and r.plan.max_tokens is None for r in rows
+            r.plan is not None and r.given is None and not r.plan.prefix and r.plan.max_tokens is None
+            for r in _flat(self.rows)  # of all ranks: they must make the same request
         ):
-            return host(prompt_ids, images, fields, num_generations, **kwargs)  # type: ignore[no-any-return]
+            # a vLLM server is asked for `each` completions of every each-th prompt
+            each = num_generations if self.regular else 1
+            return host(prompt_ids, images, fields, each, **kwargs)  # type: ignore[no-any-return]
         todo = [i for i, r in enumerate(rows) if r.plan is not None and r.given is None]
         ask = todo or [0]  # every rank must enter the engine, even one with nothing to generate
+        if self.trainer.use_vllm:  # TRL cuts the answer of a server, or of a tensor-parallel group, into equal shares
+            most = max(sum(r.plan is not None and r.given is None for r in part) for part in self.rows)
+            ask = ask + ask[:1] * (most - len(ask))
         made: dict[int, tuple[list[int], list[float | None] | None]] = {}
         if todo or self.accelerator.num_processes > 1:
             plans = [rows[i].plan for i in ask]
@@ -321,7 +327,10 @@ class GenerationStep:
     def _add_columns(self, out: dict[str, Any]) -> None:
         """Log-probs and entropies somebody needs and TRL did not compute: one pass at the weights that generated."""
         t, wanted = self.trainer, self.columns_wanted
-        sampled = "rollout_logprobs" in wanted and "sampling_per_token_logps" not in out
+        engine = out.get("sampling_per_token_logps")
+        sampled = "rollout_logprobs" in wanted and (
+            engine is None or any(gather(self.accelerator, bool(torch.isnan(engine).any())))  # forced tokens have none
+        )
         if "entropies" in wanted or (("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out):
             ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
             mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
@@ -398,24 +407,28 @@ class GenerationStep:
         _, ids, tool_mask, completions, *_ = self.generated
         real = [i for i, r in enumerate(self.mine) if r.plan is not None]
         ends = {*t.eos_token_ids, t._tokenizer.pad_token_id}
-        truncated = [not ids[i] or ids[i][-1] not in ends for i in real]
-        masks = [[1] * len(ids[i]) if tool_mask is None else list(tool_mask[i]) for i in real]
+        truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
+        length = torch.tensor([len(ids[i]) for i in real], dtype=torch.int64)
+        place = torch.arange(max((len(c) for c in ids), default=0))
+        inside = place < length[:, None]  # (rows, time), tokens that may carry a gradient
+        if tool_mask is not None:
+            masks = [torch.tensor(tool_mask[i], dtype=torch.bool) for i in real]
+            inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
         if t.mask_truncated_completions:
-            masks = [[0] * len(m) if cut else m for m, cut in zip(masks, truncated, strict=True)]
-        places = [torch.tensor(m, dtype=torch.long).nonzero()[:, 0] for m in masks]
-        forced = [self._forced(self.mine[i], len(ids[i]))[p] for i, p in zip(real, places, strict=True)]
+            inside &= ~truncated[:, None]
+        row, position = inside.nonzero(as_tuple=True)
+        forced = torch.tensor([self._forced(self.mine[i], len(ids[i])) for i in real], dtype=torch.int64)
         part: dict[str, Any] = {
-            "length": torch.tensor([len(p) for p in places], dtype=torch.int64),
-            "completion_length": torch.tensor([len(ids[i]) for i in real], dtype=torch.int64),
-            "truncated": torch.tensor(truncated, dtype=torch.bool),
-            "position": torch.cat(places) if places else torch.zeros(0, dtype=torch.int64),
-            "forced": torch.cat(forced) if forced else torch.zeros(0, dtype=torch.bool),
+            "length": inside.sum(1),
+            "completion_length": length,
+            "truncated": truncated,
+            "position": position,
+            "forced": position < forced[row],
             "advantages": host_advantages.detach().cpu()[real],
         }
         for name in self.columns_wanted:
             assert out is not None
-            column = out[_COLUMN_KEYS[name]].detach().cpu()
-            part[name] = torch.cat([column[i][p] for i, p in zip(real, places, strict=True)])
+            part[name] = out[_COLUMN_KEYS[name]].detach().cpu()[real][:, : len(place)][inside]
         if "text" in needs:
             part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
         if "raw_text" in needs:
@@ -424,11 +437,10 @@ class GenerationStep:
             part["messages"] = [completions[i] for i in real]
         return part
 
-    def _forced(self, row: Row, length: int) -> Tensor:
-        """Which tokens were put in the policy's place: given completions, and prefixes."""
-        plan = row.plan
-        given = plan is not None and row.number < len(plan.given)
-        return torch.arange(length) < (length if given else len(plan.prefix) if plan else 0)
+    def _forced(self, row: Row, length: int) -> int:
+        """How many tokens at its start were put in the policy's place: a given completion, or a prefix."""
+        assert row.plan is not None
+        return length if row.number < len(row.plan.given) else len(row.plan.prefix)
 
     def _rollouts(self, parts: list[dict[str, Any]]) -> tuple[Rollouts, Tokens, Tensor]:
         """All ranks' rows as the driver sees them, in the order of the plan."""

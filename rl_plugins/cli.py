@@ -1,0 +1,163 @@
+"""The command `rl-plugins`. What a command does stands in `rl_plugins/commands/`, loaded when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from rl_plugins.errors import RLPluginsError
+
+
+class _Commands(TyperGroup):
+    """Turns errors of rl-plugins into one paragraph on stderr and exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RLPluginsError as e:
+            typer.echo(f"rl-plugins: {e}", err=True)
+            raise typer.Exit(2) from None
+
+
+_LOOK = {"rich_markup_mode": None, "no_args_is_help": True, "add_completion": False}
+app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)  # type: ignore[arg-type]
+trl_app = typer.Typer(help="Runs of TRL with methods.", **_LOOK)  # type: ignore[arg-type]
+app.add_typer(trl_app, name="trl")
+
+
+@app.callback()
+def main() -> None:
+    """Methods of RL post-training papers as plugins for TRL and verl."""
+
+
+@app.command("list")
+def list_methods(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """All methods and bundles."""
+    from rl_plugins.commands.catalog import print_list
+
+    print_list(json)
+
+
+@app.command()
+def info(method: str) -> None:
+    """Everything about one method."""
+    from rl_plugins.commands.catalog import print_info
+
+    print_info(method)
+
+
+@app.command()
+def check(
+    method: Annotated[str, typer.Argument(help='A name, or "module:Class" of a class not installed yet.')],
+    params: Annotated[str | None, typer.Option(help="Parameters as JSON.")] = None,
+) -> None:
+    """Test a method against the contract."""
+    from rl_plugins.commands.check import check_and_print
+
+    raise typer.Exit(check_and_print(method, params))
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the method, e.g. my_method.")],
+    hook: Annotated[list[str] | None, typer.Option(help="A hook to start with; may be repeated.")] = None,
+    into: Annotated[Path, typer.Option(help="Folder in which the package is made.")] = Path("."),
+) -> None:
+    """Start a package with a method of your own."""
+    from rl_plugins.commands.scaffold import create
+
+    create(name, hook or ["advantages"], into)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Methods: a b, or a,b.")] = None,
+    method_params: Annotated[
+        str | None, typer.Option("--method-params", "--method_params", help="Their parameters as JSON.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", "--world_size", min=1, help="Processes, if not those of this machine.")
+    ] = None,
+    more_methods: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # --methods a b
+) -> None:
+    """Versions, plugins, what a run would do."""
+    from rl_plugins.commands.doctor import examine
+
+    raise typer.Exit(examine(config, [*(methods or []), *(more_methods or [])], method_params, world_size))
+
+
+_SEEDS = typer.Option(help="How many seeds (3), or which (4,7,11).")
+_VS = typer.Option(help="The baseline: grpo is the host alone.")
+_JOBS = typer.Option(min=1, help="Runs at a time.")
+_DRY = typer.Option("--dry-run", help="Print the plan and stop.")
+
+
+@app.command()
+def demo(
+    methods: Annotated[list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` are two together.")] = None,
+    vs: Annotated[str, _VS] = "grpo",
+    seeds: Annotated[str, _SEEDS] = "3",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("demo-results"),
+    jobs: Annotated[int, _JOBS] = 2,
+    long: Annotated[bool, typer.Option("--long", help="More steps.")] = False,
+    dry_run: Annotated[bool, _DRY] = False,
+) -> None:
+    """Train methods and plain GRPO side by side on a small policy built here."""
+    from rl_plugins.commands.compare import demo
+
+    demo(methods or ["mc_grpo"], vs, seeds, out, jobs, long, dry_run)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def compare(
+    ctx: typer.Context,
+    config: Annotated[Path, typer.Argument(help="YAML config of `trl grpo`.")],
+    methods: Annotated[list[str], typer.Argument(help="Methods; `vade+mc_grpo` are two together.")],
+    vs: Annotated[str, _VS] = "grpo",
+    seeds: Annotated[str, _SEEDS] = "3",
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("compare-results"),
+    jobs: Annotated[int, _JOBS] = 1,
+    metric: Annotated[list[str] | None, typer.Option(help="Logged value to compare; may be repeated.")] = None,
+    launcher: Annotated[str, typer.Option(help='E.g. "accelerate launch --num_processes 4".')] = "",
+    method_params: Annotated[
+        str | None, typer.Option("--method-params", "--method_params", help="Parameters as JSON.")
+    ] = None,
+    dry_run: Annotated[bool, _DRY] = False,
+) -> None:
+    """Methods on your own config under one budget, with intervals. Further options go to `trl grpo`."""
+    from rl_plugins.commands.compare import compare
+
+    compare(config, methods, vs, seeds, out, jobs, metric or [], launcher, method_params, dry_run, ctx.args)
+
+
+@app.command(hidden=True)
+def docs(page: Path) -> None:
+    """Write the page of methods."""
+    from rl_plugins.commands.catalog import methods_page
+
+    page.write_text(methods_page())
+
+
+_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@trl_app.command(context_settings=_ANYTHING)
+def grpo(ctx: typer.Context) -> None:
+    """`trl grpo` plus --methods, --method_params, --dry-run."""
+    dry = {"--dry-run", "--dry_run"} & set(ctx.args)
+    argv = [a for a in ctx.args if a not in dry]
+    if dry:
+        from rl_plugins.commands.doctor import dry_run
+
+        raise typer.Exit(dry_run(argv))
+    from rl_plugins.trl.script import launch
+
+    raise typer.Exit(launch(argv))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,1 @@
+"""What the commands of `rl-plugins` do. Each is imported only when it is called."""

@@ -1,0 +1,407 @@
+"""`rl-plugins new`: a package with one method that works, its tests, and the entry point that makes it known."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError, did_you_mean
+from rl_plugins.method import HOOKS
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a hook adds to the method that is written.
+
+    Attributes:
+        rule: its line in the update rule.
+        symbols: what the rule's symbols are.
+        params: lines of `Params`.
+        code: the hook.
+        test: body of a test of its effect; `METHOD` stands for the class.
+        names: what the code imports from `rl_plugins`.
+        needs: signals it needs.
+    """
+
+    rule: str
+    symbols: str
+    params: str
+    code: str
+    test: str
+    names: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+
+PARTS: dict[str, Part] = {
+    "select_prompts": Part(
+        rule="the prompts visited least come next, ties by chance",
+        symbols="State: `visits` (dataset size,), how often each prompt was chosen.",
+        params="",
+        code='''
+    def start(self, run: Run) -> None:
+        self.state["visits"] = torch.zeros(run.dataset_size or 0, dtype=torch.int64)
+
+    def select_prompts(self, pool: PromptPool, n: int) -> list[int]:
+        """`n` different prompts that are not taken."""
+        visits = self.state["visits"]
+        order = self.rng("prompts").permutation(pool.size).tolist()
+        free = [i for i in order if i not in pool.taken]
+        chosen = sorted(free, key=lambda i: int(visits[i]))[:n]
+        self.state["visits"] = visits + torch.bincount(torch.tensor(chosen), minlength=pool.size)
+        return chosen
+''',
+        test="""
+    stack = testing.start_stack(METHOD(), run=testing.make_run(dataset_size=6))
+    chosen = [stack.one("select_prompts", PromptPool(6, (0, 1, 2), (), None, step), 3) for step in range(2)]
+    assert sorted(chosen[0] + chosen[1]) == [0, 1, 2, 3, 4, 5]  # nobody twice before everybody once
+""",
+        names=("PromptPool", "Run"),
+        needs=("prompt_index",),
+    ),
+    "plan": Part(
+        rule="completions end after max_tokens tokens",
+        symbols="max_tokens: counted as the host counts the completion length.",
+        params="""
+        max_tokens: int = param(256, "longest completion, in tokens", ge=1)
+""",
+        code='''
+    def plan(self, plan: Plan) -> Plan:
+        """The same prompts and rollouts, with a limit."""
+        limit = self.params.max_tokens
+        rows = [row.replace(max_tokens=min(limit, row.max_tokens or limit)) for row in plan.rows]
+        return plan.replace(rows=tuple(rows))
+''',
+        test="""
+    plan = METHOD(METHOD.Params(max_tokens=9)).plan(testing.make_plan(prompts=2, group_size=4))
+    assert [(row.prompt, row.n, row.max_tokens) for row in plan.rows] == [(0, 4, 9), (1, 4, 9)]
+""",
+        names=("Plan",),
+    ),
+    "rewards": Part(
+        rule="r_i <- r_i - truncation_penalty where rollout i was cut off",
+        symbols="r (rows,): rewards.",
+        params="""
+        truncation_penalty: float = param(0.5, "taken off the reward of a rollout that was cut off", ge=0)
+""",
+        code='''
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        """One number per row; NaN (no reward) stays NaN."""
+        return rollouts.reward - self.params.truncation_penalty * rollouts.truncated.double()
+''',
+        test="""
+    rollouts = testing.make_rollouts([1.0, 0, 0, 1], truncated=torch.tensor([True, False, False, False]))
+    assert METHOD().rewards(rollouts).tolist() == [0.5, 0, 0, 1]
+""",
+        names=("Rollouts",),
+    ),
+    "select": Part(
+        rule="a group whose rewards differ by no more than min_spread leaves",
+        symbols="Rows of groups that leave are out of the batch and of every statistic.",
+        params="""
+        min_spread: float = param(0.0, "a group stays if largest - smallest reward is above this", ge=0)
+""",
+        code='''
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """True for the rows that stay."""
+        groups = rollouts.groups
+        return groups.rows(groups.max(rollouts.reward) - groups.min(rollouts.reward) > self.params.min_spread)
+''',
+        test="""
+    keep = METHOD().select(testing.make_rollouts([1.0, 1, 1, 1, 0, 0, 1, 0]))
+    assert keep.tolist() == [False] * 4 + [True] * 4
+""",
+        names=("Rollouts",),
+    ),
+    "advantages": Part(
+        rule="A_i = (r_i - mean(r)) / (std(r) + eps), per group",
+        symbols="r (rows,): rewards of a group. A (rows,): advantages.",
+        params="""
+        eps: float = param(1e-4, "added to the group's standard deviation", gt=0)
+""",
+        code='''
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        """One number per row. Statistics leave out rows without a reward (NaN), whose advantage becomes 0."""
+        groups, reward = rollouts.groups, rollouts.reward
+        distance = reward - groups.rows(groups.mean(reward))
+        return distance / (groups.rows(groups.std(reward)) + self.params.eps)
+''',
+        test="""
+    advantages = METHOD(METHOD.Params(eps=0.5)).advantages(testing.make_rollouts([1.0, 0], group_size=2))
+    assert advantages.tolist() == pytest.approx([0.5 / (0.5**0.5 + 0.5), -0.5 / (0.5**0.5 + 0.5)])
+""",
+        names=("Rollouts",),
+    ),
+    "shape": Part(
+        rule="A_t <- negative_weight * A_t where A_t < 0",
+        symbols="A_t (tokens,): advantages of tokens.",
+        params="""
+        negative_weight: float = param(0.5, "factor on negative advantages", ge=0)
+""",
+        code='''
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        """Acts on the advantages of any estimator."""
+        a = tokens.advantages
+        return Shape(advantages=torch.where(a < 0, self.params.negative_weight * a, a))
+''',
+        test="""
+    rollouts = testing.make_rollouts([1.0, 0], group_size=2, lengths=[1, 2])
+    tokens = testing.make_tokens(rollouts, advantages=torch.tensor([1.0, -1.0]))
+    assert METHOD().shape(rollouts, tokens).advantages.tolist() == [1.0, -0.5, -0.5]
+""",
+        names=("Rollouts", "Shape", "Tokens"),
+    ),
+    "observe": Part(
+        rule="m <- momentum * m + (1 - momentum) * mean(r), logged",
+        symbols="State: `mean_reward` m, of the batches so far.",
+        params="""
+        momentum: float = param(0.9, "weight of the older batches", ge=0, lt=1)
+""",
+        code='''
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """Once per generation batch, with every row."""
+        rewards = rollouts.reward[~torch.isnan(rollouts.reward)]
+        if len(rewards):
+            new, p = float(rewards.mean()), self.params.momentum
+            self.state["mean_reward"] = p * self.state.get("mean_reward", new) + (1 - p) * new
+            self.log("mean_reward", self.state["mean_reward"])
+''',
+        test="""
+    method = METHOD()
+    for rewards in ([1.0, 1.0], [0.0, 0.0]):
+        rollouts = testing.make_rollouts(rewards, group_size=2)
+        method.observe(rollouts, testing.make_tokens(rollouts), {})
+    assert method.state["mean_reward"] == pytest.approx(0.9)
+""",
+        names=("Rollouts", "Tokens"),
+    ),
+    "before_update": Part(
+        rule="learning rate of an optimizer step times min(1, tokens / full_tokens)",
+        symbols="tokens: those trained in the step, of all processes.",
+        params="""
+        full_tokens: int = param(1024, "tokens of a step from which on the learning rate is the full one", ge=1)
+""",
+        code='''
+    def before_update(self, rows: Rows) -> Update:
+        """Called in every process with the same rows; there is no `self.state` here."""
+        return Update(lr_scale=min(1.0, float(rows.length.sum()) / self.params.full_tokens))
+''',
+        test="""
+    rollouts = testing.make_rollouts([1.0, 0], group_size=2, lengths=[2, 6])
+    rows = testing.make_rows(rollouts, testing.make_tokens(rollouts))
+    update = METHOD(METHOD.Params(full_tokens=16)).before_update(rows)
+    assert update.lr_scale == 0.5
+""",
+        names=("Rows", "Update"),
+    ),
+    "policy_loss": Part(
+        rule="L_t = -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A)",
+        symbols="w = exp(log pi - log pi_old): importance ratio of a token.",
+        params="""
+        clip_low: float = param(0.2, "how far the ratio may fall below 1", ge=0, lt=1)
+        clip_high: float = param(0.28, "how far the ratio may rise above 1", ge=0)
+""",
+        code='''
+    def policy_loss(self, terms: Terms) -> Tensor:
+        """(rows, time), one value per token; masking and averaging are done outside."""
+        p = self.params
+        return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, p.clip_low, p.clip_high)
+''',
+        test="""
+    one = torch.ones(1, 1)
+    terms = testing.make_terms(rows=1, time=1, logprobs=one.log() + 1, old_logprobs=one.log(), advantages=one)
+    assert METHOD().policy_loss(terms).item() == pytest.approx(-1.28)
+""",
+        names=("Terms", "ppo_clip"),
+    ),
+    "regularize": Part(
+        rule="L_t <- L_t - entropy_weight * H_t",
+        symbols="H_t: entropy of the policy at a token, in nats.",
+        params="""
+        entropy_weight: float = param(1e-3, "weight of the entropy", ge=0)
+""",
+        code='''
+    def regularize(self, terms: Terms) -> Tensor:
+        """(rows, time), added to the loss of each token."""
+        return -self.params.entropy_weight * terms.entropies
+''',
+        test="""
+    terms = testing.make_terms(rows=1, time=1, entropies=torch.full((1, 1), 2.0))
+    assert METHOD().regularize(terms).item() == pytest.approx(-0.002)
+""",
+        names=("Terms",),
+    ),
+}
+
+
+def create(name: str, hooks: Sequence[str], into: Path) -> Path:
+    """Writes the package `rl-plugins-NAME` and says what comes next.
+
+    Raises:
+        ConfigError: a name that is taken or not allowed, a hook that does not exist or has no template, or a folder
+            that exists.
+    """
+    _check_name(name)
+    for hook in hooks:
+        if hook not in PARTS:
+            known = "the hook needs an engine or a queue to try it with" if hook in HOOKS else "there is no such hook"
+            raise ConfigError(
+                f"`--hook {hook}`: {known}.{did_you_mean(hook, PARTS)} A package can start with: {', '.join(PARTS)}."
+            )
+    folder = into / f"rl-plugins-{name.replace('_', '-')}"
+    if folder.exists():
+        raise ConfigError(f"The folder {str(folder)!r} exists already. Choose another name or another --into.")
+    chosen = [hook for hook in PARTS if hook in hooks]  # in the order of a step
+    module = f"rl_plugins_{name}"
+    cls = "".join(word.capitalize() for word in name.split("_"))
+    files = {
+        "pyproject.toml": _PYPROJECT.format(name=name, dashed=folder.name, module=module, cls=cls),
+        "README.md": _README.format(name=name, dashed=folder.name, module=module, cls=cls, hooks=", ".join(chosen)),
+        f"src/{module}/__init__.py": _method(name, cls, chosen),
+        f"tests/test_{name}.py": _tests(name, cls, module, chosen),
+    }
+    for path, text in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    print(f"Made {folder} with a method that works. Next:\n  cd {folder}")
+    print(f"  rl-plugins check {module}:{cls}\n  pytest\n  pip install -e .   # then: methods: [{name}]")
+    return folder
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of a method: lower-case letters, digits and single underscores only, a "
+            f"letter first, e.g. my_method."
+        )
+    taken = {*registry.all_names(), *registry.BASELINES, *registry.OUTSIDE_THE_HOOKS}
+    if name in taken:
+        origin = next((str(o) for o in registry.origins_of(name)), "rl-plugins itself")
+        raise ConfigError(f"The name `{name}` is taken by {origin}. Choose another one.")
+
+
+def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
+    parts = [PARTS[h] for h in hooks]
+    names = {"Method", "Paper"} | {n for p in parts for n in p.names}
+    params, code = "".join(p.params.lstrip("\n") for p in parts), "".join(p.code for p in parts)
+    names |= {"MethodParams", "param"} if params else set()
+    deeper = names & {"PromptPool", "Rows", "Run"}  # not among the names of the package itself
+    imports = ["from collections.abc import Mapping"] if "Mapping" in code else []
+    imports += ["from dataclasses import dataclass"] if params else []
+    imports += [""] if imports else []
+    imports += ["import torch"] if "torch." in code else []
+    imports.append(f"from rl_plugins import {', '.join(sorted(names - deeper, key=lambda n: (n.islower(), n)))}")
+    imports += [f"from rl_plugins.rollouts import {', '.join(sorted(deeper))}"] if deeper else []
+    imports += ["from torch import Tensor"] if "Tensor" in code else []
+    needs = [f'"{n}"' for p in parts for n in p.needs]
+    symbols = dict.fromkeys(f"    {p.symbols}" for p in parts)
+    return _METHOD.format(
+        name=name,
+        cls=cls,
+        imports="\n".join(imports),
+        rules="\n".join(f"        {p.rule}" for p in parts),
+        symbols="\n".join(symbols),
+        needs=f"    needs = frozenset({{{', '.join(needs)}}})\n" if needs else "",
+        params=f"\n    @dataclass(frozen=True)\n    class Params(MethodParams):\n{params}" if params else "",
+        errors="ConfigError for a parameter out of range" if params else "none",
+        code=code.rstrip("\n"),
+    )
+
+
+def _tests(name: str, cls: str, module: str, hooks: Sequence[str]) -> str:
+    tests = [f"def test_{h}():\n{PARTS[h].test.strip(chr(10)).replace('METHOD', cls)}" for h in hooks]
+    imports = [f"import {library}" for library in ("pytest", "torch") if any(f"{library}." in t for t in tests)]
+    imports.append("from rl_plugins import testing")
+    imports += ["from rl_plugins.rollouts import PromptPool"] if "select_prompts" in hooks else []
+    text = {"imports": "\n".join(imports), "tests": "\n\n\n".join(tests)}
+    return _TESTS.format(name=name, cls=cls, module=module, **text)
+
+
+_PYPROJECT = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{dashed}"
+version = "0.1.0"
+description = "The method {name} for rl-plugins."
+requires-python = ">=3.11"
+dependencies = ["rl-plugins>=0.1"]
+
+# This makes `methods: [{name}]` work wherever the package is installed.
+[project.entry-points."rl_plugins.methods"]
+{name} = "{module}:{cls}"
+
+[tool.setuptools.packages.find]
+where = ["src"]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
+pythonpath = ["src"]
+"""
+
+_README = """\
+# {dashed}
+
+The method `{name}` for [rl-plugins](https://pypi.org/project/rl-plugins/). It changes: {hooks}.
+
+    pip install -e .
+    rl-plugins info {name}
+    rl-plugins trl grpo --config run.yaml --methods {name}
+
+What to do with this start:
+
+1. In `src/{module}/__init__.py`, put the paper into `paper`, its update rule into the docstring, and its formula into
+   the hook. Take out what it does not change.
+2. Run `rl-plugins check {module}:{cls}` after every change: it tells what breaks the contract.
+3. In `tests/`, compare with numbers of the paper or of its authors' code.
+"""
+
+_METHOD = '''\
+"""The method {name} (arXiv 0000.00000)."""
+
+from __future__ import annotations
+
+{imports}
+
+
+class {cls}(Method):
+    """Say in one sentence what the method does.
+
+{rules}
+
+{symbols}
+
+    Errors: {errors}.
+
+    Source: arXiv 0000.00000; say which equation, and which file of the authors' code.
+    """
+
+    name = "{name}"
+    paper = Paper("0000.00000", "The title of the paper", "Its authors", 2026, code=None)
+    fidelity = "paper"  # "code": compared with the authors' code; "reconstruction": something was not published
+    use_when = "Say when it helps."
+    avoid_when = "Say when it does not."
+{needs}{params}{code}
+'''
+
+_TESTS = '''\
+"""The method {name}: the contract of rl-plugins, and the numbers of its own."""
+
+from __future__ import annotations
+
+{imports}
+
+from {module} import {cls}
+
+
+def test_contract():
+    report = testing.check_method({cls})
+    assert report.name == "{name}"
+
+
+{tests}
+'''
