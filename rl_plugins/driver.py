@@ -6,14 +6,17 @@ knows a host, so both hosts decide alike on the same rollouts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Plan, PlanRow, PromptPool, Rollouts, Shape, Tokens
 from rl_plugins.stack import MethodStack
@@ -55,18 +58,18 @@ def first_plan(
         asked = Plan(
             tuple(PlanRow(p, start + i, group_size) for i, p in enumerate(prompts)), group_size, room, step=stack.step
         )
-        plan = _chain_plan(stack, asked, stack.claims["plan"])
+        plan = _chain_plan(stack, asked, stack.claims["plan"], pool_size)
         if not rows:
             _check_size(plan, room)
         added = list(plan.rows)
-        while rows and sum(r.n for r in added) > room:
-            added.pop()  # further prompts that do not fit are left for the next batch
+        while rows and sum(r.n for r in added) > room:  # of further prompts only those that fit, in whole groups
+            added = [r for r in added if r.group != added[-1].group]
         rows += added
         trained, groups = sum(r.n for r in rows), len({r.group for r in rows})
-        if not added or any(m.rounds for m in stack.methods) or pool_size is None:
+        if not sum(r.n for r in added) or any(m.rounds for m in stack.methods) or pool_size is None:
             break
-        more = (budget - trained) // max(1, round(trained / max(groups, 1)))
-        taken = tuple(r.prompt for r in rows)
+        more = (budget - trained) // max(1, round(trained / groups))
+        taken = tuple(r.prompt for r in rows if r.prompt >= 0)
         prompts = _select(stack, (), taken, min(more, pool_size - len(set(taken))), pool_size, dataset)
     return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
 
@@ -82,19 +85,39 @@ def next_plan(stack: MethodStack, plan: Plan) -> Plan:
     return result
 
 
-def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method]) -> Plan:
+def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_size: int | None = None) -> Plan:
     for m in methods:
         new = stack.call("plan", m, plan)
         if new is not None:
             if not isinstance(new, Plan):
                 raise stack.refuse(m, "plan", f"{type(new).__name__} instead of a Plan.")
             for row in new.rows:
-                if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
-                    raise stack.refuse(m, "plan", f"{row.n} + {row.spare} rollouts, {len(row.given)} given: {row}.")
-                if any(not c.tokens for c in row.given):
-                    raise stack.refuse(m, "plan", f"a given completion without tokens: {row}.")
+                problem = _row_problem(row, pool_size)
+                if problem:
+                    raise stack.refuse(m, "plan", f"{problem}: {row}.")
             plan = new.replace(rows=tuple(r for r in new.rows if r.n + r.spare > 0))
     return plan
+
+
+def _row_problem(row: Any, pool_size: int | None) -> str | None:
+    """What is illegal about a plan row."""
+    if not isinstance(row, PlanRow):
+        return f"{type(row).__name__} instead of a PlanRow"
+    if not all(isinstance(v, Integral) for v in (row.prompt, row.group, row.n, row.spare)):
+        return "`prompt`, `group`, `n` and `spare` must be whole numbers"
+    if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
+        return f"{row.n} + {row.spare} rollouts, {len(row.given)} given"
+    if row.prompt < -1 or (pool_size is not None and row.prompt >= pool_size):
+        return f"prompt {row.prompt} of a dataset of {'unknown' if pool_size is None else pool_size} rows"
+    if row.prompt == -1 and not row.edit:
+        return "a foreign prompt (-1) without columns in `edit`"
+    if row.max_tokens is not None and row.max_tokens < 1:
+        return f"max_tokens={row.max_tokens}"
+    if any(not c.tokens for c in row.given):
+        return "a given completion without tokens"
+    if any(c.logprobs is not None and len(c.logprobs) != len(c.tokens) for c in row.given):
+        return "a given completion needs as many log-probs as tokens, or None"
+    return None
 
 
 def _check_size(plan: Plan, budget: int) -> None:
@@ -114,11 +137,18 @@ def _select(
     if not stack.claims["select_prompts"]:
         return list(proposal) if proposal else _own_prompts(stack, n, set(taken), pool_size or 0)
     m = stack.claims["select_prompts"][0]
-    assert pool_size is not None  # the preflight check refuses streams
-    chosen = [
-        int(i)
-        for i in stack.one("select_prompts", PromptPool(pool_size, tuple(proposal), taken, dataset, stack.step), n)
-    ]
+    if pool_size is None:
+        raise MethodError(
+            f"Method `{m.name}` selects prompts, and the dataset is a stream, whose rows cannot be taken by number. "
+            f"Use a dataset with random access, or remove `{m.name}` from `methods`."
+        )
+    answer = stack.one("select_prompts", PromptPool(pool_size, tuple(proposal), taken, dataset, stack.step), n)
+    try:
+        chosen = [operator.index(i) for i in answer]
+    except TypeError:
+        raise stack.refuse(
+            m, "select_prompts", f"{n} dataset rows (integers) are needed, it gave {answer!r}."
+        ) from None
     if len(chosen) != n or len(set(chosen)) != n or not all(0 <= i < pool_size for i in chosen):
         raise stack.refuse(
             m,
@@ -126,6 +156,9 @@ def _select(
             f"{n} different prompts of 0..{pool_size - 1} were asked for, it gave "
             f"{len(chosen)} ({len(set(chosen))} different): {chosen[:20]}.",
         )
+    again = sorted(set(chosen) & set(taken))
+    if again:
+        raise stack.refuse(m, "select_prompts", f"the prompts {again[:20]} are in the batch already (`pool.taken`).")
     return chosen
 
 
@@ -134,9 +167,12 @@ def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list
     import numpy as np
 
     out: list[int] = []
+    shuffled, order = -1, np.empty(0, dtype=np.int64)
     while len(out) < n and len(taken) < size:
         epoch, place = divmod(stack.extra_prompts, size)
-        prompt = int(np.random.default_rng([stack.seed, epoch]).permutation(size)[place])
+        if epoch != shuffled:
+            shuffled, order = epoch, np.random.default_rng([stack.seed, epoch]).permutation(size)
+        prompt = int(order[place])
         stack.extra_prompts += 1
         if prompt not in taken:
             taken.add(prompt)
@@ -201,10 +237,18 @@ def decide(
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
         if new is not None:
-            rollouts = rollouts.replace(reward=_per_row(stack, m, "rewards", new, rollouts, nan=True))
+            reward = _per_row(stack, m, "rewards", new, rollouts).double()
+            if bool(torch.isinf(reward).any()):
+                raise stack.refuse(m, "rewards", "a reward is infinite; NaN is what a row without a reward gets.")
+            rollouts = rollouts.replace(reward=reward)
             rewarded_by.append(m.name)
     if bool(torch.isinf(rollouts.reward).any()):
-        raise MethodError("A reward is infinite; rewards must be finite numbers, or None/NaN where a row has none.")
+        columns = zip(rollouts.reward_names, rollouts.rewards.unbind(1), strict=True)
+        names = ", ".join(name for name, column in columns if bool(torch.isinf(column).any()))
+        raise MethodError(
+            f"A reward is infinite ({names or 'their weighted sum'}); rewards must be finite numbers, or None/NaN "
+            f"where a row has none."
+        )
     if len(rollouts) and bool(torch.isnan(rollouts.reward).all()):
         raise MethodError(
             f"Not one of the {len(rollouts)} completions has a reward: every reward function "
@@ -213,23 +257,25 @@ def decide(
         )
     keep = rollouts.kept
     for m in stack.claims["select"]:
-        keep = keep & _per_row(stack, m, "select", stack.call("select", m, rollouts.replace(kept=keep)), rollouts, bool)
+        stays = stack.call("select", m, rollouts.replace(kept=keep))
+        if stays is not None:
+            keep = keep & _bool(stack, m, "select", "the mask", _per_row(stack, m, "select", stays, rollouts))
     rollouts = rollouts.replace(kept=keep)
 
     inside = rollouts.subset(keep)  # what left is out of every statistic
-    place = torch.cumsum(keep, 0) - 1
     stay = keep[tokens.row]
-    within = tokens.subset(stay, place)
+    within = tokens.subset(stay, _renumbered(keep))
+    if rollouts.steps is not None and within.step is not None:
+        within = within.replace(step=_renumbered(keep[rollouts.steps.row])[within.step])
     if stack.claims["advantages"]:
         m = stack.claims["advantages"][0]
-        source, values = m.name, _advantages(stack, m, stack.one("advantages", inside), inside)
+        source, values = m.name, _advantages(stack, m, stack.one("advantages", inside), inside, within)
     elif host_advantages is not None and bool(keep.all()) and not rewarded_by:
-        source, values = "host", host_advantages.double()
+        source, values = "host", host_advantages.double()[within.row]
     else:
-        source, values = "rl_plugins", estimator(inside)
-    per_token = _spread(torch.nan_to_num(values, nan=0.0), inside, within)
-    unscorable = torch.isnan(inside.reward)
-    within = within.replace(advantages=torch.where(unscorable[within.row], 0.0, per_token))
+        source, values = "rl_plugins", estimator(inside)[within.row]
+    nothing = torch.isnan(values) | torch.isnan(inside.reward)[within.row]
+    within = within.replace(advantages=torch.where(nothing, 0.0, values))
 
     row_columns: dict[str, Tensor] = {}
     token_columns: dict[str, Tensor] = {}
@@ -243,8 +289,8 @@ def decide(
             old_logprobs = within.old_logprobs
 
     for m in stack.claims["observe"]:
-        # rows that left have no tokens here; `row` points into all rows
-        everywhere = within.replace(row=keep.nonzero()[:, 0][within.row])
+        # rows that left have no tokens here; `row` and `step` point into all rows and steps
+        everywhere = within.replace(row=tokens.row[stay], step=None if tokens.step is None else tokens.step[stay])
         stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
     stack.step += 1
     return _decision(
@@ -289,25 +335,25 @@ def _decision(
         full[stay] = x
         return full
 
-    n = len(inside)
-    live = torch.bincount(within.row[within.keep], minlength=n)
-    total = torch.bincount(within.row, within.advantages * within.keep, minlength=n).double()
-    row_advantages = total / live.clamp(min=1)
-    spread = (within.advantages - row_advantages[within.row]).abs() > 1e-12
-    trained = rows_back(live > 0)
+    of_row = Groups(within.row, count=len(inside))
+    live = torch.where(within.keep, within.advantages, torch.nan)
+    trained = of_row.n(live) > 0
     if int(trained.sum()) > budget:
-        sizes = torch.bincount(inside.group).tolist() if n else []
+        groups = Groups(inside.group[trained])
+        sizes = list(zip(groups.ids.tolist(), groups.size.tolist(), strict=True))
+        listed = ", ".join(f"group {g}: {n}" for g, n in sizes[:32])
         raise MethodError(
-            f"{int(trained.sum())} rows would be trained, the batch takes {budget}. Rows per group that stayed: "
-            f"{sizes[:32]}. The method that asked for spare rollouts must make them leave (`select` or `shape`)."
+            f"{int(trained.sum())} rows would be trained, the batch takes {budget}. Rows that stayed: {listed}"
+            f"{', ..' if len(sizes) > 32 else ''}. The method that asked for spare rollouts must make them leave "
+            f"(`select` or `shape`)."
         )
     return Decision(
         rollouts=rollouts,
-        trained=trained,
+        trained=rows_back(trained),
         keep_tokens=tokens_back(within.keep),
         advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
-        row_advantages=rows_back(row_advantages),
-        uniform=not bool((spread & within.keep).any()),
+        row_advantages=rows_back(torch.nan_to_num(of_row.mean(live), nan=0.0)),
+        uniform=not bool((of_row.max(live) > of_row.min(live)).any()),
         old_logprobs=None if old_logprobs is None else tokens_back(old_logprobs),
         row_columns={k: rows_back(v) for k, v in row_columns.items()},
         token_columns={k: tokens_back(v) for k, v in token_columns.items()},
@@ -316,37 +362,43 @@ def _decision(
     )
 
 
-def _per_row(
-    stack: MethodStack, m: Method, hook: str, value: Any, rollouts: Rollouts, dtype: type = float, nan: bool = False
-) -> Tensor:
-    given: Tensor = torch.as_tensor(value)
-    if given.shape != (len(rollouts),):
-        raise stack.refuse(m, hook, f"one number per row ({len(rollouts)}) is needed; it gave {tuple(given.shape)}.")
-    if dtype is bool:
-        if given.dtype != torch.bool:
-            raise stack.refuse(m, hook, f"a bool tensor is needed, it gave {given.dtype}.")
-        return given
-    if bool(torch.isinf(given).any()) or (not nan and bool(torch.isnan(given).any())):
-        raise stack.refuse(m, hook, "values must be finite.")
-    return given.double()
+def _renumbered(keep: Tensor) -> Tensor:
+    """Old number -> new number of what stays."""
+    return torch.cumsum(keep, 0) - 1
 
 
-def _advantages(stack: MethodStack, m: Method, value: Any, rollouts: Rollouts) -> Tensor:
-    given: Tensor = torch.as_tensor(value).double()
-    allowed = {len(rollouts)} | ({len(rollouts.steps.row)} if rollouts.steps is not None else set())
-    if given.ndim != 1 or len(given) not in allowed:
-        why = f"one number per row ({len(rollouts)}) or per turn is needed; it gave {tuple(given.shape)}."
-        raise stack.refuse(m, "advantages", why)
-    if bool(torch.isinf(given).any()):
-        raise stack.refuse(m, "advantages", "an advantage is infinite.")
+def _numbers(stack: MethodStack, m: Method, hook: str, what: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError) as e:
+        why = f"{what} must be a tensor (or numbers that make one), it gave {type(value).__name__}: {e}."
+        raise stack.refuse(m, hook, why) from None
+
+
+def _bool(stack: MethodStack, m: Method, hook: str, what: str, given: Tensor) -> Tensor:
+    if given.dtype != torch.bool:
+        raise stack.refuse(m, hook, f"{what} must be a bool tensor, it gave {given.dtype}.")
     return given
 
 
-def _spread(values: Tensor, rollouts: Rollouts, tokens: Tokens) -> Tensor:
+def _per_row(stack: MethodStack, m: Method, hook: str, value: Any, rollouts: Rollouts) -> Tensor:
+    given = _numbers(stack, m, hook, "the answer", value)
+    if given.shape != (len(rollouts),):
+        raise stack.refuse(m, hook, f"one number per row ({len(rollouts)}) is needed; it gave {tuple(given.shape)}.")
+    return given
+
+
+def _advantages(stack: MethodStack, m: Method, value: Any, rollouts: Rollouts, tokens: Tokens) -> Tensor:
     """(rows,) or (steps,) -> (tokens,)."""
-    if rollouts.steps is not None and tokens.step is not None and len(values) == len(rollouts.steps.row):
-        return values[tokens.step]
-    return values[tokens.row]
+    given = _numbers(stack, m, "advantages", "the advantages", value).double()
+    if bool(torch.isinf(given).any()):
+        raise stack.refuse(m, "advantages", "an advantage is infinite.")
+    if rollouts.steps is not None and tokens.step is not None and given.shape == rollouts.steps.row.shape:
+        return given[tokens.step]
+    if given.shape != (len(rollouts),):
+        why = f"one number per row ({len(rollouts)}) or per turn is needed; it gave {tuple(given.shape)}."
+        raise stack.refuse(m, "advantages", why)
+    return given[tokens.row]
 
 
 def _apply_shape(
@@ -362,7 +414,7 @@ def _apply_shape(
         raise stack.refuse(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
 
     def sized(name: str, value: Any, n: int, kind: str) -> Tensor:
-        given: Tensor = torch.as_tensor(value)
+        given = _numbers(stack, m, "shape", f"`{name}`", value)
         if given.shape != (n,):
             raise stack.refuse(m, "shape", f"`{name}` needs one entry per {kind} ({n}), it has {tuple(given.shape)}.")
         if given.is_floating_point() and not bool(torch.isfinite(given).all()):
@@ -376,9 +428,11 @@ def _apply_shape(
         changes["old_logprobs"] = sized("old_logprobs", shaped.old_logprobs, len(tokens), "token").float()
     keep = tokens.keep
     if shaped.keep_rows is not None:
-        keep = keep & sized("keep_rows", shaped.keep_rows, len(rollouts), "row").bool()[tokens.row]
+        rows = sized("keep_rows", shaped.keep_rows, len(rollouts), "row")
+        keep = keep & _bool(stack, m, "shape", "`keep_rows`", rows)[tokens.row]
     if shaped.keep_tokens is not None:
-        keep = keep & sized("keep_tokens", shaped.keep_tokens, len(tokens), "token").bool()
+        stays = sized("keep_tokens", shaped.keep_tokens, len(tokens), "token")
+        keep = keep & _bool(stack, m, "shape", "`keep_tokens`", stays)
     for columns, given, n, kind in (
         (row_columns, shaped.row_columns, len(rollouts), "row"),
         (token_columns, shaped.token_columns, len(tokens), "token"),

@@ -6,7 +6,7 @@ own, these take its place; on equal groups they are equal to the host's (tested)
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,7 +25,12 @@ def grpo_advantages(rollouts: Rollouts, scale: Scale = "group", eps: float = 1e-
 
     Returns:
         (rows,) float64; 0 for rows without a reward and for groups of one.
+
+    Raises:
+        ValueError: unknown scale.
     """
+    if scale not in get_args(Scale):
+        raise ValueError(f"scale is {scale!r}; allowed: {', '.join(get_args(Scale))}.")
     reward, groups = rollouts.reward, rollouts.groups
     centered = reward - groups.rows(groups.mean(reward))
     if scale == "group":

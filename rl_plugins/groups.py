@@ -59,12 +59,13 @@ class Groups:
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of the values; 0 for a group without any."""
-        return self._scatter(torch.nan_to_num(x.double(), nan=0.0))
+        return self._scatter(torch.nan_to_num(x.double(), nan=0.0, posinf=torch.inf, neginf=-torch.inf))
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of the values."""
         x = x.double()
         anchor = self.min(x)  # a member: identical values give exactly that mean
+        anchor = torch.where(torch.isinf(anchor), 0.0, anchor)
         return anchor + self.sum(x - self.rows(anchor)) / self.n(x)
 
     def std(self, x: Tensor, ddof: int = 1) -> Tensor:
@@ -100,14 +101,17 @@ class Groups:
 
     def rank(self, x: Tensor) -> Tensor:
         """(rows,) rank inside the group, 1 for the smallest, ties get their average, NaN stays NaN."""
+        x = x.double()
         order, start = self._sorted(x)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=x.device)
-        rank = (place - self.rows(start) + 1).double()
-        pair = torch.stack([self.index.double(), x.double()], dim=1)
-        _, tie = torch.unique(torch.nan_to_num(pair, nan=torch.inf), dim=0, return_inverse=True)
-        n = torch.bincount(tie)
-        return torch.where(torch.isnan(x), torch.nan, (torch.bincount(tie, rank) / n.clamp(min=1))[tie])
+        value, group = x[order], self.index[order]
+        first = torch.ones(len(order), dtype=torch.bool, device=x.device)  # of several equal values
+        first[1:] = (value[1:] != value[:-1]) | (group[1:] != group[:-1])
+        tie = torch.cumsum(first, 0) - 1
+        place = (torch.arange(len(order), device=x.device) - start[group] + 1).double()
+        average = torch.bincount(tie, place).double() / torch.bincount(tie)
+        rank = torch.empty_like(x)
+        rank[order] = average[tie]
+        return torch.where(torch.isnan(x), torch.nan, rank)
 
     def leave_one_out(self, x: Tensor) -> Tensor:
         """(rows,) mean of the other values of the group; NaN where there is no other, or the value itself is NaN."""

@@ -76,19 +76,20 @@ def aggregate(
     """
     per_row = torch.where(mask > 0, per_token, 0.0).sum(-1)
     if how == "token-mean":
-        return per_row.sum() / _at_least_one(num_tokens)
+        return per_row.sum() / _divisor(num_tokens)
     if how == "seq-mean-token-mean":
         per_row = per_row / mask.sum(-1).clamp(min=1)
     elif how == "seq-mean-token-sum-norm":
         per_row = per_row / max_length
     elif how != "seq-mean-token-sum":
         raise ValueError(f"unknown aggregation {how!r}; allowed: {', '.join(sorted(set(TRL_AGGREGATION.values())))}.")
-    return per_row.sum() / _at_least_one(num_rows)
+    return per_row.sum() / _divisor(num_rows)
 
 
 def _as(value: Tensor | float, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
 
-def _at_least_one(n: Tensor | float) -> Tensor | float:
-    return n.clamp(min=1.0) if isinstance(n, Tensor) else max(float(n), 1.0)
+def _divisor(n: Tensor | float) -> Tensor | float:
+    """`n`, or 1 where it is 0 and there is nothing to divide. Shares below 1 are legal: one row on two ranks is 0.5."""
+    return torch.where(n > 0, n, 1.0) if isinstance(n, Tensor) else float(n) or 1.0

@@ -24,7 +24,7 @@ class Metrics:
         known, values = self._values.setdefault(name, (reduce, []))
         if known != reduce:
             raise MethodError(f"`{name}` is logged with reduce={reduce!r} and {known!r} in one step; use one of them.")
-        values.append((_detach(value), _detach(weight)))
+        values.append((_number(name, value), _number(name, weight)))
 
     def take(self) -> Partial:
         """What was collected, as plain numbers; the collection is empty afterwards. NaN values are left out."""
@@ -35,9 +35,9 @@ class Metrics:
             if not numbers:
                 partial[name] = (reduce, 0.0, 0.0)
             elif reduce == "mean":
-                partial[name] = (reduce, math.fsum(v * w for v, w in numbers), math.fsum(w for _, w in numbers))
+                partial[name] = (reduce, _sum(v * w for v, w in numbers), _sum(w for _, w in numbers))
             elif reduce == "sum":
-                partial[name] = (reduce, math.fsum(v for v, _ in numbers), 1.0)
+                partial[name] = (reduce, _sum(v for v, _ in numbers), 1.0)
             else:
                 partial[name] = (reduce, (min if reduce == "min" else max)(v for v, _ in numbers), 1.0)
         self._values.clear()
@@ -49,18 +49,37 @@ def combine(partials: Iterable[Partial]) -> dict[str, float]:
     merged: dict[str, tuple[str, list[tuple[float, float]]]] = {}
     for partial in partials:
         for name, (reduce, value, weight) in partial.items():
+            known, values = merged.setdefault(name, (reduce, []))
+            if known != reduce:
+                raise MethodError(f"`{name}` is logged with reduce={reduce!r} and {known!r} on two ranks; use one.")
             if weight > 0:
-                merged.setdefault(name, (reduce, []))[1].append((value, weight))
+                values.append((value, weight))
     out = {}
     for name, (reduce, values) in merged.items():
+        if not values:
+            continue
         if reduce == "mean":
-            out[name] = math.fsum(v for v, _ in values) / math.fsum(w for _, w in values)
+            out[name] = _sum(v for v, _ in values) / _sum(w for _, w in values)
         elif reduce == "sum":
-            out[name] = math.fsum(v for v, _ in values)
+            out[name] = _sum(v for v, _ in values)
         else:
             out[name] = (min if reduce == "min" else max)(v for v, _ in values)
     return out
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if hasattr(value, "detach") else value
+def _number(name: str, value: Any) -> Any:
+    """A float, or a tensor of one element that is read later."""
+    if not hasattr(value, "detach"):
+        return float(value)
+    if value.numel() != 1:
+        raise MethodError(f"`{name}` is logged with a tensor of shape {tuple(value.shape)}; log one number.")
+    return value.detach()
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Does not depend on the order, so neither on how rows were split; infinities add up as usual."""
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # beyond the largest float, or inf - inf
+        return sum(numbers)

@@ -82,7 +82,7 @@ def build_params(cls: type[MethodParams], values: Mapping[str, Any] | None, meth
         if name not in known:
             allowed = f"It has: {', '.join(known)}." if known else "It has no parameters."
             raise ConfigError(
-                f"Method `{method}` has no parameter `{name}`.{did_you_mean(name, known)} {allowed} "
+                f"Method `{method}` has no parameter `{name}`.{did_you_mean(str(name), known)} {allowed} "
                 f"See `rl-plugins info {method}`."
             )
     try:
@@ -96,8 +96,9 @@ def parse_value(
 ) -> Any:
     """`value` as the declared type `hint`, within `limits`.
 
-    Understood: bool, int, float, str, Literal, `X | None`, tuple[X, ...], and Callable (an object, or the text
-    "module:attribute"). Text is converted only where it is an exact spelling of the type.
+    Understood: bool, int, float, str, Literal, `X | None`, tuple[X, ...], Callable (an object, or the text
+    "module:attribute"), and Any, which is taken as it is. Text is converted only where it is an exact spelling of the
+    type.
     """
     limits = limits or {}
     origin, args = get_origin(hint), get_args(hint)
@@ -112,7 +113,9 @@ def parse_value(
                 return parse_value(value, choice, name, limits, allow_inf)
             except ConfigError as e:
                 errors.append(e)
-        raise errors[-1] if len(errors) == 1 else _wrong(name, value, _type_text(hint))
+        raise (
+            errors[-1] if len(errors) == 1 else _wrong(name, value, f"{_type_text(hint)} {_range_text(limits)}".strip())
+        )
     if origin is Literal:
         for choice in args:
             if value == choice and isinstance(value, bool) == isinstance(choice, bool):
@@ -123,8 +126,8 @@ def parse_value(
             f"parameter `{name}` is {value!r}; allowed: {', '.join(map(repr, args))}."
             f"{did_you_mean(str(value), [str(a) for a in args])}"
         )
-    if origin is tuple:
-        items = value.split(",") if isinstance(value, str) else value
+    if origin is tuple and args[1:] == (...,):
+        items = [v.strip() for v in value.split(",") if value.strip()] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise _wrong(name, value, _type_text(hint))
         return tuple(parse_value(v, args[0], name, limits, allow_inf) for v in items)
@@ -157,7 +160,10 @@ def parse_value(
                 raise _wrong(name, value, "a number") from None
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             raise _wrong(name, value, "a number")
-        number = float(number)
+        try:
+            number = float(number)
+        except OverflowError:
+            raise _wrong(name, value, "a number that a float can hold") from None
         if math.isnan(number) or (math.isinf(number) and not allow_inf):
             raise _wrong(name, value, "a finite number")
         return _within(number, name, limits)
@@ -165,7 +171,12 @@ def parse_value(
         if not isinstance(value, str):
             raise _wrong(name, value, "text")
         return value
-    return value
+    if hint is Any:
+        return value
+    raise ConfigError(
+        f"parameter `{name}` is declared as {hint}, which cannot be parsed; declare bool, int, float, str, Literal, "
+        f"X | None, tuple[X, ...] or Callable."
+    )
 
 
 def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
@@ -183,7 +194,7 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as e:
+    except Exception as e:  # whatever the module raises while it is imported
         raise ConfigError(
             f"parameter `{name}` is {value!r}, but it cannot be loaded: {type(e).__name__}: {e}. Give an importable "
             f'"module:attribute", with the module on PYTHONPATH.'
@@ -204,7 +215,7 @@ def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
                 "name": f.name,
                 "type": _type_text(hints[f.name]),
                 "default": _default_text(f.default),
-                "range": ", ".join(f"{_LIMITS[k]} {v:g}" for k, v in limits.items()),
+                "range": _range_text(limits, ", "),
                 "help": f.metadata.get("help", ""),
             }
         )
@@ -219,7 +230,7 @@ def params_to_dict(params: MethodParams) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if callable(value):
         return f"{getattr(value, '__module__', '?')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _default_text(value: Any) -> str:
@@ -230,9 +241,12 @@ def _within(number: Any, name: str, limits: Mapping[str, float]) -> Any:
     tests = {"gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y}
     for key, bound in limits.items():
         if not tests[key](number, bound):
-            allowed = " and ".join(f"{_LIMITS[k]} {v:g}" for k, v in limits.items())
-            raise ConfigError(f"parameter `{name}` is {number!r}; it must be {allowed}.")
+            raise ConfigError(f"parameter `{name}` is {number!r}; it must be {_range_text(limits)}.")
     return number
+
+
+def _range_text(limits: Mapping[str, float], separator: str = " and ") -> str:
+    return separator.join(f"{_LIMITS[k]} {v:g}" for k, v in limits.items())
 
 
 def _wrong(name: str, value: Any, wanted: str) -> ConfigError:

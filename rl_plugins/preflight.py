@@ -51,7 +51,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     """
     problems: list[str] = []
     options: dict[str, Any] = {}
-    wanted_by: dict[str, str] = {}
+    wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
     for m in stack.methods:
         for hook in m.claims():
             if hook not in host.hooks:
@@ -65,7 +65,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             if why_not:
                 problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")
         for option, value in m.host_options.get(host.name, {}).items():
-            problem = _set_option(m, option, value, host, options, wanted_by)
+            problem = _set_option(m, option, value, host, options, wanted)
             if problem:
                 problems.append(problem)
     if problems:
@@ -85,16 +85,26 @@ def _missing(signal: str, host: HostFacts) -> str | None:
 
 
 def _set_option(
-    m: Method, option: str, value: Any, host: HostFacts, options: dict[str, Any], wanted_by: dict[str, str]
+    m: Method,
+    option: str,
+    value: Any,
+    host: HostFacts,
+    options: dict[str, Any],
+    wanted: dict[str, tuple[str, Any]],
 ) -> str | None:
-    current, default = host.options.get(option), host.defaults.get(option)
-    if option in options and options[option] != value:
-        return f"`{m.name}` needs {option}={value!r} and `{wanted_by[option]}` needs {option}={options[option]!r}."
+    if option not in host.options:
+        return f"`{m.name}` sets {option}={value!r}, which {host.name} {host.version} does not have. Remove the method."
+    current, default = host.options[option], host.defaults.get(option)
+    first, needed = wanted.setdefault(option, (m.name, value))
+    if needed != value:
+        return (
+            f"`{m.name}` needs {option}={value!r} and `{first}` needs {option}={needed!r}. Remove one of the methods."
+        )
     if current == value:
         return None
     if current != default:
         return f"`{m.name}` sets {option}={value!r}, but the config has {option}={current!r}. Remove one of them."
-    options[option], wanted_by[option] = value, m.name
+    options[option] = value
     return None
 
 

@@ -193,7 +193,7 @@ class Rollouts(Replaceable):
             it. NaN = unscorable: out of every statistic, advantage 0, still trained as far as the host trains it.
         length: (rows,) int64 tokens that may carry a gradient.
         truncated: (rows,) bool, stopped by the length limit.
-        kept: (rows,) bool. False: left by `select`. All True in every hook but `observe`.
+        kept: (rows,) bool. False: left by `select`. All True in every hook but `observe` and a later `select`.
         version: (rows,) int64 optimizer step of the policy that generated the row.
         text, raw_text, messages: decoded completions without and with special tokens, and as the host's list of
             messages; present if a method needs them.

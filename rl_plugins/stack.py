@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_plugins import registry
@@ -102,7 +103,7 @@ class MethodStack(Context):
         method._place = HOOKS[hook].place if hook in HOOKS else "driver"
         try:
             result = getattr(method, hook)(*args)
-            return asyncio.run(result) if inspect.iscoroutine(result) else result
+            return _finished(result) if inspect.iscoroutine(result) else result
         except Exception as e:
             raise MethodError(
                 f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {e}\n"
@@ -166,6 +167,12 @@ class MethodStack(Context):
             StateError: of other methods, another version or parameters of a method that keeps state, or another
                 dataset. Nothing is taken over then.
         """
+        missing = {"step", "extra_prompts", "stats", "fingerprint", "methods"} - set(saved)
+        if missing:
+            raise StateError(
+                f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
+                f"rl-plugins wrote it. Resume with that version, or start a new run from the weights of the checkpoint."
+            )
         other = [n for n, s in saved["methods"].items() if s["state"] and n not in self.names]
         if other:
             raise StateError(
@@ -202,6 +209,16 @@ class MethodStack(Context):
                 )
         for m in self.methods:
             if m.name in saved["methods"]:
-                m.state = saved["methods"][m.name]["state"]
+                m.state = copy_plain(saved["methods"][m.name]["state"])
         self.step, self.extra_prompts = saved["step"], saved["extra_prompts"]
         self.stats = dict(saved["stats"])
+
+
+def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine to its end; in a thread of its own where an event loop is running already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

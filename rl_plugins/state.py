@@ -18,6 +18,7 @@ from rl_plugins.errors import StateError
 
 FOLDER = "rl_plugins"
 FORMAT = 1
+_TENSOR = "__tensor__"  # in state.json, in place of a tensor: its name in state.safetensors
 
 
 def save_state(checkpoint: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
@@ -38,8 +39,12 @@ def save_state(checkpoint: str | os.PathLike[str], content: Mapping[str, Any]) -
     (scratch / "state.safetensors").write_bytes(data)
     header = {"format": FORMAT, "sha256": hashlib.sha256(data).hexdigest(), "content": structure}
     (scratch / "state.json").write_text(json.dumps(header, indent=1))
-    shutil.rmtree(folder, ignore_errors=True)
+    before = folder.with_name(f"{FOLDER}.before")  # a folder that is half removed must not bear the name
+    shutil.rmtree(before, ignore_errors=True)
+    if folder.exists():
+        folder.rename(before)
     scratch.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
     return folder
 
 
@@ -76,8 +81,9 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach().cpu().clone()
-        return {"__tensor__": path}
+        name = f"{len(tensors)}:{path}"  # two places may have one path: keys can contain dots
+        tensors[name] = value.detach().cpu().clone()
+        return {_TENSOR: name}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -90,6 +96,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
                 raise StateError(
                     f"The state at `{path}` has the key {key!r} ({type(key).__name__}); keys must be text."
                 )
+            if key == _TENSOR:
+                raise StateError(f"The state at `{path}` has the key {key!r}, which is reserved; rename it.")
         return {k: _flatten(v, f"{path}.{k}" if path else k, tensors) for k, v in value.items()}
     raise StateError(
         f"The state at `{path}` is a {type(value).__name__}; it must be numbers, text, lists, dicts and tensors."
@@ -98,8 +106,8 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
 
 def _restore(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
-        if set(value) == {"__tensor__"}:
-            return tensors[value["__tensor__"]]
+        if set(value) == {_TENSOR}:
+            return tensors[value[_TENSOR]]
         return {k: _restore(v, tensors) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore(v, tensors) for v in value]

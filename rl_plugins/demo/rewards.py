@@ -76,6 +76,10 @@ def format_and_digit_errors(rollouts: Any) -> torch.Tensor:
     return torch.tensor([2.0 - format_score(text, a) - digit_score(text, a) for text, a in rows], dtype=torch.float64)
 
 
+# What it reads, so that the host gathers it (see the method `grpo_roc`).
+format_and_digit_errors.needs = {"text", "column:answer"}  # type: ignore[attr-defined]
+
+
 def read_digits(text: str) -> str | None:
     """The digits after the style mark, or None where the text is anything but one mark and digits."""
     match = _ANSWER.fullmatch(text)

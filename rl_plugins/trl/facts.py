@@ -66,8 +66,13 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     Raises:
         ConfigError: with one paragraph per problem.
     """
-    options = preflight(stack, trl_facts(stack, args, inputs))
-    problems = _loss_problems(stack, args, seams)
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        options = preflight(stack, trl_facts(stack, args, inputs))
+    except ConfigError as e:  # all problems are told at once
+        problems.append(str(e))
+    problems += _loss_problems(stack, args, seams)
     if any(m.rounds for m in stack.methods) and (inputs.rollout_func or inputs.tools):
         what = "rollout_func" if inputs.rollout_func else "tools or environments"
         problems.append(

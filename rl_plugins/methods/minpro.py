@@ -1,0 +1,116 @@
+"""MinPRO: the token's importance ratio times the smallest ratio before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.losses import LOG_RATIO_LIMIT, weighted_logprob
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Terms
+
+
+class Minpro(Method):
+    """Minimum Prefix Ratio policy optimization: a token is damped by the smallest importance ratio of its prefix.
+
+    Reconstruction: no official code and no clip values were found, and the value for a token without a prefix is that
+    of a third-party implementation. Our defaults are argued under `disagreements`.
+
+    Update rule, per token t of a row (nothing crosses rows):
+
+        rho_t  = exp(clamp(lp_t - lp^rollout_t, -log_ratio_limit, log_ratio_limit))
+        M_t    = min{ rho_i : i < t, token i trained },  1 if no such token       # not capped: it may exceed 1
+        w_t    = stop_gradient(clip(M_t rho_t, 1 - clip_low, 1 + clip_high))
+        loss_t = -w_t A_t lp_t,   so   d loss / d lp_t = -w_t A_t / N             # N as the host normalizes
+
+    The exact weight of a token sampled off-policy contains the product of all ratios before it, whose variance grows
+    with the length. M stands in for it without a product: once one token of the prefix has become unlikely, all later
+    ones weigh less. It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is
+    REINFORCE. Weights are usually below CISPO's, so steps are shorter at the same learning rate.
+
+    Symbols: lp (rows, time) log-probs in nats, with gradient, in the model's dtype; lp^rollout those of the
+    distribution the engine sampled from; A (rows, time) advantages, here any estimator's (the paper's is GRPO's, one
+    per row). Ratios, minimum and weight are float32 or better. Tokens that are not trained (tool output, padding,
+    tokens another method took out) are skipped by the minimum and have loss and gradient 0, whatever their log-probs.
+    A token whose rollout log-prob is not known comes with its old one.
+
+    Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL `loss_type="dapo"` (its
+    default), verl `loss_agg_mode="token-mean"`. No KL term is part of the method. In TRL,
+    `vllm_importance_sampling_correction` is set to False: the rollout log-probs are already in rho, and the correction
+    would count them twice.
+
+    Logged, over trained tokens: weight_mean and weight_min (w), clipped (share with M rho outside of the clip range),
+    prefix_min (mean of M).
+
+    State: none. Randomness: none. Errors: ConfigError for parameters out of range.
+
+    Source: arXiv 2601.22718, the MinPRO objective; the loss is verl's `compute_policy_loss_cispo` on M rho.
+    """
+
+    name = "minpro"
+    paper = Paper(
+        "2601.22718",
+        "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization",
+        "Shiye Lei and Zhihao Cheng and Dacheng Tao",
+        2026,
+    )
+    fidelity = "reconstruction"
+    use_when = "Rollouts are two or more policy versions old and CISPO becomes unstable or GRPO plateaus."
+    avoid_when = "Updates are nearly on-policy: all ratios are about 1, and it is CISPO."
+    disagreements = (
+        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights back up. "
+        "clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after ScaleRL, "
+        "arXiv 2510.13786). Both are ours.",
+        "Third-party code also exists with the current token inside the minimum; the paper's minimum ends before it.",
+    )
+    needs = frozenset({"rollout_logprobs", "off_policy"})
+    host_options = {"trl": {"vllm_importance_sampling_correction": False}}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        clip_low: float = param(1.0, "the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1)
+        clip_high: float = param(4.0, "the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True)
+        # two such log-ratios are added before exp: 80 still fits into float32
+        log_ratio_limit: float = param(LOG_RATIO_LIMIT, "log-ratios are clamped to +- this, in nats", gt=0, le=40)
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        p = self.params
+        assert terms.rollout_logprobs is not None  # in `needs`
+        valid = terms.mask > 0
+        log_ratio = _log_ratio(terms.logprobs, terms.rollout_logprobs, p.log_ratio_limit)
+        log_prefix = log_prefix_min(log_ratio, valid)
+        product = torch.exp(log_prefix + log_ratio)
+        weight = product.clamp(1 - p.clip_low, 1 + p.clip_high)
+        self._log(weight, weight != product, torch.exp(log_prefix), valid)
+        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
+        return weighted_logprob(_zero(terms.logprobs, valid), _zero(weight, valid), _zero(terms.advantages, valid))
+
+    def _log(self, weight: Tensor, clipped: Tensor, prefix_min: Tensor, valid: Tensor) -> None:
+        tokens = valid.sum()  # as weight, so that micro-batches of any size combine to the mean over all tokens
+        for name, value in (("weight_mean", weight), ("clipped", clipped.to(weight)), ("prefix_min", prefix_min)):
+            self.log(name, _zero(value, valid).sum() / tokens, weight=tokens)
+        self.log("weight_min", torch.where(valid, weight, torch.inf).min(), reduce="min", weight=tokens)
+
+
+def log_prefix_min(log_ratio: Tensor, valid: Tensor) -> Tensor:
+    """(rows, time) log of the smallest ratio over the valid tokens strictly before each token; 0 where there is none.
+
+    Args:
+        log_ratio: (rows, time), finite where `valid`.
+        valid: (rows, time) bool.
+    """
+    inclusive = torch.cummin(torch.where(valid, log_ratio, torch.inf), dim=1).values
+    before = torch.nn.functional.pad(inclusive[:, :-1], (1, 0), value=torch.inf)
+    return torch.where(torch.isinf(before), 0.0, before)
+
+
+def _log_ratio(logprobs: Tensor, behavior: Tensor, limit: float) -> Tensor:
+    dtype = torch.promote_types(logprobs.dtype, torch.float32)
+    return (logprobs.detach().to(dtype) - behavior.to(dtype)).clamp(-limit, limit)
+
+
+def _zero(x: Tensor, valid: Tensor) -> Tensor:
+    return torch.where(valid, x, 0.0)

@@ -1,0 +1,158 @@
+"""VADE: prompts are chosen by a Thompson draw from a decayed Beta posterior of their success rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+
+
+class Vade(Method):
+    """Variance-Aware Dynamic sampling: train on the prompts that promise groups with both right and wrong rollouts.
+
+    Update rule, over all D prompts of the dataset. Before a generation batch of B prompts:
+
+        p_i ~ Beta(alpha_i + 1, beta_i + 1)          independently
+        I_i = p_i (1 - p_i)^2                        (largest at p = 1/3) or p_i (1 - p_i)
+        the B prompts with the largest I_i
+
+    and when its rewards are known, with r_i successes among the n_i scored rollouts of prompt i:
+
+        prompts of the batch:   alpha_i <- selected_decay alpha_i + r_i,  beta_i <- selected_decay beta_i + n_i - r_i
+        all others:             alpha_i <- unselected_decay alpha_i,      beta_i <- unselected_decay beta_i
+
+    The first decay is strong, because the policy that made the older rollouts is gone; the second is weak and takes
+    unvisited prompts back to the uniform prior, so that they are tried again (half their evidence is left after 693
+    batches at 0.999). A prompt in every batch has the evidence alpha + beta -> n / (1 - selected_decay).
+
+    Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row, 0 at the start.
+    success: "threshold" counts a rollout with reward >= success_threshold as one success; "clipped_sum" counts its
+    reward clipped to [0, 1], for graded rewards. A rollout of several rows (turns, agents) counts once, with the mean
+    over its rows. All generated rows count, those that `select` removed too (they are evidence like any other). Rows
+    without a reward (NaN) do not, a prompt without a scored row is treated as unselected, and foreign prompts
+    (index -1) are ignored. Rows are collected by prompt, not by group number.
+
+    A batch that is not full asks again in the same step: the answer continues the ranking of the same draw without the
+    prompts taken, so the batch is what one question for all of them would have given.
+
+    An epoch no longer means that every prompt was seen once.
+
+    Logged: informative (share of the batch's prompts whose rollouts differ in success: 0 < r < n), posterior_mean (of
+    all prompts), seen (share of prompts with evidence), evidence (mean alpha + beta of those).
+
+    State: alpha, beta. Randomness: one Beta draw per generation batch, from `self.rng`.
+
+    Errors: ConfigError for parameters out of range and for a dataset without a length; MethodError when more prompts
+    are asked for than are left; StateError when alpha and beta belong to a dataset of another length.
+
+    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (framework figure and caption), whose
+    numeric example this reproduces.
+    """
+
+    name = "vade"
+    paper = Paper(
+        "2511.18902",
+        "VADE: Variance-Aware Dynamic Sampling via Online Sample-Level Difficulty Estimation for Multimodal RL",
+        "Zengjie Hu and Jiantao Qiu and Tianyi Bai and Haojin Yang and Binhang Yuan and Qi Jing and Conghui He and "
+        "Wentao Zhang",
+        2025,
+        code="FloSophoraeX/VADE",
+    )
+    fidelity = "paper"
+    use_when = "Many groups are all right or all wrong, and generating more to filter (DAPO) costs too much."
+    avoid_when = "The dataset is a stream, or so large that few prompts are ever visited twice."
+    disagreements = (
+        "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
+        "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "
+        "at the start, the success threshold and success='clipped_sum' are ours.",
+    )
+    needs = frozenset({"prompt_index"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        selected_decay: float = param(0.2, "what a visit leaves of a prompt's older counts", ge=0, le=1)
+        unselected_decay: float = param(0.999, "what a batch leaves of the counts of all other prompts", gt=0, le=1)
+        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "what the draw is ranked by")
+        success: Literal["threshold", "clipped_sum"] = param("threshold", "how a reward becomes a success")
+        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+
+        def check(self) -> None:
+            if self.unselected_decay < self.selected_decay:
+                raise ConfigError(
+                    f"parameter `unselected_decay` is {self.unselected_decay:g}, below `selected_decay` = "
+                    f"{self.selected_decay:g}; it must be at least that, for prompts that were not visited keep more "
+                    f"of their counts. Raise `unselected_decay` or lower `selected_decay`."
+                )
+
+    def start(self, run: Run) -> None:
+        if run.dataset_size is None:
+            raise ConfigError(
+                "the dataset is a stream without a length; give one with random access, or remove `vade`."
+            )
+        zero = torch.zeros(run.dataset_size, dtype=torch.float64)
+        self.state = {"alpha": zero, "beta": zero.clone()}
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        alpha, beta = self._counts(pool.size)
+        taken = sorted({i for i in pool.taken if i >= 0})  # a foreign prompt is -1
+        if n > pool.size - len(taken):
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
+                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+            )
+        p = torch.from_numpy(self.rng("prompts").beta(alpha.numpy() + 1, beta.numpy() + 1))
+        information = p * (1 - p) ** 2 if self.params.score == "p(1-p)^2" else p * (1 - p)
+        information[taken] = -1.0
+        chosen: list[int] = torch.sort(information, descending=True, stable=True).indices[:n].tolist()
+        return chosen
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p = self.params
+        alpha, beta = self._counts()
+        counted = ~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)
+        prompts = Groups(rollouts.prompt_index[counted])
+        batch = prompts.ids
+        if len(batch) and int(batch.max()) >= len(alpha):
+            raise self._other_dataset(f"prompt {int(batch.max())} was trained")
+        reward, share = rollouts.reward[counted], _share_of_rollout(rollouts)[counted]
+        success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
+
+        new_alpha, new_beta = p.unselected_decay * alpha, p.unselected_decay * beta
+        new_alpha[batch] = p.selected_decay * alpha[batch] + prompts.sum(share * success)
+        new_beta[batch] = p.selected_decay * beta[batch] + prompts.sum(share * (1 - success))
+        self.state = {"alpha": new_alpha, "beta": new_beta}
+
+        mixed, evidence = prompts.max(success) > prompts.min(success), new_alpha + new_beta
+        self.log("informative", mixed.double().mean())
+        self.log("posterior_mean", ((new_alpha + 1) / (evidence + 2)).mean())
+        self.log("seen", (evidence > 0).double().mean())
+        self.log("evidence", evidence[evidence > 0].mean())
+
+    def _counts(self, size: int | None = None) -> tuple[Tensor, Tensor]:
+        alpha, beta = self.state["alpha"], self.state["beta"]
+        if len(alpha) != len(beta) or (size is not None and len(alpha) != size):
+            raise self._other_dataset(f"the dataset has {size} prompts")
+        return alpha, beta
+
+    def _other_dataset(self, what: str) -> StateError:
+        return StateError(
+            f"The state has alpha for {len(self.state['alpha'])} and beta for {len(self.state['beta'])} prompts, but "
+            f"{what}. Counts belong to dataset rows: resume with the dataset of the checkpoint, or start a new run "
+            f"from its weights."
+        )
+
+
+def _share_of_rollout(rollouts: Rollouts) -> Tensor:
+    """(rows,) 1 / scored rows of the same rollout: 1 for the usual rollout of one row."""
+    width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
+    same = Groups(rollouts.group * width + rollouts.rollout)
+    return 1 / same.rows(same.n(rollouts.reward))
