@@ -26,7 +26,7 @@ lint: .venv/ready-test
 	.venv/bin/mypy
 
 docs: .venv/ready-test
-	.venv/bin/python -m rl_plugins.commands.catalog
+	.venv/bin/rl-plugins docs docs/methods.md --readme README.md
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }

@@ -135,11 +135,15 @@ def compare(
 
 
 @app.command(hidden=True)
-def docs(page: Path) -> None:
-    """Write the page of methods."""
-    from rl_plugins.commands.catalog import methods_page
+def docs(
+    page: Path, readme: Annotated[Path | None, typer.Option(help="README whose table is renewed.")] = None
+) -> None:
+    """Write the page of methods, and the table in the README."""
+    from rl_plugins.commands import catalog
 
-    page.write_text(methods_page())
+    page.write_text(catalog.methods_page())
+    if readme is not None:
+        readme.write_text(catalog.readme(readme.read_text()))
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

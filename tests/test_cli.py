@@ -182,10 +182,12 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
 
 def test_the_page_of_methods_is_up_to_date(plugins, tmp_path):
     """Made while another package is installed, it holds the built-in methods only, and all of them."""
-    rl_plugins("docs", str(tmp_path / "methods.md"))
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    rl_plugins("docs", str(tmp_path / "methods.md"), "--readme", str(tmp_path / "README.md"))
+    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text(), "run: make docs"
     text = (tmp_path / "methods.md").read_text()
     stored = (ROOT / "docs" / "methods.md").read_text()
-    assert text == stored, "run: rl-plugins docs docs/methods.md"
+    assert text == stored, "run: make docs"
     assert "dummy" not in text and "## mc_grpo\n" in text
 
 

@@ -23,9 +23,9 @@ if "fsdp2" in sys.argv:
     )
 sys.path.insert(0, str(Path(__file__).parent))
 
-import probes  # noqa: E402
-import torch  # noqa: E402
-from harness import WORLD, history, make, policy, stub_sampling  # noqa: E402
+import probes
+import torch
+from harness import WORLD, history, make, policy, stub_sampling
 
 probes.register()
 

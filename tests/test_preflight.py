@@ -1,0 +1,169 @@
+"""What a run cannot give its methods is an error before it starts: every problem, in one message, with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.preflight import HostFacts, preflight, render_table, table
+from rl_plugins.stack import MethodStack, build_stack
+
+
+def method(name: str, *hooks: str, **members: Any) -> Method:
+    functions = {h: lambda self, *args: None for h in hooks}
+    return type(name.title(), (Method,), {"name": name, "fidelity": "paper", **functions, **members})()
+
+
+def facts(**changes: Any) -> HostFacts:
+    values: dict[str, Any] = dict(
+        name="trl",
+        version="1.16.0",
+        hooks=tuple(HOOKS),
+        missing_hooks={},
+        eval_hooks=(),
+        missing_signals={},
+        columns=("prompt", "answer"),
+        options={"beta": 0.0, "top_p": 1.0, "correct": True, "loss_type": "dapo"},
+        defaults={"beta": 0.0, "top_p": 1.0, "correct": True, "loss_type": "dapo"},
+    )
+    return HostFacts(**{**values, **changes})
+
+
+def check(*methods: Method, **changes: Any) -> dict[str, Any]:
+    return preflight(MethodStack(list(methods)), facts(**changes))
+
+
+def problems(*methods: Method, **changes: Any) -> list[str]:
+    with pytest.raises(ConfigError) as e:
+        check(*methods, **changes)
+    return str(e.value).split("\n")
+
+
+def test_a_stack_the_host_can_serve_passes_and_sets_nothing():
+    needs = {"text", "old_logprobs", "column:answer", "engine:logprobs=10", "prompt_index"}
+    assert check(method("a", "plan", "shape", needs=needs), method("b", "policy_loss")) == {}
+    assert check() == {}
+
+
+def test_a_hook_the_host_does_not_serve_in_this_run():
+    m = method("prune", "rollout", "shape")
+    hooks = [h for h in HOOKS if h != "rollout"]
+    assert problems(m, hooks=hooks, missing_hooks={"rollout": "vLLM is off. Set use_vllm=True."}) == [
+        "`prune` changes `rollout`, and trl cannot do that here: vLLM is off. Set use_vllm=True."
+    ]
+    assert problems(m, hooks=hooks) == [
+        "`prune` changes `rollout`, and trl cannot do that here: this version of the trl adapter does not serve it."
+    ]
+    assert check(method("other", "shape"), hooks=hooks) == {}
+
+
+def test_a_hook_in_evaluation():
+    m = method("m", "rewards", in_eval=("rewards",))
+    assert problems(m) == ["`m` acts with `rewards` in evaluation, which trl does not serve."]
+    assert check(m, eval_hooks=("rewards",)) == {}
+
+
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_every_signal_the_run_lacks_is_explained(signal):
+    m = method("m", needs={signal})
+    assert problems(m, missing_signals={signal: "there is none. Set x=1."}) == [
+        f"`m` needs {SIGNALS[signal]}: there is none. Set x=1."
+    ]
+    assert check(m, missing_signals={s: "no" for s in SIGNALS if s != signal}) == {}
+
+
+def test_engine_signals_are_missing_by_kind_or_one_by_one():
+    m = method("m", needs={"engine:logprobs=10"})
+    for missing in ({"engine": "no engine."}, {"engine:logprobs=10": "no engine."}):
+        assert problems(m, missing_signals=missing) == ["`m` needs `engine:logprobs=10`: no engine."]
+    assert check(m, missing_signals={"engine:logprobs=20": "no engine."}) == {}
+
+
+def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
+    m = method("m", needs={"column:solution"})
+    assert problems(m) == [
+        "`m` needs `column:solution`: the dataset has no column `solution` (it has: answer, prompt). Add it."
+    ]
+    assert check(m, columns=None) == {} and check(m, columns=["solution"]) == {}
+
+
+@pytest.mark.parametrize("signal", ["entropy", "text:raw", "columns:answer", ""])
+def test_a_signal_that_does_not_exist(signal):
+    (problem,) = problems(method("m", needs={signal}))
+    assert problem.startswith(f"`m` needs `{signal}`: there is no such signal; known: old_logprobs, ")
+    assert problem.endswith("column:NAME, engine:logprobs=N.")
+
+
+def wants(name: str, **options: Any) -> Method:
+    return method(name, "shape", host_options={"trl": options, "verl": {"never": 1}})
+
+
+def test_an_option_left_at_the_default_is_set():
+    assert check(wants("m", correct=False, beta=0.1)) == {"correct": False, "beta": 0.1}
+    assert check(wants("m", correct=True)) == {}  # it is already
+    assert check(wants("m", correct=False), name="verl", options={"never": 0}, defaults={"never": 0}) == {"never": 1}
+
+
+def test_an_option_the_user_set_is_never_overridden():
+    options = {"correct": True, "beta": 0.2}
+    defaults = {"correct": True, "beta": 0.0}
+    assert problems(wants("m", beta=0.1), options=options, defaults=defaults) == [
+        "`m` sets beta=0.1, but the config has beta=0.2. Remove one of them."
+    ]
+    assert check(wants("m", beta=0.2), options=options, defaults=defaults) == {}
+
+
+def test_two_methods_that_want_different_values_are_refused_in_every_order():
+    for first, second in ((0.1, 0.2), (0.2, 0.1), (0.0, 0.1), (0.1, 0.0)):  # 0.0 is the default
+        assert problems(wants("a", beta=first), wants("b", beta=second)) == [
+            f"`b` needs beta={second} and `a` needs beta={first}. Remove one of the methods."
+        ]
+    assert check(wants("a", beta=0.1), wants("b", beta=0.1)) == {"beta": 0.1}
+    assert check(wants("a", beta=0.1), wants("b", top_p=0.9)) == {"beta": 0.1, "top_p": 0.9}
+
+
+def test_an_option_the_host_does_not_have():
+    assert problems(wants("m", betta=0.1)) == ["`m` sets betta=0.1, which trl 1.16.0 does not have. Remove the method."]
+
+
+def test_all_problems_of_all_methods_come_at_once():
+    one = method("one", "rollout", "shape", needs={"text", "column:x", "nonsense"}, in_eval=("shape",))
+    two = method("two", "admit", host_options={"trl": {"beta": 1.0}})
+    found = problems(
+        one,
+        two,
+        hooks=("shape",),
+        missing_signals={"text": "no tokenizer."},
+        options={"beta": 0.5},
+        defaults={"beta": 0.0},
+    )
+    starts = [
+        "`one` changes `rollout`",
+        "`one` acts with `shape` in evaluation",
+        "`one` needs `column:x`",
+        "`one` needs `nonsense`",
+        "`one` needs completions as text, special tokens removed: no tokenizer.",
+        "`two` changes `admit`",
+        "`two` sets beta=1.0",
+    ]
+    assert len(found) == len(starts)
+    assert all(f.startswith(s) for f, s in zip(found, starts, strict=True))
+
+
+def test_the_printed_table_shows_what_is_in_effect():
+    stack = build_stack(["vade", "mc_grpo"], {"mc_grpo": {"mad_eps": 0.01}})
+    rows = table(stack)
+    assert [(r[0], r[1]) for r in rows] == [("vade", "select_prompts, observe"), ("mc_grpo", "plan, advantages, shape")]
+    assert "mad_eps=0.01" in rows[1][2] and "scale=mad" in rows[1][2] and rows[1][3] == "code"
+    text = render_table(stack, {"beta": 0.1, "correct": False})
+    lines = text.split("\n")
+    assert lines[0] == "rl-plugins: methods in effect, in this order"
+    assert lines[1].split() == ["method", "hooks", "parameters", "fidelity"]
+    assert lines[2].strip().startswith("vade ") and lines[3].strip().startswith("mc_grpo ")
+    assert lines[1].index("hooks") == lines[2].index("select_prompts") == lines[3].index("plan")
+    assert lines[4] == "  host options set: beta=0.1, correct=False"
+    assert len(render_table(stack, {}).split("\n")) == 4
+    assert table(MethodStack([method("m", "shape")])) == [("m", "shape", "-", "paper")]

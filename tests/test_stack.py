@@ -1,0 +1,524 @@
+"""Several methods as one: who claims what, in which order and place hooks run, what errors say, what is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.method import HOOKS, Method
+from rl_plugins.metrics import combine
+from rl_plugins.params import MethodParams, build_params, param
+from rl_plugins.rollouts import Shape
+from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.state import load_state, save_state
+from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
+
+HOOK_ARGUMENTS = {h: 2 if h in ("select_prompts", "shape") else 3 if h == "observe" else 1 for h in HOOKS}
+
+
+def method(name: str, **members: Any) -> Method:
+    """An instance of a new class; members are hooks and class attributes."""
+    return type(name.title(), (Method,), {"name": name, **members})()
+
+
+def hook(function=lambda *args: None):
+    return lambda self, *args: function(*args)
+
+
+# ---- claims
+
+
+def test_claims_are_read_off_the_class_in_step_order():
+    class Base(Method):
+        def shape(self, rollouts, tokens):
+            return None
+
+        def plan(self, plan):
+            return None
+
+    class Child(Base):
+        def rewards(self, rollouts):
+            return None
+
+    assert Child.claims() == ("plan", "rewards", "shape") and Base.claims() == ("plan", "shape")
+    assert Method.claims() == ()
+    a, b = method("a", plan=hook(), observe=hook()), method("b", plan=hook(), advantages=hook())
+    stack = MethodStack([b, a])
+    assert stack.claims["plan"] == [b, a] and stack.claims["advantages"] == [b] and stack.claims["observe"] == [a]
+    assert set(stack.claims) == set(HOOKS) and stack.claims["shape"] == []
+    assert stack.names == ["b", "a"] and bool(stack) and not MethodStack([])
+    assert stack.claimed("shape", "observe") and not stack.claimed("shape", "select")
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_two_claims_of_an_exclusive_hook_are_refused_by_name(name):
+    both = [method("first", **{name: hook()}), method("second", **{name: hook()})]
+    if HOOKS[name].kind != "exclusive":
+        assert MethodStack(both).claims[name] == both
+        return
+    with pytest.raises(ConfigError) as e:
+        MethodStack(both)
+    assert str(e.value) == (
+        f"The methods `first` and `second` both decide `{name}`, and only one can. "
+        "Remove `first` or `second` from `methods`."
+    )
+    assert MethodStack(both[:1]).claims[name] == both[:1]
+
+
+def test_a_method_without_a_hook_says_so_when_it_is_called():
+    for name, n in HOOK_ARGUMENTS.items():
+        with pytest.raises(MethodError, match=f"`plain` does not claim the hook `{name}`"):
+            getattr(method("plain"), name)(*[None] * n)
+
+
+def test_needs_are_the_union():
+    stack = MethodStack([method("a", needs={"text", "entropies"}), method("b", needs=frozenset({"text", "column:x"}))])
+    assert stack.needs == {"text", "entropies", "column:x"}
+    assert MethodStack([method("a")]).needs == set() == MethodStack([]).needs
+
+
+def test_losses_that_aggregate_differently_are_refused():
+    host, total = method("host", regularize=hook()), method("total", policy_loss=hook(), aggregation="sum")
+    with pytest.raises(ConfigError, match=r"^`total` \(sum\) and `host` \(host\) aggregate their losses differently"):
+        MethodStack([host, total])
+    assert MethodStack([total]).aggregation == "sum" and MethodStack([host]).aggregation == "host"
+    without_loss = method("other", plan=hook(), aggregation="sum")
+    assert MethodStack([host, without_loss]).aggregation == "host" == MethodStack([]).aggregation
+
+
+def test_build_stack_builds_named_methods_with_their_parameters():
+    stack = build_stack("mc_grpo, vade", {"mc_grpo": {"mad_eps": "1e-2"}}, seed=5)
+    assert stack.names == ["mc_grpo", "vade"] and stack.seed == 5
+    assert stack.methods[0].params.mad_eps == 0.01
+    with pytest.raises(ConfigError, match=r"Method `mc_grpo`: parameter `mad_eps` is -1.0; it must be > 0"):
+        build_stack(["mc_grpo"], {"mc_grpo": {"mad_eps": -1}})
+    assert not build_stack([]) and not build_stack(None)
+
+
+# ---- order
+
+
+def test_chains_run_in_the_order_of_the_flag_each_on_what_the_one_before_made():
+    def adder(name, x, factor):
+        return method(
+            name,
+            plan=hook(lambda plan: plan.replace(rows=tuple(r.replace(spare=r.spare * factor + x) for r in plan.rows))),
+            rewards=hook(lambda rollouts: rollouts.reward * factor + x),
+            shape=hook(lambda rollouts, tokens: Shape(advantages=tokens.advantages * factor + x)),
+        )
+
+    a, b = adder("a", 1, 2), adder("b", 5, 3)
+    for order, expected in (([a, b], (0 * 2 + 1) * 3 + 5), ([b, a], (0 * 3 + 5) * 2 + 1)):
+        decision = one_step(MethodStack(order), make_rollouts([0.0, 0.0]))
+        assert decision.rollouts.reward.tolist() == [expected] * 2
+        assert decision.advantages.tolist() == [expected] * 3
+        assert decision.rewarded_by == tuple(m.name for m in order)
+
+
+def test_start_runs_once_for_every_method_and_may_fill_the_state():
+    started = []
+
+    def start(self, run):
+        started.append(self.name)
+        self.state = {"group_size": run.group_size}
+
+    stack = start_stack(method("a", start=start), method("b", start=start), run=make_run(group_size=7))
+    assert started == ["a", "b"] and stack.methods[1].state == {"group_size": 7}
+
+
+# ---- places
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_state_exists_on_the_driver_only_and_again_after_the_hook(name):
+    def use(self, *args):
+        self.state["seen"] = self.state.get("seen", 0) + 1
+
+    m = method("counter", **{name: use})
+    stack = MethodStack([m])
+    for _ in range(2):
+        if HOOKS[name].place == "driver":
+            stack.call(name, m, *[None] * HOOK_ARGUMENTS[name])
+        else:
+            place = HOOKS[name].place
+            with pytest.raises(MethodError, match=f"`counter` reads self.state in the {place} place, where no state"):
+                stack.call(name, m, *[None] * HOOK_ARGUMENTS[name])
+    assert m.state == ({"seen": 2} if HOOKS[name].place == "driver" else {})
+
+
+def test_the_state_is_not_hidden_from_other_methods_while_one_is_in_the_update():
+    other = method("other")
+    m = method("m", regularize=lambda self, terms: other.state.update(seen=1) or terms.logprobs)
+    MethodStack([m, other]).call("regularize", m, make_terms())
+    assert other.state == {"seen": 1}
+
+
+# ---- errors
+
+
+def test_an_error_names_method_hook_message_place_and_way_out():
+    def observe(self, rollouts, tokens, stats):
+        raise KeyError("the answer column")
+
+    stack = MethodStack([method("broken", observe=observe)])
+    with pytest.raises(MethodError) as e:
+        one_step(stack, make_rollouts([1.0, 0.0]))
+    text = str(e.value)
+    assert text.startswith("Method `broken` failed in `observe`: KeyError: 'the answer column'\n")
+    assert text.endswith("Remove `broken` from `methods` to go on without it.")
+    assert "test_stack.py" in text and 'raise KeyError("the answer column")' in text  # where it happened
+    assert "stack.py" not in text.replace("test_stack.py", "")  # not our own frame
+    assert isinstance(e.value.__cause__, KeyError)
+
+
+def test_errors_in_start_and_in_the_update_are_named_too():
+    def fail(*args):
+        raise ValueError("no")
+
+    with pytest.raises(MethodError, match="Method `m` failed in `start`: ValueError: no"):
+        start_stack(method("m", start=fail))
+    stack = MethodStack([method("m", policy_loss=fail)])
+    with pytest.raises(MethodError, match="Method `m` failed in `policy_loss`: ValueError: no"):
+        stack.one("policy_loss", make_terms())
+    assert stack.methods[0].state == {}  # back on the driver after the error
+
+
+def test_an_interrupt_is_not_an_error_of_the_method():
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    stack = MethodStack([method("m", rewards=interrupted)])
+    with pytest.raises(KeyboardInterrupt):
+        one_step(stack, make_rollouts([1.0]))
+
+
+def test_refuse_names_method_hook_and_reason():
+    m = method("m")
+    assert str(MethodStack([m]).refuse(m, "plan", "three.")) == (
+        "Method `m` returned something illegal from `plan`: three. Remove `m` from `methods` to go on without it."
+    )
+
+
+# ---- asynchronous hooks
+
+
+def test_a_coroutine_runs_to_its_end_in_its_place():
+    async def rewards(self, rollouts):
+        before = self.state.setdefault("calls", 0)
+        scores = await asyncio.gather(*[self.judge(r) for r in rollouts.reward.tolist()])
+        self.state["calls"] = before + 1
+        return scores
+
+    async def judge(self, reward):
+        await asyncio.sleep(0.001)
+        return reward + 1
+
+    m = method("judged", rewards=rewards, judge=judge)
+    decision = one_step(MethodStack([m]), make_rollouts([1.0, 2.0]))
+    assert decision.rollouts.reward.tolist() == [2.0, 3.0] and m.state == {"calls": 1}
+
+    async def in_update(self, terms):
+        return self.state
+
+    m = method("m", regularize=in_update)
+    with pytest.raises(MethodError, match=r"`m` failed in `regularize`: .* in the update place"):
+        MethodStack([m]).call("regularize", m, make_terms())
+
+
+def test_a_coroutine_runs_inside_of_a_running_event_loop_too():
+    async def rewards(self, rollouts):
+        await asyncio.sleep(0.001)
+        self.state["calls"] = 1
+        return rollouts.reward + 1
+
+    m = method("m", rewards=rewards)
+
+    async def notebook():
+        return one_step(MethodStack([m]), make_rollouts([1.0]))
+
+    assert asyncio.run(notebook()).rollouts.reward.tolist() == [2.0] and m.state == {"calls": 1}
+
+
+def test_an_error_in_a_coroutine_is_named():
+    async def rewards(self, rollouts):
+        await asyncio.sleep(0)
+        raise TimeoutError("the judge does not answer")
+
+    with pytest.raises(MethodError, match="`m` failed in `rewards`: TimeoutError: the judge does not answer"):
+        one_step(MethodStack([method("m", rewards=rewards)]), make_rollouts([1.0]))
+
+
+# ---- randomness
+
+
+def draw(seed=0, name="m", purpose="p", step=0):
+    m = method(name)
+    stack = MethodStack([m], seed)
+    stack.step = step
+    return m.rng(purpose).random(4).tolist()
+
+
+def test_random_numbers_depend_on_seed_method_step_and_purpose_and_on_nothing_else():
+    assert draw() == draw()
+    changed = [draw(), draw(seed=1), draw(name="m2"), draw(purpose="q"), draw(step=1), draw(seed=10, step=0)]
+    assert len({tuple(x) for x in changed}) == len(changed)
+    assert draw(seed=1, step=11) != draw(seed=11, step=1)
+    m = method("m")
+    stack = MethodStack([m])
+    assert m.rng("p").random() == m.rng("p").random()  # a fresh one every time
+    a, b = method("a"), method("m")
+    MethodStack([a, b])
+    a.rng("p").random(100)
+    assert b.rng("p").random(4).tolist() == draw()  # another method beside it changes nothing
+    stack.step += 1
+    assert m.rng("p").random(4).tolist() == draw(step=1)
+
+
+def test_a_run_that_is_resumed_with_a_later_version_draws_what_it_would_have_drawn():
+    drawn = draw(seed=42, name="vade", purpose="prompts", step=3)[:2]
+    assert drawn == pytest.approx([0.21950639219760015, 0.2692441574053209], rel=1e-14)
+
+
+def test_global_generators_are_never_touched():
+    def use(self, *args):
+        self.rng("p").permutation(1000)
+
+    members = dict.fromkeys(("plan", "rewards", "shape", "observe"), use)
+    m = method("m", start=use, **members)
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    stack = start_stack(m)
+    stack.call("plan", m, make_plan())
+    one_step(stack, make_rollouts([1.0, 0.0]))
+    stack.state_dict("f")
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[2])
+    assert np.array_equal(np.random.get_state()[1], before[1][1]) and np.random.get_state()[2:] == before[1][2:]
+
+
+def test_outside_of_a_run_there_is_no_randomness():
+    with pytest.raises(MethodError, match="`m` asked for a random generator outside of a run"):
+        method("m").rng("p")
+
+
+# ---- warnings and metrics
+
+
+def test_a_warning_is_given_once_per_method_and_message(caplog):
+    a, b = method("a"), method("b")
+    MethodStack([a, b])
+    with caplog.at_level(logging.WARNING, "rl_plugins"):
+        for _ in range(3):
+            a.warn("odd")
+            b.warn("odd")
+        a.warn("even")
+    assert caplog.messages == ["a: odd", "b: odd", "a: even"]
+    caplog.clear()
+    method("alone").warn("odd")
+    assert caplog.messages == ["alone: odd"]
+
+
+def test_logged_values_carry_the_name_of_the_method():
+    a, b = method("a"), method("b")
+    stack = MethodStack([a, b])
+    a.log("x", 1.0)
+    a.log("x", 4.0, weight=2)
+    b.log("x", torch.tensor(5.0), "max")
+    assert combine([stack.metrics.take()]) == {"a/x": 3.0, "b/x": 5.0}
+    method("alone").log("x", 1.0)  # no run, no metric
+
+
+def test_an_unusable_value_is_an_error_of_the_hook_that_logs_it():
+    m = method("m", observe=lambda self, *args: self.log("x", torch.ones(2)))
+    with pytest.raises(MethodError, match=r"`m` failed in `observe`: .*`m/x` is logged with a tensor of shape \(2,\)"):
+        one_step(MethodStack([m]), make_rollouts([1.0]))
+
+
+# ---- state
+
+
+class Counter(Method):
+    """Counts rows per step, in nested state with a tensor."""
+
+    name = "counter"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        decay: float = param(0.5, "decay")
+        edges: tuple[float, ...] = param((0.0, 1.0), "edges")
+
+    def start(self, run):
+        self.state = {"rows": 0, "mean": torch.zeros(2, dtype=torch.float64), "past": []}
+
+    def observe(self, rollouts, tokens, stats):
+        self.state["rows"] += len(rollouts)
+        self.state["mean"] = self.params.decay * self.state["mean"] + rollouts.reward[:2]
+        self.state["past"].append({"step": rollouts.step})
+
+
+class Stateless(Method):
+    name = "stateless"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        scale: float = param(1.0, "scale")
+
+    def rewards(self, rollouts):
+        return rollouts.reward * self.params.scale
+
+
+def counting(cls=Counter, steps=0, **params):
+    stack = start_stack(cls(build_params(cls.Params, params, cls.name)), Stateless(), seed=3)
+    for i in range(steps):
+        one_step(stack, make_rollouts([float(i), 1.0, 2.0]))
+    return stack
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
+def test_state_survives_the_disk_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    whole = counting(steps=5)
+    first = counting(steps=2)
+    first.extra_prompts, first.stats = 7, {"counter/x": 0.25}
+    save_state(tmp_path, first.state_dict("data"))
+    resumed = counting()
+    resumed.load_state_dict(load_state(tmp_path), "data")
+    assert plain(resumed.state_dict("data")) == plain(first.state_dict("data"))
+    assert (resumed.step, resumed.extra_prompts, resumed.stats) == (2, 7, {"counter/x": 0.25})
+    for i in range(2, 5):
+        one_step(resumed, make_rollouts([float(i), 1.0, 2.0]))
+    assert plain(resumed.methods[0].state) == plain(whole.methods[0].state) and resumed.step == whole.step == 5
+    assert resumed.methods[0].rng("p").random() == whole.methods[0].rng("p").random()
+
+
+def test_what_was_saved_and_what_was_loaded_is_a_copy():
+    stack = counting(steps=1)
+    saved = stack.state_dict("data")
+    kept = copy.deepcopy(saved)
+    one_step(stack, make_rollouts([9.0, 9.0]))
+    stack.methods[0].state["mean"].zero_()
+    stack.stats["x"] = 1.0
+    assert plain(saved) == plain(kept)
+    other = counting()
+    other.load_state_dict(saved, "data")
+    one_step(other, make_rollouts([9.0, 9.0]))
+    other.methods[0].state["mean"].zero_()
+    other.stats["x"] = 1.0
+    assert plain(saved) == plain(kept)
+
+
+def test_what_the_state_dict_holds():
+    saved = counting(steps=1).state_dict("data")
+    assert set(saved) == {"step", "extra_prompts", "stats", "fingerprint", "methods"}
+    assert saved["step"] == 1 and saved["fingerprint"] == "data"
+    assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
+    assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}
+
+
+class NewVersion(Counter):
+    state_version = 2
+
+
+class Other(Counter):
+    name = "other"
+
+
+def without(*keys):
+    return lambda saved: [saved.pop(k) for k in keys]
+
+
+REFUSALS = {
+    "of another method": (
+        lambda: start_stack(Stateless()),
+        None,
+        r"holds state of `counter`, which this run does not name \(it names: stateless\)\. Name them to resume",
+    ),
+    "of no method": (lambda: MethodStack([]), None, r"holds state of `counter`.*\(it names: nothing\)"),
+    "of a renamed method": (lambda: start_stack(Other()), None, r"holds state of `counter`"),
+    "missing": (
+        lambda: start_stack(Counter(), Other()),
+        None,
+        r"holds no state of `other`, which needs its own to resume.*remove `other` from `methods`",
+    ),
+    "of another version": (
+        lambda: counting(NewVersion, 1),
+        None,
+        r"state of `counter` has version 1, this code has 2\. Resume with the version of rl-plugins that wrote it",
+    ),
+    "of other parameters": (
+        lambda: counting(decay=0.25, edges="0,2", steps=1),
+        None,
+        r"`counter` was made with other parameters \(decay: 0.5 -> 0.25, edges: \[0.0, 1.0\] -> \[0.0, 2.0\]\)",
+    ),
+    "with a parameter more": (
+        lambda: counting(steps=1),
+        lambda saved: saved["methods"]["counter"]["params"].update(old=3),
+        r"other parameters \(old: 3 -> None\)",
+    ),
+    "of another dataset": (
+        lambda: counting(steps=1),
+        lambda saved: saved.update(fingerprint="5 rows"),
+        r"`counter` belongs to another dataset \(fingerprint 5 rows, now data\)",
+    ),
+    "without the step": (lambda: counting(steps=1), without("step"), r"lacks `step`; another version of rl-plugins"),
+    "foreign": (lambda: counting(steps=1), without("stats", "methods"), r"lacks `methods`, `stats`"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_taken_over(case):
+    make, change, message = REFUSALS[case]
+    saved, stack = counting(steps=3).state_dict("data"), make()
+    saved |= {"extra_prompts": 9, "stats": {"x": 1.0}}
+    if change:
+        change(saved)
+    before = plain(stack.state_dict("now"))
+    with pytest.raises(StateError, match=message):
+        stack.load_state_dict(saved, "data")
+    assert plain(stack.state_dict("now")) == before
+
+
+def test_what_has_no_state_may_change_over_a_resume():
+    saved = counting(steps=2).state_dict("data")
+    for stack in (
+        start_stack(Counter()),  # a method without state left
+        start_stack(Counter(), Stateless(Stateless.Params(scale=3.0))),  # or has other parameters
+        start_stack(Counter(), Stateless(), method("new", plan=hook())),  # or is new
+    ):
+        stack.load_state_dict(saved, "data")
+        assert stack.methods[0].state["rows"] == 6 and stack.step == 2
+    no_state = start_stack(Stateless())
+    one_step(no_state, make_rollouts([1.0]))
+    fresh = start_stack(Stateless())
+    fresh.load_state_dict(no_state.state_dict("data"), "another dataset")
+    assert fresh.step == 1
+
+
+def test_a_method_that_first_fills_its_state_later_gets_it_back():
+    class Late(Counter):
+        name = "counter"
+
+        def start(self, run):
+            pass
+
+        def observe(self, rollouts, tokens, stats):
+            self.state["seen"] = len(tokens)
+
+    saved = counting(Late, 1).state_dict("data")
+    fresh = counting(Late)
+    assert fresh.methods[0].state == {}
+    fresh.load_state_dict(saved, "data")
+    assert fresh.methods[0].state == {"seen": len(make_tokens(make_rollouts([0.0, 1.0, 2.0])))}
