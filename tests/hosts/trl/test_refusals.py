@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import inspect
 
 import pytest
 import trl
@@ -160,6 +162,31 @@ def test_pinned_symbols_are_where_they_were():
     assert compat.trl_version().startswith("1.16")
 
 
+# Bodies of TRL 1.16.0 the adapter was written against. A change is no fault by itself: read the new body, then renew.
+BODIES = {
+    "_calculate_rewards": "736ae29b0838",
+    "_compute_loss": "80295546bbdb",
+    "_generate": "2a27fdf8f5e6",
+    "_generate_and_score_completions": "1fa48922792d",
+    "_generate_single_turn": "e0f02e4fc094",
+    "_get_per_token_logps_and_entropies": "ea73c3909275",
+    "_load_optimizer_and_scheduler": "5c1772becdfd",
+    "_prepare_inputs": "f824e7fb0714",
+    "_save_checkpoint": "ec91bde12364",
+    "get_high_entropy_mask": "ce6e86287bac",
+    "get_off_policy_mask": "8ee1e1964611",
+    "get_train_dataloader": "2bffe5a57c53",
+}
+
+
+def test_bodies_are_those_the_adapter_was_written_against():
+    assert set(BODIES) == set(compat.PINNED)
+    for name, known in BODIES.items():
+        source = inspect.getsource(inspect.unwrap(getattr(trl.GRPOTrainer, name)))
+        found = hashlib.sha256(source.encode()).hexdigest()[:12]
+        assert found == known, f"TRL {compat.trl_version()} changed GRPOTrainer.{name}: read it, then put {found} here"
+
+
 def test_a_moved_symbol_is_named(tmp_path):
     class Moved(trl.GRPOTrainer):
         __module__ = "trl.trainer.grpo_trainer"
@@ -193,8 +220,6 @@ def test_the_config_adds_two_fields_and_changes_none():
 
 def test_no_host_body_is_copied():
     """Every override of the mixin calls super(), and shares no run of five lines with TRL's trainer."""
-    import inspect
-
     import rl_plugins.trl.trainer as module
 
     ours = inspect.getsource(module)

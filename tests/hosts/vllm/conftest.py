@@ -1,4 +1,4 @@
-"""Fixtures: one engine in this process for all tests of colocate mode, one server on loopback for those of server mode."""
+"""Fixtures: one engine in this process for colocate mode, one server on loopback for server mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Under torchrun: trainers on two ranks with a server, `ranks_script.py FOLDER URL`. Each rank prints what it found."""
+"""Under torchrun: trainers on two ranks with a server, `ranks_script.py FOLDER URL OUT`. Each rank writes what it
+found: {case: {rows, tokens, error}} in OUT/rank0.json and OUT/rank1.json."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "trl")]
 
-import cpu_adapter  # noqa: E402
-import probes  # noqa: E402
-from harness import make  # noqa: E402
-from trl.generation.vllm_client import VLLMClient  # noqa: E402
-from watch import Watch  # noqa: E402
+import cpu_adapter
+import probes
+from harness import make
+from trl.generation.vllm_client import VLLMClient
+from watch import Watch
 
 CASES = {
     "mc_grpo": ["vade", "mc_grpo"],  # 72 rows
@@ -23,7 +24,8 @@ CASES = {
 }
 
 
-def main(folder: Path, url: str) -> None:
+def main(folder: Path, url: str, out: Path) -> None:
+    results = {}
     probes.register()
     for name, method in cpu_adapter.file_client(folder / "server" / "weights.safetensors").items():
         setattr(VLLMClient, name, method)
@@ -32,11 +34,18 @@ def main(folder: Path, url: str) -> None:
         t = make(folder, methods, **options)
         watch = Watch(t)
         t.train()
-        errors = [b.error[~b.error.isnan()].max().item() for b in watch.batches]
-        rows = len(watch.batches[0].tensors["advantages"])
         rank = t.accelerator.process_index
-        print("RESULT", json.dumps(dict(case=case, rank=rank, rows=rows, error=max(errors))), flush=True)
+        result: dict[str, float] = dict(rows=len(watch.batches[0].tensors["advantages"]), tokens=0, error=0.0)
+        for batch in watch.batches:
+            known = batch.mask & ~batch.tensors["sampling_per_token_logps"].isnan()
+            if case == "given" and rank == 0:
+                known[0] = False  # brings log-probs of its own
+            error = (batch.tensors["sampling_per_token_logps"] - batch.policy)[known].abs()
+            result["tokens"] += len(error)
+            result["error"] = max(result["error"], error.max().item())
+        results[case] = result
+        (out / f"rank{rank}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

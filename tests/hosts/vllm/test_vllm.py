@@ -14,31 +14,30 @@ from pathlib import Path
 
 import pytest
 import torch
-
-spec = importlib.util.find_spec("vllm")
-if spec is None or spec.origin is None:
-    pytest.skip("needs vLLM on CPU; `make test-vllm` installs it", allow_module_level=True)
-
 import trl
-from harness import history, make, score, weights
+from harness import history, make, weights
 from watch import Watch
 
 from rl_plugins.errors import ConfigError
 
-pytestmark = pytest.mark.vllm
+_spec = importlib.util.find_spec("vllm")
+_installed = _spec is not None and _spec.origin is not None
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not _installed, reason="needs vLLM on CPU; `make test-vllm` installs and runs it"),
+]
 
 EXACT = 5e-5  # float32 on both sides
 
 
-def run(folder, methods, *, stale=False, train=True, **options):
+def run(folder, methods, *, stale=False, **options):
     """A trained trainer and its Watch. `stale`: the engine gets the first weights and then none."""
     t = make(folder, methods, **options)
     watch = Watch(t)
     if stale:
         sync, synced = t.vllm_generation.sync_weights, []
         t.vllm_generation.sync_weights = lambda: None if synced else (synced.append(True), sync())
-    if train:
-        t.train()
+    t.train()
     return t, watch
 
 
@@ -84,7 +83,7 @@ def test_off_is_bit_identical(folder, colocate):
 
 def test_vade_and_mc_grpo(folder, colocate):
     """8 chosen prompts with 9 rollouts each are generated, 64 rows trained, in every step with new weights."""
-    t, watch = run(folder, ["vade", "mc_grpo"], **colocate(), max_steps=3, learning_rate=0.1)
+    t, watch = run(folder, ["vade", "mc_grpo"], **colocate(), max_steps=3, learning_rate=0.1, temperature=0.8)
     for call, batch in zip(watch.calls, watch.batches, strict=True):
         prompts = [r.plan.prompt for r in call.step.mine]
         assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::9] for _ in range(9)]
@@ -98,7 +97,7 @@ def test_vade_and_mc_grpo(folder, colocate):
 
 def test_minpro_has_the_log_probs_of_the_engine(folder, colocate):
     """In the first step the weights differ from 1 only by what the engine rounds; the update is that of the formula."""
-    with pytest.raises(ConfigError, match="`minpro` needs .*use_vllm"):
+    with pytest.raises(ConfigError, match=r"`minpro` needs .*use_vllm"):
         make(folder, ["minpro"])
     t, watch = run(folder, ["minpro"], **colocate("auto"), max_steps=1, max_grad_norm=0.0, learning_rate=0.5)
     (call,), (batch,) = watch.calls, watch.batches
@@ -201,6 +200,18 @@ def test_rounds(folder, colocate):
     assert max(history(t, "sampling/sampling_logp_difference/max")) < EXACT
 
 
+def test_lora(folder, colocate):
+    """The adapters reach the engine merged into the weights."""
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    options = dict(colocate(), more=dict(peft_config=lora), max_steps=3, learning_rate=20.0)
+    _, watch = run(folder, ["mc_grpo"], **options)
+    assert max(b.error.max() for b in watch.batches) < EXACT
+    _, stale = run(folder, ["mc_grpo"], stale=True, **options)
+    assert stale.batches[2].error.max() > 0.01
+
+
 # ---- the loss
 
 
@@ -249,7 +260,7 @@ def test_own_surrogate_under_the_correction_equals_native(folder, colocate, mode
 
 def test_server_and_groups_of_other_sizes(folder, server):
     """vade + mc_grpo: TRL asks a server for `num_generations` per unique prompt, which 9 rollouts per prompt break."""
-    t, watch = run(folder, ["vade", "mc_grpo"], **server, max_steps=2, learning_rate=0.3)
+    t, watch = run(folder, ["vade", "mc_grpo"], **server, max_steps=2, learning_rate=0.3, temperature=0.8)
     for call, batch in zip(watch.calls, watch.batches, strict=True):
         assert call.num_generations == 1 and len(call.completions) == 72
         assert len(batch.tensors["advantages"]) == 64
@@ -259,7 +270,7 @@ def test_server_and_groups_of_other_sizes(folder, server):
 
 
 def test_server_with_groups_as_trl_has_them(folder, server):
-    """A method that leaves the plan alone leaves the request alone: 8 completions of 8 prompts. A stale server shows."""
+    """A method that leaves the plan alone leaves the request alone: 8 completions of 8 prompts. Staleness shows."""
     options = dict(server, max_steps=2, learning_rate=1.0)
     _, watch = run(folder, ["noop"], **options)
     assert [c.num_generations for c in watch.calls] == [8, 8]
@@ -281,9 +292,14 @@ def test_server_and_two_ranks(folder, server_url, tmp_path):
     """TRL cuts the server's answer into equal shares, whatever each rank asked for."""
     script = Path(__file__).parent / "ranks_script.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run([*command, str(folder), server_url], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    results = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(results) == 2 * 4
-    for r in results:
-        assert r["rows"] == 32 and r["error"] < EXACT, r
+    done = subprocess.run(
+        [*command, str(folder), server_url, str(tmp_path)], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, (
+        done.stdout + "\n".join(x for x in done.stderr.splitlines() if "leaked" not in x)[-6000:]
+    )
+    for rank in (0, 1):
+        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert set(results) == {"mc_grpo", "small", "given", "probing"}
+        for case, r in results.items():
+            assert r["rows"] == 32 and r["tokens"] > 200 and r["error"] < EXACT, (case, rank, r)

@@ -1,4 +1,4 @@
-"""Looks over the shoulder of a trainer with vLLM: what the engine was asked, what it answered, and whether it is true."""
+"""Looks over the shoulder of a trainer with vLLM: what the engine was asked and answered, and whether it is true."""
 
 from __future__ import annotations
 
@@ -77,5 +77,7 @@ def policy_logprobs(trainer: Any, prompt: list[int], completion: list[int]) -> l
     """Log-probs of one completion by a plain forward pass of the trainer's model, without padding before it."""
     with torch.no_grad():
         logits = trainer.model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
-    result: list[float] = logits.log_softmax(-1)[torch.arange(len(completion)), completion].tolist()
+    result: list[float] = (
+        (logits / trainer.temperature).log_softmax(-1)[torch.arange(len(completion)), completion].tolist()
+    )
     return result

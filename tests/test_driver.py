@@ -1,0 +1,854 @@
+"""One generation batch on the driver: what is generated, and what becomes of it. Every return value is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins.driver import decide, first_plan, next_plan
+from rl_plugins.errors import MethodError
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.method import Method
+from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Shape, Steps
+from rl_plugins.stack import MethodStack
+from rl_plugins.testing import make_rollouts, make_tokens
+
+NAN, INF = math.nan, math.inf
+PER_ROW = {"group", "prompt_index", "rollout", "index", "rewards", "reward", "length", "truncated", "kept", "version"}
+
+
+def method(name: str = "m", **members: Any) -> Method:
+    """An instance of a new class; functions are hooks, everything else class attributes."""
+    hooks = {
+        k: (lambda f: lambda self, *args: f(*args))(v) if callable(v) and not isinstance(v, type) else v
+        for k, v in members.items()
+    }
+    return type(name.title(), (Method,), {"name": name, **hooks})()
+
+
+def refused(call, *parts: str) -> str:
+    with pytest.raises(MethodError) as e:
+        call()
+    for part in parts:
+        assert part in str(e.value)
+    return str(e.value)
+
+
+# ---- first plan
+
+
+def plan_of(*methods, proposal=(3, 1, 4), group_size=4, budget=None, pool=20, seed=0, stack=None) -> Plan:
+    stack = MethodStack(list(methods), seed) if stack is None else stack
+    budget = len(proposal) * group_size if budget is None else budget
+    return first_plan(stack, proposal, group_size, budget, pool)
+
+
+def each(change):
+    """A `plan` hook that changes every row."""
+    return lambda plan: plan.replace(rows=tuple(change(r) for r in plan.rows))
+
+
+def test_without_methods_the_plan_is_the_hosts_own():
+    for stack in (MethodStack([]), MethodStack([method(shape=lambda r, t: None)])):
+        stack.step = 6
+        plan = plan_of(stack=stack)
+        assert plan == Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 0, step=6)
+        assert plan.trained == plan.generated == 12 and stack.extra_prompts == 0
+    assert plan_of(method(plan=lambda plan: None)) == plan_of()
+
+
+def test_what_a_plan_method_is_given():
+    seen = []
+    stack = MethodStack([method(plan=seen.append)])
+    stack.step = 2
+    plan_of(stack=stack)
+    assert seen == [Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 12, round=0, step=2)]
+
+
+def test_two_plan_methods_change_what_the_one_before_left():
+    more = method("more", plan=each(lambda r: r.replace(spare=r.spare + 1)))
+    double = method("double", plan=each(lambda r: r.replace(spare=2 * r.spare, payload=r.spare)))
+    assert [r.spare for r in plan_of(more, double).rows] == [2, 2, 2]
+    assert [r.spare for r in plan_of(double, more).rows] == [1, 1, 1]
+    assert [r.payload for r in plan_of(more, double).rows] == [1, 1, 1]
+    plan = plan_of(more)
+    assert (plan.trained, plan.generated, plan.budget) == (12, 15, 0)  # spare rollouts cost no budget
+
+
+def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
+    calls = []
+
+    def halved(plan):
+        calls.append((len(plan.rows), plan.budget))
+        return plan.replace(rows=tuple(r.replace(n=2, spare=1) for r in plan.rows))
+
+    stack = MethodStack([method(plan=halved)])
+    plan = plan_of(stack=stack)
+    assert [(r.n, r.spare) for r in plan.rows] == [(2, 1)] * 6 and (plan.trained, plan.budget) == (12, 0)
+    assert [r.prompt for r in plan.rows[:3]] == [3, 1, 4]
+    prompts = [r.prompt for r in plan.rows]
+    assert len(set(prompts)) == 6 and all(0 <= p < 20 for p in prompts)
+    assert [r.group for r in plan.rows] == [0, 1, 2, 3, 4, 5]
+    assert calls == [(3, 12), (3, 6)] and stack.extra_prompts >= 3
+
+
+def test_a_plan_of_one_under_a_group_size_of_two_takes_twice_as_many_prompts():
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), proposal=(0, 1, 2, 3), group_size=2)
+    assert [r.n for r in plan.rows] == [1] * 8 and len({r.prompt for r in plan.rows}) == 8
+
+
+@pytest.mark.parametrize(("late", "trained"), [(3, 3 + 2 * 4), (4, 3 + 5), (7, 3 + 8), (8, 3 + 9), (9, 3)])
+def test_filling_never_exceeds_the_batch_and_never_cuts_a_group(late, trained):
+    """Prompts beyond the proposal get more rollouts than fit, and some of them two plan rows in one group."""
+
+    def uneven(plan):
+        rows = [r.replace(n=1 if r.prompt in (3, 1, 4) else late) for r in plan.rows]
+        return plan.replace(rows=(*rows, *(r.replace(n=1) for r in rows if r.prompt not in (3, 1, 4))))
+
+    plan = plan_of(method(plan=uneven), budget=12)
+    assert plan.trained == trained <= 12 and plan.trained + plan.budget == 12
+    per_group = {g: sum(r.n for r in plan.rows if r.group == g) for g in {r.group for r in plan.rows}}
+    assert set(per_group.values()) <= {1, late + 1}
+
+
+def test_filling_ends_when_prompts_add_nothing_to_train():
+    asked = []
+
+    def only_proposed(plan):
+        asked.append([r.prompt for r in plan.rows])
+        return plan.replace(rows=tuple(r.replace(n=2 if r.prompt in (3, 1, 4) else 0) for r in plan.rows))
+
+    plan = plan_of(method(plan=only_proposed))
+    assert [(r.prompt, r.n) for r in plan.rows] == [(3, 2), (1, 2), (4, 2)] and plan.budget == 6
+    assert len(asked) == 2
+    probes = plan_of(method(plan=each(lambda r: r.replace(n=0, spare=2))))  # made to leave again, all of them
+    assert [(r.prompt, r.spare) for r in probes.rows] == [(3, 2), (1, 2), (4, 2)]
+    assert plan_of(method(plan=lambda plan: plan.replace(rows=()))).rows == ()
+
+
+def test_a_small_dataset_is_used_once_at_most():
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), pool=5)
+    assert sorted(r.prompt for r in plan.rows) == [0, 1, 2, 3, 4] and plan.budget == 7
+    foreign = each(lambda r: r if r.prompt != 3 else r.replace(prompt=-1, edit={"prompt": "x"}))
+    plan = plan_of(method("a", plan=each(lambda r: r.replace(n=1))), method("b", plan=foreign), pool=5)
+    assert sorted(r.prompt for r in plan.rows if r.prompt >= 0) == [0, 1, 2, 4]  # 3 came back as foreign both times
+
+
+def test_a_stream_has_the_prompts_of_the_host_only():
+    stack = MethodStack([method(plan=each(lambda r: r.replace(n=1)))])
+    plan = plan_of(stack=stack, pool=None)
+    assert [r.prompt for r in plan.rows] == [3, 1, 4] and plan.budget == 9 and stack.extra_prompts == 0
+
+
+def test_methods_with_rounds_fill_their_batch_themselves():
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=1)), rounds=True))
+    assert [(r.prompt, r.n) for r in plan.rows] == [(3, 1), (1, 1), (4, 1)] and plan.budget == 9
+
+
+def further(steps, seed=0, stack=None, pool=20):
+    """Prompts drawn beyond the host's, step by step."""
+    stack = stack or MethodStack([method(plan=each(lambda r: r.replace(n=2)))], seed)
+    return [[r.prompt for r in plan_of(stack=stack, pool=pool).rows[3:]] for _ in range(steps)], stack
+
+
+def test_further_prompts_are_a_permutation_that_depends_on_the_seed_alone_and_can_be_resumed():
+    drawn, stack = further(10)
+    assert drawn == further(10)[0] and drawn != further(10, seed=1)[0]
+    first, half = further(4)
+    rest = MethodStack([method(plan=each(lambda r: r.replace(n=2)))])
+    rest.extra_prompts = half.extra_prompts
+    assert first + further(6, stack=rest)[0] == drawn and rest.extra_prompts == stack.extra_prompts
+    one_pass = [p for step in drawn for p in step][:17]  # 3, 1 and 4 are in every batch already
+    assert sorted(one_pass) == sorted(set(range(20)) - {3, 1, 4})
+    assert not any({3, 1, 4} & set(step) or len(set(step)) < 3 for step in drawn)
+    assert further(1, pool=200)[0] != further(1, pool=201)[0]
+    before = np.random.get_state()[1].tolist()
+    further(1)
+    assert np.random.get_state()[1].tolist() == before
+
+
+def test_drawing_further_prompts_shuffles_the_dataset_once_and_not_once_per_prompt(monkeypatch):
+    made, real = [], np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda *args: made.append(args) or real(*args))
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), proposal=range(64), group_size=4, pool=10_000)
+    assert len(plan.rows) == 256 and len(made) == 1
+
+
+# ---- select_prompts
+
+
+def test_select_prompts_replaces_the_proposal_and_fills_the_batch():
+    pools = []
+
+    def select(pool, n):
+        pools.append((pool, n))
+        return [i for i in range(pool.size - 1, -1, -1) if i not in pool.taken][:n]
+
+    stack = MethodStack([method(select_prompts=select, plan=each(lambda r: r.replace(n=2)))])
+    stack.step = 4
+    plan = first_plan(stack, (3, 1, 4), 4, 12, 20, dataset="the data")
+    assert [r.prompt for r in plan.rows] == [19, 18, 17, 16, 15, 14] and stack.extra_prompts == 0
+    (first, n), (second, m) = pools
+    assert (first.size, first.proposal, first.taken, first.dataset, first.step, n) == (
+        20,
+        (3, 1, 4),
+        (),
+        "the data",
+        4,
+        3,
+    )
+    assert (second.proposal, second.taken, m) == ((), (19, 18, 17), 3)
+
+
+@pytest.mark.parametrize("answer", [np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), [np.int32(5), 6, 7]])
+def test_select_prompts_may_answer_with_any_integers(answer):
+    plan = plan_of(method(select_prompts=lambda pool, n: answer))
+    assert [r.prompt for r in plan.rows] == [5, 6, 7] and all(type(r.prompt) is int for r in plan.rows)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ([1, 2], "3 different prompts of 0..19 were asked for, it gave 2 (2 different): [1, 2]"),
+        ([1, 2, 3, 4], "it gave 4 (4 different)"),
+        ([1, 2, 2], "it gave 3 (2 different)"),
+        ([1, 2, 20], "prompts of 0..19"),
+        ([-1, 2, 3], "prompts of 0..19"),
+        ([0.0, 1.0, 2.0], "3 dataset rows (integers) are needed, it gave [0.0, 1.0, 2.0]"),
+        (torch.tensor([0.0, 1.0, 2.0]), "dataset rows (integers) are needed"),
+        (None, "dataset rows (integers) are needed, it gave None"),
+        ("abc", "dataset rows (integers) are needed, it gave 'abc'"),
+        ([[1], [2], [3]], "dataset rows (integers) are needed"),
+    ],
+)
+def test_an_illegal_selection_is_refused(answer, why):
+    text = refused(lambda: plan_of(method("picky", select_prompts=lambda pool, n: answer)), why)
+    assert text.startswith("Method `picky` returned something illegal from `select_prompts`: ")
+
+
+def test_selecting_a_prompt_that_is_in_the_batch_already_is_refused():
+    m = method("again", select_prompts=lambda pool, n: range(n), plan=each(lambda r: r.replace(n=2)))
+    refused(lambda: plan_of(m), "`again`", "`select_prompts`", "[0, 1, 2] are in the batch already (`pool.taken`)")
+
+
+def test_selecting_from_a_stream_is_refused():
+    m = method("picky", select_prompts=lambda pool, n: range(n))
+    refused(lambda: plan_of(m, pool=None), "`picky` selects prompts, and the dataset is a stream", "random access")
+
+
+# ---- illegal plans
+
+ROW = PlanRow(0, 0, 1)
+ILLEGAL_ROWS = [
+    (ROW.replace(n=-1), "-1 + 0 rollouts"),
+    (ROW.replace(spare=-2), "1 + -2 rollouts"),
+    (ROW.replace(given=(Completion((1,)), Completion((2,)))), "1 + 0 rollouts, 2 given"),
+    (ROW.replace(given=(Completion(()),)), "a given completion without tokens"),
+    (ROW.replace(given=(Completion((1, 2), (-0.5,)),)), "as many log-probs as tokens, or None"),
+    (ROW.replace(n=1.0), "must be whole numbers"),
+    (ROW.replace(n=torch.tensor(2)), "must be whole numbers"),
+    (ROW.replace(group="a"), "must be whole numbers"),
+    (ROW.replace(prompt=20), "prompt 20 of a dataset of 20 rows"),
+    (ROW.replace(prompt=-2, edit={"prompt": "x"}), "prompt -2 of a dataset"),
+    (ROW.replace(prompt=-1), "a foreign prompt (-1) without columns in `edit`"),
+    (ROW.replace(max_tokens=0), "max_tokens=0"),
+    ((0, 0, 1), "tuple instead of a PlanRow"),
+    (None, "NoneType instead of a PlanRow"),
+]
+
+
+@pytest.mark.parametrize(("row", "why"), ILLEGAL_ROWS, ids=[w for _, w in ILLEGAL_ROWS])
+def test_an_illegal_row_is_refused_with_the_method_the_hook_and_the_row(row, why):
+    m = method("odd", plan=lambda plan: plan.replace(rows=(*plan.rows[:1], row)))
+    text = refused(lambda: plan_of(method("fine", plan=lambda plan: plan), m), why)
+    assert text.startswith("Method `odd` returned something illegal from `plan`: ")
+
+
+def test_what_is_no_plan_is_refused():
+    for answer, name in (([], "list"), ((PlanRow(0, 0, 1),), "tuple"), (True, "bool")):
+        refused(lambda a=answer: plan_of(method("odd", plan=lambda plan: a)), "`odd`", "`plan`", f"{name} instead of a")
+
+
+def test_legal_rows_of_every_kind_pass():
+    rows = (
+        PlanRow(0, 0, 2, given=(Completion((1, 2), (-0.1, -0.2)), Completion((3,)))),
+        PlanRow(-1, 7, 1, spare=1, edit={"prompt": "another"}, prefix=(5,), max_tokens=1, payload={"x": 1}),
+        PlanRow(np.int64(2), 0, np.int64(1)),
+    )
+    plan = plan_of(method(plan=lambda plan: plan.replace(rows=[*rows, ROW.replace(n=0)])), pool=None)
+    assert plan.rows == rows and plan.trained == 4
+
+
+def test_more_rows_to_train_than_the_batch_holds_is_an_error_that_prints_the_plan():
+    m = method(plan=each(lambda r: r.replace(n=5, spare=1)))
+    refused(
+        lambda: plan_of(m),
+        "The plan trains 15 rows, the batch takes 12.",
+        "Plan (trained+spare): prompt 3: 5+1, prompt 1: 5+1, prompt 4: 5+1.",
+        "Rollouts beyond the batch must be `spare`, or the batch larger.",
+    )
+    many = refused(lambda: plan_of(method(plan=each(lambda r: r.replace(n=2))), proposal=range(20), group_size=1))
+    assert many.count("prompt ") == 16 and ", .." in many
+
+
+# ---- later rounds
+
+
+def test_later_rounds_ask_only_methods_with_rounds():
+    row = PlanRow(3, 0, 1)
+    so_far = (GroupSoFar(row, torch.tensor([1.0])),)
+    given = Plan((), 4, 5, round=1, so_far=so_far, step=3)
+    seen = []
+
+    def more(plan):
+        seen.append(plan)
+        return plan.replace(rows=tuple(g.row.replace(n=2) for g in plan.so_far if g.rewards.max() > 0))
+
+    rounds = method("rounds", plan=more, rounds=True)
+    once = method("once", plan=each(lambda r: r.replace(n=50)))
+    assert next_plan(MethodStack([once, rounds]), given).rows == (row.replace(n=2),)
+    assert seen == [given]
+    silent = method("silent", plan=lambda plan: None, rounds=True)
+    assert next_plan(MethodStack([silent, once]), given).rows == ()
+    nothing = method("nothing", plan=lambda plan: plan.replace(rows=(row.replace(n=0),)), rounds=True)
+    assert next_plan(MethodStack([nothing]), given).rows == ()
+
+
+def test_a_later_round_may_not_exceed_the_rest_of_the_budget():
+    greedy = method("greedy", plan=lambda plan: plan.replace(rows=(PlanRow(0, 0, 6),)), rounds=True)
+    refused(lambda: next_plan(MethodStack([greedy]), Plan((), 4, 5, round=1)), "trains 6 rows, the batch takes 5")
+    spare = method("spare", plan=lambda plan: plan.replace(rows=(PlanRow(0, 0, 5, spare=6),)), rounds=True)
+    assert next_plan(MethodStack([spare]), Plan((), 4, 5, round=1)).generated == 11
+
+
+# ---- decisions
+
+
+def run(methods, rollouts, tokens=None, host=None, budget=None, estimator=grpo_advantages, stack=None):
+    stack = MethodStack(list(methods)) if stack is None else stack
+    tokens = make_tokens(rollouts) if tokens is None else tokens
+    return decide(stack, rollouts, tokens, host, estimator, len(rollouts) if budget is None else budget)
+
+
+def test_hooks_run_in_the_order_of_a_step_and_methods_in_the_order_of_the_flag():
+    calls = []
+
+    def recorder(name, **answers):
+        def record(hook):
+            def function(*args):
+                calls.append(f"{hook} {name}")
+                return answers.get(hook)
+
+            return function
+
+        return method(name, **{h: record(h) for h in ("rewards", "select", "shape", "observe")})
+
+    keep = torch.ones(4, dtype=torch.bool)
+    stack = MethodStack([recorder("b", select=keep), recorder("a", rewards=[1.0, 0, 0, 0])])
+    stack.methods.append(method("c", advantages=lambda r: calls.append("advantages c") or r.reward))
+    stack = MethodStack(stack.methods)
+    stack.step = 8
+    decision = run([], make_rollouts([0.0, 1, 0, 1]), stack=stack)
+    assert calls == [
+        "rewards b",
+        "rewards a",
+        "select b",
+        "select a",
+        "advantages c",
+        "shape b",
+        "shape a",
+        "observe b",
+        "observe a",
+    ]
+    assert stack.step == 9 and decision.estimator == "c" and decision.rewarded_by == ("a",)
+
+
+def test_only_what_select_kept_is_in_the_statistics():
+    rewards = [9.0, 1.0, 0.0, 5.0, 3.0, 3.0]
+    group = [0, 0, 0, 1, 1, 1]
+    keep = torch.tensor([False, True, True, True, False, True])
+    seen = {}
+
+    def advantages(r):
+        seen["advantages"] = r.reward.tolist(), r.group.tolist(), r.kept.tolist(), r.rollout.tolist(), r.text
+        return r.reward - r.groups.rows(r.groups.mean(r.reward))
+
+    def shape(r, t):
+        seen["shape"] = r.reward.tolist(), t.row.tolist(), t.advantages.tolist()
+
+    m = method(select=lambda r: keep, advantages=advantages, shape=shape)
+    rollouts = make_rollouts(rewards, group, lengths=[2, 1, 2, 1, 3, 1], text=list("abcdef"))
+    decision = run([m], rollouts)
+    assert seen["advantages"] == ([1.0, 0.0, 5.0, 3.0], [0, 0, 1, 1], [True] * 4, [1, 2, 0, 2], ["b", "c", "d", "f"])
+    assert seen["shape"] == ([1.0, 0.0, 5.0, 3.0], [0, 1, 1, 2, 3], [0.5, -0.5, -0.5, 1.0, -1.0])
+    assert decision.row_advantages.tolist() == [0.0, 0.5, -0.5, 1.0, 0.0, -1.0]
+    assert decision.advantages.tolist() == [0, 0, 0.5, -0.5, -0.5, 1.0, 0, 0, 0, -1.0]
+    assert decision.trained.tolist() == keep.tolist() == decision.rollouts.kept.tolist()
+    assert decision.keep_tokens.tolist() == [False, False, True, True, True, True, False, False, False, True]
+    assert decision.rollouts.reward.tolist() == rewards
+
+
+def test_several_selects_are_combined_and_a_later_one_sees_what_left():
+    seen = []
+    first = method("first", select=lambda r: torch.tensor([True, True, False, True]))
+    second = method("second", select=lambda r: seen.append(r.kept.tolist()) or r.reward > 0)
+    third = method("third", select=lambda r: None)
+    decision = run([first, second, third], make_rollouts([1.0, 0.0, 1.0, 1.0]))
+    assert seen == [[True, True, False, True]] and decision.trained.tolist() == [True, False, False, True]
+
+
+HOST = torch.tensor([0.5, -0.5, 0.25, -0.25], dtype=torch.float32)
+
+
+def test_the_hosts_advantages_are_used_as_they_are_when_nothing_changed():
+    methods = [
+        method("a", select=lambda r: torch.ones(4, dtype=torch.bool)),
+        method("b", rewards=lambda r: None),
+        method("c", shape=lambda r, t: None, observe=lambda r, t, s: None),
+    ]
+    decision = run(methods, make_rollouts([1.0, 0, 1, 0]), host=HOST)
+    assert decision.estimator == "host" and decision.row_advantages.tolist() == HOST.tolist()
+    assert decision.uniform and decision.rewarded_by == () and decision.old_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "m",
+    [
+        method(rewards=lambda r: r.reward),
+        method(select=lambda r: torch.tensor([True, True, True, False])),
+        None,  # the plan was not the host's own, so it has none
+    ],
+)
+def test_otherwise_our_estimator_takes_their_place(m):
+    given = []
+
+    def estimator(rollouts):
+        given.append(rollouts.reward.tolist())
+        return grpo_advantages(rollouts, "none")
+
+    rollouts = make_rollouts([1.0, 0.0, 1.0, 0.0])
+    decision = run([m] if m else [], rollouts, host=HOST if m else None, estimator=estimator)
+    kept = decision.trained
+    expected = grpo_advantages(rollouts.subset(kept), "none")
+    assert decision.estimator == "rl_plugins" and decision.row_advantages[kept].tolist() == expected.tolist()
+    assert given == [rollouts.reward[kept].tolist()]
+
+
+def test_rows_without_a_reward_get_advantage_0_whoever_makes_it():
+    rollouts = make_rollouts([1.0, NAN, 0.0, 5.0])
+    claimed = run([method(advantages=lambda r: torch.tensor([1.0, 2.0, NAN, 4.0]))], rollouts)
+    assert claimed.row_advantages.tolist() == [1.0, 0.0, 0.0, 4.0]
+    host = run([], rollouts, host=torch.tensor([1.0, 7.0, NAN, 2.0]))
+    assert host.row_advantages.tolist() == [1.0, 0.0, 0.0, 2.0] and host.estimator == "host"
+    ours = run([], rollouts, estimator=lambda r: torch.tensor([1.0, 7.0, NAN, 2.0]).double())
+    assert ours.row_advantages.tolist() == [1.0, 0.0, 0.0, 2.0]
+    assert ours.trained.tolist() == [True] * 4  # still trained, as far as the host trains it
+    withdrawn = run([method(rewards=lambda r: [1.0, 0.0, NAN, 5.0])], make_rollouts([1.0, 0, 3, 5]))
+    assert withdrawn.row_advantages[2] == 0.0 and math.isnan(withdrawn.rollouts.reward[2])
+
+
+def test_an_infinite_reward_is_refused_with_the_function_that_gave_it():
+    rewards = [[1.0, 0.0], [0.0, -INF]]
+    text = refused(lambda: run([], make_rollouts(rewards)), "A reward is infinite (reward_1)", "must be finite numbers")
+    assert "reward_0" not in text
+    refused(
+        lambda: run([method("hot", rewards=lambda r: [1.0, INF])], make_rollouts([1.0, 0.0])),
+        "Method `hot` returned something illegal from `rewards`: a reward is infinite",
+    )
+    assert run([method(rewards=lambda r: [1.0, 0.0])], make_rollouts([1.0, INF])).trained.all()  # it was replaced
+
+
+def test_not_one_reward_in_the_batch_is_refused():
+    text = refused(lambda: run([], make_rollouts([[NAN, NAN]] * 3)), "Not one of the 3 completions has a reward")
+    assert "reward_0, reward_1" in text
+    refused(lambda: run([method(rewards=lambda r: [NAN] * 2)], make_rollouts([1.0, 0.0])), "Not one of the 2")
+
+
+# ---- the data itself
+
+
+def test_the_weighted_reward_is_of_the_functions_that_scored_a_row():
+    rewards, weights = [[1.0, 2.0, NAN], [NAN, NAN, NAN], [NAN, -1.0, 0.0], [0.0, NAN, 4.0]], [1.0, 0.5, 2.0]
+    expected = [
+        math.fsum(r * w for r, w in zip(row, weights, strict=True) if not math.isnan(r))
+        if not all(map(math.isnan, row))
+        else NAN
+        for row in rewards
+    ]
+    assert make_rollouts(rewards, weights=weights).reward.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_subset_of_rows_takes_every_field_along():
+    n, listed = 4, {"text", "raw_text", "messages", "payload"}
+    rollouts = make_rollouts([0.0] * n).replace(steps=agent_batch([1, 2, 0, 1])[0].steps)
+    numbers = {f.name: torch.arange(n) for f in dataclasses.fields(rollouts) if f.name in PER_ROW}
+    full = rollouts.replace(**numbers, **{name: list("abcd") for name in listed}, meta={"answer": list("abcd")})
+    keep = torch.tensor([False, True, False, True])
+    part = full.subset(keep)
+    assert all(getattr(part, name).tolist() == [1, 3] for name in PER_ROW)
+    assert all(getattr(part, name) == ["b", "d"] for name in listed) and part.meta == {"answer": ["b", "d"]}
+    assert part.steps.anchor == ["3.0", "1.1", "1.0"] and part.steps.row.tolist() == [1, 0, 0]
+    assert part.steps.turn.tolist() == [0, 1, 0] and part.steps.reward.tolist() == [30.0, 11.0, 10.0]
+    assert len(part.steps.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
+    whole = {"reward_names", "reward_weights", "meta", "steps", "step", "total_steps"}
+    assert {f.name for f in dataclasses.fields(rollouts)} == PER_ROW | listed | whole  # a new field joins one of them
+    assert full.subset(torch.ones(n, dtype=torch.bool)) is full
+
+
+# ---- turns of agents
+
+
+def agent_batch(turns, rewards=None, kept=None):
+    """Rows with these numbers of turns; every turn has two tokens. Steps are listed backwards, so that their numbers
+    are not those of the rows."""
+    rows = [(row, turn) for row, n in enumerate(turns) for turn in range(n)][::-1]
+    rollouts = make_rollouts(rewards or [float(i) for i in range(len(turns))], [0] * len(turns))
+    rollouts = rollouts.replace(
+        length=torch.tensor([2 * n for n in turns]),
+        steps=Steps(
+            row=torch.tensor([r for r, _ in rows]),
+            turn=torch.tensor([t for _, t in rows]),
+            anchor=[f"{r}.{t}" for r, t in rows],
+            reward=torch.tensor([10.0 * r + t for r, t in rows]).double(),
+            valid=torch.ones(len(rows), dtype=torch.bool),
+        ),
+    )
+    tokens = make_tokens(rollouts)
+    place = {pair: i for i, pair in enumerate(rows)}
+    step = [place[r, p // 2] for r, p in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)]
+    return rollouts, tokens.replace(step=torch.tensor(step))
+
+
+def test_advantages_of_turns_reach_the_tokens_of_their_turn():
+    rollouts, tokens = agent_batch([2, 1, 3])
+    decision = run([method(advantages=lambda r: r.steps.reward)], rollouts, tokens)
+    expected = [0.0, 0, 1, 1, 10, 10, 20, 20, 21, 21, 22, 22]
+    assert decision.advantages.tolist() == expected and not decision.uniform
+    assert decision.row_advantages.tolist() == [0.5, 10.0, 21.0]
+
+
+def test_one_number_per_row_reaches_all_its_turns():
+    rollouts, tokens = agent_batch([2, 1, 3])
+    decision = run([method(advantages=lambda r: r.reward + 5)], rollouts, tokens)
+    assert decision.advantages.tolist() == [5.0] * 4 + [6.0] * 2 + [7.0] * 6 and decision.uniform
+
+
+def test_turns_stay_with_their_tokens_when_rows_leave():
+    rollouts, tokens = agent_batch([2, 1, 3, 1], [1.0, 2.0, 3.0, 4.0])
+    seen = {}
+
+    def shape(r, t):
+        seen["anchors"] = [r.steps.anchor[i] for i in t.step.tolist()]
+        seen["rows"] = r.steps.row[t.step].tolist() == t.row.tolist()
+
+    def observe(r, t, stats):
+        seen["all anchors"] = [r.steps.anchor[i] for i in t.step.tolist()]
+        seen["all rows"] = r.steps.row[t.step].tolist() == t.row.tolist()
+
+    keep = torch.tensor([True, False, True, False])
+    m = method(select=lambda r: keep, advantages=lambda r: r.steps.reward, shape=shape, observe=observe)
+    decision = run([m], rollouts, tokens)
+    anchors = ["0.0", "0.0", "0.1", "0.1", "2.0", "2.0", "2.1", "2.1", "2.2", "2.2"]
+    assert seen == {"anchors": anchors, "rows": True, "all anchors": anchors, "all rows": True}
+    assert decision.advantages.tolist() == [0.0, 0, 1, 1, 0, 0, 20, 20, 21, 21, 22, 22, 0, 0]
+
+
+def test_the_hosts_and_our_estimator_are_per_row_even_with_as_many_turns_as_rows():
+    rollouts, tokens = agent_batch([2, 0, 1])
+    for decision in (
+        run([], rollouts, tokens, host=torch.tensor([1.0, 2.0, 3.0])),
+        run([], rollouts, tokens, estimator=lambda r: torch.tensor([1.0, 2.0, 3.0]).double()),
+    ):
+        assert decision.advantages.tolist() == [1.0] * 4 + [3.0] * 2
+
+
+def test_a_number_per_turn_needs_tokens_that_know_their_turn():
+    rollouts, tokens = agent_batch([2, 1, 3])
+    m = method("turns", advantages=lambda r: r.steps.reward)
+    refused(lambda: run([m], rollouts, tokens.replace(step=None)), "`turns`", "`advantages`", "per row (3) or per turn")
+
+
+# ---- shaping
+
+
+def test_what_shape_changes_comes_back_in_the_order_of_all_rows_and_tokens():
+    rollouts = make_rollouts([4.0, 1.0, 2.0, 3.0], [0] * 4, lengths=[1, 2, 1, 2])
+
+    def shape(r, t):
+        return Shape(
+            advantages=t.advantages * 2 + t.position,
+            keep_rows=torch.tensor([True, False, True]),
+            keep_tokens=t.position == 0,
+            old_logprobs=-t.row - 0.5,
+            row_columns={"weight": r.reward, "flag": r.reward > 1},
+            token_columns={"place": t.position},
+        )
+
+    m = method(
+        select=lambda r: torch.tensor([True, True, False, True])[: len(r)],
+        advantages=lambda r: torch.tensor([1.0, 2.0, 3.0]),
+        shape=shape,
+    )
+    d = run([m], rollouts)
+    assert d.advantages.tolist() == [2.0, 0, 0, 0, 6.0, 0]
+    assert d.trained.tolist() == [True, False, False, True]
+    assert d.keep_tokens.tolist() == [True, False, False, False, True, False]
+    assert d.row_advantages.tolist() == [2.0, 0.0, 0.0, 6.0] and d.uniform
+    assert d.old_logprobs.tolist() == [-0.5, -1.5, -1.5, 0.0, -2.5, -2.5] and d.old_logprobs.dtype == torch.float32
+    assert d.row_columns["weight"].tolist() == [4.0, 1.0, 0.0, 3.0] and d.row_columns["flag"].dtype == torch.bool
+    assert d.token_columns["place"].tolist() == [0, 0, 1, 0, 0, 1] and d.token_columns["place"].dtype == torch.int64
+
+
+def test_a_later_shape_sees_what_the_earlier_one_made():
+    seen = []
+
+    def first(r, t):
+        return Shape(advantages=t.advantages + 1, keep_tokens=t.position > 0, old_logprobs=torch.zeros(len(t)))
+
+    def second(r, t):
+        seen.append((t.advantages.tolist(), t.keep.tolist(), t.old_logprobs.tolist()))
+        return Shape(keep_rows=torch.tensor([True, False]), row_columns={"x": torch.ones(2)})
+
+    rollouts = make_rollouts([1.0, 2.0], [0, 0], lengths=[2, 2])
+    methods = [method("a", shape=first), method("b", shape=second), method("c", advantages=lambda r: r.reward)]
+    d = run(methods, rollouts)
+    assert seen == [([2.0, 2.0, 3.0, 3.0], [False, True, False, True], [0.0] * 4)]
+    assert d.keep_tokens.tolist() == [False, True, False, False] and d.trained.tolist() == [True, False]
+    assert d.old_logprobs.tolist() == [0.0] * 4
+
+
+def test_old_logprobs_are_only_there_if_a_method_gave_some():
+    m = method(shape=lambda r, t: Shape(advantages=t.advantages))
+    assert run([m], make_rollouts([1.0, 0.0])).old_logprobs is None
+
+
+def test_a_column_exists_once():
+    def columns(**shape):
+        return lambda r, t: Shape(
+            **{k: {n: torch.ones(len(r if k == "row_columns" else t)) for n in v} for k, v in shape.items()}
+        )
+
+    a = method("a", shape=columns(row_columns=["x"], token_columns=["y"]))
+    assert set(run([a], make_rollouts([1.0, 0.0])).row_columns) == {"x"}
+    for other in ({"row_columns": ["x"]}, {"row_columns": ["y"]}, {"token_columns": ["x"]}, {"token_columns": ["y"]}):
+        b = method("b", shape=columns(**other))
+        name = next(iter(other.values()))[0]
+        refused(lambda b=b: run([a, b], make_rollouts([1.0, 0.0])), "`b`", "`shape`", f"`{name}` exists already")
+    both = method("c", shape=columns(row_columns=["z"], token_columns=["z"]))
+    refused(lambda: run([both], make_rollouts([1.0, 0.0])), "`c`", "the column `z` exists already")
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e3 / 3, 1e-9])
+def test_one_advantage_per_row_is_uniform_whatever_its_size_and_the_row_has_exactly_it(scale):
+    lengths = [4001, 1, 700]
+    rollouts = make_rollouts([0.1, 0.2, 0.3], [0, 0, 0], lengths=lengths)
+    d = run([method(advantages=lambda r: r.reward * scale)], rollouts)
+    assert d.uniform and d.row_advantages.tolist() == (rollouts.reward * scale).tolist()
+
+
+def test_the_smallest_difference_inside_a_row_is_not_uniform_but_one_between_rows_is():
+    def nudge(r, t):
+        return Shape(advantages=t.advantages + torch.where((t.row == 1) & (t.position == 1), 1e-14, 0.0))
+
+    rollouts = make_rollouts([1e-12, 2e-12], [0, 0], lengths=[2, 2])
+    raw = method("raw", advantages=lambda r: r.reward)
+    assert run([raw], rollouts).uniform
+    assert not run([raw, method(shape=nudge)], rollouts).uniform
+    leaves = method("leaves", shape=lambda r, t: Shape(keep_tokens=t.position == 0))
+    assert run([raw, method(shape=nudge), leaves], rollouts).uniform  # tokens that left do not count
+
+
+# ---- observation
+
+
+def test_observe_sees_all_rows_and_tokens_that_point_into_them():
+    seen = []
+    rollouts = make_rollouts([5.0, 1.0, 2.0, 3.0], [0] * 4, lengths=[2, 1, 2, 1])
+    tokens = make_tokens(rollouts)
+    stack = MethodStack(
+        [
+            method(
+                select=lambda r: torch.tensor([False, True, False, True]),
+                shape=lambda r, t: Shape(keep_rows=torch.tensor([True, False]), advantages=t.advantages + 1),
+                observe=lambda *args: seen.append(args),
+            )
+        ]
+    )
+    stack.stats = {"m/x": 2.0}
+    d = run([], rollouts, tokens, stack=stack, estimator=lambda r: r.reward)
+    ((all_rows, all_tokens, stats),) = seen
+    assert len(all_rows) == 4 and all_rows.kept.tolist() == [False, True, False, True]
+    assert all_rows.reward.tolist() == rollouts.reward.tolist()
+    assert all_tokens.row.tolist() == [1, 3] and all_tokens.keep.tolist() == [True, False]
+    assert all_tokens.old_logprobs.tolist() == tokens.old_logprobs[[2, 5]].tolist()
+    assert all_tokens.advantages.tolist() == [2.0, 4.0]  # as the update gets them
+    assert stats == {"m/x": 2.0} and stats is not stack.stats
+    assert d.trained.tolist() == [False, True, False, False]
+
+
+# ---- degenerate batches
+
+
+def test_no_row_left_is_a_decision_too():
+    calls = []
+    m = method(
+        select=lambda r: torch.zeros(4, dtype=torch.bool),
+        shape=lambda r, t: calls.append((len(r), len(t))) or Shape(row_columns={"x": r.reward}),
+        observe=lambda r, t, s: calls.append((len(r), len(t))),
+    )
+    d = run([m], make_rollouts([1.0, 0.0, 1.0, 0.0]), host=HOST)
+    assert calls == [(0, 0), (4, 0)] and not d.trained.any() and not d.keep_tokens.any()
+    assert d.advantages.tolist() == [0.0] * 10 and d.row_advantages.tolist() == [0.0] * 4 and d.uniform
+    assert d.row_columns["x"].tolist() == [0.0] * 4 and d.estimator == "rl_plugins"
+    empty = run([], make_rollouts([]))
+    assert len(empty.trained) == len(empty.advantages) == 0
+
+
+def test_groups_of_one_have_advantage_0():
+    assert run([], make_rollouts([1.0, 0.3, 7.0], [0, 1, 2])).row_advantages.tolist() == [0.0] * 3
+
+
+def test_rows_without_tokens_are_not_trained_but_count_in_the_statistics():
+    rollouts = make_rollouts([1.0, 0.0, 5.0], [0, 0, 0], lengths=[2, 0, 1])
+    d = run([], rollouts, estimator=lambda r: r.reward - r.groups.rows(r.groups.mean(r.reward)))
+    assert d.advantages.tolist() == [-1.0, -1.0, 3.0] and d.trained.tolist() == [True, False, True]
+    assert d.row_advantages.tolist() == [-1.0, 0.0, 3.0]
+    nothing = run([], make_rollouts([1.0, 0.0], lengths=[0, 0]))
+    assert nothing.trained.tolist() == [False, False] and len(nothing.advantages) == 0 and nothing.uniform
+
+
+def test_more_rows_than_the_batch_holds_is_an_error_with_the_sizes_of_the_groups():
+    rollouts = make_rollouts([1.0, 0, 1, 0, 1], [10**12, 10**12, -4, -4, -4])
+    text = refused(lambda: run([], rollouts, budget=4), "5 rows would be trained, the batch takes 4.")
+    assert "Rows that stayed: group -4: 3, group 1000000000000: 2. The method that asked for spare rollouts" in text
+    leaves = method(shape=lambda r, t: Shape(keep_rows=torch.tensor([True, True, True, True, False])))
+    assert int(run([leaves], rollouts, budget=4).trained.sum()) == 4
+    refused(lambda: run([leaves], rollouts, budget=3), "4 rows would be trained", "group -4: 2, ")
+    many = make_rollouts([1.0] * 40, list(range(40)))
+    assert refused(lambda: run([], many, budget=1)).count("group ") == 32
+
+
+def test_nothing_that_was_given_is_changed():
+    rollouts = make_rollouts([1.0, 0.0, 2.0, 5.0])
+    tokens = make_tokens(rollouts)
+    copies = {n: v.clone() for o in (rollouts, tokens) for n, v in vars(o).items() if isinstance(v, torch.Tensor)}
+    m = method(
+        rewards=lambda r: r.reward + 1,
+        select=lambda r: r.reward > 1,
+        shape=lambda r, t: Shape(advantages=t.advantages * 0 + 1, keep_tokens=t.position == 0),
+    )
+    run([m], rollouts, tokens)
+    for o in (rollouts, tokens):
+        for n, v in vars(o).items():
+            if isinstance(v, torch.Tensor):
+                assert torch.equal(v, copies[n]), n
+
+
+def test_what_a_hook_returns_keeps_no_graph():
+    weight = torch.tensor(2.0, requires_grad=True)
+    m = method(
+        rewards=lambda r: r.reward * weight,
+        advantages=lambda r: r.reward * weight,
+        shape=lambda r, t: Shape(token_columns={"x": t.advantages * weight}),
+    )
+    d = run([m], make_rollouts([1.0, 0.0]))
+    tensors = [d.advantages, d.row_advantages, d.token_columns["x"], d.rollouts.reward]
+    assert not any(t.requires_grad for t in tensors)
+
+
+# ---- illegal return values
+
+TWO = make_rollouts([1.0, 0.0], lengths=[1, 2])
+ILLEGAL = {
+    "rewards": [
+        ([1.0], "one number per row (2) is needed; it gave (1,)"),
+        (torch.ones(2, 1), "it gave (2, 1)"),
+        (3.0, "it gave ()"),
+        ([1.0, -INF], "a reward is infinite"),
+        ([1.0, None], "must be a tensor"),
+        ("good", "must be a tensor (or numbers that make one), it gave str"),
+        (object(), "it gave object"),
+    ],
+    "select": [
+        (torch.ones(2), "must be a bool tensor, it gave torch.float32"),
+        ([1, 0], "must be a bool tensor, it gave torch.int64"),
+        (torch.ones(3, dtype=torch.bool), "one number per row (2) is needed; it gave (3,)"),
+        (True, "it gave ()"),
+        ({"keep": 1}, "it gave dict"),
+    ],
+    "advantages": [
+        (torch.ones(3), "one number per row (2) or per turn is needed; it gave (3,)"),
+        (torch.ones(2, 1), "it gave (2, 1)"),
+        (1.0, "it gave ()"),
+        ([INF, 0.0], "an advantage is infinite"),
+        (None, "it gave NoneType"),
+        (["a", "b"], "it gave list"),
+    ],
+    "shape": [
+        (torch.ones(2), "Tensor instead of a Shape"),
+        ({"advantages": torch.ones(3)}, "dict instead of a Shape"),
+        (Shape(advantages=torch.ones(2)), "`advantages` needs one entry per token (3), it has (2,)"),
+        (Shape(advantages=torch.tensor([1.0, NAN, 0.0])), "`advantages` has values that are not finite"),
+        (Shape(advantages=[1.0, "b", 0.0]), "`advantages` must be a tensor"),
+        (Shape(old_logprobs=torch.tensor([-1.0, -INF, 0.0])), "`old_logprobs` has values that are not finite"),
+        (Shape(old_logprobs=torch.ones(2)), "`old_logprobs` needs one entry per token (3)"),
+        (Shape(keep_rows=torch.ones(3, dtype=torch.bool)), "`keep_rows` needs one entry per row (2), it has (3,)"),
+        (Shape(keep_rows=torch.tensor([0.3, 0.0])), "`keep_rows` must be a bool tensor, it gave torch.float32"),
+        (Shape(keep_tokens=torch.ones(2, dtype=torch.bool)), "`keep_tokens` needs one entry per token (3)"),
+        (Shape(keep_tokens=[1, 0, 1]), "`keep_tokens` must be a bool tensor, it gave torch.int64"),
+        (Shape(row_columns={"x": torch.ones(3)}), "`x` needs one entry per row (2), it has (3,)"),
+        (Shape(row_columns={"x": torch.tensor([NAN, 1.0])}), "`x` has values that are not finite"),
+        (Shape(token_columns={"y": torch.ones(2)}), "`y` needs one entry per token (3), it has (2,)"),
+        (Shape(token_columns={"y": torch.ones(3, 2)}), "`y` needs one entry per token (3), it has (3, 2)"),
+        (Shape(token_columns={"y": None}), "`y` must be a tensor (or numbers that make one), it gave NoneType"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("hook", "answer", "why"), [(h, *case) for h, cases in ILLEGAL.items() for case in cases])
+def test_an_illegal_answer_is_refused_with_the_method_and_the_hook(hook, answer, why):
+    fine = method("fine", observe=lambda r, t, s: None)
+    m = method("odd", **{hook: lambda *args: answer})
+    stack = MethodStack([fine, m])
+    text = refused(lambda: run([], TWO, stack=stack), why)
+    assert text.startswith(f"Method `odd` returned something illegal from `{hook}`: ")
+    assert text.endswith("Remove `odd` from `methods` to go on without it.") and stack.step == 0
+
+
+def test_plain_lists_and_numpy_are_legal_answers():
+    m = method(
+        rewards=lambda r: np.array([1, 2]),
+        select=lambda r: [True, True],
+        advantages=lambda r: [1, -1],
+        shape=lambda r, t: Shape(keep_tokens=[True, False, True], row_columns={"x": [1, 2]}),
+    )
+    d = run([m], TWO)
+    assert d.rollouts.reward.tolist() == [1.0, 2.0] and d.rollouts.reward.dtype == torch.float64
+    assert d.advantages.tolist() == [1.0, 0.0, -1.0] and d.row_columns["x"].tolist() == [1, 2]
+
+
+def test_row_order_changes_no_decision():
+    rewards = [1.0, 0.0, 3.0, NAN, 2.0, 2.0, 0.5]
+    group, lengths = [0, 1, 0, 1, 1, 2, 0], [1, 2, 3, 1, 2, 1, 4]
+
+    def shape(r, t):
+        return Shape(
+            advantages=t.advantages * 2,
+            keep_rows=~r.groups.top_k(r.reward, 1),
+            row_columns={"w": r.groups.rank(r.length)},
+        )
+
+    m = method(select=lambda r: r.groups.rows(r.groups.size) > 1, shape=shape)
+    plain = run([m], make_rollouts(rewards, group, lengths=lengths))
+    order = [4, 2, 6, 0, 5, 1, 3]
+    mixed = run(
+        [m], make_rollouts(*([x[i] for i in order] for x in (rewards, group)), lengths=[lengths[i] for i in order])
+    )
+    assert mixed.row_advantages.tolist() == pytest.approx(plain.row_advantages[order].tolist(), abs=1e-12)
+    assert mixed.trained.tolist() == plain.trained[order].tolist() and 0 < int(plain.trained.sum()) < 6
+    assert mixed.row_columns["w"].tolist() == plain.row_columns["w"][order].tolist()
