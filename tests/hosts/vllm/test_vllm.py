@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 import trl
 from harness import history, make, weights
+from processes import started
 from watch import Watch
 
 from rl_plugins.errors import ConfigError
@@ -292,12 +292,9 @@ def test_server_and_two_ranks(folder, server_url, tmp_path):
     """TRL cuts the server's answer into equal shares, whatever each rank asked for."""
     script = Path(__file__).parent / "ranks_script.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(
-        [*command, str(folder), server_url, str(tmp_path)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, (
-        done.stdout + "\n".join(x for x in done.stderr.splitlines() if "leaked" not in x)[-6000:]
-    )
+    log = tmp_path / "log.txt"
+    with started([*command, str(folder), server_url, str(tmp_path)], log) as process:
+        assert process.wait(240) == 0, log.read_text()[-8000:]
     for rank in (0, 1):
         results = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert set(results) == {"mc_grpo", "small", "given", "probing"}
