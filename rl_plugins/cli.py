@@ -106,10 +106,10 @@ def demo(
     long: Annotated[bool, typer.Option("--long", help="More steps.")] = False,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
-    """Train methods and plain GRPO side by side on a small policy built here."""
+    """Train methods and plain GRPO side by side on a small policy built here. Without METHODS: vade."""
     from rl_plugins.commands.compare import demo
 
-    demo(methods or ["mc_grpo"], vs, seeds, out, jobs, long, dry_run)
+    demo(methods or ["vade"], vs, seeds, out, jobs, long, dry_run)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -51,6 +51,7 @@ def first_plan(
         MethodError: more rows to train than the batch holds (with the plan), or an illegal plan or selection.
     """
     rows: list[PlanRow] = []
+    taken: dict[int, None] = {}  # an ordered set
     prompts = _select(stack, proposal, (), len(proposal), pool_size, dataset)
     while prompts:
         room = budget - sum(r.n for r in rows)
@@ -69,8 +70,8 @@ def first_plan(
         if not sum(r.n for r in added) or any(m.rounds for m in stack.methods) or pool_size is None:
             break
         more = (budget - trained) // max(1, round(trained / groups))
-        taken = tuple(r.prompt for r in rows if r.prompt >= 0)
-        prompts = _select(stack, (), taken, min(more, pool_size - len(set(taken))), pool_size, dataset)
+        taken |= dict.fromkeys([*prompts, *(r.prompt for r in added if r.prompt >= 0)])
+        prompts = _select(stack, (), tuple(taken), min(more, pool_size - len(taken)), pool_size, dataset)
     return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
 
 

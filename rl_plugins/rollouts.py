@@ -116,7 +116,8 @@ class PromptPool:
     Args:
         size: rows of the dataset; prompts are 0..size-1.
         proposal: the prompts the host would take next, in its order.
-        taken: prompts already in this batch (a second call fills a batch that is not full); choose others.
+        taken: prompts this batch has had already, those a plan left out included (a further call fills a batch that
+            is not full); choose others.
         dataset: the dataset itself, for methods that look at columns.
         step: generation batch, counted from 0.
     """

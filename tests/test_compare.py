@@ -84,7 +84,7 @@ def test_means_intervals_and_paired_differences(tmp_path):
     assert difference["mean"] == pytest.approx(0.11)
     assert difference["half"] == pytest.approx(stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3))
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "mc_grpo minus grpo, eval_reward: 0.110 ± 0.025 (paired by seed): more than chance" in text
+    assert "- mc_grpo, eval_reward: 0.110 ± 0.025, more than chance over these seeds." in text
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     assert (tmp_path / "out" / "curves.png").stat().st_size > 5000
 

@@ -136,7 +136,13 @@ def test_a_small_dataset_is_used_once_at_most():
     assert sorted(r.prompt for r in plan.rows) == [0, 1, 2, 3, 4] and plan.budget == 7
     foreign = each(lambda r: r if r.prompt != 3 else r.replace(prompt=-1, edit={"prompt": "x"}))
     plan = plan_of(method("a", plan=each(lambda r: r.replace(n=1))), method("b", plan=foreign), pool=5)
-    assert sorted(r.prompt for r in plan.rows if r.prompt >= 0) == [0, 1, 2, 4]  # 3 came back as foreign both times
+    assert sorted(r.prompt for r in plan.rows) == [-1, 0, 1, 2, 4]
+    asked = []
+    left_out = each(lambda r: asked.append(r.prompt) or r.replace(n=int(r.prompt not in (0, 3))))
+    plan = plan_of(method(plan=left_out), pool=5)
+    assert sorted(r.prompt for r in plan.rows) == [1, 2, 4] and sorted(asked) == [0, 1, 2, 3, 4]
+    chosen = method(select_prompts=lambda pool, n: [i for i in range(5) if i not in pool.taken][:n], plan=left_out)
+    assert sorted(r.prompt for r in plan_of(chosen, pool=5).rows) == [1, 2, 4]
 
 
 def test_a_stream_has_the_prompts_of_the_host_only():
@@ -165,6 +171,7 @@ def test_further_prompts_are_a_permutation_that_depends_on_the_seed_alone_and_ca
     assert first + further(6, stack=rest)[0] == drawn and rest.extra_prompts == stack.extra_prompts
     one_pass = [p for step in drawn for p in step][:17]  # 3, 1 and 4 are in every batch already
     assert sorted(one_pass) == sorted(set(range(20)) - {3, 1, 4})
+    assert [p for step in drawn for p in step][17:] != one_pass[:13]  # the second pass has an order of its own
     assert not any({3, 1, 4} & set(step) or len(set(step)) < 3 for step in drawn)
     assert further(1, pool=200)[0] != further(1, pool=201)[0]
     before = np.random.get_state()[1].tolist()
@@ -310,7 +317,7 @@ def test_later_rounds_ask_only_methods_with_rounds():
         return plan.replace(rows=tuple(g.row.replace(n=2) for g in plan.so_far if g.rewards.max() > 0))
 
     rounds = method("rounds", plan=more, rounds=True)
-    once = method("once", plan=each(lambda r: r.replace(n=50)))
+    once = method("once", plan=lambda plan: plan.replace(rows=(*plan.rows, PlanRow(9, 9, 1))))
     assert next_plan(MethodStack([once, rounds]), given).rows == (row.replace(n=2),)
     assert seen == [given]
     silent = method("silent", plan=lambda plan: None, rounds=True)

@@ -226,6 +226,12 @@ def test_the_usual_sums_would_leave_a_residue_where_ours_does_not(v):
             assert groups.std(x).item() == 0.0
 
 
+def test_too_few_values_for_the_divisor_have_no_deviation():
+    groups = Groups(torch.tensor([0, 1, 1, 2, 2, 2]))
+    x = torch.tensor([5.0, 0.0, 1.0, 0.0, 3.0, 3.0])
+    assert groups.std(x, ddof=2).tolist() == pytest.approx([0.0, 0.0, 6**0.5])
+
+
 def test_float32_input_is_computed_in_float64():
     x = torch.tensor([0.1, 0.2, 0.4, 0.9], dtype=torch.float32)
     groups = Groups(torch.tensor([0, 0, 0, 0]))
@@ -277,6 +283,7 @@ def test_infinite_values_keep_their_place():
     largest = torch.tensor([INF, sys.float_info.max], dtype=torch.float64)
     assert Groups(torch.tensor([0, 0])).rank(largest).tolist() == [2.0, 1.0]
     assert Groups(torch.tensor([0, 0])).mean(torch.tensor([INF, INF])).tolist() == [INF]
+    assert Groups(torch.tensor([0, 0])).mean(torch.tensor([-INF, 1.0])).tolist() == [-INF]
 
 
 def test_a_column_of_a_larger_tensor_and_other_integer_types():

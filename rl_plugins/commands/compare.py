@@ -86,12 +86,16 @@ def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int
     values = settings.config(policy.absolute(), data.absolute(), names, long)
     config.write_text(yaml.safe_dump(values, sort_keys=False))
     params = {n: dict(settings.DEMO_PARAMS[n]) for n in names if n in settings.DEMO_PARAMS}
+    weights = zip(settings.REWARDS, values["reward_weights"], strict=True)
+    rewarded = " + ".join(name for name, weight in weights if weight)
     notes = [
-        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits. Every run trains "
-        f"{values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward {rewarded}. Every run "
+        f"trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
         f"{values['num_generations']} per prompt; what a method generates beyond that shows in the tokens.",
-        "`eval_rewards/exact/mean` is the share of right answers on held-out prompts; the other columns are of the "
-        "completions each method generated while training.",
+        "`eval_rewards/exact/mean` is the share of right answers on held-out prompts, `frac_reward_zero_std` the share "
+        "of rollouts in groups of equal rewards, from which nothing is learned; rewards are of the completions each "
+        "method generated while training.",
+        *(f"`{name}` with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
         "A toy: it shows that the method acts and what it does here, not what it does on a large model.",
     ]
     comparison = make_plan(config.absolute(), arms, parse_seeds(seeds), out, (), params, notes)

@@ -136,30 +136,23 @@ def text(summary: dict[str, Any]) -> str:
             cells.append(str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-")
         tokens, seconds = np.nanmean(arm["tokens"]), np.mean(arm["seconds"]) if arm["seconds"] else math.nan
         lines.append(f"| {label} | {' | '.join(cells)} | {tokens:,.0f} | {seconds:.1f} |")
-    lines += [
-        "",
-        *(
-            _verdict(label, arm, shown[0], summary["baseline"])
-            for label, arm in arms.items()
-            if shown and "difference" in arm["metrics"].get(shown[0], {})
-        ),
-        "",
-        "![curves](curves.png)",
-        "",
-    ]
+    lines += ["", f"Each arm minus {summary['baseline']}, paired by seed:", ""]
+    for label, arm in arms.items():
+        found = [(m, arm["metrics"][m]["difference"]) for m in shown if "difference" in arm["metrics"].get(m, {})]
+        lines += [f"- {label}, {metric}: {_verdict(difference)}" for metric, difference in found]
+    lines += ["", "![curves](curves.png)", ""]
     return "\n".join(lines)
 
 
-def _verdict(label: str, arm: dict[str, Any], metric: str, baseline: str) -> str:
-    d = arm["metrics"][metric]["difference"]
-    difference = Interval(d["mean"], d["half"], len(d["values"]))
-    if math.isnan(d["half"]):
+def _verdict(difference: dict[str, Any]) -> str:
+    interval = Interval(difference["mean"], difference["half"], len(difference["values"]))
+    if math.isnan(interval.half):
         judged = "one seed says nothing about chance; run more"
-    elif abs(d["mean"]) > d["half"]:
-        judged = "more than chance over these seeds" + ("" if d["mean"] > 0 else ", to its disadvantage")
+    elif abs(interval.mean) > interval.half:
+        judged = "more than chance over these seeds"
     else:
         judged = "not told apart from chance with these seeds"
-    return f"- {label} minus {baseline}, {metric}: {difference} (paired by seed): {judged}."
+    return f"{interval}, {judged}."
 
 
 def draw(comparison: Comparison, metrics: Sequence[str], file: Path) -> None:

@@ -59,6 +59,11 @@ def format(
     return [format_score(_text(c), a, e) for c, a, e in zip(completions, answer, ended, strict=True)]
 
 
+def careful(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """0.1 where the careful mark ``=`` comes first, else 0: a small reward beside large ones."""
+    return [0.1 * _text(c).startswith(CAREFUL) for c in completions]
+
+
 def format_and_digit_errors(rollouts: Any) -> torch.Tensor:
     """Quality penalty for GRPO-RoC: ``(1 - format) + (1 - digits)`` per row, in [0, 2], lower is better.
 

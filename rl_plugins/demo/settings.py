@@ -10,15 +10,19 @@ from typing import Any
 from rl_plugins import registry
 from rl_plugins.method import Method
 
-REWARDS = ("digits", "format", "exact")
-# `exact` is watched, not trained: graded rewards leave small groups something to tell rollouts apart by.
-REWARD_WEIGHTS = (1.0, 0.5, 0.0)
-METRICS = ("eval_rewards/exact/mean", "rewards/exact/mean", "rewards/digits/mean", "rewards/format/mean")
+REWARDS = ("exact", "digits", "careful")
+GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained
+# Graded rewards leave small groups something to tell rollouts apart by, and come in two sizes for methods that combine
+# several. Methods that tell right from wrong rollouts get the binary one.
+WANT_BINARY = ("vade", "grpo_roc")
+METRICS = ("eval_rewards/exact/mean", "frac_reward_zero_std", "rewards/exact/mean", "rewards/careful/mean")
 SHORT_STEPS, LONG_STEPS = 80, 200
+TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, for methods that remember prompts
 
 # Parameters with which a method has something to act on in the demo; everything else is the paper's default.
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
+    "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }
 
 
@@ -31,13 +35,14 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         methods: all methods of the comparison; one that corrects for off-policy updates gets two per batch.
         long: the long setting.
     """
+    methods = list(methods)
     steps = LONG_STEPS if long else SHORT_STEPS
     values: dict[str, Any] = {
         "model_name_or_path": str(policy),
         "dataset_name": str(data),
         "dtype": "float32",
         "reward_funcs": [f"rl_plugins.demo.rewards.{name}" for name in REWARDS],
-        "reward_weights": list(REWARD_WEIGHTS),
+        "reward_weights": list(BINARY if set(methods) & set(WANT_BINARY) else GRADED),
         "per_device_train_batch_size": 256 if long else 128,
         "num_generations": 4,
         "max_completion_length": 14,
@@ -73,7 +78,7 @@ def write_data(folder: Path) -> Path:
     from rl_plugins.demo.tasks import build_rows
 
     folder.mkdir(parents=True, exist_ok=True)
-    for split, n in (("train", 2000), ("test", 320)):
+    for split, n in (("train", TRAIN_PROMPTS), ("test", TEST_PROMPTS)):
         rows = build_rows(n, seed=0, split="train" if split == "train" else "held_out")
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

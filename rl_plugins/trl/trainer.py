@@ -105,8 +105,8 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         mode = self.vllm_generation.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             raise ConfigError(
-                f"The methods need log-probs of what was sampled, but the vLLM server runs with --logprobs-mode {mode}, "
-                f"which leaves out the temperature ({self.temperature}). Restart it with --logprobs-mode "
+                f"The methods need log-probs of what was sampled, but the vLLM server runs with --logprobs-mode "
+                f"{mode}, which leaves out the temperature ({self.temperature}). Restart it with --logprobs-mode "
                 f"processed_logprobs."
             )
 
