@@ -182,7 +182,8 @@ class Method:
         raise MethodError(self._unclaimed("rewards"))
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        """Returns (rows,) bool: True stays. Rows that leave are out of every statistic and out of the batch."""
+        """Returns (rows,) bool: True stays; None keeps all. Rows that leave are out of every statistic and of the
+        batch."""
         raise MethodError(self._unclaimed("select"))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
@@ -229,6 +230,7 @@ class Method:
 
     @state.setter
     def state(self, value: dict[str, Any]) -> None:
+        value = dict(value)  # `value` may be the state itself
         self.state.clear()
         self._state.update(value)
 

@@ -103,6 +103,16 @@ def test_one_seed_has_no_interval(tmp_path):
     assert "one seed says nothing about chance" in text and "±" not in text
 
 
+def test_a_run_of_another_config_is_not_finished(tmp_path):
+    c = plan(tmp_path, seeds=[0])
+    c.runs[0].folder.mkdir(parents=True)
+    (c.runs[0].folder / "finished.json").write_text(json.dumps({"fingerprint": c.runs[0].fingerprint}))
+    assert is_finished(c.runs[0]) and is_finished(plan(tmp_path, seeds=[0]).runs[0])
+    (tmp_path / "run.yaml").write_text("max_steps: 11\n")
+    changed = make_plan(tmp_path / "run.yaml", c.arms, [0], tmp_path / "out")
+    assert not is_finished(changed.runs[0])
+
+
 def test_a_line_being_written_is_left_out(tmp_path):
     c = plan(tmp_path, seeds=[0])
     fake_logs(c, {"grpo": {0: [0.5] * 10}, "mc_grpo": {0: [0.6] * 10}})

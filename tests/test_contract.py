@@ -472,7 +472,7 @@ def test_parameters_are_checked():
 def test_a_parameter_without_default_is_asked_for():
     @dataclass(frozen=True)
     class Judged(MethodParams):
-        judge: Callable[..., Any] = param(None, "scores rollouts")  # noqa: RUF009
+        judge: Callable[..., Any] = param(None, "scores rollouts")
 
     def judged(self, rollouts):
         return torch.as_tensor(self.params.judge(rollouts), dtype=torch.float64)

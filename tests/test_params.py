@@ -43,14 +43,14 @@ class Params(MethodParams):
     rounds: int = param(2, "rounds", ge=1, le=8)
     first: bool = param(False, "the first turn counts")
     tag: str = param("answer", "tag")
-    mode: Mode = param("mad", "what to divide by")  # noqa: RUF009
+    mode: Mode = param("mad", "what to divide by")
     order: Literal[1, 2] = param(1, "norm")
     clip: float | None = param(None, "limit", gt=0)
     bins: tuple[float, ...] = param((0.25, 0.75), "edges", ge=0, le=1)
     names: tuple[str, ...] = param((), "names")
     counts: tuple[int, ...] | None = param(None, "counts", ge=0)
     high: float = param(5.0, "upper clip", ge=0, allow_inf=True)
-    penalty: Callable[..., float] | None = param(None, "penalty")  # noqa: RUF009
+    penalty: Callable[..., float] | None = param(None, "penalty")
     either: bool | float = param(False, "off, or a limit", gt=0)
 
 
@@ -254,8 +254,8 @@ def test_a_type_that_cannot_be_parsed_is_refused_instead_of_taken_as_it_is(hint)
 
 
 def test_old_style_optional_is_understood():
-    assert parse_value("none", Optional[int], "p") is None  # noqa: UP045
-    assert parse_value("3", Optional[int], "p") == 3  # noqa: UP045
+    assert parse_value("none", Optional[int], "p") is None
+    assert parse_value("3", Optional[int], "p") == 3
 
 
 def test_an_unknown_parameter_gets_the_nearest_names_and_the_list():
@@ -336,7 +336,7 @@ def test_the_description_names_type_default_range_and_help():
 def test_the_description_of_a_callable_default_names_it():
     @dataclass(frozen=True)
     class WithDefault(MethodParams):
-        judge: Callable[[str], float] = param(module_function, "judge")  # noqa: RUF009
+        judge: Callable[[str], float] = param(module_function, "judge")
 
     assert describe_params(WithDefault)[0]["default"] == f"{__name__}:module_function"
     assert WithDefault().judge is module_function

@@ -92,9 +92,8 @@ def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int
         f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward {rewarded}. Every run "
         f"trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
         f"{values['num_generations']} per prompt; what a method generates beyond that shows in the tokens.",
-        "`eval_rewards/exact/mean` is the share of right answers on held-out prompts, `frac_reward_zero_std` the share "
-        "of rollouts in groups of equal rewards, from which nothing is learned; rewards are of the completions each "
-        "method generated while training.",
+        "In groups of equal rewards nothing is learned. What is right on held-out prompts is comparable; what is right "
+        "in training is of the prompts and completions each method chose.",
         *(f"`{name}` with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
         "A toy: it shows that the method acts and what it does here, not what it does on a large model.",
     ]
@@ -105,7 +104,7 @@ def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    _run(comparison, list(settings.METRICS), jobs, (), dry_run, console, "rewards/exact/mean", cache)
+    _run(comparison, settings.metrics(values), jobs, (), dry_run, console, "rewards/exact/mean", cache, settings.LABELS)
 
 
 def _run(
@@ -117,6 +116,7 @@ def _run(
     console: Console | None = None,
     watch: str | None = None,
     environment: Mapping[str, str] | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> None:
     console = console or Console()
     if dry_run:
@@ -130,7 +130,7 @@ def _run(
             )
         return
     seconds = run_all(comparison, jobs, launcher, watch or metrics[0], console, dict(environment or {}))
-    summary = report.write(comparison, metrics, seconds)
+    summary = report.write(comparison, metrics, seconds, labels)
     console.print(Markdown(report.text(summary).replace("![curves](curves.png)", "")))
     console.print(f"{comparison.out}{os.sep}curves.png, report.md, summary.json ({seconds:.0f} s)", highlight=False)
 

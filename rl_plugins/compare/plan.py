@@ -34,6 +34,7 @@ class Run:
     seed: int
     folder: Path
     arguments: tuple[str, ...]
+    config: str  # its text
 
     @property
     def log_file(self) -> Path:
@@ -42,7 +43,7 @@ class Run:
     @property
     def fingerprint(self) -> str:
         """Tells whether a finished run in the folder is this one."""
-        return hashlib.sha256(json.dumps(self.arguments).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps([self.arguments, self.config]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -118,5 +119,5 @@ def make_plan(
                 "--methods",
                 *(arm.methods or ("",)),
             ]
-            runs.append(Run(arm, seed, folder, tuple(arguments)))
+            runs.append(Run(arm, seed, folder, tuple(arguments), config.read_text()))
     return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

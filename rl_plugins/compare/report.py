@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,12 +63,18 @@ def curve(comparison: Comparison, arm: Arm, name: str) -> Curve | None:
     return Curve(np.array(steps), np.array([[s[k] for k in steps] for s in series]))
 
 
-def summarize(comparison: Comparison, metrics: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
+def summarize(
+    comparison: Comparison,
+    metrics: Sequence[str],
+    seconds: float | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Everything the report says, as plain data.
 
     Args:
         metrics: logged values to compare; the first one is the main one. Values of an evaluation (`eval_..`) count at
             their last point, others as the mean over the last tenth of the run.
+        labels: what a value is called in text and figure; default its name.
     """
     arms: dict[str, Any] = {}
     for arm in comparison.arms:
@@ -100,25 +106,31 @@ def summarize(comparison: Comparison, metrics: Sequence[str], seconds: float | N
         "baseline": comparison.arms[0].label,
         "seeds": list(comparison.seeds),
         "metrics": list(metrics),
+        "labels": {m: (labels or {}).get(m, m) for m in metrics},
         "arms": arms,
         "notes": list(comparison.notes),
         "seconds": seconds,
     }
 
 
-def write(comparison: Comparison, metrics: Sequence[str], seconds: float | None = None) -> dict[str, Any]:
+def write(
+    comparison: Comparison,
+    metrics: Sequence[str],
+    seconds: float | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Writes `summary.json`, `report.md` and `curves.png` into the comparison's folder."""
-    summary = summarize(comparison, metrics, seconds)
+    summary = summarize(comparison, metrics, seconds, labels)
     comparison.out.mkdir(parents=True, exist_ok=True)
     (comparison.out / "summary.json").write_text(json.dumps(summary, indent=1))
     (comparison.out / "report.md").write_text(text(summary))
-    draw(comparison, metrics, comparison.out / "curves.png")
+    draw(comparison, summary["labels"], comparison.out / "curves.png")
     return summary
 
 
 def text(summary: dict[str, Any]) -> str:
     """The report in Markdown."""
-    metrics, arms = summary["metrics"], summary["arms"]
+    metrics, arms, labels = summary["metrics"], summary["arms"], summary["labels"]
     shown = [m for m in metrics if any(m in a["metrics"] for a in arms.values())]
     lines = [
         f"# {' against '.join([' and '.join(k for k in arms if k != summary['baseline']), summary['baseline']])}",
@@ -128,7 +140,7 @@ def text(summary: dict[str, Any]) -> str:
         f"Mean over seeds {', '.join(map(str, summary['seeds']))} with 95 % interval (Student's t).",
         "",
     ]
-    lines += ["| | " + " | ".join(shown) + " | tokens | seconds |", "|---" * (len(shown) + 3) + "|"]
+    lines += ["| | " + " | ".join(labels[m] for m in shown) + " | tokens | seconds |", "|---" * (len(shown) + 3) + "|"]
     for label, arm in arms.items():
         cells = []
         for m in shown:
@@ -139,7 +151,7 @@ def text(summary: dict[str, Any]) -> str:
     lines += ["", f"Each arm minus {summary['baseline']}, paired by seed:", ""]
     for label, arm in arms.items():
         found = [(m, arm["metrics"][m]["difference"]) for m in shown if "difference" in arm["metrics"].get(m, {})]
-        lines += [f"- {label}, {metric}: {_verdict(difference)}" for metric, difference in found]
+        lines += [f"- {label}, {labels[metric]}: {_verdict(difference)}" for metric, difference in found]
     lines += ["", "![curves](curves.png)", ""]
     return "\n".join(lines)
 
@@ -155,8 +167,8 @@ def _verdict(difference: dict[str, Any]) -> str:
     return f"{interval}, {judged}."
 
 
-def draw(comparison: Comparison, metrics: Sequence[str], file: Path) -> None:
-    """One panel per metric: mean over seeds, band of the 95 % interval, thin lines for the seeds."""
+def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path) -> None:
+    """One panel per metric (name: label): mean over seeds, band of the 95 % interval, thin lines for the seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -179,7 +191,7 @@ def draw(comparison: Comparison, metrics: Sequence[str], file: Path) -> None:
             half = np.array([Interval.of(v.tolist()).half for v in smooth.values.T])
             if not np.isnan(half).all():
                 axis.fill_between(smooth.steps, mean - half, mean + half, color=color, alpha=0.15, lw=0)
-        axis.set(xlabel="optimizer step", title=metric)
+        axis.set(xlabel="optimizer step", title=metrics[metric])
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.savefig(file, dpi=130)

@@ -15,7 +15,13 @@ GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weig
 # Graded rewards leave small groups something to tell rollouts apart by, and come in two sizes for methods that combine
 # several. Methods that tell right from wrong rollouts get the binary one.
 WANT_BINARY = ("vade", "grpo_roc")
-METRICS = ("eval_rewards/exact/mean", "frac_reward_zero_std", "rewards/exact/mean", "rewards/careful/mean")
+LABELS = {
+    "eval_rewards/exact/mean": "right, held out",
+    "rewards/exact/mean": "right, in training",
+    "frac_reward_zero_std": "in groups of equal rewards",
+    "rewards/digits/mean": "right digits",
+    "rewards/careful/mean": "careful mark (0.1)",
+}
 SHORT_STEPS, LONG_STEPS = 80, 200
 TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, for methods that remember prompts
 
@@ -71,6 +77,13 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
     if any("off_policy" in set(c.needs) for c in classes if isinstance(c, type) and issubclass(c, Method)):
         values["num_iterations"] = 2
     return values
+
+
+def metrics(values: Mapping[str, Any]) -> list[str]:
+    """The logged values a comparison with this config shows, the main one first."""
+    graded = tuple(values["reward_weights"]) == GRADED
+    names = ["eval_rewards/exact/mean", "frac_reward_zero_std", "rewards/exact/mean"]
+    return names + (["rewards/digits/mean", "rewards/careful/mean"] if graded else [])
 
 
 def write_data(folder: Path) -> Path:

@@ -115,7 +115,7 @@ class GrpoRoc(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         oversample: float = param(2.0, "rollouts generated for each that is trained (report: 2)", gt=1)
-        penalty: Callable[..., Any] | None = param(  # noqa: RUF009
+        penalty: Callable[..., Any] | None = param(
             None, "function of the Rollouts, (rows,) numbers >= 0, lower is better; none for p_err + p_format"
         )
         use_error: bool = param(True, "count failing tool calls in the penalty")

@@ -497,7 +497,7 @@ def sizes(*methods, reward=lambda i: float(i % 2)) -> list[int]:
 
 
 def test_targets_beside_other_methods():
-    roc = lambda: method(penalty=penalty_column)  # noqa: E731
+    roc = lambda: method(penalty=penalty_column)
     assert sizes(roc()) == [4, 4]
     assert sizes(other(n=6), roc()) == [6, 6]  # another allocation, before and after
     assert sizes(roc(), other(n=6)) == [6, 6]

@@ -216,7 +216,7 @@ def test_a_plan_can_ask_for_every_kind_of_row(tmp_path):
     assert rollouts.prompt_index[32] == -1 and rollouts.truncated[16:24].any()
     logs = list(t._logs["prompt"])
     assert logs[24] == [{"role": "user", "content": "a:21"}]
-    at = lambda row: tokens.row == row  # noqa: E731
+    at = lambda row: tokens.row == row
     assert tokens.rollout_logprobs[at(0)].tolist() == [-1.0, -2.0, -3.0, -4.0]
     torch.testing.assert_close(tokens.rollout_logprobs[at(1)], tokens.old_logprobs[at(1)])
     assert tokens.forced[at(0)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]

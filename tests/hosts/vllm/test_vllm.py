@@ -141,7 +141,7 @@ def check_given(t, watch, tolerance):
     expected[1, :3] = expected[8:16, :2] = True
     assert torch.equal(unknown, expected)
     # Those of the engine stand with their tokens and are nearly those of the policy; those given are as they are.
-    at = lambda row: tokens.row == row  # noqa: E731
+    at = lambda row: tokens.row == row
     assert tokens.rollout_logprobs[at(0)].tolist() == [-1.0, -2.0, -3.0, -4.0]
     torch.testing.assert_close(tokens.rollout_logprobs[at(1)], tokens.old_logprobs[at(1)])
     torch.testing.assert_close(tokens.rollout_logprobs[at(8)][:2], tokens.old_logprobs[at(8)][:2])

@@ -1,3 +1,3 @@
 """A module that cannot be imported."""
 
-import a_module_that_does_not_exist  # noqa: F401
+import a_module_that_does_not_exist
