@@ -1,0 +1,91 @@
+"""The class itself: its documentation and its parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from typing import Any, get_args, get_type_hints
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS, SIGNALS, Paper
+from rl_plugins.params import MethodParams, build_params
+from rl_plugins.testing.contract.kit import NAN, Kit
+
+
+def check_documentation(kit: Kit) -> None:
+    """documentation: name, hook signatures, source, docstring, when to use and when not"""
+    cls = kit.cls
+    with kit.at(""):  # the lines below are checked all the same
+        registry.check_class(cls, cls.name, "check_method")
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    lines = [line for line in doc.splitlines() if line.strip()]
+    if len(lines) < 5:
+        kit.fail(
+            f"the docstring has {len(lines)} lines; it must open with the update rule and name symbols, shapes, errors "
+            "and the source."
+        )
+    paper = getattr(cls, "paper", None)
+    if not isinstance(paper, Paper) or not re.fullmatch(r"\d{4}\.\d{4,5}", paper.arxiv):
+        kit.fail("`paper` must be a Paper(arxiv, title, authors, year) with an arXiv id such as 2402.03300.")
+    elif paper.arxiv not in doc + (getattr(sys.modules.get(cls.__module__), "__doc__", None) or ""):
+        kit.fail(f"the docstring does not name its source, arXiv {paper.arxiv}.")
+    if getattr(cls, "fidelity", None) == "reconstruction" and "reconstruct" not in "\n".join(lines[:4]).lower():
+        kit.fail('fidelity is "reconstruction", so the docstring must say in its first lines what was not published.')
+    for attribute in ("use_when", "avoid_when"):
+        if not getattr(cls, attribute, "").strip():
+            kit.fail(f"`{attribute}` is empty; one sentence helps users choose.")
+
+
+def check_parameters(kit: Kit) -> None:
+    """parameters: documented, strict, limits enforced"""
+    cls = kit.cls
+    params = cls.Params
+    dataclass_params = getattr(params, "__dataclass_params__", None)
+    if not issubclass(params, MethodParams) or dataclass_params is None or not dataclass_params.frozen:
+        kit.fail("`Params` must be a frozen dataclass that inherits from MethodParams.")
+        return
+    try:
+        build_params(params, kit.params, cls.name)
+    except ConfigError as e:
+        kit.fail(f"it cannot be built: {e} Give what has no default: check_method({cls.__name__}, parameter=..).")
+        kit.usable = False
+        return
+
+    def refused(name: str, value: Any) -> bool:
+        try:
+            build_params(params, {**kit.params, name: value}, cls.name)
+        except ConfigError:
+            return True
+        return False
+
+    method = kit.build()
+    for signal in method.needs:
+        if signal not in SIGNALS and not re.match("column:.|engine:.", signal):
+            kit.fail(f"`needs` has {signal!r}; known: {', '.join(SIGNALS)}, column:NAME, engine:logprobs=N.")
+    for hook in set(method.in_eval) - set(HOOKS):
+        kit.fail(f"`in_eval` has {hook!r}, which is no hook.")
+    if not refused("no_such_parameter", 1):
+        kit.fail("an unknown parameter is accepted.")
+    hints = get_type_hints(params)
+    for f in dataclasses.fields(params):
+        if not f.metadata.get("help"):
+            kit.fail(f"parameter `{f.name}` has no help; declare it with `param(default, help)`.")
+        types = {hints[f.name], *get_args(hints[f.name])}
+        if not types & {int, float}:
+            continue
+        illegal = [_beyond(k, v, float not in types) for k, v in f.metadata.get("limits", {}).items()]
+        for value in [*illegal, NAN]:
+            if not refused(f.name, (value,) if Ellipsis in types else value):
+                kit.fail(f"parameter `{f.name}` accepts {value!r}, which is out of its range.")
+
+
+def _beyond(limit: str, bound: float, whole: bool) -> float:
+    """A number just outside of a limit."""
+    if limit in ("gt", "lt"):
+        return int(bound) if whole else bound
+    step = 1 if whole else max(1.0, abs(bound)) * 1e-6
+    value = bound - step if limit == "ge" else bound + step
+    return int(value) if whole else value

@@ -1,0 +1,80 @@
+"""A small host: plans, "generates" and decides, batch after batch, as the driver asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_plugins.driver import Decision, first_plan, next_plan
+from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.stack import MethodStack
+from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, NAN, PROMPTS, Kit
+
+MAX_ROUNDS = 64
+
+
+@dataclass
+class Batch:
+    """One generation batch of the small host: what was planned, generated and decided."""
+
+    plan: list[PlanRow]
+    tokens: Tokens
+    decision: Decision
+
+
+def run_batch(kit: Kit, stack: MethodStack) -> Batch:
+    """Plans, generates and decides once."""
+    proposal = [(GROUPS * stack.step + i) % PROMPTS for i in range(GROUPS)]
+    plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET, PROMPTS, kit.dataset)
+    rows = list(plan.rows)
+    rollouts, forced = _generate(kit, rows, stack.step)
+    for number in range(1, MAX_ROUNDS) if any(m.rounds for m in stack.methods) else ():
+        first = {row.group: row for row in reversed(rows)}
+        so_far = tuple(GroupSoFar(row, rollouts.reward[rollouts.group == g]) for g, row in sorted(first.items()))
+        rest = BUDGET - sum(row.n for row in rows)
+        later = next_plan(stack, Plan((), GROUP_SIZE, rest, number, so_far, stack.step))
+        if not later.rows:
+            break
+        rows += later.rows
+        rollouts, forced = _generate(kit, rows, stack.step)
+    else:
+        if any(m.rounds for m in stack.methods):
+            kit.fail(f"`plan` still asks for rollouts after {MAX_ROUNDS} rounds.")
+    tokens = kit.tokens(rollouts, forced=forced, seed=stack.step)
+    decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
+    return Batch(rows, tokens, decision)
+
+
+def _generate(kit: Kit, plan: Sequence[PlanRow], step: int) -> tuple[Rollouts, Tensor]:
+    """The rollouts of a plan, which depend on step, prompt and number alone; and which tokens are forced."""
+    made = [(row, i) for row in plan for i in range(row.n + row.spare)]
+    group = [row.group for row, _ in made]
+    number = [group[:i].count(g) for i, g in enumerate(group)]
+    rewards, lengths, forced = [], [], []
+    for (row, i), k in zip(made, number, strict=True):
+        given = row.given[i].tokens if i < len(row.given) else row.prefix
+        length = len(given) if i < len(row.given) else len(row.prefix) + 1 + (3 * row.prompt + 2 * k) % 4
+        chance = np.random.default_rng([step, row.prompt + 1, k]).random()
+        rewards.append(NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt % 3)))
+        lengths.append(length)
+        forced += [j < len(given) for j in range(length)]
+    per_rollout = kit.rows_per_rollout
+    repeat = torch.arange(len(made)).repeat_interleave(per_rollout).tolist()
+    dataset = kit.dataset
+    edits = [{**dataset[max(row.prompt, 0)], **(row.edit or {})} for row, _ in made]
+    rollouts = kit.rollouts(
+        [rewards[i] for i in repeat],
+        [group[i] for i in repeat],
+        lengths=[lengths[i] for i in repeat],
+        prompt_index=[made[i][0].prompt for i in repeat],
+        rollout=torch.tensor([number[i] for i in repeat], dtype=torch.int64),
+        index=torch.arange(len(repeat)) % per_rollout,
+        payload=[made[i][0].payload for i in repeat],
+        meta={c: [edits[i].get(c) for i in repeat] for c in kit.columns},
+        step=step,
+    )
+    return rollouts, torch.tensor(forced if per_rollout == 1 else [False] * int(rollouts.length.sum()))

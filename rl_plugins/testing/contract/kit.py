@@ -1,0 +1,181 @@
+"""The kit every check works with: fresh instances of the method under test, data as its `needs` say, problems found."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from rl_plugins.driver import Decision, decide
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.method import Method
+from rl_plugins.metrics import combine
+from rl_plugins.params import build_params
+from rl_plugins.rollouts import Rollouts, Steps, Tokens
+from rl_plugins.stack import MethodStack
+from rl_plugins.testing.contract.compare import copy_of, differences, global_generators
+from rl_plugins.testing.contract.dataset import Table, column_value
+from rl_plugins.testing.contract.results import wrong_result
+from rl_plugins.testing.data import make_rollouts, make_run, make_tokens
+
+# Hooks that need an engine or an asynchronous queue; they are tested with those, not here.
+NOT_CHECKED = {"rollout": "it needs an engine", "admit": "it needs an asynchronous host"}
+TOKEN_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
+GROUPS, GROUP_SIZE, PROMPTS = 4, 4, 16
+BUDGET = GROUPS * GROUP_SIZE
+NAN = float("nan")
+
+
+class Kit:
+    """A method under test: fresh instances, data as its `needs` say, and the problems found so far."""
+
+    def __init__(self, cls: type[Method], params: Mapping[str, Any], prepare: Any) -> None:
+        self.cls, self.params, self.prepare = cls, dict(params), prepare
+        self.problems: dict[str, list[str]] = {}  # what is wrong -> where it was seen
+        self.place = ""
+        self.usable = True  # False: it does not run at all; further checks would repeat the same error
+        self.turns = False  # the method wants `rollouts.steps`
+        self.needs: frozenset[str] = frozenset()
+        self.rows_per_rollout = 1
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []  # of the last stack
+
+    # ---- problems
+
+    def fail(self, what: str) -> None:
+        places = self.problems.setdefault(what, [])
+        if self.place and self.place not in places:
+            places.append(self.place)
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Problems found inside are noted with this place; an exception is a problem."""
+        before, self.place = self.place, place
+        try:
+            yield
+        except Exception as e:
+            self.fail(short_error(e))
+        finally:
+            self.place = before
+
+    # ---- instances
+
+    def build(self) -> Method:
+        method = self.cls(build_params(self.cls.Params, self.params, self.cls.name))
+        self.needs, self.rows_per_rollout = frozenset(method.needs), method.rows_per_rollout
+        for hook in method.claims():
+            if hook not in NOT_CHECKED:
+                setattr(method, hook, partial(self._watched, hook, getattr(method, hook)))
+        return method
+
+    def stack(self, *before: Method) -> MethodStack:
+        """A started stack of a fresh instance, behind other methods."""
+        method = self.build()
+        stack = _QuietStack([*before, method])
+        data = self.dataset
+        columns = tuple(data.column_names)
+        stack.start(make_run(dataset=data, dataset_size=PROMPTS, columns=columns, group_size=GROUP_SIZE))
+        self.calls = []
+        return stack
+
+    @property
+    def columns(self) -> list[str]:
+        return sorted(n.removeprefix("column:") for n in self.needs if n.startswith("column:"))
+
+    @property
+    def dataset(self) -> Table:
+        names = ("prompt", "answer", *self.columns)
+        return Table({name: [column_value(name, i) for i in range(PROMPTS)] for name in names})
+
+    def _watched(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
+        """One call of a hook: input unchanged, global generators untouched, a result of the right kind."""
+        before, generators = copy_of(args), global_generators()
+        result = function(*args)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        for changed in [path for old, new in zip(before, args, strict=True) for path in differences(old, new)]:
+            self.fail(f"`{hook}` changes its input (`{changed}`); return new values, with `replace` or new tensors.")
+        for library, state in global_generators().items():
+            if generators[library] != state:
+                self.fail(f"`{hook}` uses the global random generator of {library}; use `self.rng(purpose)`.")
+        self.calls.append((hook, args, result))
+        for problem in wrong_result(hook, args, result):
+            self.fail(problem)
+        return result
+
+    # ---- data
+
+    def rollouts(
+        self, rewards: Any, group: Sequence[int] | None = None, turns: bool = False, **changes: Any
+    ) -> Rollouts:
+        """Rollouts with everything the method needs, and nothing else."""
+        rewards = torch.as_tensor(rewards, dtype=torch.float64)
+        if rewards.ndim == 1 and "several_rewards" in self.needs:
+            second = (torch.arange(len(rewards)) % 3 == 0).double()
+            rewards = torch.stack([rewards, torch.where(torch.isnan(rewards), NAN, second)], dim=1)
+        made = make_rollouts(rewards, group, GROUP_SIZE, **changes)
+        texts = [f"step {i} so the answer is {i % 3}" for i in made.rollout.tolist()]
+        fields: dict[str, Any] = {}
+        if "text" in self.needs:
+            fields["text"] = texts
+        if "raw_text" in self.needs:
+            fields["raw_text"] = [f"{t} <answer>{t[-1]}</answer><|im_end|>" for t in texts]
+        if "messages" in self.needs:
+            fields["messages"] = [[{"role": "assistant", "content": t}] for t in texts]
+        meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
+        made = made.replace(meta={**meta, **made.meta}, **fields)
+        if turns or self.turns:
+            made = made.replace(steps=_turns(made))
+        return self.prepare(made) if self.prepare else made
+
+    def tokens(self, rollouts: Rollouts, **changes: Any) -> Tokens:
+        tokens = make_tokens(rollouts, **changes)
+        if rollouts.steps is not None:
+            first = torch.searchsorted(rollouts.steps.row, tokens.row)
+            late = tokens.position >= (rollouts.length[tokens.row] + 1) // 2
+            tokens = tokens.replace(step=first + late.long())
+        return tokens.replace(**{name: None for name in TOKEN_SIGNALS if name not in self.needs})
+
+    def decide(self, stack: MethodStack, rollouts: Rollouts, tokens: Tokens, budget: int | None = None) -> Decision:
+        budget = len(rollouts) if budget is None else budget
+        decision = decide(stack, rollouts, tokens, None, grpo_advantages, budget)
+        stack.stats.update(combine([stack.metrics.take()]))
+        return decision
+
+
+class _QuietStack(MethodStack):
+    """Rollouts here are odd on purpose; what methods warn of is not news."""
+
+    def warn_once(self, message: str) -> None:
+        pass
+
+
+def _turns(rollouts: Rollouts) -> Steps:
+    """Two turns for every row of two or more tokens, else one; the first observation is the same in the whole group."""
+    count = 1 + (rollouts.length > 1).long()
+    row = torch.repeat_interleave(torch.arange(len(rollouts)), count)
+    turn = torch.arange(len(row)) - (torch.cumsum(count, 0) - count)[row]
+    number = rollouts.rollout[row]
+    return Steps(
+        row=row,
+        turn=turn,
+        anchor=[f"observation {t} {n % 2 if t else ''}" for t, n in zip(turn.tolist(), number.tolist(), strict=True)],
+        reward=torch.where(turn == 1, (number % 3).double() / 2, NAN),
+        valid=(number + turn) % 4 != 3,
+    )
+
+
+def short_error(e: BaseException) -> str:
+    """The first line of an error, and the line of code it comes from."""
+    text = str(e).splitlines()[0] if str(e) else type(e).__name__
+    origin = e
+    while origin.__cause__ is not None:
+        origin = origin.__cause__
+    frames = traceback.extract_tb(origin.__traceback__)
+    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames and e.__cause__ else ""
+    return text + where

@@ -1,0 +1,46 @@
+"""What the hooks `advantages`, `policy_loss` and `regularize` return, looked at on every call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.rollouts import Rollouts, Terms
+
+
+def wrong_result(hook: str, args: tuple[Any, ...], result: Any) -> Iterator[str]:
+    """What is wrong with what a hook returns for these arguments."""
+    if hook == "advantages" and isinstance(result, Tensor):
+        yield from _wrong_advantages(args[0], result)
+    if hook in ("policy_loss", "regularize"):
+        yield from _wrong_loss(hook, args[0], result)
+
+
+def row_of_each(rollouts: Rollouts, advantages: Tensor) -> Tensor:
+    """The row every advantage belongs to: one per row, or one per turn."""
+    if rollouts.steps is not None and len(advantages) == len(rollouts.steps.row) != len(rollouts):
+        return rollouts.steps.row
+    return torch.arange(len(rollouts))
+
+
+def _wrong_advantages(rollouts: Rollouts, advantages: Tensor) -> Iterator[str]:
+    if advantages.dtype != torch.float64:
+        yield f"`advantages` returns {advantages.dtype}; numbers of rows are float64, like `rollouts.reward`."
+    n = rollouts.groups.rows(rollouts.groups.n(rollouts.reward))
+    scored = (~torch.isnan(rollouts.reward) & (n > 1))[row_of_each(rollouts, advantages)]
+    if advantages.shape == scored.shape and bool(torch.isnan(advantages[scored]).any()):
+        yield (
+            "`advantages` gives NaN to rows that have a reward: unscorable rows (reward NaN) must stay out of "
+            "every statistic; those of `rollouts.groups` leave them out."
+        )
+
+
+def _wrong_loss(hook: str, terms: Terms, loss: Any) -> Iterator[str]:
+    if not isinstance(loss, Tensor) or loss.shape != terms.mask.shape:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        yield f"`{hook}` returns {shape}; it must be (rows, time), one value per token."
+    elif hook == "policy_loss" and not loss.requires_grad:
+        yield "`policy_loss` has no gradient; it must depend on `terms.logprobs` without `detach`."
