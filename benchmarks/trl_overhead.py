@@ -131,8 +131,8 @@ def main() -> None:
         }
         table[name] = row
         print(
-            f"{name:20} {row['step_min'] * 1e3:7.0f}ms {row['step_median'] * 1e3:7.0f}ms {row['update_min'] * 1e3:9.0f}ms"
-            f" {ratio:14.2f} (update {update:.2f})"
+            f"{name:20} {row['step_min'] * 1e3:7.0f}ms {row['step_median'] * 1e3:7.0f}ms"
+            f" {row['update_min'] * 1e3:9.0f}ms {ratio:14.2f} (update {update:.2f})"
         )
     args.out.write_text(
         json.dumps({"rows": args.rows, "steps": args.steps, "repeat": args.repeat, "arms": table}, indent=1)

@@ -174,7 +174,11 @@ def broken_module(tmp_path, monkeypatch):
 
 
 def flat(table):
-    return [pytest.param(name, *case, id=f"{name}-{case[0]!r}"[:60]) for name, cases in table.items() for case in cases]
+    """Cases with names that are the same in every process (an object's address is not)."""
+    named = [(name, case) for name, cases in table.items() for case in cases]
+    return [
+        pytest.param(name, *case, id=f"{name}-{type(case[0]).__name__}-{i}") for i, (name, case) in enumerate(named)
+    ]
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), flat(ACCEPTED))
