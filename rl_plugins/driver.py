@@ -48,7 +48,8 @@ def first_plan(
         pool_size: rows of the dataset, None for a stream (only the proposal's prompts exist then).
 
     Raises:
-        MethodError: more rows to train than the batch holds (with the plan), or an illegal plan or selection.
+        MethodError: more rows to train than the batch holds (with the plan), none at all, or an illegal plan or
+            selection.
     """
     rows: list[PlanRow] = []
     taken: dict[int, None] = {}  # an ordered set
@@ -72,6 +73,12 @@ def first_plan(
         more = (budget - trained) // max(1, round(trained / groups))
         taken |= dict.fromkeys([*prompts, *(r.prompt for r in added if r.prompt >= 0)])
         prompts = _select(stack, (), tuple(taken), min(more, pool_size - len(taken)), pool_size, dataset)
+    if not rows:
+        names = ", ".join(f"`{m.name}`" for m in stack.claims["plan"])
+        raise MethodError(
+            f"The plan of {names} asks for no rollout at all, so there is nothing to train on. A method that leaves "
+            f"out prompts must leave some."
+        )
     return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
 
 

@@ -128,7 +128,8 @@ def test_filling_ends_when_prompts_add_nothing_to_train():
     assert len(asked) == 2
     probes = plan_of(method(plan=each(lambda r: r.replace(n=0, spare=2))))  # made to leave again, all of them
     assert [(r.prompt, r.spare) for r in probes.rows] == [(3, 2), (1, 2), (4, 2)]
-    assert plan_of(method(plan=lambda plan: plan.replace(rows=()))).rows == ()
+    with pytest.raises(MethodError, match="asks for no rollout at all"):
+        plan_of(method(plan=lambda plan: plan.replace(rows=())))
 
 
 def test_a_small_dataset_is_used_once_at_most():

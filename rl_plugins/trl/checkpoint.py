@@ -73,8 +73,8 @@ def at_boundary(trainer: Any) -> bool:
 
 def write_state(trainer: Any, trial: Any) -> None:
     """Writes the methods' state into the checkpoint folder before TRL fills it."""
-    if not trainer.args.should_save:
-        return
+    if not (trainer.args.should_save and trainer.accelerator.is_main_process):
+        return  # only the driver has the state
     folder = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     os.makedirs(folder, exist_ok=True)
     inside = not at_boundary(trainer)

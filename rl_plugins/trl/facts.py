@@ -79,6 +79,13 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
             f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, which cannot be served with "
             f"{what}: TRL runs those once per batch. Remove {what} or the method."
         )
+    for m in stack.methods:
+        if m.rows_per_rollout != 1:
+            problems.append(
+                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which TRL is not served with yet."
+            )
+        if not m.trains:
+            problems.append(f"`{m.name}` makes no optimizer step, and TRL's trainer cannot go without one yet.")
     if problems:
         raise ConfigError("\n".join(problems))
     return options

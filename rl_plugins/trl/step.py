@@ -26,6 +26,7 @@ from rl_plugins.trl.prompts import ROW, strip
 from rl_plugins.trl.ranks import deal, gather, on_driver
 
 T = TypeVar("T")
+MAX_ROUNDS = 64
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,11 @@ class GenerationStep:
 
         plan = on_driver(self.accelerator, first)
         rows = [Row(p, i) for p in plan for i in range(p.n + p.spare)]
-        self.regular = (
-            not rounds and len(rows) == self.batch_rows and all(p.n == self.group_size and not p.spare for p in plan)
+        self.regular = (  # TRL's own advantages are of these groups
+            not rounds
+            and len(rows) == self.batch_rows
+            and all(p.n == self.group_size and not p.spare for p in plan)
+            and len({p.group for p in plan}) == len(plan)
         )
         self.as_proposed = self.regular and all(
             p == PlanRow(q, p.group, self.group_size) for p, q in zip(plan, self.prompts.proposal, strict=True)
@@ -172,6 +176,9 @@ class GenerationStep:
                 if row.plan is not None:
                     made.append(_Made(replace(row, done=completion), reward, extra, len(made)))
             round_ += 1
+            if round_ > MAX_ROUNDS:
+                names = ", ".join(f"`{m.name}`" for m in self.stack.methods if m.rounds)
+                raise MethodError(f"{names} asked for more rollouts in {MAX_ROUNDS} rounds of one step without an end.")
 
             def more(round_: int = round_, plans: list[PlanRow] = plans) -> tuple[PlanRow, ...]:
                 weights = self.trainer.reward_weights.double().cpu()

@@ -117,6 +117,37 @@ class ZeroSpare(Probe):
         return rollouts.rollout < 8
 
 
+class Merged(Probe):
+    """Every two prompts form one group, with TRL's own numbers of rollouts."""
+
+    name = "merged"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(group=r.group // 2) for r in plan.rows))
+
+
+class Restless(Probe):
+    """Asks for one more rollout in every round, for ever."""
+
+    name = "restless"
+    rounds = True
+
+    def plan(self, plan):
+        rows = plan.rows or (plan.so_far[0].row.replace(n=0, spare=1),)
+        return plan.replace(rows=tuple(r.replace(n=min(r.n, 1)) for r in rows))
+
+
+class Agents(Probe):
+    """What TRL does not serve yet."""
+
+    name = "agents"
+    rows_per_rollout = 3
+    trains = False
+
+    def observe(self, rollouts, tokens, stats):
+        pass
+
+
 class One(Probe):
     """One rollout per prompt."""
 

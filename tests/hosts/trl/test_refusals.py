@@ -85,6 +85,10 @@ def test_signals_options_and_hooks(tmp_path):
     )
 
 
+def test_what_trl_is_not_served_with_yet(tmp_path):
+    refused(tmp_path, "(?s)`agents` makes 3 rows of a rollout.*`agents` makes no optimizer step", ["agents"])
+
+
 def test_losses_that_cannot_be_exact(tmp_path):
     refused(
         tmp_path,

@@ -273,6 +273,29 @@ def test_rounds(tmp_path):
     assert set(history(t, "num_tokens")) and history(t, "num_tokens")[0] < 2 * history(stock, "num_tokens")[0]
 
 
+def test_prompts_may_be_merged_into_one_group(tmp_path):
+    """Regular numbers, but other groups than TRL's: its own advantages must not be taken."""
+    _, spy = run(tmp_path, ["merged"], max_steps=1)
+    d = spy.steps[0].full_decision
+    r = d.rollouts
+    assert r.groups.size.tolist() == [16] * 4 and r.rollout[:16].tolist() == list(range(16))
+    mean, std = (r.groups.rows(f(r.reward)) for f in (r.groups.mean, r.groups.std))
+    torch.testing.assert_close(d.row_advantages, (r.reward - mean) / (std + 1e-4))
+
+
+def test_rounds_without_end_are_an_error(tmp_path):
+    with pytest.raises(MethodError, match="`restless` asked for more rollouts in 64 rounds of one step without an end"):
+        run(tmp_path, ["restless"], max_steps=1)
+
+
+def test_a_plan_of_nothing_is_an_error(tmp_path, monkeypatch):
+    import probes
+
+    monkeypatch.setattr(probes.Small, "plan", lambda self, plan: plan.replace(rows=()))
+    with pytest.raises(MethodError, match="The plan of `small` asks for no rollout at all"):
+        run(tmp_path, ["small"])
+
+
 def test_streams_have_prompts_but_no_index(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(build_dataset(200, seed=1)))
     _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
