@@ -341,4 +341,5 @@ def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
     probes = [c for c in globals().values() if isinstance(c, type) and issubclass(c, Probe) and c is not Probe]
     known: Any = [EntryPoint(c.name, f"probes:{c.__name__}", registry.ENTRY_POINT_GROUP) for c in probes]
-    registry._entry_points = lambda: known
+    installed = registry._entry_points
+    registry._entry_points = lambda: [*installed(), *known]

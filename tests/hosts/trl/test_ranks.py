@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-def launch(tmp_path, cases, ranks, *flags, timeout=240):
+def launch(tmp_path, cases, ranks, *flags, timeout=240, **environment):
     """(return code, output, results) of a run of the script on this many ranks."""
     out = tmp_path / f"out{ranks}{''.join(flags)}.pt"
     (tmp_path / "cases.json").write_text(json.dumps(cases))
@@ -41,7 +41,7 @@ def launch(tmp_path, cases, ranks, *flags, timeout=240):
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
     )
     text = done.stdout + done.stderr
     return done.returncode, text, torch.load(out, weights_only=False) if out.exists() else None
@@ -100,3 +100,23 @@ def test_an_error_ends_all_ranks(tmp_path, where, message):
     assert time.time() - start < 100
     if where == "driver":
         assert text.count("rl_plugins.errors.MethodError: " + message) >= 2, "both ranks must say why"
+
+
+def test_an_installed_plugin_that_fails_on_one_rank(tmp_path, plugin_path):
+    """A method of another package, found through its entry point; only the loss of rank 1 raises."""
+    case = [["dummy", ["dummy_fails"], {"max_steps": 3, "method_params": {"dummy_fails": {"hook": "policy_loss"}}}]]
+    start = time.time()
+    code, text, _ = launch(
+        tmp_path,
+        case,
+        2,
+        timeout=120,
+        PYTHONPATH=str(plugin_path),
+        DUMMY_FAILS_ON_RANK="1",
+    )
+    assert code != 0 and time.time() - start < 100
+    assert (
+        "Method `dummy_fails` failed in `policy_loss`: ZeroDivisionError: asked to fail in policy_loss on rank 1"
+        in text
+    )
+    assert "on rank 0" not in text
