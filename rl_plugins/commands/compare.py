@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -67,24 +68,21 @@ def compare(
 def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, dry_run: bool) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
     from rl_plugins.demo import settings
-    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.demo.policy import load_policy, policy_path
 
     arms = parse_arms(methods, baseline)
     names = [n for a in arms for n in a.methods]
     console = Console()
-    policy = out / "policy"
+    policy, data, config = policy_path(), out / "data", out / "run.yaml"
+    values = settings.config(policy.absolute(), data.absolute(), names, long)
+    out.mkdir(parents=True, exist_ok=True)
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
     if not dry_run:
         with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
             task = progress.add_task("warm start of the policy (once, then cached)", total=None)
-            policy = load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
+            load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
             progress.update(task, total=1, completed=1)
-    data = out / "data"
-    config = out / "run.yaml"
-    if not dry_run:
         settings.write_data(data)
-    out.mkdir(parents=True, exist_ok=True)
-    values = settings.config(policy.absolute(), data.absolute(), names, long)
-    config.write_text(yaml.safe_dump(values, sort_keys=False))
     params = {n: dict(settings.DEMO_PARAMS[n]) for n in names if n in settings.DEMO_PARAMS}
     weights = zip(settings.REWARDS, values["reward_weights"], strict=True)
     rewarded = " + ".join(name for name, weight in weights if weight)
@@ -118,6 +116,9 @@ def _run(
     environment: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> None:
+    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)} is needed for the report. Install: pip install 'rl-plugins[plot]'.")
     console = console or Console()
     if dry_run:
         for run in comparison.runs:

@@ -167,6 +167,12 @@ def warm_start(
     model.eval()
 
 
+def policy_path(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where :func:`load_policy` keeps the policy, whether it was built already or not."""
+    cache = Path(cache_dir or os.environ.get("RL_PLUGINS_CACHE") or platformdirs.user_cache_dir("rl-plugins"))
+    return cache / f"demo-policy-{_cache_key()}"
+
+
 def load_policy(cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
     """Directory of the warm-started policy and its tokenizer, for ``from_pretrained``; built when the cache lacks it.
 
@@ -182,8 +188,8 @@ def load_policy(cache_dir: str | os.PathLike[str] | None = None, progress: Progr
     Raises:
         OSError: the cache cannot be written.
     """
-    cache = Path(cache_dir or os.environ.get("RL_PLUGINS_CACHE") or platformdirs.user_cache_dir("rl-plugins"))
-    policy = cache / f"demo-policy-{_cache_key()}"
+    policy = policy_path(cache_dir)
+    cache = policy.parent
     damage = _damage(policy)
     if damage is None:
         return policy
