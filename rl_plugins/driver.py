@@ -197,7 +197,9 @@ class Decision:
 
     Attributes:
         rollouts: with the rewards that were used and `kept` as `select` left it.
-        trained: (rows,) bool, rows that stay in the update.
+        stays: (rows,) bool, False for rows a method took out. A row the host itself masked (no tokens) stays: it is
+            the host's, which may count it in a mean over rows.
+        trained: (rows,) bool, rows that stay and have a token in the update.
         keep_tokens: (tokens,) bool, tokens that stay in the update.
         advantages: (tokens,) float64; 0 for tokens that left.
         row_advantages: (rows,) float64, mean over the row's tokens, for the logs.
@@ -209,6 +211,7 @@ class Decision:
     """
 
     rollouts: Rollouts
+    stays: Tensor
     trained: Tensor
     keep_tokens: Tensor
     advantages: Tensor
@@ -288,11 +291,14 @@ def decide(
     row_columns: dict[str, Tensor] = {}
     token_columns: dict[str, Tensor] = {}
     old_logprobs = None
+    stays = torch.ones(len(inside), dtype=torch.bool)
     for m in stack.claims["shape"]:
         shaped = stack.call("shape", m, inside, within)
         if shaped is None:
             continue
         within = _apply_shape(stack, m, shaped, inside, within, row_columns, token_columns)
+        if shaped.keep_rows is not None:
+            stays &= torch.as_tensor(shaped.keep_rows, device="cpu")
         if shaped.old_logprobs is not None:
             old_logprobs = within.old_logprobs
 
@@ -305,6 +311,7 @@ def decide(
         rollouts,
         inside,
         within,
+        stays,
         keep,
         stay,
         tokens,
@@ -321,6 +328,7 @@ def _decision(
     rollouts: Rollouts,
     inside: Rollouts,
     within: Tokens,
+    stays: Tensor,
     keep: Tensor,
     stay: Tensor,
     tokens: Tokens,
@@ -346,17 +354,19 @@ def _decision(
     of_row = Groups(within.row, count=len(inside))
     live = torch.where(within.keep, within.advantages, torch.nan)
     trained = of_row.n(live) > 0
-    if int(trained.sum()) > budget:
-        groups = Groups(inside.group[trained])
+    stays = stays & (trained | (of_row.size == 0))  # a row whose every token left is gone, too
+    if int(stays.sum()) > budget:
+        groups = Groups(inside.group[stays])
         sizes = list(zip(groups.ids.tolist(), groups.size.tolist(), strict=True))
         listed = ", ".join(f"group {g}: {n}" for g, n in sizes[:32])
         raise MethodError(
-            f"{int(trained.sum())} rows would be trained, the batch takes {budget}. Rows that stayed: {listed}"
+            f"{int(stays.sum())} rows would be trained, the batch takes {budget}. Rows that stayed: {listed}"
             f"{', ..' if len(sizes) > 32 else ''}. The method that asked for spare rollouts must make them leave "
             f"(`select` or `shape`)."
         )
     return Decision(
         rollouts=rollouts,
+        stays=rows_back(stays),
         trained=rows_back(trained),
         keep_tokens=tokens_back(within.keep),
         advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),

@@ -388,7 +388,7 @@ class Terms(Replaceable):
         rollout_logprobs, ref_logprobs: if asked for in `needs`; a token whose behaviour log-prob is not known has its
             old one.
         columns: own columns: (rows, time), and (rows, 1) for those given per row.
-        num_tokens, num_rows: trained tokens and rows of the whole optimizer step, all ranks.
+        num_tokens, num_rows: tokens and rows of the whole optimizer step, all ranks, without those that left.
         max_length: the configured completion length.
     """
 

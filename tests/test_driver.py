@@ -16,7 +16,7 @@ from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Shape, Steps
 from rl_plugins.stack import MethodStack
-from rl_plugins.testing import make_rollouts, make_tokens
+from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 NAN, INF = math.nan, math.inf
 PER_ROW = {"group", "prompt_index", "rollout", "index", "rewards", "reward", "length", "truncated", "kept", "version"}
@@ -860,3 +860,16 @@ def test_row_order_changes_no_decision():
     assert mixed.row_advantages.tolist() == pytest.approx(plain.row_advantages[order].tolist(), abs=1e-12)
     assert mixed.trained.tolist() == plain.trained[order].tolist() and 0 < int(plain.trained.sum()) < 6
     assert mixed.row_columns["w"].tolist() == plain.row_columns["w"][order].tolist()
+
+
+def test_rows_without_tokens_stay_unless_a_method_takes_them_out():
+    """Lengths 2, 0, 2, 0: the empty rows are the host's; `keep_rows` takes the last one out, `keep_tokens` the first."""
+    rollouts = make_rollouts([1.0, 0.0, 0.5, 0.25], lengths=[2, 0, 2, 0])
+    tokens = make_tokens(rollouts)
+    plain = one_step(start_stack(), rollouts, tokens)
+    assert plain.stays.tolist() == [True] * 4 and plain.trained.tolist() == [True, False, True, False]
+
+    shaped = Shape(keep_rows=torch.tensor([True, True, True, False]), keep_tokens=tokens.row != 0)
+    d = one_step(start_stack(method(shape=lambda r, t: shaped)), rollouts, tokens)
+    assert d.stays.tolist() == [False, True, True, False] and d.trained.tolist() == [False, False, True, False]
+    assert d.keep_tokens.tolist() == [False, False, True, True]

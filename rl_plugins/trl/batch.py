@@ -33,7 +33,7 @@ class LocalDecision:
         old_logprobs: (tokens,) or None.
         row_columns, token_columns: by name.
         group: (rows,) group numbers, -1 for fillers.
-        num_rows, num_tokens: trained ones over all ranks.
+        num_rows, num_tokens: those that stay, over all ranks.
         complete: no row and no token left, and the batch is as long as TRL's own.
         kept_per_rank: trained rows each rank holds.
     """
@@ -60,12 +60,12 @@ def local_decisions(
     """Cuts a decision into the parts of the ranks. Real rows come first in rank order, fillers are the rest."""
     n, out, start = len(decision.trained), [], 0
     only_rows = bool((decision.keep_tokens == decision.trained[tokens.row]).all())
-    live = int(decision.trained.sum())
+    staying = int(decision.stays.sum())
     kept = [
         int(decision.trained[sum(rows_per_rank[:k]) : sum(rows_per_rank[: k + 1])].sum())
         for k in range(len(rows_per_rank))
     ]
-    complete = only_rows and live == n == batch_rows
+    complete = only_rows and staying == n == batch_rows
     for size in rows_per_rank:
         stop = min(start + size, n)
         mine = slice(min(start, n), stop)
@@ -87,7 +87,7 @@ def local_decisions(
                 row_columns={k: rows(v) for k, v in decision.row_columns.items()},
                 token_columns={k: v[here] for k, v in decision.token_columns.items()},
                 group=rows(decision.rollouts.group, -1),
-                num_rows=live,
+                num_rows=staying,
                 num_tokens=int(decision.keep_tokens.sum()),
                 complete=complete,
                 kept_per_rank=kept,

@@ -42,7 +42,7 @@ def correct(step: Any, decision: Decision) -> None:
     rows, real = sum(map(len, step.rows)), len(rollouts)
     if rows > real:
         _drop_fillers(step, rows, real)
-    if decision.estimator != "host" or not decision.uniform or not bool(decision.trained.all()):
+    if decision.estimator != "host" or not decision.uniform or not bool(decision.stays.all()):
         _replace_last(logs["advantages"], decision.row_advantages.tolist())
     for name in decision.rewarded_by:
         metrics[f"rewards/{name}/mean"].append(_mean(rollouts.reward))
@@ -54,7 +54,7 @@ def correct(step: Any, decision: Decision) -> None:
         inside = rollouts.subset(rollouts.kept)
         spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
         metrics["frac_reward_zero_std"][-1] = float((spread == 0).double().mean()) if len(inside) else 0.0
-    if not step.regular or not bool(decision.trained.all()):
+    if not step.regular or not bool(decision.stays.all()):
         metrics["rl_plugins/rows_generated"].append(float(real))
         metrics["rl_plugins/rows_trained"].append(float(decision.trained.sum()))
     for name, value in step.driver_metrics.items():

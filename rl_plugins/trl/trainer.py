@@ -219,7 +219,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         if self.methods and self.model.training and self._step % self.current_gradient_accumulation_steps == 0:
             if self.methods.claims["before_update"]:
                 self._before_update()
-            if float(inputs.get("rlp_num_rows", 1.0)) == 0.0:
+            if "rlp_num_rows" in inputs and int(inputs["num_items_in_batch"]) == 0:
                 self._methods_callback.lr_scale = 0.0  # nothing to learn from: AdamW would still move the weights
         return inputs
 

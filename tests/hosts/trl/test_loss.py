@@ -55,6 +55,20 @@ def test_own_surrogate_equals_native(tmp_path, loss_type, level, form, extras):
         assert history(own, "policy_loss") == pytest.approx(history(native, "policy_loss"), abs=2e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_rows_that_trl_masks_are_trls(tmp_path, loss_type):
+    """Truncated completions that TRL masks did not leave: TRL counts them in its mean over rows, and so do we."""
+    options = {**OFF_POLICY, "loss_type": loss_type, "mask_truncated_completions": True, "beta": 0.04}
+    native = run(tmp_path, stock=True, **options)
+    looked = run(tmp_path, ["noop"], **options)
+    own = run(tmp_path, ["ppo"], method_params={"ppo": {"low": 0.05, "high": 0.1}}, **options)
+    assert torch.equal(weights(native), weights(looked))
+    assert list(native._logs["advantages"]) == list(looked._logs["advantages"])
+    assert difference(native, own) < 2e-6
+    unmasked = run(tmp_path, stock=True, **{**options, "mask_truncated_completions": False})
+    assert difference(native, unmasked) > 1e-4
+
+
 def test_own_surrogate_under_entropy_quantile_and_off_policy_mask(tmp_path):
     options = {**OFF_POLICY, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 1e-4}
     native = run(tmp_path, stock=True, **options)
