@@ -863,7 +863,7 @@ def test_row_order_changes_no_decision():
 
 
 def test_rows_without_tokens_stay_unless_a_method_takes_them_out():
-    """Lengths 2, 0, 2, 0: the empty rows are the host's; `keep_rows` takes the last one out, `keep_tokens` the first."""
+    """Lengths 2, 0, 2, 0: empty rows are the host's; `keep_rows` takes the last one out, `keep_tokens` the first."""
     rollouts = make_rollouts([1.0, 0.0, 0.5, 0.25], lengths=[2, 0, 2, 0])
     tokens = make_tokens(rollouts)
     plain = one_step(start_stack(), rollouts, tokens)

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from rl_plugins.rollouts import PlanRow
+from rl_plugins.trl.ranks import gather
+
 ROW = "rl_plugins_row"  # column added to what the dataloader yields; removed before anything of TRL or the user sees it
 
 
@@ -48,3 +51,28 @@ def fingerprint(dataset: Any) -> str:
     sample = [prompts[i * (size - 1) // 31] for i in range(32)] if size else []
     text = json.dumps([size, columns, sample], default=lambda o: type(o).__name__)
     return f"{size} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+class Prompts:
+    """Rows of the dataset by prompt number; of a stream only the prompts of this batch exist."""
+
+    def __init__(
+        self, dataset: Any, proposal: list[int], local: list[dict[str, Any]], accelerator: Any, group_size: int
+    ) -> None:
+        self.numbered = all(p >= 0 for p in proposal)
+        self.dataset = dataset if self.numbered else None
+        self.has_images = bool({"image", "images"} & set(local[0]))
+        self._known: dict[int, dict[str, Any]] = {}
+        self.size: int | None = None
+        if self.numbered:
+            self.proposal, self.size = tuple(proposal), len(dataset)
+        else:
+            rows = [x for part in gather(accelerator, local) for x in part][::group_size]
+            self.proposal = tuple(range(len(rows)))
+            self._known = dict(enumerate(rows))
+
+    def row(self, plan: PlanRow) -> dict[str, Any]:
+        """The row of a plan row, its edits applied; a new dict every time, because TRL adds keys to it."""
+        if self.dataset is not None and plan.prompt >= 0 and plan.prompt not in self._known:
+            self._known[plan.prompt] = self.dataset[plan.prompt]
+        return {**(self._known[plan.prompt] if plan.prompt >= 0 else {}), **(plan.edit or {})}

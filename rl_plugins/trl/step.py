@@ -22,7 +22,7 @@ from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens, weighted_reward
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
-from rl_plugins.trl.prompts import ROW, strip
+from rl_plugins.trl.prompts import ROW, Prompts, strip
 from rl_plugins.trl.ranks import deal, gather, on_driver
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class GenerationStep:
             for x in part
         ][:: self.group_size]
         self.loader_rows = strip(inputs)
-        self.prompts = _Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
+        self.prompts = Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
         self.mine: list[Row] = []
         self.regular = self.as_proposed = False
 
@@ -535,28 +535,3 @@ _FORWARD_KEYS = (
     "mm_token_type_ids",
     "image_position_ids",
 )
-
-
-class _Prompts:
-    """Rows of the dataset by prompt number; of a stream only the prompts of this batch exist."""
-
-    def __init__(
-        self, dataset: Any, proposal: list[int], local: list[dict[str, Any]], accelerator: Any, group_size: int
-    ) -> None:
-        self.numbered = all(p >= 0 for p in proposal)
-        self.dataset = dataset if self.numbered else None
-        self.has_images = bool({"image", "images"} & set(local[0]))
-        self._known: dict[int, dict[str, Any]] = {}
-        self.size: int | None = None
-        if self.numbered:
-            self.proposal, self.size = tuple(proposal), len(dataset)
-        else:
-            rows = [x for part in gather(accelerator, local) for x in part][::group_size]
-            self.proposal = tuple(range(len(rows)))
-            self._known = dict(enumerate(rows))
-
-    def row(self, plan: PlanRow) -> dict[str, Any]:
-        """The row of a plan row, its edits applied; a new dict every time, because TRL adds keys to it."""
-        if self.dataset is not None and plan.prompt >= 0 and plan.prompt not in self._known:
-            self._known[plan.prompt] = self.dataset[plan.prompt]
-        return {**(self._known[plan.prompt] if plan.prompt >= 0 else {}), **(plan.edit or {})}
