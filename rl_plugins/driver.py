@@ -206,7 +206,7 @@ class Decision:
         uniform: every row's tokens have one advantage.
         old_logprobs: (tokens,) or None.
         row_columns, token_columns: for the loss.
-        rewarded_by: methods whose `rewards` hook changed the reward.
+        rewarded_by: methods whose `rewards` hook changed the reward, in order -> (rows,) what each made of it.
         estimator: who made the advantages: a method's name, "host" or "rl_plugins".
     """
 
@@ -220,7 +220,7 @@ class Decision:
     old_logprobs: Tensor | None
     row_columns: dict[str, Tensor]
     token_columns: dict[str, Tensor]
-    rewarded_by: tuple[str, ...]
+    rewarded_by: dict[str, Tensor]
     estimator: str
 
 
@@ -244,7 +244,7 @@ def decide(
         MethodError: from a hook, for an illegal return value, for infinite rewards, when no row has a reward, or when
             more rows stay than the batch holds.
     """
-    rewarded_by = []
+    rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
         if new is not None:
@@ -252,7 +252,7 @@ def decide(
             if bool(torch.isinf(reward).any()):
                 raise stack.refuse(m, "rewards", "a reward is infinite; NaN is what a row without a reward gets.")
             rollouts = rollouts.replace(reward=reward)
-            rewarded_by.append(m.name)
+            rewarded_by[m.name] = reward
     if bool(torch.isinf(rollouts.reward).any()):
         columns = zip(rollouts.reward_names, rollouts.rewards.unbind(1), strict=True)
         names = ", ".join(name for name, column in columns if bool(torch.isinf(column).any()))
@@ -318,7 +318,7 @@ def decide(
         row_columns,
         token_columns,
         old_logprobs,
-        tuple(rewarded_by),
+        rewarded_by,
         source,
         budget,
     )
@@ -335,7 +335,7 @@ def _decision(
     row_columns: dict[str, Tensor],
     token_columns: dict[str, Tensor],
     old_logprobs: Tensor | None,
-    rewarded_by: tuple[str, ...],
+    rewarded_by: dict[str, Tensor],
     source: str,
     budget: int,
 ) -> Decision:

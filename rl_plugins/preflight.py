@@ -114,7 +114,8 @@ def table(stack: MethodStack) -> list[tuple[str, str, str, str]]:
     for m in stack.methods:
         hooks = ", ".join(h for h in HOOKS if h in m.claims())
         params = ", ".join(f"{k}={v}" for k, v in _shown(m).items()) or "-"
-        rows.append((m.name, hooks, params, m.fidelity))
+        bundle = stack.bundle_of.get(m.name)
+        rows.append((f"{m.name} ({bundle})" if bundle else m.name, hooks, params, m.fidelity))
     return rows
 
 

@@ -373,7 +373,7 @@ def test_hooks_run_in_the_order_of_a_step_and_methods_in_the_order_of_the_flag()
         "observe b",
         "observe a",
     ]
-    assert stack.step == 9 and decision.estimator == "c" and decision.rewarded_by == ("a",)
+    assert stack.step == 9 and decision.estimator == "c" and tuple(decision.rewarded_by) == ("a",)
 
 
 def test_only_what_select_kept_is_in_the_statistics():
@@ -421,7 +421,7 @@ def test_the_hosts_advantages_are_used_as_they_are_when_nothing_changed():
     ]
     decision = run(methods, make_rollouts([1.0, 0, 1, 0]), host=HOST)
     assert decision.estimator == "host" and decision.row_advantages.tolist() == HOST.tolist()
-    assert decision.uniform and decision.rewarded_by == () and decision.old_logprobs is None
+    assert decision.uniform and decision.rewarded_by == {} and decision.old_logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rl_plugins import registry
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
 from rl_plugins.methods.mc_grpo import McGrpo
+from rl_plugins.preflight import render_table
 from rl_plugins.stack import build_stack
 
 ROOT = Path(__file__).parents[1]
@@ -189,6 +190,7 @@ def test_a_bundle_expands_in_its_place_with_the_settings_of_its_paper(plugins):
     assert stack.names == ["vade", "dummy_scale", "dummy_shift"]
     assert [m.params.factor for m in stack.methods[1:2]] == [3.0] and stack.methods[2].params.shift == -1.0
     assert stack.bundle_of == {"dummy_scale": "dummy_both", "dummy_shift": "dummy_both"}
+    assert "dummy_scale (dummy_both)" in render_table(stack, {}), "the table says which bundle brought a method"
 
 
 def test_parameters_of_a_user_go_before_those_of_the_bundle(plugins):

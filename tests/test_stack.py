@@ -121,7 +121,7 @@ def test_chains_run_in_the_order_of_the_flag_each_on_what_the_one_before_made():
         decision = one_step(MethodStack(order), make_rollouts([0.0, 0.0]))
         assert decision.rollouts.reward.tolist() == [expected] * 2
         assert decision.advantages.tolist() == [expected] * 3
-        assert decision.rewarded_by == tuple(m.name for m in order)
+        assert tuple(decision.rewarded_by) == tuple(m.name for m in order)
 
 
 def test_start_runs_once_for_every_method_and_may_fill_the_state():

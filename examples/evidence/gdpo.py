@@ -29,8 +29,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from scipy import stats
 
+from rl_plugins.compare.report import Interval
 from rl_plugins.methods.gdpo import Gdpo
 from rl_plugins.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -85,8 +85,8 @@ def learn(arm: str, scales: tuple[float, ...], seed: int) -> tuple[float, float]
 
 def summary(values: list[float]) -> dict[str, float]:
     """Mean and half width of the 95 % interval."""
-    half = stats.sem(values) * stats.t.ppf(0.975, len(values) - 1) if len(values) > 1 else float("nan")
-    return {"mean": float(np.mean(values)), "ci95": float(half)}
+    found = Interval.of(values)
+    return {"mean": found.mean, "ci95": found.half}
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from scipy import stats
 
+from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.stack import MethodStack
@@ -123,8 +123,8 @@ def learn(arm: str, group_size: int, noise: str, seed: int) -> float:
 
 def summary(values: list[float]) -> dict[str, float]:
     """Mean and half width of the 95 % interval."""
-    half = stats.sem(values) * stats.t.ppf(0.975, len(values) - 1) if len(values) > 1 else float("nan")
-    return {"mean": float(np.mean(values)), "ci95": float(half)}
+    found = Interval.of(values)
+    return {"mean": found.mean, "ci95": found.half}
 
 
 def measure_signs(seeds: int) -> dict[str, dict[str, dict[str, float]]]:

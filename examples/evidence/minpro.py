@@ -34,6 +34,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from rl_plugins.compare.report import Interval
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.losses import weighted_logprob
 from rl_plugins.methods.minpro import Minpro
@@ -188,9 +189,8 @@ def quality(seed: int) -> dict[tuple[str, int], dict[str, float]]:
 
 def interval(values: Any) -> dict[str, Any]:
     """Mean over seeds with the half-width of its 95 % t interval."""
-    x = np.asarray(values, dtype=float)
-    half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else float("nan")
-    return {"mean": float(x.mean()), "ci95": float(half), "seeds": [round(float(v), 6) for v in x]}
+    found = Interval.of(values)
+    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
 
 
 def main() -> None:

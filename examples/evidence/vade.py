@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from scipy import stats
 
+from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.vade import Vade
 from rl_plugins.stack import MethodStack
@@ -110,9 +111,8 @@ def jump(seed: int) -> dict[str, np.ndarray]:
 
 def interval(values: Any) -> dict[str, Any]:
     """Mean over seeds with the half-width of its 95 % t interval."""
-    x = np.asarray(values, dtype=float)
-    half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / len(x) ** 0.5 if len(x) > 1 else float("nan")
-    return {"mean": float(x.mean()), "ci95": float(half), "seeds": [round(float(v), 6) for v in x]}
+    found = Interval.of(values)
+    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,12 +45,13 @@ def correct(step: Any, decision: Decision) -> None:
         _drop_fillers(step, rows, real)
     if decision.estimator != "host" or not decision.uniform or not bool(decision.stays.all()):
         _replace_last(logs["advantages"], decision.row_advantages.tolist())
-    for name in decision.rewarded_by:
-        metrics[f"rewards/{name}/mean"].append(_mean(rollouts.reward))
-        metrics[f"rewards/{name}/std"].append(float(batch_std(rollouts.reward)))
+    for name, reward in decision.rewarded_by.items():
+        metrics[f"rewards/{name}/mean"].append(_mean(reward))
+        metrics[f"rewards/{name}/std"].append(float(batch_std(reward)))
+        logs["rewards"][name]  # a column of its own in the table of completions
     if decision.rewarded_by:
         metrics["reward"][-1], metrics["reward_std"][-1] = _mean(rollouts.reward), float(batch_std(rollouts.reward))
-        logs["rewards"][decision.rewarded_by[-1]].extend(rollouts.reward.tolist())
+    extend_own_columns(trainer, real, {name: r.tolist() for name, r in decision.rewarded_by.items()})
     if not step.regular or decision.rewarded_by or not bool(rollouts.kept.all()):
         inside = rollouts.subset(rollouts.kept)
         spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
@@ -59,6 +61,18 @@ def correct(step: Any, decision: Decision) -> None:
         metrics["rl_plugins/rows_trained"].append(float(decision.trained.sum()))
     for name, value in step.driver_metrics.items():
         metrics[name].append(value)
+
+
+def extend_own_columns(trainer: Any, rows: int, values: Mapping[str, list[float]]) -> None:
+    """Keeps the columns that `rewards` hooks made as long as TRL's own: their last `rows` entries are `values`, NaN for
+    rows no hook saw (evaluation, a hook that changed nothing)."""
+    logs, nan = trainer._logs, float("nan")
+    length = len(logs["prompt"])
+    for name, column in logs["rewards"].items():
+        if name not in trainer.reward_func_names:
+            entries = [*column, *values.get(name, [nan] * rows)][-length:]
+            column.clear()
+            column.extend([nan] * (length - len(entries)) + entries)
 
 
 def _drop_fillers(step: Any, rows: int, real: int) -> None:

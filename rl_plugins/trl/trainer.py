@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.preflight import render_table
 from rl_plugins.rollouts import Rows, Run
 from rl_plugins.stack import MethodStack, build_stack
-from rl_plugins.trl import facts, loss
+from rl_plugins.trl import facts, logs, loss
 from rl_plugins.trl.batch import ROW_COLUMN
 from rl_plugins.trl.checkpoint import MethodsCallback, read_state, write_state
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
@@ -172,8 +172,12 @@ class MethodsMixin(_Host):  # type: ignore[misc]
     # ---- one generation batch
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.methods or not self.model.training:
+        if not self.methods:
             return super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            out = super()._generate_and_score_completions(inputs)
+            logs.extend_own_columns(self, len(inputs) * self.accelerator.num_processes, {})
+            return out
         if self.args.steps_per_generation * self.num_iterations > self.args.gradient_accumulation_steps:
             self._boundary_state = self.methods.state_dict(self._fingerprint)  # a last save may need it
         self._generation_step = step = GenerationStep(self, inputs)

@@ -328,6 +328,15 @@ class Judge(Probe):
         return torch.where(rollouts.length < 4, torch.nan, rollouts.reward * 2)
 
 
+class Halve(Probe):
+    """A second method that changes rewards."""
+
+    name = "halve"
+
+    def rewards(self, rollouts):
+        return rollouts.reward / 2
+
+
 class PerToken(Probe):
     """Token advantages, and every third token leaves."""
 

@@ -339,6 +339,33 @@ def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
     assert list(t._logs["rewards"]["judge"])[-64:] == pytest.approx(r.reward.tolist(), nan_ok=True)
 
 
+def test_each_method_that_changes_rewards_logs_its_own(tmp_path):
+    t, spy = run(tmp_path, ["judge", "halve"], max_steps=1)
+    raw, r = spy.steps[0].rewards[:, 0].double(), spy.steps[0].full_decision.rollouts
+    judged = torch.where(r.length < 4, torch.nan, raw * 2)
+    assert history(t, "rewards/judge/mean")[0] == pytest.approx(judged.nanmean().item())
+    assert history(t, "rewards/halve/mean")[0] == pytest.approx(judged.nanmean().item() / 2)
+    assert history(t, "reward")[0] == pytest.approx(judged.nanmean().item() / 2)
+
+
+def test_the_completions_table_stays_aligned(tmp_path):
+    """Columns of `rewards` hooks beside TRL's, with fillers in training and evaluation in between."""
+    import pandas as pd
+
+    evaluation = dict(eval_dataset=build_dataset(8, seed=3))
+    options = dict(log_completions=True, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=3)
+    options["num_generations_eval"] = 2  # 16 rows: the table of 64 holds rows of training as well
+    t, spy = run(tmp_path, ["small", "halve"], per_device_eval_batch_size=16, more=evaluation, **options)
+    tables = [pd.read_parquet(f) for f in sorted((tmp_path / "out" / "completions").glob("*.parquet"))]
+    assert len(tables) == 4
+    trained = t._logs["rewards"]
+    assert len({len(c) for c in (t._logs["prompt"], t._logs["advantages"], *trained.values())}) == 1
+    score_column, halved = (torch.tensor(list(trained[n])) for n in ("score", "halve"))
+    train_rows = ~torch.isnan(halved)
+    torch.testing.assert_close(halved[train_rows], score_column[train_rows] / 2)
+    assert train_rows.any() and not train_rows[-16:].any(), "the last rows are of the evaluation, which no hook changes"
+
+
 def test_no_reward_at_all_is_an_error(tmp_path):
     with pytest.raises(MethodError, match="Not one of the 64 completions has a reward.*score_nothing"):
 
