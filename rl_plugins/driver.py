@@ -51,6 +51,7 @@ def first_plan(
         MethodError: more rows to train than the batch holds (with the plan), none at all, or an illegal plan or
             selection.
     """
+    stack.draw += 1
     rows: list[PlanRow] = []
     taken: dict[int, None] = {}  # an ordered set
     prompts = _select(stack, proposal, (), len(proposal), pool_size, dataset)
@@ -224,6 +225,19 @@ class Decision:
     estimator: str
 
 
+@dataclass(frozen=True)
+class Selection:
+    """What the `rewards` and `select` hooks made of the rollouts.
+
+    Attributes:
+        rollouts: with the rewards to use, and `kept` as `select` left it.
+        rewarded_by: as in `Decision`.
+    """
+
+    rollouts: Rollouts
+    rewarded_by: dict[str, Tensor]
+
+
 def decide(
     stack: MethodStack,
     rollouts: Rollouts,
@@ -232,7 +246,7 @@ def decide(
     estimator: Estimator,
     budget: int,
 ) -> Decision:
-    """Rewards, selection, advantages, shaping and observation, in this order.
+    """Rewards, selection, advantages, shaping and observation, in this order, for a host that has everything at once.
 
     Args:
         rollouts, tokens: all generated rows; fillers of the host must not be among them.
@@ -241,8 +255,19 @@ def decide(
         budget: rows the host's batch holds.
 
     Raises:
-        MethodError: from a hook, for an illegal return value, for infinite rewards, when no row has a reward, or when
-            more rows stay than the batch holds.
+        MethodError: see `select_rows` and `settle`.
+    """
+    selection = select_rows(stack, rollouts)
+    unchanged = bool(selection.rollouts.kept.all()) and not selection.rewarded_by
+    of_tokens = host_advantages[tokens.row] if host_advantages is not None and unchanged else None
+    return settle(stack, selection, tokens, of_tokens, estimator, budget)
+
+
+def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
+    """`rewards` and `select`: what needs no token, so that a host can leave rows out before it computes log-probs.
+
+    Raises:
+        MethodError: from a hook, for an illegal return value, for infinite rewards, or when no row has a reward.
     """
     rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
@@ -271,8 +296,29 @@ def decide(
         stays = stack.call("select", m, rollouts.replace(kept=keep))
         if stays is not None:
             keep = keep & _bool(stack, m, "select", "the mask", _per_row(stack, m, "select", stays, rollouts))
-    rollouts = rollouts.replace(kept=keep)
+    return Selection(rollouts.replace(kept=keep), rewarded_by)
 
+
+def settle(
+    stack: MethodStack,
+    selection: Selection,
+    tokens: Tokens,
+    host_advantages: Tensor | None,
+    estimator: Estimator,
+    budget: int,
+) -> Decision:
+    """Advantages, shaping and observation of what `select` left.
+
+    Args:
+        tokens: of all rows, or of those that `select` left; `row` points into all rows.
+        host_advantages: (tokens,) the host's own, None if they mean nothing for these rows.
+        estimator, budget: as in `decide`.
+
+    Raises:
+        MethodError: from a hook, for an illegal return value, or when more rows stay than the batch holds.
+    """
+    rollouts, rewarded_by = selection.rollouts, selection.rewarded_by
+    keep = rollouts.kept
     inside = rollouts.subset(keep)  # what left is out of every statistic
     stay = keep[tokens.row]
     within = tokens.subset(stay, _renumbered(keep))
@@ -281,8 +327,8 @@ def decide(
     if stack.claims["advantages"]:
         m = stack.claims["advantages"][0]
         source, values = m.name, _advantages(stack, m, stack.one("advantages", inside), inside, within)
-    elif host_advantages is not None and bool(keep.all()) and not rewarded_by:
-        source, values = "host", host_advantages.double()[within.row]
+    elif host_advantages is not None:
+        source, values = "host", host_advantages.double()[stay]
     else:
         source, values = "rl_plugins", estimator(inside)[within.row]
     nothing = torch.isnan(values) | torch.isnan(inside.reward)[within.row]
@@ -306,7 +352,7 @@ def decide(
         # rows that left have no tokens here; `row` and `step` point into all rows and steps
         everywhere = within.replace(row=tokens.row[stay], step=None if tokens.step is None else tokens.step[stay])
         stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
-    stack.step += 1
+    stack.step, stack.draw = stack.step + 1, 0
     return _decision(
         rollouts,
         inside,

@@ -79,6 +79,7 @@ SIGNALS: dict[str, str] = {
     "several_rewards": "two or more reward functions",
     "off_policy": "updates whose policy differs from the one that sampled",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
+    "current_entropies": "entropy of the policy at every token in the loss, with gradient",
 }
 
 

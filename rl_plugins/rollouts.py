@@ -382,7 +382,8 @@ class Terms(Replaceable):
 
     Args:
         mask: 1 where a token is trained.
-        logprobs, entropies: with gradient. Entropies in nats.
+        logprobs: with gradient.
+        entropies: with gradient, in nats; None unless `needs` has "current_entropies".
         advantages: of each token.
         old_logprobs: of the policy at the start of the step (equal to `logprobs.detach()` where that is the same).
         rollout_logprobs, ref_logprobs: if asked for in `needs`; a token whose behaviour log-prob is not known has its
@@ -394,12 +395,12 @@ class Terms(Replaceable):
 
     mask: Tensor
     logprobs: Tensor
-    entropies: Tensor
     advantages: Tensor
     old_logprobs: Tensor
     num_tokens: Tensor
     num_rows: Tensor
     max_length: int
+    entropies: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)

@@ -46,6 +46,8 @@ class MethodStack(Context):
         step: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
+        draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
+            draw other random numbers. Part of the saved state.
 
     Raises:
         ConfigError: two methods claim the same exclusive hook.
@@ -57,6 +59,7 @@ class MethodStack(Context):
         self.bundle_of = dict(bundle_of or {})
         self.step = 0
         self.extra_prompts = 0
+        self.draw = 0
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self._warned: set[str] = set()
@@ -138,7 +141,7 @@ class MethodStack(Context):
     def rng(self, method: str, purpose: str) -> Any:
         import numpy as np
 
-        key = f"{self.seed}|{method}|{self.step}|{purpose}".encode()
+        key = f"{self.seed}|{method}|{self.step}|{purpose}{f'|{self.draw}' if self.draw > 1 else ''}".encode()
         return np.random.default_rng(list(hashlib.sha256(key).digest()))
 
     # ---------------------------------------------------------------------------------------------------------- state
@@ -148,6 +151,7 @@ class MethodStack(Context):
         return {
             "step": self.step,
             "extra_prompts": self.extra_prompts,
+            "draw": self.draw,
             "stats": dict(self.stats),
             "fingerprint": fingerprint,
             "methods": {
@@ -167,7 +171,7 @@ class MethodStack(Context):
             StateError: of other methods, another version or parameters of a method that keeps state, or another
                 dataset. Nothing is taken over then.
         """
-        missing = {"step", "extra_prompts", "stats", "fingerprint", "methods"} - set(saved)
+        missing = {"step", "extra_prompts", "draw", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
                 f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
@@ -210,7 +214,7 @@ class MethodStack(Context):
         for m in self.methods:
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
-        self.step, self.extra_prompts = saved["step"], saved["extra_prompts"]
+        self.step, self.extra_prompts, self.draw = saved["step"], saved["extra_prompts"], saved["draw"]
         self.stats = dict(saved["stats"])
 
 

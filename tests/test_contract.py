@@ -139,7 +139,7 @@ GOOD: dict[str, Any] = {
     "fidelity": "paper",
     "use_when": "You test the test.",
     "avoid_when": "You train.",
-    "needs": frozenset({"entropies", "old_logprobs", "current_logprobs", "prompt_index"}),
+    "needs": frozenset({"entropies", "old_logprobs", "current_logprobs", "current_entropies", "prompt_index"}),
     "Params": ToyParams,
 }
 ALL_HOOKS = {

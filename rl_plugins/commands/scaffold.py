@@ -232,6 +232,7 @@ PARTS: dict[str, Part] = {
     assert METHOD().regularize(terms).item() == pytest.approx(-0.002)
 """,
         names=("Terms",),
+        needs=("current_entropies",),
     ),
 }
 

@@ -78,7 +78,7 @@ def make_terms(trainer: Any, inputs: dict[str, Any], seen: dict[str, Any]) -> Te
     return Terms(
         mask=mask,
         logprobs=logprobs,
-        entropies=entropies,
+        entropies=entropies if "current_entropies" in trainer.methods.needs else None,
         advantages=advantages,
         old_logprobs=logprobs.detach() if old is None else old,
         num_tokens=inputs["num_items_in_batch"] * share,

@@ -60,6 +60,7 @@ class UpdateStep:
         noise = torch.from_numpy(np.random.default_rng(4).normal(size=len(tokens)) * 0.2)
         assert everything.old_logprobs is not None and everything.entropies is not None
         old = everything.old_logprobs if decision.old_logprobs is None else decision.old_logprobs
+        self.wants_entropies = "current_entropies" in kit.needs
         self.mask = dense(torch.ones(len(tokens))).long()
         self.dense = {
             "logprobs": dense(everything.old_logprobs + noise),
@@ -109,7 +110,7 @@ class UpdateStep:
             num_rows=(self.mask.sum(1) > 0).sum().float(),
             max_length=self.mask.shape[1],
             columns={k: cut(v) for k, v in token_columns.items()} | {k: v[rows] for k, v in self.row_columns.items()},
-            **{name: cut(value) for name, value in dense.items()},
+            **{name: cut(value) for name, value in dense.items() if name != "entropies" or self.wants_entropies},
         )
 
     def _noisy(self, *tables: dict[str, Tensor]) -> list[dict[str, Tensor]]:

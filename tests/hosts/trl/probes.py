@@ -241,6 +241,7 @@ class Corridor(Probe):
     """A term on the entropy, with gradient."""
 
     name = "corridor"
+    needs = frozenset({"current_entropies"})
 
     def regularize(self, terms):
         return 0.1 * (torch.relu(2.0 - terms.entropies) + torch.relu(terms.entropies - 2.5))

@@ -1,0 +1,6 @@
+"""The verl adapter. verl loads `rl_plugins.verl.plugin` by its entry point; nothing here needs to be imported by hand.
+
+python -m verl.trainer.main_ppo ... trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[vade,mc_grpo]"
+"""
+
+from __future__ import annotations

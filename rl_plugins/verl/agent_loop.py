@@ -1,0 +1,84 @@
+"""The agent loop of planned rows: completions given by a plan, forced prefixes, and token limits.
+
+Rows the plan says nothing special about go through verl's own agent loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, register
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+
+from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT
+
+FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens at the start, in `extra_fields`
+
+
+@register(PLANNED_AGENT)
+class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
+    """`single_turn_agent` for a row whose plan gives completions, a prefix or a token limit."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        plan = kwargs[COLUMN]
+        number = int(kwargs["session_id"])
+        want_logprobs = bool(sampling_params.get("logprobs"))
+        if number < len(plan["given"]):
+            given = plan["given"][number]
+            tokens, logprobs = list(given["tokens"]), given["logprobs"]
+            output = await self._without_engine(kwargs, tokens, logprobs if want_logprobs else None)
+            unknown = len(tokens) if logprobs is None else 0
+        else:
+            output = await self._generated(sampling_params, kwargs, plan)
+            tokens, unknown = list(plan["prefix"]), len(plan["prefix"])
+        if want_logprobs and output.response_logprobs is None:
+            output.response_logprobs = [0.0] * len(output.response_ids)  # a place holder: see `UNKNOWN`
+        output.extra_fields |= {FORCED: len(tokens), UNKNOWN: unknown if want_logprobs else 0}
+        return output
+
+    async def _without_engine(
+        self, kwargs: dict[str, Any], tokens: list[int], logprobs: list[float] | None
+    ) -> AgentLoopOutput:
+        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        step = int(kwargs["global_steps"])
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=tokens,
+            response_mask=[1] * len(tokens),
+            response_logprobs=None if logprobs is None else list(logprobs),
+            multi_modal_data={},
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields={
+                "turn_scores": [],
+                "tool_rewards": [],
+                "global_steps": step,
+                "min_global_steps": step,
+                "max_global_steps": step,
+            },
+        )
+
+    async def _generated(
+        self, sampling_params: dict[str, Any], kwargs: dict[str, Any], plan: dict[str, Any]
+    ) -> AgentLoopOutput:
+        """verl's own run; the prefix is put behind the prompt for the engine, and becomes part of the response after."""
+        prefix = list(plan["prefix"])
+        limit = min(plan["max_tokens"] or self.response_length, self.response_length)
+        host = self.ct_build_initial_tokens
+        if prefix:
+
+            async def with_prefix(*args: Any, **kw: Any) -> list[int]:
+                return [*await host(*args, **kw), *prefix]
+
+            self.ct_build_initial_tokens = with_prefix
+        try:
+            params = {**sampling_params, "max_tokens": limit - len(prefix)}
+            output = await super().run(params, **kwargs)
+        finally:
+            self.ct_build_initial_tokens = host
+        output.prompt_ids = output.prompt_ids[: len(output.prompt_ids) - len(prefix)]
+        output.response_ids = [*prefix, *output.response_ids][:limit]
+        output.response_mask = [*([1] * len(prefix)), *output.response_mask][:limit]
+        if output.response_logprobs is not None:
+            output.response_logprobs = [*([0.0] * len(prefix)), *output.response_logprobs][:limit]
+        return output

@@ -1,0 +1,306 @@
+"""One batch in verl: rewards and selection before the log-prob passes, everything else after the host's advantages.
+
+Rows that leave are removed from TransferQueue, so no optimizer step is cut around them; verl balances the batch twice,
+first to what its log-prob passes divide by, and to its mini-batches when it is known which rows are trained.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from rl_plugins.driver import Decision, Selection, select_rows, settle
+from rl_plugins.errors import ConfigError
+from rl_plugins.estimators import batch_std, grpo_advantages
+from rl_plugins.metrics import combine
+from rl_plugins.rollouts import Rollouts
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl.agent_loop import UNKNOWN
+from rl_plugins.verl.prompts import COLUMN
+from rl_plugins.verl.rows import (
+    GROUP,
+    REAL,
+    ROW_COLUMN,
+    TOKEN_COLUMN,
+    TOKEN_COLUMNS,
+    Ragged,
+    flat,
+    plain,
+    read_rollouts,
+    read_tokens,
+    sort_key,
+    split,
+)
+
+PARTITION = "train"
+
+
+def fetch(batch: KVBatchMeta, fields: Sequence[str] | None = None) -> Any:
+    """Columns of the rows of a batch; those nobody wrote are left out."""
+    chosen = None if fields is None else list(fields)
+    return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=chosen)
+
+
+def put(batch: KVBatchMeta, columns: dict[str, Any], keys: Sequence[str] | None = None) -> None:
+    """Writes columns of a batch's rows, or of some of them."""
+    rows = list(batch.keys if keys is None else keys)
+    if rows and columns:
+        tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=TensorDict(columns, batch_size=[len(rows)]))
+
+
+def without(batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
+    """The batch without the rows that leave, which are removed from the queue."""
+    gone = [key for key, stay in zip(batch.keys, stays, strict=True) if not stay]
+    if not gone:
+        return batch
+    tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+    return KVBatchMeta(
+        partition_id=batch.partition_id,
+        keys=[key for key, stay in zip(batch.keys, stays, strict=True) if stay],
+        tags=[tag for tag, stay in zip(batch.tags, stays, strict=True) if stay],
+        extra_info=batch.extra_info,
+    )
+
+
+def is_padding(tag: dict[str, Any]) -> bool:
+    return bool(tag.get("is_padding", False))
+
+
+@dataclass
+class MethodsBatch:
+    """What the driver knows about a batch between selection and settlement.
+
+    Args:
+        stack: the methods.
+        config: the whole config.
+        rewards: see `Settings`.
+        tokenizer: of the policy.
+        rows: rollouts the batch trains, (prompts x group size).
+        total_steps: of the run.
+    """
+
+    stack: MethodStack
+    config: Any
+    rewards: dict[str, float]
+    tokenizer: Any
+    rows: int
+    total_steps: int
+
+    def select(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
+        columns = self._selection_columns()
+        notes = plain(fetch(batch, [COLUMN])[COLUMN])
+        order = sorted(range(len(batch)), key=lambda i: sort_key(notes[i], *split(batch.keys[i])[1:]))
+        batch.reorder(order)
+        rows = fetch(batch, columns)
+        rollouts = read_rollouts(
+            rows,
+            batch.keys,
+            batch.tags,
+            self.stack.needs,
+            self.rewards,
+            self.tokenizer,
+            self.stack.step,
+            self.total_steps,
+        )
+        self.generated = rollouts
+        self.selection: Selection = select_rows(self.stack, rollouts)
+        self.number = {key: i for i, key in enumerate(batch.keys)}
+        self.one_wave = len({(n["wave"], n["group"]) for n in plain(rows[COLUMN])}) == len(
+            {split(k)[0] for k in batch.keys}
+        )
+        self._write_rewards(batch, rows)
+        return without(batch, self.selection.rollouts.kept.tolist())
+
+    def _selection_columns(self) -> list[str] | None:
+        if any(n.startswith("column:") for n in self.stack.needs):
+            return None  # a dataset column may be anywhere
+        return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores"]
+
+    def _write_rewards(self, batch: KVBatchMeta, rows: Any) -> None:
+        """What verl computes with from here on: the rewards of the hooks, and 0 where a row has none."""
+        reward = self.selection.rollouts.reward
+        if not self.selection.rewarded_by and not bool(torch.isnan(reward).any()):
+            return
+        of = Ragged.of(rows["rm_scores"])
+        values = torch.zeros(len(of.row))
+        values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
+        put(batch, {"rm_scores": of.nested(values)})
+
+    def complete_rollout_logprobs(self, batch: KVBatchMeta) -> None:
+        """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step."""
+        if not any(is_planned(n) for n in plain(fetch(batch, [COLUMN])[COLUMN])):
+            return
+        rows = fetch(batch, ["extra_fields", "rollout_log_probs", "old_log_probs", "response_mask"])
+        if "rollout_log_probs" not in rows or "old_log_probs" not in rows:
+            return
+        of = Ragged.of(rows["response_mask"])
+        real = torch.tensor([not is_padding(t) for t in batch.tags])
+        unknown = torch.tensor([int(e.get(UNKNOWN, 0)) for e in plain(rows["extra_fields"])]) * real
+        known = of.position >= unknown[of.row]
+        values = torch.where(known, flat(rows["rollout_log_probs"]), flat(rows["old_log_probs"]).float())
+        put(batch, {"rollout_log_probs": of.nested(values)})
+
+    def settle(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns."""
+        batch = without(batch, [not is_padding(t) for t in batch.tags])
+        wanted = self.stack.needs & set(TOKEN_COLUMNS)
+        fields = ["response_mask", "loss_mask", "advantages", "extra_fields", *(TOKEN_COLUMNS[n] for n in wanted)]
+        rows = fetch(batch, fields)
+        number = torch.tensor([self.number[key] for key in batch.keys])
+        tokens, of, live = read_tokens(rows, wanted, number)
+        host = flat(rows["advantages"])[live] if self._host_counts() else None
+        several = bool((self.generated.index > 0).any())  # agent loops that give several rows: no fixed number
+        decision = settle(
+            self.stack, self.selection, tokens, host, self._estimator, sys.maxsize if several else self.rows
+        )
+        self.decision = decision
+        self._write(batch, rows, decision, number, of, live)
+        return without(batch, decision.stays[number].tolist())
+
+    def _host_counts(self) -> bool:
+        """Whether verl's own advantages mean what they say: of the groups and rewards the methods decided on.
+
+        verl groups by uid. It sees the rewards of hooks and only the rows that stayed, but not that a group was made
+        in several waves, nor that a row has no reward, and it takes the raw reward in a group of one.
+        """
+        if self.config.algorithm.adv_estimator != "grpo":
+            if not self.one_wave or bool(torch.isnan(self.selection.rollouts.reward).any()):
+                if self.stack.claimed("advantages"):
+                    return False
+                raise ConfigError(
+                    f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} sees neither groups made in several "
+                    f"waves nor rows without a reward, and this batch has some. Use algorithm.adv_estimator=grpo."
+                )
+            return True
+        chosen = self.selection
+        regular = all(n == self.config.actor_rollout_ref.rollout.n for n in self.generated.groups.size.tolist())
+        whole = bool(chosen.rollouts.kept.all()) and not chosen.rewarded_by
+        return self.one_wave and regular and whole and not bool(torch.isnan(chosen.rollouts.reward).any())
+
+    def _estimator(self, rollouts: Rollouts) -> Tensor:
+        """verl's GRPO for groups of any size; of several rows of a rollout the last one counts, for all of them."""
+        scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
+        if not bool((rollouts.index > 0).any()):
+            return grpo_advantages(rollouts, scale, 1e-6)
+        of = rollouts.group * (int(rollouts.rollout.max()) + 1) + rollouts.rollout
+        _, place = torch.unique(of, return_inverse=True)
+        final = torch.zeros(int(place.max()) + 1, dtype=torch.int64).scatter_reduce(0, place, rollouts.index, "amax")
+        last = rollouts.index == final[place]
+        values = torch.zeros(len(final), dtype=torch.float64)
+        values[place[last]] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
+        return values[place]
+
+    def _write(
+        self, batch: KVBatchMeta, rows: Any, decision: Decision, number: Tensor, of: Ragged, live: Tensor
+    ) -> None:
+        def everywhere(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+            full = torch.zeros(len(live), dtype=dtype)
+            full[live] = values.to(dtype)
+            return of.nested(full)
+
+        def per_row(values: Tensor) -> Tensor:
+            return values[number].float()[:, None]
+
+        columns: dict[str, Any] = {REAL: torch.ones(len(number), 1)}
+        if decision.estimator != "host" or self.stack.claimed("shape"):
+            columns["advantages"] = columns["returns"] = everywhere(decision.advantages)
+        if not bool(decision.keep_tokens.all()):
+            left = torch.zeros(len(live), dtype=torch.bool)
+            left[live] = ~decision.keep_tokens
+            for name in ("response_mask", "loss_mask"):  # the loss reads one, the token count the other
+                columns[name] = of.nested(torch.where(left, 0, flat(rows[name])))
+        if decision.old_logprobs is not None:
+            columns["old_log_probs"] = everywhere(decision.old_logprobs)
+        if self.stack.claimed("before_update"):
+            columns[GROUP] = per_row(decision.rollouts.group)
+        columns |= {ROW_COLUMN + k: per_row(v) for k, v in decision.row_columns.items()}
+        columns |= {TOKEN_COLUMN + k: everywhere(v) for k, v in decision.token_columns.items()}
+        put(batch, columns)
+        self.own_columns = [c for c in columns if c.startswith("rl_plugins")]
+
+    def clean_padding(self, batch: KVBatchMeta) -> None:
+        """Rows verl adds to fill the batch are copies of its first row in every column it does not know of: make them
+        one token that says nothing."""
+        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_padding(tag)]
+        if not keys:
+            return
+        first = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id)
+        known = {*TOKEN_COLUMNS.values(), "advantages", "returns", "values", "token_level_rewards"}
+        known |= {"rollout_is_weights", *self.own_columns}
+        zero = torch.nested.as_nested_tensor([torch.zeros(1) for _ in keys], layout=torch.jagged)
+        put(batch, {c: zero.clone() for c in sorted(known) if c in first}, keys)
+
+    def metrics(self) -> dict[str, float]:
+        """What the methods logged, and rewards of everything that was generated: verl's own metrics see the rows that
+        stayed."""
+        decision, generated = self.decision, self.generated
+        values = combine([self.stack.metrics.take()])
+        values["rl_plugins/rows_generated"] = float(len(generated))
+        values["rl_plugins/rows_trained"] = float(decision.trained.sum())
+        values["rl_plugins/reward_generated"] = float(torch.nanmean(generated.reward))
+        inside = decision.rollouts.subset(decision.rollouts.kept)
+        if len(inside):
+            spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
+            values["rl_plugins/frac_reward_zero_std"] = float((spread == 0).double().mean())
+        for name, reward in decision.rewarded_by.items():
+            values[f"rewards/{name}/mean"] = float(torch.nanmean(reward))
+            values[f"rewards/{name}/std"] = float(batch_std(reward))
+        return values
+
+
+def is_planned(note: dict[str, Any]) -> bool:
+    """Whether a plan gave completions or a prefix."""
+    return bool(note["given"] or note["prefix"])
+
+
+def logprob_multiple(config: Any, ranks: int, reference: bool) -> int:
+    """What the number of rows must be divisible by for the log-prob passes: the ranks and their micro-batches."""
+    parts = [config.actor_rollout_ref.rollout, *([config.actor_rollout_ref.ref] if reference else [])]
+    sizes = [1 if p.log_prob_use_dynamic_bsz else int(p.log_prob_micro_batch_size_per_gpu or 1) for p in parts]
+    return ranks * math.lcm(*sizes)
+
+
+def whole_group_order(group: Sequence[int | None], step_rows: int, ranks: int) -> list[int]:
+    """An order of rows in which no optimizer step cuts a group.
+
+    verl gives each rank a contiguous part of the batch and cuts every part into the same number of steps.
+
+    Args:
+        group: of each row, None for padding.
+        step_rows: rows of an optimizer step, all ranks.
+
+    Raises:
+        ConfigError: the groups cannot be packed into steps of this size.
+    """
+    members: dict[int, list[int]] = {}
+    padding = []
+    for i, g in enumerate(group):
+        if g is None:
+            padding.append(i)
+        else:
+            members.setdefault(g, []).append(i)
+    steps: list[list[int]] = [[] for _ in range(len(group) // step_rows)]
+    for rows in sorted(members.values(), key=len, reverse=True):
+        room = [s for s in steps if len(s) + len(rows) <= step_rows]
+        if not room:
+            raise ConfigError(
+                f"A method needs whole groups in every optimizer step, and groups of {sorted(map(len, members.values()))} "
+                f"rows do not fit into {len(steps)} steps of {step_rows} rows. Set "
+                f"actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size."
+            )
+        max(room, key=lambda s: step_rows - len(s)).extend(rows)
+    for s in steps:
+        while len(s) < step_rows:
+            s.append(padding.pop())
+    share = step_rows // ranks
+    return [i for rank in range(ranks) for s in steps for i in s[rank * share : (rank + 1) * share]]

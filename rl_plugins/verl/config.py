@@ -1,0 +1,120 @@
+"""The node `rl_plugins` of a verl config: which methods, their parameters, and the trainer modes that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError, did_you_mean
+from rl_plugins.stack import MethodStack, build_stack
+
+# Registered name -> the mode of verl it follows.
+MODES = {
+    "rl_plugins_sync": "sync",
+    "rl_plugins_colocate_async": "colocate_async",
+    "rl_plugins_separate_async": "separate_async",
+}
+KEYS = ("methods", "method_params", "rewards")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What stands under `rl_plugins`.
+
+    Args:
+        methods: as named by the user.
+        method_params: method -> parameter -> value.
+        rewards: key of the reward function's answer -> weight, where methods should see several reward functions.
+        seed: of the run (`data.seed`, 0 if it is not set).
+    """
+
+    methods: tuple[str, ...]
+    method_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def stack(self) -> MethodStack:
+        """The methods, built anew.
+
+        Raises:
+            ConfigError: see `build_stack`.
+        """
+        return build_stack(list(self.methods), {k: dict(v) for k, v in self.method_params.items()}, self.seed)
+
+
+def read_settings(config: Any) -> Settings | None:
+    """The node `rl_plugins` of a whole verl config; None if there is none.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong kind.
+    """
+    from omegaconf import OmegaConf
+
+    node = OmegaConf.select(config, "rl_plugins")
+    if node is None:
+        return None
+    plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    if not isinstance(plain, dict):
+        raise ConfigError(f"rl_plugins={plain!r} is given; it has the keys {', '.join(KEYS)}.")
+    for key in plain:
+        if key not in KEYS:
+            raise ConfigError(
+                f"rl_plugins.{key} does not exist; allowed: {', '.join(KEYS)}.{did_you_mean(str(key), KEYS)}"
+            )
+    methods = registry.parse_methods(plain.get("methods") or [])
+    params = registry.parse_method_params(plain.get("method_params"))
+    seed = OmegaConf.select(config, "data.seed")
+    return Settings(tuple(methods), params, _rewards(plain.get("rewards"), config), int(seed or 0))
+
+
+def _rewards(given: Any, config: Any) -> dict[str, float]:
+    """Weights of reward components: ours, else those of verl's own GDPO estimator."""
+    from omegaconf import OmegaConf
+
+    if given is None:
+        names: Sequence[str] = OmegaConf.select(config, "algorithm.gdpo_reward_keys") or ()
+        weights = OmegaConf.select(config, "algorithm.gdpo_reward_weights") or [1.0] * len(names)
+        given = dict(zip(names, weights, strict=False))
+    try:
+        return {str(name): float(weight) for name, weight in dict(given).items()}
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"rl_plugins.rewards={given!r} is given; it maps keys of the reward function's answer to weights: "
+            f"+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
+        ) from None
+
+
+def compose(overrides: Sequence[str]) -> Any:
+    """The config that `python -m verl.trainer.main_ppo OVERRIDES` would get, without starting anything.
+
+    Raises:
+        ConfigError: an override that hydra refuses.
+    """
+    from pathlib import Path
+
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+
+    folder = Path(_verl_folder()) / "trainer" / "config"
+    current = GlobalHydra.instance()
+    running, current.hydra = current.hydra, None  # verl's own main may be what calls this
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base=None):
+            return hydra_compose("ppo_trainer", overrides=list(overrides))
+    except HydraException as e:
+        raise ConfigError(f"hydra refuses the command line: {e}") from e
+    finally:
+        current.hydra = running
+
+
+def _verl_folder() -> str:
+    import importlib.util
+
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError('verl is not installed. Install it with: pip install "rl-plugins[verl]".')
+    return spec.submodule_search_locations[0]

@@ -1,0 +1,311 @@
+"""What one verl run offers to methods, and the combinations that cannot be exact and are therefore refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS
+from rl_plugins.preflight import HostFacts, preflight
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl.compat import untested_allowed, verl_version
+from rl_plugins.verl.config import MODES, Settings, compose
+
+LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
+TESTED_ENGINES = ("fsdp", "fsdp2")
+
+
+class Reader:
+    """Values of a verl config by dotted name."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.select(self.config, name)
+        return default if value is None else value
+
+    @property
+    def mode(self) -> str:
+        """The mode of verl this run follows."""
+        named = self("trainer.v1.trainer_mode", "sync")
+        return MODES.get(named, named)
+
+    @property
+    def bypass(self) -> bool:
+        return bool(self("algorithm.rollout_correction.bypass_mode", False))
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        mini = self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)
+        batch = self("data.train_batch_size", mini)
+        if self.mode == "separate_async":
+            batch //= max(1, self("trainer.v1.separate_async.parameter_sync_step", 1))
+        return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
+
+
+def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]:
+    """Everything that can be known before Ray starts.
+
+    Returns:
+        Options of the config to set for the methods.
+
+    Raises:
+        ConfigError: with one paragraph per problem.
+    """
+    read = Reader(config)
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        options = preflight(stack, verl_facts(stack, settings, config))
+    except ConfigError as e:  # all problems are told at once
+        problems.append(str(e))
+    problems += [p for problem in _PROBLEMS if (p := problem(stack, read)) is not None]
+    for m in stack.methods:
+        if m.rows_per_rollout != 1:
+            problems.append(
+                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which verl is not served with yet."
+            )
+        if not m.trains:
+            problems.append(f"`{m.name}` makes no optimizer step, and verl's trainer cannot go without one yet.")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if "rollout_logprobs" in stack.needs and not read(LOGPROBS, False):
+        options[LOGPROBS] = True
+    if "current_entropies" in stack.needs and not read(ENTROPY, False):
+        options[ENTROPY] = True
+    return options
+
+
+def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts:
+    """What this run offers."""
+    read = Reader(config)
+    missing_hooks = {
+        "rollout": "rollout programs are not served by this version of the verl adapter.",
+        "admit": "queues are not served by this version of the verl adapter.",
+    }
+    steps = read.optimizer_steps_per_batch
+    if any(m.whole_groups for m in stack.methods) and steps > 1 and read("actor_rollout_ref.actor.shuffle", False):
+        missing_hooks["before_update"] = (
+            f"it needs whole groups in every optimizer step, and the batch is shuffled before it is cut into {steps}. "
+            f"Set actor_rollout_ref.actor.shuffle=False."
+        )
+    asked = {option for m in stack.methods for option in m.host_options.get("verl", {})}
+    return HostFacts(
+        name="verl",
+        version=verl_version(),
+        hooks=[h for h in HOOKS if h not in missing_hooks],
+        missing_hooks=missing_hooks,
+        eval_hooks=(),
+        missing_signals=_missing_signals(settings, read),
+        columns=dataset_columns(read),
+        options={o: read(o) for o in asked if _exists(config, o)},
+        defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
+    )
+
+
+def without_effect(stack: MethodStack, config: Any) -> list[str]:
+    """Options the user changed that the methods make meaningless, as `option=value (method)`."""
+    options = {
+        "advantages": ("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam"),
+        "policy_loss": (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "actor_rollout_ref.actor.clip_ratio",
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "actor_rollout_ref.actor.clip_ratio_high",
+            "actor_rollout_ref.actor.clip_ratio_c",
+        ),
+    }
+    found, now, default = [], Reader(config), None
+    for hook, names in options.items():
+        for name in names if stack.claims[hook] else ():
+            default = default or Reader(_default_config())
+            if now(name) != default(name):
+                found.append(f"{name}={now(name)} ({stack.claims[hook][0].name})")
+    return found
+
+
+@functools.cache
+def _default_config() -> Any:
+    return compose([])
+
+
+def _exists(config: Any, option: str) -> bool:
+    """Whether the config has this key, set to None or to a value."""
+    from omegaconf import OmegaConf
+
+    parent, _, key = option.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return OmegaConf.is_dict(node) and key in node
+
+
+def dataset_columns(read: Reader) -> list[str] | None:
+    """Columns of local parquet files, with the fields of `extra_info` and `reward_model`; None if not known yet."""
+    files = read("data.train_files")
+    first = str(files if isinstance(files, str) or not files else next(iter(files)))
+    if read("data.custom_cls.path") or not first.endswith(".parquet") or not Path(first).is_file():
+        return None
+    import pyarrow.parquet
+
+    columns: list[str] = []
+    for column in pyarrow.parquet.read_schema(first):
+        columns.append(column.name)
+        if column.name in NESTED_COLUMNS and hasattr(column.type, "fields"):
+            columns += [f.name for f in column.type.fields]
+    return columns
+
+
+NESTED_COLUMNS = ("extra_info", "reward_model")
+"""Columns of verl's data sets whose fields count as columns of their own."""
+
+
+def _missing_signals(settings: Settings, read: Reader) -> dict[str, str]:
+    missing = {"engine": "top log-probs of the engine are not served by this version of the verl adapter."}
+    rollout = "actor_rollout_ref.rollout"
+    truncations = {"top_p": 1.0, "top_k": -1}
+    changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
+    if changed:
+        missing["rollout_logprobs"] = (
+            f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
+            f"{'it' if len(changed) == 1 else 'them'}."
+        )
+    if not (read("actor_rollout_ref.actor.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False)):
+        missing["ref_logprobs"] = "there is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True."
+    if read.bypass:
+        missing["entropies"] = (
+            "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
+        )
+    if len(settings.rewards) < 2:
+        missing["several_rewards"] = (
+            "verl has one reward function. Let it return a dict and say which of its keys are rewards, with weights: "
+            "+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
+        )
+    if read("actor_rollout_ref.rollout.multi_turn.enable", False):
+        missing["messages"] = "conversations with tools are not kept by verl's agent loops."
+    return missing
+
+
+# ---- combinations that are refused: each function gives one paragraph, or None
+
+
+def _plan_beside_filter(stack: MethodStack, read: Reader) -> str | None:
+    if not read("algorithm.filter_groups.enable", False) or not stack.claimed("plan", "select_prompts"):
+        return None
+    names = _names(stack, "plan", "select_prompts")
+    return (
+        f"{names} plans what is generated, and algorithm.filter_groups would replace part of it behind its back. Set "
+        f"algorithm.filter_groups.enable=False, or remove the method."
+    )
+
+
+def _rounds_without_sync(stack: MethodStack, read: Reader) -> str | None:
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
+    if not names or read.mode == "sync":
+        return None
+    return (
+        f"{names} generates in rounds, and a batch of {read.mode} is generated ahead of time. Use "
+        f"trainer.v1.trainer_mode=rl_plugins_sync."
+    )
+
+
+def _groups_of_other_estimator(stack: MethodStack, read: Reader) -> str | None:
+    estimator = read("algorithm.adv_estimator")
+    rounds = any(m.rounds for m in stack.methods)
+    if estimator == "grpo" or stack.claimed("advantages") or not rounds:
+        return None
+    return (
+        f"{', '.join(f'`{m.name}`' for m in stack.methods if m.rounds)} makes groups of several waves, which "
+        f"algorithm.adv_estimator={estimator} would see as groups of their own. Use algorithm.adv_estimator=grpo or a "
+        f"method that makes advantages."
+    )
+
+
+def _critic(stack: MethodStack, read: Reader) -> str | None:
+    enabled = read("critic.enable")
+    critic = bool(enabled) if enabled is not None else read("algorithm.adv_estimator") == "gae"
+    hooks = ("plan", "select", "advantages", "shape")
+    if not critic or not stack.claimed(*hooks):
+        return None
+    return (
+        f"{_names(stack, *hooks)} changes rows or advantages, and the critic would be trained on returns that do not "
+        f"belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the method."
+    )
+
+
+def _kl_in_reward(stack: MethodStack, read: Reader) -> str | None:
+    hooks = ("plan", "select", "rewards", "advantages")
+    if not read("algorithm.use_kl_in_reward", False) or not stack.claimed(*hooks):
+        return None
+    return (
+        f"{_names(stack, *hooks)} works with rewards that do not contain the KL penalty of algorithm.use_kl_in_reward. "
+        f"Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove the method."
+    )
+
+
+def _padded_width(stack: MethodStack, read: Reader) -> str | None:
+    loss = read("actor_rollout_ref.actor.loss_agg_mode")
+    factor = read("actor_rollout_ref.actor.loss_scale_factor")
+    hooks = ("plan", "select", "shape", "policy_loss", "regularize")
+    if loss != "seq-mean-token-sum-norm" or factor is not None or not stack.claimed(*hooks):
+        return None
+    return (
+        f"{_names(stack, *hooks)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl divides by "
+        f"the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for example to "
+        f"{read('data.max_response_length')} (data.max_response_length)."
+    )
+
+
+def _distillation(stack: MethodStack, read: Reader) -> str | None:
+    if not read("distillation.enabled", False):
+        return None
+    names = ", ".join(f"`{n}`" for n in stack.names)
+    return f"{names}: methods are not served beside distillation, which has a loss of its own. Set it off."
+
+
+def _engine(stack: MethodStack, read: Reader) -> str | None:
+    strategy = read("actor_rollout_ref.actor.strategy")
+    if strategy in TESTED_ENGINES or untested_allowed():
+        return None
+    return (
+        f"actor_rollout_ref.actor.strategy={strategy} was never run with rl-plugins; tested: "
+        f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
+    )
+
+
+def _separate_without_hybrid(stack: MethodStack, read: Reader) -> str | None:
+    """verl 0.9.1 ends in a TypeError after everything was started; patches/verl/V1 mends it."""
+    if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True):
+        return None
+    import importlib.util
+
+    spec = importlib.util.find_spec("verl.trainer.ppo.v1.trainer_separate_async")
+    source = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
+    if "flush=True" not in source:
+        return None
+    return (
+        "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging call). "
+        "Leave it True, or apply patches/verl/V1."
+    )
+
+
+_PROBLEMS: Sequence[Callable[[MethodStack, Reader], str | None]] = (
+    _rounds_without_sync,
+    _plan_beside_filter,
+    _groups_of_other_estimator,
+    _critic,
+    _kl_in_reward,
+    _padded_width,
+    _distillation,
+    _engine,
+    _separate_without_hybrid,
+)
+
+
+def _names(stack: MethodStack, *hooks: str) -> str:
+    return ", ".join(f"`{n}`" for n in dict.fromkeys(m.name for h in hooks for m in stack.claims[h]))

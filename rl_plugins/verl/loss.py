@@ -1,0 +1,280 @@
+"""The loss in the training workers, and what belongs to one optimizer step.
+
+verl's own `ppo_loss` runs with advantages 0 when a method brings the surrogate: KL, entropy bonus and metrics stay as
+they are, and the method's term is added on the same live log-probs, aggregated by verl's `agg_loss`.
+
+The object travels to every worker by verl's `set_loss_fn`; it carries names and parameters, never state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.metrics import combine
+from rl_plugins.rollouts import Rows, Terms
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl.config import Settings
+from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, flat
+
+METRIC = "rl_plugins:"  # what follows is the name in hex: verl reduces by words like "min" in a name
+
+
+class MethodsLoss:
+    """verl's loss function with methods.
+
+    Args:
+        actor: the ActorConfig of the run.
+        settings: the methods.
+        config: the whole config, for the completion length.
+    """
+
+    def __init__(self, actor: Any, settings: Settings, config: Any) -> None:
+        self.actor = actor
+        self.settings = settings
+        self.max_length = int(config.data.max_response_length)
+        self._prepare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"actor": self.actor, "settings": self.settings, "max_length": self.max_length}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.stack: MethodStack = self.settings.stack()
+        wrap_train_batch()
+
+    # ---- one micro-batch
+
+    def __call__(self, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+        """Loss and metrics of a micro-batch, as verl's engine asks for them."""
+        from verl.workers.utils.losses import ppo_loss
+
+        stack = self.stack
+        if not stack.claimed("policy_loss", "regularize"):
+            return ppo_loss(self.actor, model_output, data, dp_group)  # type: ignore[no-any-return]
+        own = stack.claimed("policy_loss")
+        terms = self._terms(model_output, data)
+        host = data
+        if own:
+            host = data.clone(recurse=False)
+            host["advantages"] = torch.zeros_like(data["advantages"])
+        loss, metrics = ppo_loss(self.actor, model_output, host, dp_group)
+        added = torch.zeros_like(terms.logprobs)
+        if own:
+            added = self._surrogate(terms)
+            if "rollout_is_weights" in data:
+                added = added * _padded(data["rollout_is_weights"], terms.logprobs)
+        for m in stack.claims["regularize"]:
+            added = added + _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
+        value = self._aggregate(added, terms)
+        if own:
+            _correct_metrics(metrics, value)
+        return loss + value, metrics
+
+    def _surrogate(self, terms: Terms) -> Tensor:
+        stack = self.stack
+        return _checked(stack, stack.claims["policy_loss"][0], "policy_loss", stack.one("policy_loss", terms), terms)
+
+    def _terms(self, model_output: dict[str, Any], data: Any) -> Terms:
+        """What hooks in the loss see of this micro-batch."""
+        from verl.workers.utils.padding import no_padding_2_padding
+
+        logprobs = no_padding_2_padding(model_output["log_probs"], data)
+        entropies = None
+        if "current_entropies" in self.stack.needs:
+            entropies = no_padding_2_padding(model_output["entropy"], data)
+        columns = {
+            k.removeprefix(ROW_COLUMN): flat(data[k])[:, None]
+            for k in map(str, data.keys())
+            if k.startswith(ROW_COLUMN)
+        }
+        columns |= {
+            k.removeprefix(TOKEN_COLUMN): _padded(data[k], logprobs)
+            for k in map(str, data.keys())
+            if k.startswith(TOKEN_COLUMN)
+        }
+
+        def signal(name: str, column: str) -> Tensor | None:
+            return _padded(data[column], logprobs) if name in self.stack.needs else None
+
+        return Terms(
+            mask=_padded(data["response_mask"], logprobs).long(),
+            logprobs=logprobs,
+            entropies=entropies,
+            advantages=_padded(data["advantages"], logprobs),
+            old_logprobs=_padded(data["old_log_probs"], logprobs),
+            num_tokens=torch.tensor(float(data["batch_num_tokens"]), device=logprobs.device),
+            num_rows=torch.tensor(float(data["global_batch_size"]), device=logprobs.device),
+            max_length=self.max_length,
+            rollout_logprobs=signal("rollout_logprobs", "rollout_log_probs"),
+            ref_logprobs=signal("ref_logprobs", "ref_log_prob"),
+            columns=columns,
+        )
+
+    def _aggregate(self, per_token: Tensor, terms: Terms) -> Tensor:
+        from verl.trainer.ppo.core_algos import agg_loss
+
+        mask = terms.mask.bool()
+        info = self.actor.global_batch_info  # filled by `ppo_loss` just before
+        if self.stack.aggregation == "sum":
+            return torch.where(mask, per_token, 0.0).sum() * info["dp_size"]  # gradients are averaged over ranks
+        safe = torch.where(mask, per_token, 0.0)  # verl multiplies with the mask, and NaN times 0 is NaN
+        return agg_loss(loss_mat=safe, loss_mask=mask, loss_agg_mode=self.actor.loss_agg_mode, **info)
+
+    # ---- one optimizer step
+
+    def train_batch(self, host: Callable[..., Any], engine: Any, data: Any) -> Any:
+        """verl's optimizer step on this rank's rows of one mini-batch.
+
+        Only here it is known which rows a step holds, so here `global_batch_size` becomes the number of rows that are
+        trained, over all ranks; rows verl added to fill the batch are not among them. A step without a token is left
+        out on every rank, because AdamW would move the weights without a gradient.
+        """
+        from verl.utils import tensordict_utils as tu
+
+        if REAL not in data:
+            return host(engine, data, loss_function=self)
+        group = engine.get_data_parallel_group()
+        counts = torch.tensor([float(flat(data[REAL]).sum()), float(flat(data["loss_mask"]).sum())])
+        counts = counts.to(_device(data))
+        torch.distributed.all_reduce(counts, group=group)
+        rows, tokens = (int(x) for x in counts.tolist())
+        tu.assign_non_tensor(data, global_batch_size=rows)
+        scale = self._before_update(engine, data, group) if self.stack.claims["before_update"] else 1.0
+        if not tokens:
+            return {"model_output": {}, "loss": [0.0], "metrics": {"grad_norm": 0.0}}
+        rates = [g["lr"] for g in engine.optimizer.param_groups]
+        for g in engine.optimizer.param_groups:
+            g["lr"] = g["lr"] * scale
+        try:
+            output = host(engine, data, loss_function=self)
+        finally:
+            for g, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+                g["lr"] = rate
+        if self.stack.claimed("before_update", "policy_loss", "regularize"):
+            values = combine(_gather(self.stack.metrics.take(), group))
+            if engine.is_mp_src_rank_with_outputs():
+                output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
+        return output
+
+    def _before_update(self, engine: Any, data: Any, group: Any) -> float:
+        """Row sums of this optimizer step over all ranks, to every method; its columns into this rank's rows."""
+        stack = self.stack
+        mask = data["response_mask"]
+        live = flat(mask).bool().cpu()
+        offsets = mask.offsets().cpu()
+        row = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+
+        def sums(values: Tensor) -> Tensor:
+            chosen = torch.where(live, values.detach().cpu().double(), 0.0)
+            return torch.zeros(len(offsets) - 1, dtype=torch.float64).index_add(0, row, chosen)
+
+        mine = {"length": sums(live.double()).long(), "group": flat(data[GROUP]).long().cpu()}
+        mine["old_logprobs"] = sums(flat(data["old_log_probs"]))
+        if "rollout_logprobs" in stack.needs:
+            mine["rollout_logprobs"] = sums(flat(data["rollout_log_probs"]))
+        if "current_logprobs" in stack.needs:
+            mine["logprobs"] = sums(_current_logprobs(engine, data))
+        own = {str(k): flat(data[k]).double().cpu() for k in data.keys() if str(k).startswith(ROW_COLUMN)}
+        parts = _gather({**mine, **own}, group)
+        trained = torch.cat([p["length"] for p in parts]) > 0
+        together = {k: torch.cat([p[k] for p in parts])[trained] for k in parts[0]}
+        rows = Rows(
+            **{k: v for k, v in together.items() if not k.startswith(ROW_COLUMN)},
+            columns={k.removeprefix(ROW_COLUMN): v for k, v in together.items() if k.startswith(ROW_COLUMN)},
+        )
+        rank = torch.distributed.get_rank(group)
+        first = sum(len(p["length"]) for p in parts[:rank])
+        scale = 1.0
+        for m in stack.claims["before_update"]:
+            update = stack.call("before_update", m, rows)
+            if update is None:
+                continue
+            scale *= float(update.lr_scale)
+            for name, values in update.columns.items():
+                if tuple(values.shape) != (len(rows.length),):
+                    raise stack.refuse(m, "before_update", f"the column `{name}` needs one number per row.")
+                full = torch.zeros(len(trained))
+                full[trained] = values.float()
+                data[ROW_COLUMN + name] = full[first : first + len(mine["length"])].to(_device(data))
+        if rank:
+            stack.metrics.take()  # every rank logged the same; one of them counts
+        return scale
+
+
+def wrap_train_batch() -> None:
+    """Puts our step around the engine's, for our loss only. Installed when a loss with methods arrives."""
+    from verl.workers.engine.base import BaseEngine
+
+    host = BaseEngine.train_batch
+    if getattr(host, "rl_plugins", False):
+        return
+
+    def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+        if isinstance(loss_function, MethodsLoss):
+            return loss_function.train_batch(host, self, data)
+        return host(self, data, loss_function)
+
+    train_batch.rl_plugins = True  # type: ignore[attr-defined]
+    BaseEngine.train_batch = train_batch
+
+
+def take_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    """Takes what methods logged in the workers out of verl's metrics."""
+    prefix = f"actor/{METRIC}"
+    found = [key for key in metrics if key.startswith(prefix)]
+    return {bytes.fromhex(key.removeprefix(prefix)).decode(): float(metrics.pop(key)) for key in sorted(found)}
+
+
+def _padded(column: Tensor, like: Tensor) -> Tensor:
+    """A ragged column of responses as (rows, time)."""
+    dense = column.to_padded_tensor(0) if column.is_nested else column
+    missing = like.shape[1] - dense.shape[1]
+    return torch.nn.functional.pad(dense, (0, missing)) if missing else dense
+
+
+def _current_logprobs(engine: Any, data: Any) -> Tensor:
+    """Log-probs of the response tokens at the weights of this step, flat: one pass without gradient."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import response_from_nested
+
+    batch = data.clone(recurse=False)
+    tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=False)
+    output = engine.infer_batch(batch)
+    return flat(response_from_nested(output["model_output"]["log_probs"], data["response_mask"]))
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    parts: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(parts, value, group=group)
+    return parts
+
+
+def _device(data: Any) -> Any:
+    from verl.utils.device import get_device_id
+
+    return get_device_id()
+
+
+def _checked(stack: MethodStack, method: Any, hook: str, value: Any, terms: Terms) -> Tensor:
+    try:
+        return torch.broadcast_to(value, terms.logprobs.shape)
+    except (RuntimeError, TypeError):
+        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        why = f"a tensor of shape {tuple(terms.logprobs.shape)} is needed, it gave {given}."
+        raise stack.refuse(method, hook, why) from None
+
+
+def _correct_metrics(metrics: dict[str, Any], value: Tensor) -> None:
+    """With advantages 0 verl's loss and clip metrics say nothing about the surrogate that is trained."""
+    from verl.utils.metric import AggregationType, Metric
+
+    for name in [n for n in metrics if "pg_clipfrac" in n]:
+        del metrics[name]
+    metrics["actor/pg_loss"] = Metric(value=value.detach(), aggregation=AggregationType.SUM)

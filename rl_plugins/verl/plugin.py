@@ -1,0 +1,125 @@
+"""The `verl.plugins` entry point, loaded at the end of `import verl` in every process of a run.
+
+It only places actions that run when their module of verl is imported (0.1 ms, any order of plugins). In the driver the
+config is checked before Ray starts; trainers are registered beside verl's own; on machines without an accelerator
+(VERL_PLATFORM=cpu) the CPU platform is registered.
+
+verl reports a plugin that fails at DEBUG level only. So a failure is printed here, and a run that names methods then
+ends before Ray starts.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from types import ModuleType
+from typing import Any
+
+from rl_plugins.verl.imports import after_import
+
+CONFIG, TRAINER_BASE = "verl.utils.config", "verl.trainer.ppo.v1.trainer_base"
+TRAINERS, MONKEY_PATCH = "verl.trainer.ppo.v1", "verl.models.transformers.monkey_patch"
+AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
+
+_loaded = False
+
+
+def load() -> None:
+    """Places everything, once per process."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    try:
+        if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
+            from rl_plugins.verl import cpu
+
+            cpu.activate()
+        after_import(CONFIG, _guard_config)
+        after_import(TRAINER_BASE, _guard_trainer)
+        after_import(TRAINERS, _register_trainers)
+        after_import(AGENT_LOOP, _register_agent_loop)
+        after_import(MONKEY_PATCH, _without_value_head)
+    except Exception as e:
+        print(f"[rl-plugins] the verl plugin could not be loaded in process {os.getpid()}:", file=sys.stderr)
+        traceback.print_exc()
+        why = f"{type(e).__name__}: {e}"
+        after_import(CONFIG, lambda module: _refuse_methods(module, why))
+        raise
+
+
+def _guard_config(module: Any) -> None:
+    """`validate_config` is what every entry point of verl calls before it starts Ray."""
+    validate = module.validate_config
+
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        from rl_plugins.verl.start import prepare
+
+        prepare(config)
+        return validate(config, *args, **kwargs)
+
+    module.validate_config = validate_config
+
+
+def _guard_trainer(module: Any) -> None:
+    """Programs that build a trainer themselves are checked, too: methods named under a trainer of verl do nothing."""
+    init = module.PPOTrainer.__init__
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from rl_plugins.verl.start import prepare
+
+        prepare(config, type(self))
+        init(self, config, *args, **kwargs)
+
+    module.PPOTrainer.__init__ = __init__
+
+
+def _register_trainers(module: ModuleType) -> None:
+    from rl_plugins.verl import trainer  # noqa: F401
+
+
+def _register_agent_loop(module: ModuleType) -> None:
+    from rl_plugins.verl import agent_loop  # noqa: F401
+
+
+def _refuse_methods(module: Any, why: str) -> None:
+    validate = module.validate_config
+
+    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.get("rl_plugins") is not None:
+            raise RuntimeError(
+                f"The config names methods of rl-plugins, whose verl plugin could not be loaded ({why}); its traceback "
+                f"was printed when verl was imported."
+            )
+        return validate(config, *args, **kwargs)
+
+    module.validate_config = validate_config
+
+
+def _without_value_head(module: Any) -> None:
+    """verl 0.9.1 asks an installed TRL for its value-head class in every model build, and TRL 1.16 has none any more.
+
+    Then verl is told that TRL is not there, as far as this module is concerned (verl/models/transformers/
+    monkey_patch.py:352). The twin is patches/verl/V3. The files are looked at, because importing TRL costs seconds.
+    """
+    if not hasattr(module, "is_trl_available") or _trl_has_value_head():
+        return
+    available = module.is_trl_available
+    module.is_trl_available = lambda *args, **kwargs: available(*args, **kwargs) and _trl_has_value_head()
+
+
+def _trl_has_value_head() -> bool:
+    import importlib.util
+    from pathlib import Path
+
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    folder = Path(spec.submodule_search_locations[0])
+    return (folder / "experimental" / "ppo").is_dir() or "AutoModelForCausalLMWithValueHead" in (
+        folder / "__init__.py"
+    ).read_text(encoding="utf-8")
+
+
+load()

@@ -1,0 +1,157 @@
+"""Prompts of a plan as verl's prompt batch: rows of the dataset by number, edits, how many rollouts, what is given.
+
+Everything that must be known again when the rollouts come back travels with them in one column, `rl_plugins`; so
+nothing has to be kept in the driver while prompts are in flight, and a resumed run finds it in its checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.rollouts import PlanRow
+
+ROW = "rl_plugins_row"  # column of the dataset row's number, added to what the dataset yields
+COLUMN = "rl_plugins"  # column of what the plan said about a prompt
+PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
+
+
+def number_rows(dataset: Any) -> None:
+    """Makes a map-style dataset yield the number of each row in the column `ROW`.
+
+    The object stays what it is for everybody else: its class is replaced by a subclass of it.
+    """
+    cls = type(dataset)
+    if not hasattr(cls, "__getitem__") or not hasattr(cls, "__len__") or getattr(cls, "rl_plugins_numbered", False):
+        return
+
+    def __getitem__(self: Any, i: Any) -> Any:
+        row = cls.__getitem__(self, i)  # type: ignore[attr-defined]
+        row[ROW] = int(i)
+        return row
+
+    body = {"__getitem__": __getitem__, "rl_plugins_numbered": True, "__module__": cls.__module__}
+    dataset.__class__ = type(cls.__name__, (cls,), body)
+
+
+def fingerprint(dataset: Any) -> str:
+    """A short text that tells datasets apart: number of rows, and 32 rows spread over it."""
+    size = len(dataset)
+    frame = getattr(dataset, "dataframe", None)
+    rows = frame if frame is not None else dataset
+    sample = [rows[i * (size - 1) // 31] for i in range(32)] if size else []
+    text = json.dumps([size, sample], default=lambda o: type(o).__name__, sort_keys=True)
+    return f"{size} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+class PromptBatches:
+    """Makes prompt batches of plan rows.
+
+    Args:
+        dataset: verl's training dataset, numbered.
+        config: the whole config.
+    """
+
+    def __init__(self, dataset: Any, config: Any) -> None:
+        self.dataset = dataset
+        rollout = config.actor_rollout_ref.rollout
+        self.group_size: int = rollout.n
+        self.response_length: int = config.data.max_response_length
+        self.default_agent: str = rollout.agent.default_agent_loop
+        self.prompt_key: str = config.data.get("prompt_key", "prompt")
+        correction = config.algorithm.get("rollout_correction", None)
+        self.bypass = bool(correction and correction.get("bypass_mode", False))
+
+    def build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0) -> Any:
+        """A TensorDict with one row per plan row, each under a uid of its own.
+
+        Args:
+            wave: of the plan whose groups these rows continue; a new one if None.
+            round_: of the plan.
+
+        Raises:
+            MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
+            ConfigError: something is given that this run's agent loop or correction cannot serve.
+        """
+        import numpy as np
+        import torch
+        from verl.utils import tensordict_utils as tu
+        from verl.utils.dataset.rl_dataset import collate_fn
+
+        wave = wave or uuid.uuid4().hex
+        batch = collate_fn([self._row(p) for p in rows])
+        batch.pop(ROW, None)
+        batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
+        batch[COLUMN] = np.array([None] * len(rows), dtype=object)
+        for i, p in enumerate(rows):
+            batch[COLUMN][i] = self._note(p, wave, i, round_)
+        counts = [p.n + p.spare for p in rows]
+        if any(n != self.group_size for n in counts):
+            batch["__rollout_n__"] = torch.tensor(counts)
+        planned = [bool(p.given or p.prefix or p.max_tokens is not None) for p in rows]
+        if any(planned):
+            self._check_planned(rows, batch)
+            agents = list(batch.get("agent_name", [self.default_agent] * len(rows)))
+            batch["agent_name"] = np.array(
+                [PLANNED_AGENT if own else agent for own, agent in zip(planned, agents, strict=True)], dtype=object
+            )
+        return tu.get_tensordict(batch)
+
+    def _row(self, plan: PlanRow) -> dict[str, Any]:
+        row = dict(self.dataset[plan.prompt if plan.prompt >= 0 else 0])
+        edit = dict(plan.edit or {})
+        if plan.prompt < 0:
+            technical = {ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info"}
+            missing = sorted(set(row) - technical - set(edit))
+            if missing:
+                raise MethodError(
+                    f"The plan has a foreign prompt with the columns {', '.join(sorted(edit))}; the dataset's rows "
+                    f"have {', '.join(missing)}, too. A foreign prompt needs all of them in `edit`."
+                )
+        row.update(edit)
+        if self.prompt_key in edit and "raw_prompt" not in edit:
+            prompt = edit[self.prompt_key]
+            row["raw_prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return row
+
+    def _note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
+        return {
+            "prompt": plan.prompt,
+            "wave": wave,
+            "group": plan.group,
+            "place": place,
+            "round": round_,
+            "prefix": list(plan.prefix),
+            "max_tokens": plan.max_tokens,
+            "given": [
+                {"tokens": list(c.tokens), "logprobs": None if c.logprobs is None else list(c.logprobs)}
+                for c in plan.given
+            ],
+            "payload": plan.payload,
+        }
+
+    def _check_planned(self, rows: Sequence[PlanRow], batch: Mapping[str, Any]) -> None:
+        agents = {str(a) for a in batch.get("agent_name", [self.default_agent])}
+        if agents != {"single_turn_agent"}:
+            raise ConfigError(
+                f"The plan gives completions, prefixes or token limits, which are served for the agent loop "
+                f"single_turn_agent; this run uses {', '.join(sorted(agents))}, which makes its completions itself. "
+                f"Remove the method, or use single_turn_agent."
+            )
+        for p in rows:
+            if self.bypass and (p.prefix or any(c.logprobs is None for c in p.given)):
+                raise ConfigError(
+                    "The plan gives tokens without log-probs, and algorithm.rollout_correction.bypass_mode takes the "
+                    "sampled log-probs for those of the policy. Set bypass_mode=False, or remove the method."
+                )
+            limit = min(p.max_tokens or self.response_length, self.response_length)
+            longest = max([len(c.tokens) for c in p.given], default=0)
+            if len(p.prefix) >= limit or longest > self.response_length:
+                raise MethodError(
+                    f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
+                    f"tokens; the completion length is {limit}."
+                )

@@ -1,0 +1,75 @@
+"""What happens before Ray starts: the methods are built, checked against the config, and printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.preflight import render_table
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl import facts
+from rl_plugins.verl.compat import check_verl_version
+from rl_plugins.verl.config import MODES, Settings, read_settings
+
+
+def prepare(config: Any, trainer: type | None = None) -> None:
+    """Checks the methods a config names and sets the host options they ask for; nothing without `rl_plugins`.
+
+    Args:
+        config: the whole config; options are set in it.
+        trainer: the trainer class that is being built, None where only the config is known.
+
+    Raises:
+        ConfigError: methods that would be ignored, or that cannot act as this run is configured.
+    """
+    settings = read_settings(config)
+    _check_mode(settings, config, trainer)
+    if settings is None or not settings.methods:
+        return
+    stack = settings.stack()
+    options = apply(stack, settings, config)
+    if trainer is None:
+        print(describe(stack, options, config), flush=True)
+
+
+def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]:
+    """Checks a stack against a config and sets what it asks for."""
+    from omegaconf import OmegaConf, open_dict
+
+    check_verl_version()
+    options = facts.check(stack, settings, config)
+    with open_dict(config):
+        for name, value in options.items():
+            OmegaConf.update(config, name, value)
+    return options
+
+
+def describe(stack: MethodStack, options: dict[str, Any], config: Any) -> str:
+    """The table of methods in effect, with host options they set or make meaningless."""
+    idle = facts.without_effect(stack, config)
+    text = render_table(stack, options)
+    return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
+
+
+def _check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
+    from omegaconf import OmegaConf
+
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    v1 = OmegaConf.select(config, "trainer.use_v1")
+    ours = mode in MODES and v1 is not False
+    if trainer is not None:
+        ours = hasattr(trainer, "methods_mode")
+    if settings is None:
+        if ours and mode in MODES:
+            raise ConfigError(
+                f"trainer.v1.trainer_mode={mode} is given and no methods. Add +rl_plugins.methods=[...] "
+                f"(`rl-plugins list` shows them; [] is the host alone), or use trainer.v1.trainer_mode={MODES[mode]}."
+            )
+        return
+    if settings.methods and not ours:
+        suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
+        named = f"trainer.v1.trainer_mode={mode}" if v1 is not False else "trainer.use_v1=False"
+        raise ConfigError(
+            f"rl_plugins.methods=[{','.join(settings.methods)}] is given, and {named} would ignore it. Set "
+            f"trainer.v1.trainer_mode={suggestion}{'' if v1 is not False else ' and trainer.use_v1=True'}."
+        )
