@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from rl_plugins.errors import RLPluginsError
+from rl_plugins.errors import ConfigError, RLPluginsError
 
 
 class _Commands(TyperGroup):
@@ -72,8 +73,14 @@ def new(
     create(name, hook or ["advantages"], into)
 
 
+class _Host(enum.StrEnum):
+    trl = "trl"
+    verl = "verl"
+
+
 @app.command()
 def doctor(
+    host: Annotated[_Host, typer.Option(help="Of the run.")] = _Host.trl,
     config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
     methods: Annotated[list[str] | None, typer.Option(help="Methods: a b, or a,b.")] = None,
     method_params: Annotated[
@@ -82,12 +89,35 @@ def doctor(
     world_size: Annotated[
         int | None, typer.Option("--world-size", "--world_size", min=1, help="Processes, if not those of this machine.")
     ] = None,
-    more_methods: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # --methods a b
+    words: Annotated[  # also the rest of --methods a b
+        list[str] | None, typer.Argument(metavar="[-- OVERRIDES...]", help="With --host verl: of the command line.")
+    ] = None,
 ) -> None:
-    """Versions, plugins, what a run would do."""
+    """Versions, plugins, what a run would do.
+
+    It starts nothing, and ends with status 1 and a list if something cannot take effect.
+
+    \b
+    A run of TRL:
+      rl-plugins doctor --config run.yaml --methods vade mc_grpo
+
+    \b
+    A run of verl, by its overrides or by the whole command:
+      rl-plugins doctor --host verl -- data.train_batch_size=64 trainer.v1.trainer_mode=rl_plugins_sync ..
+      rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ..
+    """
+    if host == _Host.verl:
+        if config or methods or method_params or world_size:
+            raise ConfigError(
+                "--config, --methods, --method-params and --world-size are for TRL. A run of verl says everything in "
+                'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ..'
+            )
+        from rl_plugins.commands import doctor_verl
+
+        raise typer.Exit(doctor_verl.examine(words or []))
     from rl_plugins.commands.doctor import examine
 
-    raise typer.Exit(examine(config, [*(methods or []), *(more_methods or [])], method_params, world_size))
+    raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
 _SEEDS = typer.Option(help="How many seeds (3), or which (4,7,11).")

@@ -95,7 +95,7 @@ def test_list_for_programs(plugins):
         "arxiv": "2511.18902",
         "title": registry.load("vade").paper.title,
         "hooks": ["select_prompts", "observe"],
-        "hosts": ["trl"],
+        "hosts": ["trl", "verl"],
         "fidelity": "paper",
         "problem": "",
     }
@@ -137,7 +137,7 @@ def test_info_shows_parameters_with_range_and_help_options_and_differences():
     text = rl_plugins("info", "mc_grpo")
     assert "mad_eps = 0.001   (float, > 0)\n      added to what advantages are divided by" in text
     assert "'mad' | 'none' | 'std'" in text and "- The GSM8K trainer of the authors" in text
-    assert "plan, advantages, shape (hosts: trl)" in text
+    assert "plan, advantages, shape (hosts: trl, verl)" in text
     text = rl_plugins("info", "gdpo")
     assert "- trl: multi_objective_aggregation = 'sum_then_normalize'" in text
     assert "- two or more reward functions" in text
@@ -147,7 +147,7 @@ def test_info_of_a_bundle_and_of_a_method_nobody_serves(plugins, monkeypatch):
     text = rl_plugins("info", "dummy_both")
     assert "dummy_scale (factor = 3.0)\n    dummy_shift\n" in text
     assert "methods: [dummy_both]\n" in text
-    monkeypatch.setitem(catalog.HOSTS, "trl", catalog.Host(hooks={"shape"}))
+    monkeypatch.setattr(catalog, "HOSTS", {"trl": catalog.Host(hooks={"shape"})})
     assert catalog.hosts_of(registry.load("dummy_scale")) == []
     assert "advantages (hosts: none yet)" in catalog.info(registry.load("dummy_scale"))
 
@@ -338,7 +338,7 @@ def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
 )
 def test_doctor_compares_versions(version, state, monkeypatch):
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
-    assert doctor._state("trl") == (version, state)
+    assert doctor.package_state("trl") == (version, state)
 
 
 def test_doctor_without_a_usable_host(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,7 +33,10 @@ class Host:
     missing: Collection[str] = ()
 
 
-HOSTS = {"trl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine"})}
+HOSTS = {
+    "trl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine"}),
+    "verl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine"}),
+}
 
 FIDELITY = {
     "code": "equal to the authors' code: its numbers are stored and compared in the tests",
@@ -222,8 +226,9 @@ def _preset(values: Mapping[str, Any]) -> str:
 
 
 def _usage(name: str, part: str, params: type[MethodParams]) -> str:
-    """How to name a method in the three places; with one of its parameters, at its default."""
+    """How to name a method in every place; with one of its parameters, at its default."""
     yaml, flags, keywords = [f"methods: [{name}]"], f"--methods {name}", f'methods=["{name}"]'
+    overrides = f'trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[{name}]"'
     defaults = {k: v for k, v in params_to_dict(params()).items() if v is not None}
     if defaults:
         key, value = next(iter(defaults.items()))
@@ -231,6 +236,7 @@ def _usage(name: str, part: str, params: type[MethodParams]) -> str:
         yaml.append(f"method_params: {given}")
         flags += f" --method_params '{given}'"
         keywords += f", method_params={ ({part: {key: value}})!r}"
+        overrides += f' "+rl_plugins.method_params.{part}.{key}={_hydra(value)}"'
     return "\n".join(
         [
             "in a YAML config:",
@@ -239,8 +245,21 @@ def _usage(name: str, part: str, params: type[MethodParams]) -> str:
             f"    rl-plugins trl grpo --config run.yaml {flags}",
             "in Python (from rl_plugins.trl import GRPOConfig, GRPOTrainer):",
             f"    GRPOConfig({keywords})",
+            "in verl:",
+            f"    python -m verl.trainer.main_ppo .. {overrides}",
         ]
     )
+
+
+def _hydra(value: Any) -> str:
+    """A value as hydra reads it back on a command line, between double quotes of the shell."""
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.]*", value):
+        return "'" + value.replace("'", "\\'") + "'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{_hydra(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(_hydra, value)) + "]"
+    return str(value)
 
 
 def _source(paper: Paper) -> str:

@@ -1,4 +1,7 @@
-"""`rl-plugins doctor` and the dry run of `rl-plugins trl grpo`: what is installed, and what would happen in a run."""
+"""`rl-plugins doctor` and the dry run of `rl-plugins trl grpo`: what is installed, and what would happen in a run.
+
+A run of verl is in doctor_verl.py.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,12 @@ TESTED: dict[str, tuple[str, str | None]] = {
     "trl": ("1.16", "1.17"),
     "peft": ("0.18", None),
     "verl": ("0.9.1", "0.10"),
+    "TransferQueue": ("0.1.10", None),
     "vllm": ("0.22", "0.32"),
 }
 HOSTS = ("trl", "verl")
+SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
+VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED")
 
 
 # ---- the two commands
@@ -48,7 +54,7 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
         problems += _print_run(argv, world_size)
     elif methods or method_params:
         problems += _print_methods(methods, method_params)
-    return _print_problems(problems)
+    return print_problems(problems)
 
 
 def dry_run(argv: Sequence[str]) -> int:
@@ -57,16 +63,21 @@ def dry_run(argv: Sequence[str]) -> int:
     Returns:
         1 if something would fail, else 0.
     """
-    return _print_problems(_print_run(argv, None))
+    return print_problems(_print_run(argv, None))
 
 
-def _print_problems(problems: Sequence[str]) -> int:
+def print_problems(problems: Sequence[str]) -> int:
+    """The end of every report.
+
+    Returns:
+        1 if there is a problem, else 0.
+    """
     if not problems:
         print("\nNo problem found.")
         return 0
     print(f"\n{len(problems)} problem{'s' if len(problems) > 1 else ''}:")
     for problem in problems:
-        print(f"  - {problem}")
+        print("  - " + problem.strip().replace("\n", "\n    "))
     return 1
 
 
@@ -74,16 +85,7 @@ def _print_problems(problems: Sequence[str]) -> int:
 
 
 def _print_installation() -> Iterator[str]:
-    print("Versions")
-    states = {name: _state(name) for name in TESTED}
-    print(f"  {'python':<14}{platform.python_version()}")
-    for name, (version, state) in states.items():
-        print(f"  {name:<14}{version:<14}{state}")
-    if states["torch"][1] != "missing":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        print(f"  {'CUDA':<14}{f'{count} device(s)' if count else 'no device'}")
+    states = print_versions(SHOWN)
     usable = [host for host in HOSTS if states[host][1].startswith("ok")]
     if not usable:
         yield (
@@ -100,10 +102,33 @@ def _print_installation() -> Iterator[str]:
         if moved:
             yield f"TRL moved what rl-plugins builds on: {'; '.join(moved)}."
 
+    print_environment(VARIABLES)
+    print_found()
+
+
+def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Versions of packages and the number of GPUs; returns the state of each package."""
+    print("Versions")
+    states = {name: package_state(name) for name in names}
+    print(f"  {'python':<15}{platform.python_version()}")
+    for name, (version, state) in states.items():
+        print(f"  {name:<15}{version:<14}{state}".rstrip())
+    if states["torch"][1] != "missing":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        print(f"  {'CUDA':<15}{f'{count} device(s)' if count else 'no device'}")
+    return states
+
+
+def print_environment(variables: Sequence[str]) -> None:
     print("\nEnvironment")
-    for variable in (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED"):
+    for variable in variables:
         print(f"  {variable:<28}{os.environ.get(variable, 'not set')}")
 
+
+def print_found() -> None:
+    """How many methods there are, and which cannot be used."""
     found = entries()
     good = [e for e in found if not e.problem]
     foreign = sorted({e.distribution for e in good} - {"rl-plugins"})
@@ -113,9 +138,9 @@ def _print_installation() -> Iterator[str]:
             print(f"  cannot be used: {e.name}: {e.problem}")
 
 
-def _state(name: str) -> tuple[str, str]:
-    """Installed version, and what that means."""
-    low, high = TESTED[name]
+def package_state(name: str) -> tuple[str, str]:
+    """Installed version, and what that means: nothing for a package that is in no tested range."""
+    low, high = TESTED.get(name, ("0", None))
     wanted = f">={low}" + (f",<{high}" if high else "")
     for distribution in (name, f"{name}-cpu"):  # vLLM for the CPU has a name of its own
         try:
@@ -123,6 +148,8 @@ def _state(name: str) -> tuple[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         inside = _number(version) >= _number(low) and (high is None or _number(version) < _number(high))
+        if name not in TESTED:
+            return version, ""
         return version, "ok" if inside else f"untested (tested: {wanted})"
     return "-", "missing"
 
@@ -332,7 +359,7 @@ def _batch(stack: MethodStack, run: _Run, processes: int) -> Iterator[tuple[str,
         prompts = len({r.group for r in plan.rows})
         own = "" if prompts == rows // group else f" (TRL alone: {rows // group})"
         yield "prompts", f"{prompts}{own}"
-        yield "rollouts", f"{_per_prompt(plan.rows)} per prompt{first}"
+        yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
         yield "rows generated", f"{plan.generated}{first}"
         missing = rows - plan.trained
         empty = f"; {missing} stay empty" if missing and not first else ""
@@ -395,7 +422,7 @@ def _total_steps(run: _Run) -> int:
     return max(1, math.ceil(batches * optimizer_steps_per_generation(a)))
 
 
-def _per_prompt(rows: Sequence[Any]) -> str:
+def per_prompt(rows: Sequence[Any]) -> str:
     """ "9 (8 trained, 1 made to leave)", or ranges where prompts differ."""
     trained: dict[int, int] = {}
     spare: dict[int, int] = {}

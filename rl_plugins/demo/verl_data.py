@@ -16,7 +16,7 @@ from rl_plugins.demo.settings import BINARY, DEMO_PARAMS, GRADED, REWARDS, TEST_
 
 SOURCE = "digit_lists"
 STEPS = 40
-PROMPTS, SAMPLES = 24, 4  # so many that generating them takes less than the 2 s after which verl looks again
+PROMPTS, SAMPLES = 24, 4  # on a quiet machine, generated before verl looks for them after 2 s
 
 
 def write(folder: Path) -> Path:

@@ -58,11 +58,11 @@ def put(batch: KVBatchMeta, columns: dict[str, Any], keys: Sequence[str] | None 
 
 
 def without(batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
-    """The batch without the rows that leave, which are removed from the queue."""
+    """The batch without the rows that leave, which are removed from the queue; of all columns, whatever the batch was
+    restricted to."""
     gone = [key for key, stay in zip(batch.keys, stays, strict=True) if not stay]
-    if not gone:
-        return batch
-    tq.kv_clear(keys=gone, partition_id=batch.partition_id)
+    if gone:
+        tq.kv_clear(keys=gone, partition_id=batch.partition_id)
     return KVBatchMeta(
         partition_id=batch.partition_id,
         keys=[key for key, stay in zip(batch.keys, stays, strict=True) if stay],
@@ -127,9 +127,9 @@ class MethodsBatch:
         return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores"]
 
     def _write_rewards(self, batch: KVBatchMeta, rows: Any) -> None:
-        """What verl computes with from here on: the rewards of the hooks, and 0 where a row has none."""
+        """What verl computes with from here on: named rewards, those of the hooks, and 0 where a row has none."""
         reward = self.selection.rollouts.reward
-        if not self.selection.rewarded_by and not bool(torch.isnan(reward).any()):
+        if not self.rewards and not self.selection.rewarded_by and not bool(torch.isnan(reward).any()):
             return
         of = Ragged.of(rows["rm_scores"])
         values = torch.zeros(len(of.row))

@@ -26,7 +26,8 @@ class Settings:
     Args:
         methods: as named by the user.
         method_params: method -> parameter -> value.
-        rewards: key of the reward function's answer -> weight, where methods should see several reward functions.
+        rewards: key of the reward function's answer -> weight: the reward functions that methods see. Their weighted
+            sum is then the reward, in place of "score".
         seed: of the run (`data.seed`, 0 if it is not set).
     """
 

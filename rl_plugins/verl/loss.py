@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.errors import MethodError
 from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.stack import MethodStack
@@ -139,7 +140,10 @@ class MethodsLoss:
         from verl.utils import tensordict_utils as tu
 
         if REAL not in data:
-            return host(engine, data, loss_function=self)
+            raise MethodError(
+                f"The batch of an optimizer step lacks the column `{REAL}`, so the decisions of the methods did not "
+                f"reach it. Only the trainers of rl-plugins may be used with this loss."
+            )
         group = engine.get_data_parallel_group()
         counts = torch.tensor([float(flat(data[REAL]).sum()), float(flat(data["loss_mask"]).sum())])
         counts = counts.to(_device(data))

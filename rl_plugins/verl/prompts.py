@@ -14,9 +14,11 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.verl.facts import NESTED_COLUMNS
 
 ROW = "rl_plugins_row"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
+TECHNICAL = (ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 
 
@@ -105,18 +107,33 @@ class PromptBatches:
         row = dict(self.dataset[plan.prompt if plan.prompt >= 0 else 0])
         edit = dict(plan.edit or {})
         if plan.prompt < 0:
-            technical = {ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info"}
-            missing = sorted(set(row) - technical - set(edit))
+            missing = sorted(set(row) - set(TECHNICAL) - set(edit))
             if missing:
                 raise MethodError(
                     f"The plan has a foreign prompt with the columns {', '.join(sorted(edit))}; the dataset's rows "
                     f"have {', '.join(missing)}, too. A foreign prompt needs all of them in `edit`."
                 )
-        row.update(edit)
+            row["extra_info"] = {}
+        for name, value in edit.items():
+            self._set(row, name, value, foreign=plan.prompt < 0)
         if self.prompt_key in edit and "raw_prompt" not in edit:
             prompt = edit[self.prompt_key]
             row["raw_prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return row
+
+    def _set(self, row: dict[str, Any], name: str, value: Any, foreign: bool) -> None:
+        """Changes a column, or a field of one of the columns whose fields count as columns."""
+        if name in row:
+            row[name] = value
+            return
+        for nested in NESTED_COLUMNS:
+            if isinstance(row.get(nested), Mapping) and (name in row[nested] or (foreign and nested == "extra_info")):
+                row[nested] = {**row[nested], name: value}
+                return
+        raise MethodError(
+            f"The plan edits the column `{name}`, which the dataset does not have; it has "
+            f"{', '.join(sorted(set(row) - set(TECHNICAL)))} and the fields of {' and '.join(NESTED_COLUMNS)}."
+        )
 
     def _note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
         return {

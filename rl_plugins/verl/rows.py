@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
 from rl_plugins.verl.agent_loop import FORCED
 from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.prompts import COLUMN
@@ -106,7 +106,7 @@ def read_rollouts(
         rows: columns of the rows.
         keys, tags: of the rows; a key is "{uid}_{session}_{index}".
         needs: signals of the methods.
-        rewards: key of the reward function's answer -> weight; empty: the one reward of verl.
+        rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
 
     Raises:
         ConfigError: the reward function does not answer with a key of `rewards`, or a dataset column is missing.
@@ -134,15 +134,17 @@ def read_rollouts(
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     columns = {n.removeprefix("column:") for n in needs if n.startswith("column:")}
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
+    each = _components(extra, rewards) if rewards else score[:, None]
+    weights = torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64)
     return Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
         prompt_index=torch.tensor([note["prompt"] for note in notes], dtype=torch.int64),
         rollout=torch.tensor(rollout, dtype=torch.int64),
         index=torch.tensor(index, dtype=torch.int64),
-        rewards=_components(extra, rewards) if rewards else score[:, None],
+        rewards=each,
         reward_names=tuple(rewards) or ("score",),
-        reward_weights=torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64),
-        reward=score,
+        reward_weights=weights,
+        reward=weighted_reward(each, weights),
         length=torch.bincount(of.row[flat(mask).bool()], minlength=n),
         truncated=torch.tensor([not r or r[-1] not in ends for r in responses], dtype=torch.bool),
         kept=torch.ones(n, dtype=torch.bool),

@@ -59,6 +59,10 @@ def _check_mode(settings: Settings | None, config: Any, trainer: type | None) ->
     ours = mode in MODES and v1 is not False
     if trainer is not None:
         ours = hasattr(trainer, "methods_mode")
+    elif settings is not None and not ours and v1 is not False and mode not in MODES.values():
+        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+        ours = hasattr(TRAINER_REGISTRY.get(mode), "methods_mode")  # a trainer derived from ours
     if settings is None:
         if ours and mode in MODES:
             raise ConfigError(

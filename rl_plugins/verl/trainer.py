@@ -300,13 +300,11 @@ class MethodsTrainer:
         batch = super()._compute_advantage(batch, metrics)
         if self._batch is None:
             return batch
-        extra = batch.extra_info
         batch = self._batch.settle(batch)
         if not len(batch):
             raise MethodError(
                 f"Every row of the batch left ({', '.join(self.methods.names)}), and verl cannot train an empty batch."
             )
-        batch.extra_info = extra
         batch = super()._balance_batch(batch, metrics)
         if any(m.whole_groups for m in self.methods.methods):
             self._keep_groups_whole(batch)
@@ -346,3 +344,8 @@ def _register(name: str, host: type[PPOTrainer]) -> type[PPOTrainer]:
 MethodsSync = _register("rl_plugins_sync", PPOTrainerSync)
 MethodsColocateAsync = _register("rl_plugins_colocate_async", PPOTrainerColocateAsync)
 MethodsSeparateAsync = _register("rl_plugins_separate_async", PPOTrainerSeparateAsync)
+TRAINERS = {
+    "rl_plugins_sync": MethodsSync,
+    "rl_plugins_colocate_async": MethodsColocateAsync,
+    "rl_plugins_separate_async": MethodsSeparateAsync,
+}

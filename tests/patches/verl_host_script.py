@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -74,7 +76,7 @@ for _name in PlatformBase.__abstractmethods__ - set(vars(PlatformCPU)):
 PlatformCPU.__abstractmethods__ = frozenset()
 
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,10 +133,19 @@ def replaced(owner: Any, **attributes: Any) -> Any:
             setattr(owner, name, value)
 
 
-def trainer_config(*overrides: str, name: str = "ppo_trainer") -> Any:
-    """Compose verl's trainer configuration as ``main_ppo`` does."""
+@functools.cache
+def composed(*overrides: str) -> Any:
+    """Compose verl's trainer configuration as `main_ppo` does."""
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose(name, overrides=list(overrides))
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+def trainer_config(values: dict[str, Any] | None = None) -> Any:
+    """Return a copy of the default configuration with `values` set, new keys among them."""
+    config = copy.deepcopy(composed())
+    for key, value in (values or {}).items():
+        OmegaConf.update(config, key, value, force_add=True)
+    return config
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -174,7 +185,7 @@ def measure_v1() -> dict[str, Any]:
         def get_replicas(self) -> list[Any]:
             return []
 
-    config = trainer_config("actor_rollout_ref.hybrid_engine=False")
+    config = trainer_config({"actor_rollout_ref.hybrid_engine": False})
     trainer = object.__new__(PPOTrainerSeparateAsync)
     trainer.config, trainer._enable_hybrid_replicas = config, False
     trainer.llm_server_manager, trainer.actor_rollout_wg = Manager(), None
@@ -230,6 +241,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block, self.head = Block(), nn.Linear(4, 2)
+        self.config = types.SimpleNamespace(tie_word_embeddings=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.block(x))
@@ -393,10 +405,8 @@ def advantage_rows() -> list[dict[str, Any]]:
 
 
 def advantage_config(estimator: str, **algorithm: Any) -> Any:
-    config = trainer_config(f"algorithm.adv_estimator={estimator}")
-    OmegaConf.set_struct(config, False)
-    config.algorithm.update(algorithm)
-    return config
+    values = {"adv_estimator": estimator, **algorithm}
+    return trainer_config({f"algorithm.{key}": value for key, value in values.items()})
 
 
 GDPO = {"gdpo_reward_keys": ["accuracy", "layout"], "gdpo_reward_weights": [1.0, 0.5]}
@@ -624,13 +634,13 @@ def measure_v8() -> dict[str, Any]:
 
 # ---- V9, V11 -----------------------------------------------------------------------------------------------------
 
-SEPARATE = [
-    "data.train_batch_size=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-    "actor_rollout_ref.rollout.nnodes=1",
-    "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
-]
+SEPARATE = {
+    "data.train_batch_size": 8,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+}
 
 
 def measure_v9() -> dict[str, Any]:
@@ -649,19 +659,20 @@ def measure_v9() -> dict[str, Any]:
     methods = {name: getattr(PPOTrainerSync, name) for name in trainer_base.PPOTrainer.__abstractmethods__}
     own_base = register_trainer("own_base")(type("OwnBase", (trainer_base.PPOTrainer,), methods))
 
-    def built(cls: type, name: str, *overrides: str) -> dict[str, Any]:
-        config = trainer_config(*SEPARATE, f"trainer.v1.trainer_mode={name}", *overrides)
+    def built(cls: type, name: str, **section: Any) -> dict[str, Any]:
+        """Build a trainer; `section` goes to the part of the configuration under its name."""
+        own = {f"trainer.v1.{name}.{key}": value for key, value in section.items()}
+        config = trainer_config({**SEPARATE, "trainer.v1.trainer_mode": name, **own})
         trainer = cls(config)
-        section = trainer.replay_buffer.trainer_config
+        given = trainer.replay_buffer.trainer_config
         return {
             "mode": trainer.trainer_mode,
             "parameter_sync_step": trainer.parameter_sync_step,
             "replay_buffer": type(trainer.replay_buffer).__name__,
             "rollout_skip": RolloutTqSkip(config.skip.rollout_tq, config).parameter_sync_step,
-            "section": OmegaConf.to_container(section) if OmegaConf.is_config(section) else dict(section),
+            "section": OmegaConf.to_container(given) if OmegaConf.is_config(given) else dict(given),
         }
 
-    own_section = ["+trainer.v1.my_separate_async.num_warmup_batches=3", "+trainer.v1.my_separate_async.mine=7"]
     return {
         "sync": built(PPOTrainerSync, "sync"),
         "colocate_async": built(PPOTrainerColocateAsync, "colocate_async"),
@@ -669,7 +680,7 @@ def measure_v9() -> dict[str, Any]:
         "my_sync": built(MySync, "my_sync"),
         "my_colocate_async": built(MyColocateAsync, "my_colocate_async"),
         "my_separate_async": built(MySeparateAsync, "my_separate_async"),
-        "own_section": built(MySeparateAsync, "my_separate_async", *own_section),
+        "own_section": built(MySeparateAsync, "my_separate_async", num_warmup_batches=3, mine=7),
         "own_base": built(own_base, "own_base"),
     }
 
@@ -686,33 +697,33 @@ class PassingSampler(ReplayBuffer):
 
 
 def measure_v11() -> dict[str, Any]:
-    def waited(*overrides: str) -> Any:
+    def waited(config: Any) -> list[float]:
         """Seconds the sampler of this configuration sleeps between two polls."""
         slept: list[float] = []
         clock = types.SimpleNamespace(time=time.time, sleep=slept.append, perf_counter=time.perf_counter)
-        try:
-            buffer = PPOTrainerSync(trainer_config("trainer.v1.trainer_mode=sync", *overrides)).replay_buffer
-            with replaced(replay_buffer, time=clock):
-                buffer._wait_for_next_poll("train", time.time())
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        buffer = PPOTrainerSync(config).replay_buffer
+        with replaced(replay_buffer, time=clock):
+            buffer._wait_for_next_poll("train", time.time())
         return slept
 
-    def custom(name: str) -> list[str]:
-        sampler = "trainer.v1.sampler.custom_sampler"
-        return [f"{sampler}.path={Path(__file__).resolve()}", f"{sampler}.name={name}"]
+    def faster(sampler: str | None = None) -> Any:
+        values: dict[str, Any] = {"trainer.v1.sampler.poll_interval": 0.05}
+        if sampler is not None:
+            values["trainer.v1.sampler.custom_sampler"] = {"path": str(Path(__file__).resolve()), "name": sampler}
+        return trainer_config(values)
 
+    older = trainer_config()
+    with open_dict(older):
+        older.trainer.v1.sampler.pop("poll_interval", None)
     module = lambda path, name: globals()[name]  # this file, without running it again
-    faster = "++trainer.v1.sampler.poll_interval=0.05"
-    key = OmegaConf.select(trainer_config(), "trainer.v1.sampler.poll_interval")
     with replaced(trainer_base, load_extern_type=module):
         return {
-            "default": waited(),
-            "key": key,
-            "without_key": waited(*(["~trainer.v1.sampler.poll_interval"] if key else [])),  # an older configuration
-            "faster": waited(faster),
-            "inherited": waited(faster, *custom("InheritedSampler")),
-            "passing": waited(faster, *custom("PassingSampler")),
+            "key": OmegaConf.select(trainer_config(), "trainer.v1.sampler.poll_interval"),
+            "default": waited(trainer_config()),
+            "without_key": waited(older),
+            "faster": waited(faster()),
+            "inherited": waited(faster("InheritedSampler")),
+            "passing": waited(faster("PassingSampler")),
         }
 
 
@@ -752,30 +763,30 @@ def measure_v12() -> dict[str, Any]:
         loss, metrics = core_algos.compute_policy_loss_vanilla(**kwargs)
         return loss if token_weight is None else loss * token_weight.sum(), metrics
 
-    def actor_config(mode: str, *overrides: str) -> ActorConfig:
-        prefix = "actor_rollout_ref.actor"
-        config = trainer_config(
-            f"{prefix}.policy_loss.loss_mode={mode}", f"{prefix}.ppo_micro_batch_size_per_gpu=1", *overrides
-        )
-        return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-
-    def loss(mode: str, *overrides: str) -> float:
+    def loss(mode: str, extra_fields: list[str] | None = None) -> float:
+        policy_loss: dict[str, Any] = {"loss_mode": mode}
+        if extra_fields is not None:
+            policy_loss["extra_fields"] = extra_fields
+        values = {f"policy_loss.{key}": value for key, value in policy_loss.items()} | {
+            "ppo_micro_batch_size_per_gpu": 1
+        }
+        config = trainer_config({f"actor_rollout_ref.actor.{key}": value for key, value in values.items()})
+        actor_config: ActorConfig = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
         model_output, data, _ = loss_batch()
-        return float(ppo_loss(actor_config(mode, *overrides), model_output, data)[0])
+        return float(ppo_loss(actor_config, model_output, data)[0])
 
-    key = "++actor_rollout_ref.actor.policy_loss.extra_fields"
     result: dict[str, Any] = {"vanilla": loss("vanilla"), "recorded": loss("recorded")}
     result["arguments"] = sorted(calls[-1])
     values: list[float] = []
     calls.clear()
-    result["weighted"] = outcome(lambda: values.append(loss("recorded", f"{key}=[token_weight]")))
+    result["weighted"] = outcome(lambda: values.append(loss("recorded", ["token_weight"])))
     result["weighted_loss"] = values
     if calls:
         weight, mask = calls[-1]["token_weight"], calls[-1]["response_mask"]
         expected = torch.nn.utils.rnn.pad_sequence(loss_batch()[2], batch_first=True)
         result["weight_arrived"] = torch.equal(weight, expected) and weight.shape == mask.shape
         result["weighted_arguments"] = sorted(calls[-1])
-    result["unknown"] = outcome(lambda: loss("recorded", f"{key}=[nothing]"))
+    result["unknown"] = outcome(lambda: loss("recorded", ["nothing"]))
     return result
 
 
@@ -858,11 +869,10 @@ def measure_config() -> dict[str, Any]:
     current = {}
     for engine in ("", "megatron", "veomni", "torchtitan"):
         name = f"_generated_ppo_{engine + '_' if engine else ''}trainer.yaml"
-        overrides = [f"model_engine={engine}"] if engine else []
-        composed = OmegaConf.to_container(trainer_config(*overrides), resolve=False)
-        composed.pop("model_engine")  # the generated files start below it
+        expected = OmegaConf.to_container(composed(*([f"model_engine={engine}"] if engine else [])), resolve=False)
+        expected.pop("model_engine")  # the generated files start below it
         generated = OmegaConf.to_container(OmegaConf.load(folder / name), resolve=False)
-        current[name] = json.dumps(generated) == json.dumps(composed)  # the order, too
+        current[name] = json.dumps(generated) == json.dumps(expected)  # the order, too
     return {"generated_is_current": current, "default": OmegaConf.to_container(trainer_config(), resolve=False)}
 
 
@@ -871,7 +881,7 @@ def main() -> None:
     torch.set_num_threads(1)
     OUT.mkdir(exist_ok=True)
     results: dict[str, Any] = {"host": str(Path(verl.__file__).resolve()), "tensordict": tensordict.__version__}
-    results["V13_process_group"] = measure_v13_process_group()
+    results["V13_PROCESS_GROUP"] = measure_v13_process_group()
     measures = [measure_v1, measure_v2, measure_v3, measure_v4, measure_v5, measure_v7, measure_v8, measure_v9]
     measures += [measure_v11, measure_v12, measure_v13, measure_v14, measure_config, measure_v6]
     for measure in measures:

@@ -43,7 +43,7 @@ def unpinned_offload(module: Any) -> None:
 
     Pinning needs an accelerator: "Cannot access accelerator device".
     """
-    if "CPUOffloadPolicy(pin_memory=True)" not in inspect.getsource(module.FSDPEngine):
+    if "= CPUOffloadPolicy(pin_memory=True)" not in inspect.getsource(module.FSDPEngine):
         return
     policy = module.CPUOffloadPolicy
     module.CPUOffloadPolicy = lambda pin_memory=True: policy(pin_memory=False)

@@ -419,6 +419,7 @@ def test_the_platform_is_registered_and_refuses_a_rival(monkeypatch):
 
     platform = get_platform()
     assert isinstance(platform, CPUPlatform)
+    assert not platform.is_platform_available(use_smi_check=True)  # never chosen unasked
     assert torch.ones(1).to(platform.current_device()).device.type == "cpu"
     assert platform.device_module.max_memory_allocated() == 0 and platform.device_module.mem_get_info() == (0, 0)
     state = platform.device_module.get_rng_state()
@@ -519,12 +520,15 @@ def _critic_fixed(local_path, torch_dtype, model_config, trust_remote_code):
 
 class _EngineToday:
     def build(self, CPUOffloadPolicy):
-        return CPUOffloadPolicy(pin_memory=True)
+        offload_policy = CPUOffloadPolicy(pin_memory=True)
+        return offload_policy
 
 
 class _EngineFixed:
     def build(self, CPUOffloadPolicy):
-        return CPUOffloadPolicy(pin_memory=False)
+        # - ref: CPUOffloadPolicy(pin_memory=True)
+        offload_policy = CPUOffloadPolicy(pin_memory="accelerator" == "cpu")
+        return offload_policy
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,526 @@
+"""`rl-plugins doctor --host verl`: what a command line of verl would do with methods, without starting Ray.
+
+verl is not imported, which costs seconds: its config is composed by hydra, its classes are read from their source.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.commands.doctor import (
+    VARIABLES,
+    per_prompt,
+    print_environment,
+    print_found,
+    print_problems,
+    print_versions,
+)
+from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.verl import compat, facts, start
+from rl_plugins.verl.config import MODES, Settings, compose, read_settings
+from rl_plugins.verl.config import _verl_folder as verl_folder
+
+SHOWN = ("torch", "transformers", "verl", "TransferQueue", "ray", "vllm", "sglang", "trl")
+POLICY, GROUP, NAME = "VERL_USE_EXTERNAL_PLUGINS", "verl.plugins", "rl_plugins"
+SEAMS = {
+    "V1": "separate_async without hybrid engine starts; else it is refused",
+    "V3": "a TRL without value head is no error; else verl is told that TRL is missing",
+    "V6": "plugins that fail are reported; else rl-plugins reports its own failure",
+    "V9": "trainers state the mode they follow; else a property of our trainers does",
+    "V11": "the poll interval is an option; else it is set on the replay buffer",
+    "V12": "columns reach the policy loss; else the whole loss function is replaced (set_loss_fn)",
+}
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}  # rollout.name -> module
+
+
+def examine(words: Sequence[str]) -> int:
+    """Prints the state of the installation, and what a run would do if its command line is given.
+
+    Args:
+        words: overrides of `python -m verl.trainer.main_ppo`, or the whole command.
+
+    Returns:
+        1 if something would fail, else 0.
+
+    Raises:
+        ConfigError: the words are no overrides.
+    """
+    overrides = read_command(words)
+    problems = [*_print_installation()]
+    if words:
+        problems += _print_run(overrides)
+    else:
+        print("\nWith the overrides of a run this shows what it would do: rl-plugins doctor --host verl -- OVERRIDES")
+    return print_problems(problems)
+
+
+def read_command(words: Sequence[str]) -> list[str]:
+    """The overrides in a command line. Variables set in front of the program are set here, too.
+
+    Raises:
+        ConfigError: an option of hydra, which would change more than the values of verl's own config.
+    """
+    words = list(words)
+    if len(words) == 1 and "main_ppo" in words[0]:  # pasted in quotes, with its line breaks
+        words = shlex.split(words[0].replace("\\\n", " "), comments=True)
+        end = next((i for i, w in enumerate(words) if re.fullmatch(r"\||\|\||&|&&|;|\d*>.*", w)), len(words))
+        words = words[:end]
+    program = next((i for i, w in enumerate(words) if re.search(r"(^|[./])main_ppo(\.py)?$", w)), -1)
+    for word in words[: program + 1]:
+        if not re.match(r"[A-Za-z_]\w*=", word):
+            break
+        variable, _, value = word.partition("=")
+        os.environ[variable] = value
+    overrides = [w for w in words[program + 1 :] if w not in ("$@", "\\")]
+    for word in overrides:
+        if word.startswith("-"):
+            raise ConfigError(
+                f"`{word}` is an option, and the doctor reads overrides of verl's config `ppo_trainer`, like "
+                f"data.train_batch_size=64. Remove it."
+            )
+    return overrides
+
+
+# ---- the installation
+
+
+def _print_installation() -> Iterator[str]:
+    states = print_versions(SHOWN)
+    if states["verl"][1] == "missing":
+        yield 'verl is not installed. Install it with: pip install "rl-plugins[verl]".'
+        return
+    try:
+        compat.check_verl_version()
+    except ConfigError as e:
+        yield str(e)
+    print("\nThe plugin")
+    yield from _print_plugin()
+    folder = Path(verl_folder())
+    try:
+        moved = _moved(folder)
+    except (OSError, SyntaxError, LookupError) as e:
+        moved = [f"its trainers are not where they were ({e})"]
+    print(f"  what the adapter uses of verl: {'as expected' if not moved else '; '.join(moved)}")
+    if moved and not compat.untested_allowed():
+        yield f"verl moved what rl-plugins builds on: {'; '.join(moved)}. Install a version it was tested with."
+    if states["trl"][1] != "missing":
+        print(f"  TRL beside verl: {_value_head(folder)}")
+    print("\nUpstream changes in this verl (patches/README.md)")
+    for name, there in _seams(folder).items():
+        print(f"  {name:<5}{'there' if there else 'not there':<11}{SEAMS[name]}")
+    print_environment((*VARIABLES, POLICY, "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"))
+    print_found()
+
+
+def _print_plugin() -> Iterator[str]:
+    """Whether verl would load the entry point, and whether loading it works."""
+    with _working_directory_first():  # as `python -m` has it
+        found = {e.name: e for e in importlib.metadata.entry_points(group=GROUP)}
+    policy = os.environ.get(POLICY, "auto").strip()
+    # verl compares names with the variable in lower case
+    allowed = set(found) if policy.lower() == "auto" else {n.strip() for n in policy.lower().split(",")}
+    if policy.lower() == "none":
+        allowed = set()
+    for name, entry in sorted(found.items()):
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "unknown package"
+        print(f"  {GROUP}: {name} = {entry.value} ({package}), {'loaded' if name in allowed else 'LEFT OUT'}")
+    missing = sorted(allowed - set(found))
+    if missing:
+        print(f"  {POLICY} names {', '.join(missing)}, which nothing offers; verl says nothing about it")
+    if NAME not in found:
+        print(f"  {GROUP}: nothing of rl-plugins")
+        yield (
+            f"verl finds no entry point `{NAME}` in the group {GROUP}, so it would run without rl-plugins. Install the "
+            f"package where verl runs: pip install rl-plugins (in a checkout: pip install -e . once more; an old "
+            f"rl_plugins.egg-info in the working directory hides the installed package)."
+        )
+    elif NAME not in allowed:
+        yield (
+            f"{POLICY}={policy} leaves rl-plugins out. Unset it, or name {NAME} in it "
+            f"({POLICY}={','.join(sorted({NAME, *allowed} & set(found)))})."
+        )
+    try:
+        importlib.import_module("rl_plugins.verl.plugin")
+    except Exception as e:
+        yield f"the verl plugin of rl-plugins cannot be loaded: {type(e).__name__}: {e}"
+
+
+@contextlib.contextmanager
+def _working_directory_first() -> Iterator[None]:
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
+
+
+def _moved(folder: Path) -> list[str]:
+    v1 = folder / "trainer" / "ppo" / "v1"
+    base = read_class(v1 / "trainer_base.py", "PPOTrainer")
+    names = {"trainer_sync.py": "PPOTrainerSync", "trainer_colocate_async.py": "PPOTrainerColocateAsync"}
+    names["trainer_separate_async.py"] = "PPOTrainerSeparateAsync"
+    moved = [m for file, name in names.items() for m in compat.moved_symbols(read_class(v1 / file, name, base))]
+    return list(dict.fromkeys(moved))
+
+
+def _seams(folder: Path) -> dict[str, bool]:
+    def text(*path: str) -> str:
+        file = folder.joinpath(*path)
+        return file.read_text() if file.is_file() else ""
+
+    trainer = folder / "trainer" / "ppo" / "v1" / "trainer_base.py"
+    return {
+        "V1": "flush=True" not in text("trainer", "ppo", "v1", "trainer_separate_async.py"),
+        "V3": not _asks_for_trl(folder),
+        "V6": re.search(r"\.debug\(\s*f?\"Failed to load plugin", text("__init__.py")) is None,
+        "V9": _has(compat.states_its_mode, trainer, "PPOTrainer"),
+        "V11": "poll_interval:" in text("trainer", "config", "ppo_trainer.yaml"),
+        "V12": _has(compat.passes_extra_fields, folder / "workers" / "config" / "actor.py", "PolicyLossConfig"),
+    }
+
+
+def _has(seam: Any, file: Path, name: str) -> bool:
+    try:
+        return bool(seam(read_class(file, name)))
+    except (OSError, SyntaxError, LookupError):
+        return False
+
+
+def _asks_for_trl(folder: Path) -> bool:
+    file = folder / "models" / "transformers" / "monkey_patch.py"
+    return file.is_file() and "is_trl_available" in file.read_text()
+
+
+def _value_head(folder: Path) -> str:
+    from rl_plugins.verl import plugin
+
+    if plugin._trl_has_value_head():
+        return "it has the value head that verl asks for"
+    if not _asks_for_trl(folder):
+        return "it has no value head, and this verl does not ask for one"
+    return "it has no value head; verl's model builder is told that TRL is not there"
+
+
+def read_class(file: Path, name: str, base: type = object) -> type:
+    """A class as its source states it, without importing it: methods have their signature and do nothing.
+
+    Raises:
+        LookupError: the file has no such class.
+    """
+    node = next((n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name), None)
+    if node is None:
+        raise LookupError(f"no class {name} in {file.name}")
+    body: dict[str, Any] = {}
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            body[item.name] = _signature_of(item)
+        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            body[item.target.id] = None
+        elif isinstance(item, ast.Assign):
+            body |= {t.id: None for t in item.targets if isinstance(t, ast.Name)}
+    return type(name, (base,), body)
+
+
+def _signature_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
+    def method(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return method
+
+
+# ---- a run
+
+
+@dataclass
+class _Run:
+    """A run as far as it is known without a model.
+
+    Attributes:
+        config: the whole config, with the options that methods set.
+        prompts: rows of the dataset, None if it is not on this machine.
+    """
+
+    config: Any
+    stack: MethodStack
+    prompts: int | None = None
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def read(self) -> facts.Reader:
+        return facts.Reader(self.config)
+
+
+def _print_run(overrides: Sequence[str]) -> list[str]:
+    """What the run would do; returns what would fail."""
+    from omegaconf import OmegaConf
+
+    try:
+        config = compose(overrides)
+    except ConfigError as e:
+        return [str(e)]
+    problems = _missing_values(config)
+    settings: Settings | None = None
+    stack = build_stack([])
+    try:
+        settings = read_settings(config)
+        if settings is not None:
+            stack = settings.stack()
+        start._check_mode(settings, config, None)
+    except ConfigError as e:
+        problems.append(str(e))
+    run = _Run(config, stack, problems=problems)
+    options: dict[str, Any] = {}
+    if stack and settings is not None:
+        try:
+            options = start.apply(stack, settings, config)
+        except ConfigError as e:
+            problems += str(e).splitlines()
+        print(f"\n{start.describe(stack, options, config)}")
+    elif settings is None or not settings.methods:
+        print("\nNo methods are named: the run is verl's own.")
+    _look_at_dataset(run)
+    _look_at_reward(run)
+    print("\nThe run")
+    for what, text in _describe(run, settings):
+        print(f"  {what:<18}{text}")
+    if stack and settings is not None:
+        print("\nNot in this run")
+        offered = facts.verl_facts(stack, settings, config)
+        for name, why in (*offered.missing_hooks.items(), *offered.missing_signals.items()):
+            print(f"  {name:<18}{why}")
+    _add_notes(run, bool(OmegaConf.select(config, "trainer.nnodes") != 1))
+    print("\nNotes")
+    for note in run.notes:
+        print(f"  {note}")
+    return run.problems
+
+
+def _missing_values(config: Any) -> list[str]:
+    """What verl's config demands and nobody gave."""
+    from omegaconf import OmegaConf
+
+    wanted = ["actor_rollout_ref.rollout.name"]
+    if OmegaConf.select(config, "reward.reward_model.enable"):
+        wanted.append("reward.reward_model.rollout.name")
+    missing = OmegaConf.missing_keys(config)
+    return [f"verl demands a value for {name}, for example {name}=vllm." for name in wanted if name in missing]
+
+
+def _look_at_dataset(run: _Run) -> None:
+    files = run.read("data.train_files")
+    paths = [files] if isinstance(files, str) else [str(f) for f in files or ()]
+    if not paths or not all(p.endswith(".parquet") and Path(p).expanduser().is_file() for p in paths):
+        run.notes.append(
+            f"The data set {', '.join(paths)} is no parquet file on this machine: its columns and size are not checked."
+        )
+        return
+    import pyarrow.parquet
+
+    run.prompts = sum(pyarrow.parquet.read_metadata(Path(p).expanduser()).num_rows for p in paths)
+    most = run.read("data.train_max_samples", -1)
+    run.prompts = min(run.prompts, most) if most > 0 else run.prompts
+    batch = run.read("data.train_batch_size")
+    if run.prompts < batch:
+        run.problems.append(
+            f"the data set has {run.prompts} prompts and data.train_batch_size={batch}: verl drops incomplete batches, "
+            f"so nothing would be trained. Use a larger data set or a smaller batch."
+        )
+
+
+def _look_at_reward(run: _Run) -> None:
+    path = run.read("reward.custom_reward_function.path")
+    if not path or str(path).startswith("pkg://"):
+        return
+    if not Path(str(path).removeprefix("file://")).exists():
+        run.problems.append(
+            f"reward.custom_reward_function.path={path} does not exist. Give the path of a Python file."
+        )
+
+
+def _describe(run: _Run, settings: Settings | None) -> Iterator[tuple[str, str]]:
+    """One line per fact; adds a problem to the run if a method refuses to plan."""
+    read = run.read
+    named = read("trainer.v1.trainer_mode")
+    legacy = read("trainer.use_v1", True) is False
+    whose = "with methods" if named in MODES and not legacy else "verl's own"
+    yield "trainer", f"{'the legacy trainer (trainer.use_v1=False)' if legacy else named}: {_mode(read)}, {whose}"
+    nodes, per_node = read("trainer.nnodes"), read("trainer.n_gpus_per_node")
+    rollout = "" if read.mode != "separate_async" else (
+        f"; rollouts on {read('actor_rollout_ref.rollout.nnodes')} x "
+        f"{read('actor_rollout_ref.rollout.n_gpus_per_node')} of their own"
+    )  # fmt: skip
+    yield "devices", f"{nodes} x {per_node} {read('trainer.device')}{rollout}"
+    yield "engines", f"{read('actor_rollout_ref.actor.strategy')} trains, {_rollout_engine(read)} generates"
+    if settings is not None:
+        parts = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
+        yield "rewards", f"{parts}: keys of the reward function's answer" if parts else "one, the reward function's"
+    yield from _batch(run)
+
+
+def _mode(read: facts.Reader) -> str:
+    return {
+        "sync": "a batch is generated, then trained",
+        "colocate_async": "batches are generated ahead, on the devices that train",
+        "separate_async": "batches are generated ahead, on devices of their own",
+    }.get(read.mode, "a trainer of another package")
+
+
+def _rollout_engine(read: facts.Reader) -> str:
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_missing(read.config.actor_rollout_ref.rollout, "name"):
+        return "nothing"
+    name = str(read("actor_rollout_ref.rollout.name"))
+    module = ENGINES.get(name)
+    if module is None or importlib.util.find_spec(module) is not None:
+        return name
+    return f"{name} (not installed here)"
+
+
+def _batch(run: _Run) -> Iterator[tuple[str, str]]:
+    read, stack = run.read, run.stack
+    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
+    rows = prompts * size
+    try:
+        plan = _first_plan(run)
+    except RLPluginsError as e:
+        plan = None
+        if run.prompts is None:
+            yield "plan", f"not known without the data set ({str(e).splitlines()[0]})"
+        else:
+            run.problems.append(str(e))
+    if plan is not None:
+        first = " in the first round" if any(m.rounds for m in stack.methods) else ""
+        groups = len({r.group for r in plan.rows})
+        own = "" if groups == prompts else f" (verl alone: {prompts})"
+        yield "prompts", f"{groups} per step{own}"
+        yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
+        yield "rows generated", f"{plan.generated}{first}"
+        yield "rows trained", f"{plan.trained} of {rows}{first}"
+        choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
+        if choosers:
+            yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
+        _check_async_plan(run, plan)
+    sync_steps = read("trainer.v1.separate_async.parameter_sync_step", 1) if read.mode == "separate_async" else 1
+    steps = read.optimizer_steps_per_batch
+    per_step = read("actor_rollout_ref.actor.ppo_mini_batch_size") * size
+    each = "step" if sync_steps == 1 else f"of the {sync_steps} batches of a step"
+    yield "optimizer steps", f"{steps} per {each}, of {per_step} rows each"
+    yield "policy", _policy(read, steps, sync_steps)
+    lag = _lag(run)
+    if lag:
+        yield "lag", lag
+    total = _total_steps(run)
+    if total is not None:
+        yield "whole run", f"{total} steps, {total * sync_steps * steps} optimizer steps"
+    yield "checkpoints", _checkpoints(read, bool(stack))
+
+
+def _first_plan(run: _Run) -> Any:
+    """The plan of the first batch, from the methods themselves, with the first rows of the data set as the proposal."""
+    from rl_plugins.driver import first_plan
+    from rl_plugins.rollouts import Run
+
+    read, stack = run.read, run.stack
+    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
+    # A data set that is not here is taken to be large enough for any plan.
+    pool = run.prompts if run.prompts is not None else prompts * size
+    total = _total_steps(run) or 1
+    stack.start(
+        Run(
+            host="verl",
+            host_version=compat.verl_version(),
+            dataset=None,
+            dataset_size=pool,
+            columns=tuple(facts.dataset_columns(read) or ()),
+            reward_names=("score",),
+            group_size=size,
+            total_steps=total * read.optimizer_steps_per_batch,
+            generation_steps=total,
+            max_completion_length=read("data.max_response_length"),
+        )
+    )
+    return first_plan(stack, range(min(prompts, pool)), size, prompts * size, pool)
+
+
+def _check_async_plan(run: _Run, plan: Any) -> None:
+    """What the asynchronous trainers refuse at their first step."""
+    read = run.read
+    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
+    regular = len(plan.rows) == prompts and all(r.n == size for r in plan.rows)
+    if not regular and read.mode in ("colocate_async", "separate_async"):
+        names = ", ".join(f"`{m.name}`" for m in run.stack.claims["plan"])
+        run.problems.append(
+            f"{names} plans {len(plan.rows)} prompts with {sorted({r.n for r in plan.rows})} trained rollouts each; "
+            f"{read.mode} needs {prompts} with {size}. Use trainer.v1.trainer_mode=rl_plugins_sync."
+        )
+
+
+def _policy(read: facts.Reader, steps: int, sync_steps: int) -> str:
+    if read.bypass:
+        text = "the sampled log-probs count as those of the policy (rollout_correction.bypass_mode)"
+    elif steps > 1:
+        text = f"the batch's own in the first optimizer step, off-policy in the {steps - 1} after it"
+    else:
+        text = "every batch is used for one optimizer step"
+    if sync_steps > 1:
+        text += f"; the engine gets new weights every {sync_steps} batches"
+    return text + "; sampled by an engine whose log-probs differ slightly"
+
+
+def _lag(run: _Run) -> str:
+    read = run.read
+    if read.mode not in ("colocate_async", "separate_async"):
+        return ""
+    ahead = read(f"trainer.v1.{read.mode}.num_warmup_batches", 1)
+    threshold = read("trainer.v1.sampler.max_off_policy_threshold")
+    limit = "any number of" if threshold is None else f"at most {threshold}"
+    text = f"prompts are chosen {ahead} step(s) before they are trained; a rollout may span {limit} versions"
+    learns = set(run.stack.claims["observe"])
+    blind = [m.name for m in run.stack.methods if m in learns and {"select_prompts", "plan"} & set(m.claims())]
+    return text + (f"; {', '.join(blind)} decides without the rewards of that time" if blind else "")
+
+
+def _total_steps(run: _Run) -> int | None:
+    given = run.read("trainer.total_training_steps")
+    if given is not None:
+        return int(given)
+    if run.prompts is None:
+        return None
+    return int(run.prompts // run.read("data.train_batch_size") * run.read("trainer.total_epochs"))
+
+
+def _checkpoints(read: facts.Reader, methods: bool) -> str:
+    every = read("trainer.save_freq", -1)
+    if every <= 0:
+        return "none (trainer.save_freq)"
+    where = read("trainer.default_local_dir")
+    state = ", the methods' state in its folder rl_plugins/" if methods else ""
+    return f"every {every} steps in {where}/global_step_*{state}; trainer.resume_mode={read('trainer.resume_mode')}"
+
+
+def _add_notes(run: _Run, several_nodes: bool) -> None:
+    run.notes.append("verl's own checks of the config (batch sizes, devices) come when it starts.")
+    if several_nodes:
+        run.notes.append(
+            "Several nodes: install the same rl-plugins on each. Variables reach the workers of a running Ray with "
+            "+ray_kwargs.ray_init.runtime_env.env_vars.NAME=value."
+        )

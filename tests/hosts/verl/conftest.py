@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def policy_folder(tmp_path_factory):
+    """A folder with an untrained demo policy in `policy`."""
+    from rl_plugins.demo.policy import build_model, build_tokenizer
+
+    folder = tmp_path_factory.mktemp("verl_engine")
+    build_model(0).save_pretrained(folder / "policy")
+    build_tokenizer().save_pretrained(folder / "policy")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(policy_folder):
+    """verl's training worker on one rank."""
+    from engine import Engine
+
+    one = Engine(policy_folder)
+    yield one
+    one.close()

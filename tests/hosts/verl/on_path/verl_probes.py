@@ -1,0 +1,205 @@
+"""On PYTHONPATH of the real runs: a trainer that takes another stack of methods every step, and writes down what it saw.
+
+Loaded through verl's own entry point group, like any plugin; the methods come from tests/hosts/trl/probes.py and from
+here through the entry point group `rl_plugins.methods`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from rl_plugins.method import Paper
+from rl_plugins.rollouts import Completion, PlanRow
+from rl_plugins.verl.imports import after_import
+
+OUT = Path(os.environ.get("RL_PLUGINS_TEST_OUT", "."))
+
+
+def note(kind: str, **values: object) -> None:
+    """One line per event, from any process."""
+    with (OUT / "events.jsonl").open("a") as f:
+        f.write(json.dumps({"kind": kind, "pid": os.getpid(), "t": time.time(), **values}) + "\n")
+
+
+def _carousel(module: object) -> None:
+    import dataclasses
+
+    import torch
+    from verl.trainer.ppo.v1 import register_trainer
+    from verl.utils.config import omega_conf_to_dataclass
+
+    from rl_plugins.verl import loss, trainer
+
+    def watch(cls: type) -> type:
+        """Writes what a step decided."""
+
+        class Watched(cls):
+            def _next_train_batch(self, num_prompts=None):
+                batch = super()._next_train_batch(num_prompts)
+                note("plan", step=self.global_steps, prompts=[r.prompt for r in self._submitted.values()])
+                return batch
+
+            def _compute_advantage(self, batch, metrics):
+                mine = self._batch
+                result = super()._compute_advantage(batch, metrics)
+                if mine is not None:
+                    d = mine.decision
+                    torch.save(
+                        {
+                            "names": self.methods.names,
+                            "decision": d,
+                            "batch_rows": len(result),
+                            "padding": sum(bool(t.get("is_padding")) for t in result.tags),
+                            "meta": dict(d.rollouts.meta),
+                        },
+                        OUT / f"step{self.global_steps}.{len(list(OUT.glob('step*.pt')))}.pt",
+                    )
+                    note(
+                        "decided",
+                        step=self.global_steps,
+                        methods=self.methods.names,
+                        prompts=d.rollouts.prompt_index.tolist(),
+                        rewards=d.rollouts.reward.tolist(),
+                        advantages=[round(x, 6) for x in d.row_advantages.tolist()],
+                    )
+                return result
+
+            def _save_checkpoint(self):
+                super()._save_checkpoint()
+                note("saved", step=self.global_steps)
+
+            def step(self, metrics, timing_raw):
+                batch = super().step(metrics, timing_raw)
+                note("stepped", step=self.global_steps, metrics={k: float(v) for k, v in metrics.items() if _number(v)})
+                return batch
+
+            def on_step_end(self):
+                super().on_step_end()
+                time.sleep(float(os.environ.get("RL_PLUGINS_TEST_SLOW", "0")))
+
+        Watched.__qualname__ = Watched.__name__ = f"Watched{cls.__name__}"
+        return Watched
+
+    for name in ("sync", "colocate_async", "separate_async"):
+        register_trainer(f"watched_{name}")(watch(trainer.TRAINERS[f"rl_plugins_{name}"]))
+
+    class Carousel(watch(trainer.MethodsSync)):
+        def __init__(self, config):
+            super().__init__(config)
+            self._places = []
+            for place in config.carousel:
+                names = tuple(n for n in place.split("+") if n)
+                params = {k: v for k, v in self.settings.method_params.items() if k in names}
+                settings = dataclasses.replace(self.settings, methods=names, method_params=params)
+                self._places.append((settings, settings.stack()))
+
+        def _load_checkpoint(self):
+            for _, stack in self._places:
+                stack.start(self._run())
+            super()._load_checkpoint()
+
+        def on_step_begin(self):
+            self.settings, stack = self._places[(self.global_steps - 1) % len(self._places)]
+            stack.step = self.global_steps - 1
+            self.methods = stack
+            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
+            self.actor_rollout_wg.set_loss_fn(loss.MethodsLoss(actor, self.settings, self.config))
+            super().on_step_begin()
+
+    register_trainer("carousel")(Carousel)
+
+
+def _number(value: object) -> bool:
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _dump_updates(module: object) -> None:
+    """Writes weights, rows and gradient norm of every optimizer step, in the training workers."""
+    if os.environ.get("RL_PLUGINS_TEST_DUMP") != "1":
+        return
+    import torch
+
+    from rl_plugins.verl import loss
+
+    host = loss.MethodsLoss.train_batch
+
+    def train_batch(self, original, engine, data):
+        rank, number = torch.distributed.get_rank(), getattr(train_batch, "count", 0)
+        train_batch.count = number + 1
+        weights = {
+            k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
+            for k, v in engine.module.state_dict().items()
+        }
+        columns = {str(k): data[k] for k in data.keys() if isinstance(data[k], torch.Tensor)}
+        rows = {k: [x.clone() for x in v.unbind()] for k, v in columns.items()}
+        output = host(self, original, engine, data)
+        torch.save(
+            {
+                "methods": self.stack.names,
+                "weights": weights,
+                "rows": rows,
+                "grad_norm": float(output["metrics"]["grad_norm"]),
+                "global_batch_size": int(data["global_batch_size"]),
+                "loss_agg_mode": self.actor.loss_agg_mode,
+            },
+            OUT / f"update{number}.rank{rank}.pt",
+        )
+        return output
+
+    loss.MethodsLoss.train_batch = train_batch
+
+
+note("loaded", argv=os.sys.argv[:2]) if "RL_PLUGINS_TEST_OUT" in os.environ else None
+after_import("rl_plugins.verl.trainer", _carousel)
+after_import("rl_plugins.verl.loss", _dump_updates)
+
+
+def _methods():
+    import probes
+    import torch
+
+    from rl_plugins.rollouts import Shape
+
+    class VerlGiven(probes.Probe):
+        """Every kind of row a plan can ask for."""
+
+        name = "verl_given"
+        needs = frozenset({"rollout_logprobs", "text", "column:level", "old_logprobs"})
+
+        def plan(self, plan):
+            rows = list(plan.rows)
+            rows[0] = rows[0].replace(given=(Completion((7, 8, 9, 1), (-1.0, -2.0, -3.0, -4.0)), Completion((6, 6, 1))))
+            rows[1] = rows[1].replace(prefix=(10, 11), payload={"hint": 2})
+            rows[2] = rows[2].replace(max_tokens=3)
+            rows[3] = rows[3].replace(edit={"prompt": [{"role": "user", "content": "a:21"}], "level": 77})
+            foreign = {
+                "prompt": [{"role": "user", "content": "d:12"}],
+                "data_source": "foreign",
+                "ability": "d",
+                "reward_model": {"style": "rule", "ground_truth": "21"},
+                "level": 99,
+            }
+            rows[4] = PlanRow(-1, rows[4].group, rows[4].n, edit=foreign)
+            return plan.replace(rows=tuple(rows))
+
+        def shape(self, rollouts, tokens):
+            torch.save((rollouts, tokens), OUT / "given.pt")
+            return Shape()
+
+    return VerlGiven
+
+
+def __getattr__(name: str):
+    if name == "VerlGiven":
+        return _methods()
+    raise AttributeError(name)
+
+
+_ = Paper

@@ -1,0 +1,190 @@
+"""Real runs of `python -m verl.trainer.main_ppo` on the CPU, in processes of their own that are gone afterwards.
+
+A run takes most of a minute to start, so tests share runs: `finished` makes each once per session and folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+HERE = Path(__file__).parent
+PROBES = HERE.parent / "trl"
+MARK = "RL_PLUGINS_TEST_RUN"
+PROMPTS, SAMPLES = 8, 8
+
+
+def plugin_path(folder: Path) -> str:
+    """PYTHONPATH with the probes as an installed package: its metadata is written into `folder`."""
+    sys.path.insert(0, str(PROBES))
+    try:
+        import probes
+    finally:
+        sys.path.remove(str(PROBES))
+    known = [c for c in vars(probes).values() if isinstance(c, type) and issubclass(c, probes.Probe)]
+    lines = [f"{c.name} = probes:{c.__name__}" for c in known if c.name]
+    info = folder / "verl_probes-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: verl-probes\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[verl.plugins]\nverl_probes = verl_probes\n\n[rl_plugins.methods]\nverl_given = verl_probes:VerlGiven\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+    return os.pathsep.join([str(folder), str(HERE / "on_path"), str(PROBES)])
+
+
+@dataclass
+class Run:
+    """A run in its folder."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    mark: str
+    started: float = field(default_factory=time.time)
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        file = self.folder / "events.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["kind"] == kind]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        return next(e["metrics"] for e in self.of("stepped") if e["step"] == step)
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What every decision said, in order."""
+        files = sorted(self.folder.glob("step*.pt"), key=lambda f: int(f.name.split(".")[1]))
+        return [torch.load(f, weights_only=False) for f in files]
+
+    def updates(self, rank: int = 0) -> list[dict[str, Any]]:
+        files = sorted(self.folder.glob(f"update*.rank{rank}.pt"), key=lambda f: int(f.name[6:].split(".")[0]))
+        return [torch.load(f, weights_only=False) for f in files]
+
+    def wait_for(self, kind: str, timeout: float = 180, **values: Any) -> dict[str, Any]:
+        """Waits until an event was written."""
+        end = time.time() + timeout
+        while time.time() < end:
+            for event in self.events:
+                if event["kind"] == kind and all(event.get(k) == v for k, v in values.items()):
+                    return event
+            assert self.process.poll() is None, f"the run ended with {self.process.returncode}\n{self.log[-5000:]}"
+            time.sleep(0.1)
+        raise AssertionError(f"no {kind} {values} within {timeout} s\n{self.log[-3000:]}")
+
+    def wait(self, timeout: float = 300) -> int:
+        """Exit code; everything the run started is gone afterwards."""
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.clean_up()
+
+    def kill(self) -> None:
+        """SIGKILL of the driver: the process that runs the trainer, and the one that started it."""
+        for p in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if p.name().startswith("ray::TaskRunner") or "verl.trainer.main_ppo" in " ".join(p.cmdline()):
+                    os.kill(p.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for p in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if p.environ().get(MARK) == self.mark:
+                    found.append(p)
+        return found
+
+    def clean_up(self) -> None:
+        for _ in range(3):  # Ray's daemons ignore SIGTERM and outlive a driver that was killed
+            for p in self.processes():
+                with contextlib.suppress(psutil.Error):
+                    p.kill()
+            time.sleep(0.2)
+
+
+def start(
+    folder: Path, overrides: Sequence[str], trainer: str = "watched_sync", ranks: int = 1, **environment: str
+) -> Run:
+    """Starts a run of the demo task with 8 prompts and 8 rollouts each."""
+    from rl_plugins.demo import verl_data
+    from rl_plugins.demo.policy import load_policy
+
+    folder.mkdir(parents=True)
+    data = verl_data.write(folder / "data")
+    mark = uuid.uuid4().hex
+    rows = PROMPTS * SAMPLES // ranks
+    lines = [
+        *verl_data.overrides(data, load_policy(), folder, steps=2, test_every=-1),
+        f"data.train_batch_size={PROMPTS}",
+        f"actor_rollout_ref.rollout.n={SAMPLES}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows // 4}",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+        "trainer.val_before_train=False",
+        f"trainer.n_gpus_per_node={ranks}",
+        f"ray_kwargs.ray_init.num_cpus={8 * ranks}",
+        f"+ray_kwargs.ray_init.num_gpus={ranks}",
+        f"trainer.v1.trainer_mode={trainer}",
+        *overrides,
+    ]
+    keys = [line.lstrip("+").split("=")[0] for line in lines]
+    lines = [line for i, line in enumerate(lines) if keys[i] not in keys[i + 1 :]]  # the last one of a key counts
+    env = {
+        **os.environ,
+        "VERL_PLATFORM": "cpu",
+        "PYTHONPATH": plugin_path(folder / "plugins"),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "HYDRA_FULL_ERROR": "1",
+        "VERL_FILE_LOGGER_ROOT": str(folder),
+        "RL_PLUGINS_TEST_OUT": str(folder),
+        MARK: mark,
+        **environment,
+    }
+    with (folder / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *lines],
+            cwd=folder,
+            env=env,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    return Run(folder, process, mark)
+
+
+
+
+def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
+    """A run to its end, which must be a good one."""
+    run = start(folder, overrides, **kwargs)
+    code = run.wait()
+    assert code == 0, run.log[-8000:]
+    return run

@@ -1,0 +1,406 @@
+"""The loss and the optimizer step in verl's training worker on one rank, against verl's own and against plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="verl is not installed")
+
+from engine import MAX_LENGTH, Case, padding
+from reference import FACTOR, MODES, at, gradient, live, load, make_rows, objective, relative, vanilla
+
+from rl_plugins.errors import MethodError
+
+pytestmark = pytest.mark.host
+
+EXACT = 1e-6  # relative distance of two float32 gradients of the same objective
+FLOAT32 = 3e-6  # of a float32 gradient from the float64 reference
+EXTRAS = dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coeff=0.05)
+
+
+def mode(how, **more):
+    factor = {"loss_scale_factor": FACTOR} if how == "seq-mean-token-sum-norm" else {}
+    return {"loss_agg_mode": how, **factor, **more}
+
+
+@pytest.fixture(scope="module")
+def policy(policy_folder):
+    return load(policy_folder)
+
+
+@pytest.fixture(scope="module")
+def rows(policy):
+    return make_rows(policy, 16)
+
+
+def with_gaps(rows):
+    """Every third token left, and with it all tokens of one row."""
+    out = [r.but(mask=(torch.arange(len(r.mask)) % 3 != 1).long()) for r in rows]
+    return [r.but(mask=torch.zeros_like(r.mask)) if i == 5 else r for i, r in enumerate(out)]
+
+
+def filled(kept, size):
+    """Kept rows between the rows verl adds."""
+    pads = [padding(kept[0], prompt=3 + 5 * i) for i in range(size - len(kept))]
+    return [*pads[:1], *kept[: len(kept) // 2], *pads[1:], *kept[len(kept) // 2 :]]
+
+
+def same_gradients(a, b, tolerance=EXACT):
+    assert len(a.gradients) == len(b.gradients)
+    for x, y in zip(a.gradients, b.gradients, strict=True):
+        assert relative(x, y) < tolerance
+
+
+# ---- verl's own loss
+
+
+@pytest.mark.parametrize("methods", [(), ("noop",)])
+@pytest.mark.parametrize("how", MODES)
+def test_without_hooks_in_the_update_it_is_verls_loss(engine, rows, how, methods):
+    case = Case(rows, actor=mode(how, **EXTRAS), entropy=True, weighted=True, steps=2, epochs=2, optimizer="AdamW")
+    stock = engine.train(case.but(marked=False))
+    ours = engine.train(case.but(methods=methods))
+    assert all(torch.equal(a, b) for a, b in zip(ours.gradients, stock.gradients, strict=True))
+    assert len(ours.gradients) == 4 and stock.gradients[0].norm() > 1e-3
+    assert torch.equal(ours.weights, stock.weights)
+    assert ours.losses == stock.losses
+    measured = ("actor/mfu", "actor/perf")
+    assert {k: v for k, v in ours.metrics.items() if not k.startswith(measured)} == {
+        k: v for k, v in stock.metrics.items() if not k.startswith(measured)
+    }
+
+
+@pytest.mark.parametrize("extras", [{}, EXTRAS])
+@pytest.mark.parametrize("how", MODES)
+def test_own_surrogate_equals_verls(engine, rows, how, extras):
+    """KL, entropy bonus and the weights of rollout correction included, over several steps off the policy."""
+    case = Case(rows, actor=mode(how, **extras), entropy=bool(extras), weighted=bool(extras), steps=2, epochs=2, lr=0.01)
+    stock = engine.train(case)
+    ours = engine.train(case.but(methods=("vanilla",)))
+    same_gradients(ours, stock)
+    assert [sum(x) for x in ours.losses] == pytest.approx([sum(x) for x in stock.losses], rel=1e-5)
+    for name in ("actor/pg_loss", "actor/ppo_kl", "actor/loss", "actor/grad_norm"):
+        assert ours.metrics[name] == pytest.approx(stock.metrics[name], rel=1e-5)
+    assert stock.metrics["actor/pg_clipfrac"] > 0.1 and stock.metrics["actor/pg_clipfrac_lower"] > 0.01
+    assert not any("clipfrac" in name for name in ours.metrics)
+    plain = engine.train(case.but(methods=("vanilla",), params={"vanilla": {"dual": 1e6}}))
+    assert relative(plain.gradients[0], stock.gradients[0]) > 1e-2, "the dual clip must have changed something"
+
+
+# ---- what left
+
+
+@pytest.mark.parametrize("methods", [("noop",), ("vanilla",), ("leash",), ("vanilla", "leash", "corridor")])
+@pytest.mark.parametrize("how", MODES)
+def test_rows_that_left_count_nowhere(engine, rows, how, methods):
+    """11 rows between 5 that verl added: the gradient of a batch of those 11 rows."""
+    case = Case(rows[:11], methods, actor=mode(how, **EXTRAS), entropy=True, weighted=True, micro=1)
+    alone = engine.train(case)
+    among = engine.train(case.but(rows=filled(rows[:11], 16), micro=4))
+    same_gradients(among, alone)
+    assert sum(among.losses[0]) == pytest.approx(sum(alone.losses[0]), rel=1e-5)
+    assert among.metrics["actor/pg_loss"] == pytest.approx(alone.metrics["actor/pg_loss"], rel=1e-5)
+    if methods == ("noop",):
+        same_gradients(among, engine.train(case.but(methods=None, marked=False)))
+
+
+def test_verl_alone_counts_the_rows_it_adds(engine, rows):
+    """So the number of rows has to be ours."""
+    case = Case(filled(rows[:11], 16), actor=mode("seq-mean-token-mean"))
+    ours, stock = engine.train(case.but(methods=("noop",))), engine.train(case)
+    assert relative(stock.gradients[0] * 16 / 11, ours.gradients[0]) < EXACT
+
+
+@pytest.mark.parametrize("methods", [("noop",), ("vanilla",)])
+@pytest.mark.parametrize("how", MODES)
+def test_what_left_in_plain_torch(engine, rows, policy, how, methods):
+    """Tokens and rows that left, KL and entropy bonus, against the float64 loop."""
+    case = Case(filled(with_gaps(rows[:14]), 16), methods, actor=mode(how, **EXTRAS), entropy=True, weighted=True)
+    result = engine.train(case)
+    loss = objective(policy, case)
+    assert relative(result.gradients[0], gradient(policy, loss)) < FLOAT32
+    assert sum(result.losses[0]) == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("methods", [("noop",), ("vanilla", "leash"), ("softmax",), ("minpro",)])
+def test_micro_batches_change_nothing(engine, rows, how, methods):
+    """1, 2, 4 and 8 rows, and a dynamic size; two steps in each of two epochs."""
+    batch = [*filled(with_gaps(rows[:7]), 8), *with_gaps(rows[8:])]
+    case = Case(batch, methods, actor=mode(how), steps=2, epochs=2, lr=0.01)
+    one = engine.train(case.but(micro=1))
+    assert len(one.gradients) == 4
+    for other in (case.but(micro=2), case.but(micro=4), case.but(micro=8), case.but(tokens=60)):
+        result = engine.train(other)
+        same_gradients(result, one)
+        assert 1 <= len(result.losses[0]) < 8
+        assert result.methods == pytest.approx(one.methods, rel=1e-5)
+
+
+# ---- terms and objectives
+
+
+def test_terms_on_log_probs_and_entropies(engine, rows, policy):
+    def leash(lp, entropy, row):
+        return 0.3 * (lp - row.old.double()) ** 2
+
+    def corridor(lp, entropy, row):
+        return 0.1 * (torch.relu(2.0 - entropy) + torch.relu(entropy - 2.5))
+
+    for how in MODES:
+        case = Case(filled(with_gaps(rows[:14]), 16), actor=mode(how), entropy=True)
+        for names, terms in ((("leash",), [leash]), (("corridor",), [corridor]), (("leash", "corridor"), [leash, corridor])):
+            for own in (False, True):
+                result = engine.train(case.but(methods=("vanilla", *names) if own else names))
+                expected = gradient(policy, objective(policy, case, vanilla, terms))
+                assert relative(result.gradients[0], expected) < FLOAT32
+        only = gradient(policy, objective(policy, case, None, [leash, corridor]))
+        without = gradient(policy, objective(policy, case))
+        assert only.norm() > 0.01 * without.norm()
+
+
+@pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
+def test_summed_objective(engine, rows, policy, how):
+    """`aggregation = "sum"`, with columns, whatever the user's aggregation is; every signal in its place."""
+    kept = with_gaps(rows[:14])
+    case = Case(filled(kept, 16), ("weighted",), actor=mode(how))
+    result = engine.train(case)
+    count = len(kept)
+    loss = sum(
+        -(r.row_columns["number"] * r.token_columns["scale"].double() * live(policy, r)[0])[r.mask > 0].sum() / count
+        for r in kept
+    )
+    assert relative(result.gradients[0], gradient(policy, loss)) < FLOAT32
+    assert sum(result.losses[0]) == pytest.approx(float(loss), rel=1e-5)
+    tokens = sum(int(r.mask.sum()) for r in kept)
+    seen = [row for terms in result.seen for row in terms["rows"]]
+    assert {(t["num_tokens"], t["num_rows"], t["max_length"]) for t in result.seen} == {(tokens, count, MAX_LENGTH)}
+    for terms in result.seen:
+        shape = terms["shapes"]["scale"]
+        assert shape[0] == 4 and terms["shapes"]["number"] == (4, 1)
+    for row, r in zip(seen, case.rows, strict=True):
+        for name, values in (
+            ("advantages", r.advantages),
+            ("old", r.old),
+            ("rollout", r.rollout),
+            ("ref", r.ref),
+            ("scale", r.token_columns["scale"]),
+        ):
+            assert torch.equal(row[name], values[r.mask > 0]), name
+
+
+# ---- before_update
+
+
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_row_sums_and_columns(engine, rows, policy, policy_folder, tokens):
+    """Sums of a Python loop at the weights of each step, of trained rows only; columns come back in the right rows."""
+    policy, temperature = load(policy_folder), 0.7
+    rows = make_rows(policy, 14, seed=3, temperature=temperature)
+    batch = [*filled(with_gaps(rows[:7]), 8), *filled(rows[7:], 8)]
+    case = Case(batch, ("ledger",), steps=2, lr=0.01, temperature=temperature, micro=2, tokens=tokens)
+    result = engine.train(case)
+    assert len(result.seen) == 2
+    after_one = engine.train(case.but(rows=batch[:8], steps=1))
+    models = [policy, at(policy_folder, after_one.weights)]
+    assert (after_one.weights - at_start(policy)).abs().max() > 1e-3
+    for seen, model, step in zip(result.seen, models, (batch[:8], batch[8:]), strict=True):
+        trained = [r for r in step if int(r.mask.sum())]
+        assert seen.length.tolist() == [int(r.mask.sum()) for r in trained]
+        assert seen.group.tolist() == [r.group for r in trained]
+        assert seen.columns["number"].tolist() == [r.row_columns["number"] for r in trained]
+        for name, of in (
+            ("old_logprobs", lambda r: r.old),
+            ("rollout_logprobs", lambda r: r.rollout),
+            ("logprobs", lambda r, model=model: live(model, r, temperature)[0].detach()),
+        ):
+            expected = [float(of(r)[r.mask > 0].double().sum()) for r in trained]
+            assert getattr(seen, name).tolist() == pytest.approx(expected, rel=1e-5), name
+    count = [sum(int(r.mask.sum()) > 0 for r in step) for step in (batch[:8], batch[8:])]
+    assert result.methods == {"ledger/rows": sum(count) / 2, "ledger/echoes": sum(count) / 2}
+
+
+def at_start(policy):
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def test_learning_rate_of_one_step(engine, rows):
+    case = Case(rows, ("ledger",), steps=2, lr=0.5)
+    full = engine.train(case)
+    tenth = engine.train(case.but(params={"ledger": {"lr_scale": 0.1}}))
+    still = engine.train(case.but(params={"ledger": {"lr_scale": 0.0}}))
+    assert full.rates == [0.5, 0.5] and tenth.rates == pytest.approx([0.05, 0.05]) and still.rates == [0.0, 0.0]
+    assert full.rate == tenth.rate == still.rate == 0.5
+    assert full.metrics["actor/lr"] == tenth.metrics["actor/lr"] == 0.5
+    start = engine.train(case.but(lr=0.0)).weights
+    assert torch.equal(still.weights, start)
+    one = case.but(rows=rows[:8], steps=1)
+    moved, slowly = (engine.train(c).weights - start for c in (one, one.but(params={"ledger": {"lr_scale": 0.1}})))
+    assert relative(slowly, 0.1 * moved) < 1e-4
+
+
+def test_group_objective(engine, rows, policy, policy_folder):
+    """Coefficients at the current weights give the gradient of the undivided objective, at each of two steps."""
+    rows = [r.but(group=i // 3 * 7 % 16) for i, r in enumerate(rows)]  # ragged groups, whole in every step
+    batch = [*filled(with_gaps(rows[:6]), 8), *filled(rows[6:13], 8)]
+    for how in ("token-mean", "seq-mean-token-mean"):
+        for micro in (1, 4):
+            case = Case(batch, ("softmax",), actor=mode(how), steps=2, lr=0.05, micro=micro)
+            result = engine.train(case)
+            half = engine.train(case.but(rows=batch[:8], steps=1)).weights
+            for i, model in enumerate((policy, at(policy_folder, half))):
+                step = [r for r in batch[8 * i : 8 * i + 8] if int(r.mask.sum())]
+                assert relative(result.gradients[i], gradient(model, group_objective(model, step))) < 1e-5
+    groups = [len({r.group for r in part if int(r.mask.sum())}) for part in (batch[:8], batch[8:])]
+    assert result.methods["softmax/groups"] == sum(groups) / 2
+
+
+def group_objective(model, rows):
+    score = [live(model, r)[0][r.mask > 0].mean() for r in rows]
+    total, groups = 0.0, sorted({r.group for r in rows})
+    for g in groups:
+        p = [s for s, r in zip(score, rows, strict=True) if r.group == g and r.row_columns["positive"]]
+        n = [s for s, r in zip(score, rows, strict=True) if r.group == g and not r.row_columns["positive"]]
+        if p and n:
+            total = total - torch.stack(p).mean() + torch.logsumexp(torch.stack(n), 0)
+    return total / len(groups)
+
+
+@pytest.mark.parametrize("methods", [("noop",), ("vanilla", "minimax"), ("softmax",), ("ledger",)])
+@pytest.mark.parametrize("empty", ["added", "left"])
+def test_step_without_a_token_moves_nothing(engine, rows, methods, empty):
+    """AdamW would move the weights by its momentum and by weight decay; the step after it is as if it had not been."""
+    nothing = [padding(rows[0])] * 4 if empty == "added" else [r.but(mask=torch.zeros_like(r.mask)) for r in rows[4:8]]
+    case = Case([*rows[:4], *nothing, *rows[8:12]], methods, steps=3, optimizer="AdamW", lr=0.01)
+    result = engine.train(case)
+    without = engine.train(case.but(rows=[*rows[:4], *rows[8:12]], steps=2))
+    assert len(result.gradients) == 2
+    assert torch.equal(result.weights, without.weights)
+    assert result.methods == without.methods
+    only = engine.train(case.but(rows=nothing, steps=1))
+    assert torch.equal(only.weights, engine.train(case.but(rows=rows[:4], steps=1, lr=0.0)).weights)
+    assert only.metrics["actor/grad_norm"] == 0.0 and only.metrics["actor/loss"] == 0.0 and not only.methods
+
+
+# ---- metrics
+
+
+def test_metrics_are_combined_as_asked(engine, rows):
+    """verl would take the minimum of everything in "minimax" and reduce over micro-batches of any size alike."""
+    kept = with_gaps(rows[:14])
+    values = torch.cat([r.advantages[r.mask > 0] for r in kept]).double()
+    for micro in (1, 2, 8):
+        result = engine.train(Case(filled(kept, 16), ("minimax",), micro=micro))
+        assert result.methods == pytest.approx(
+            {
+                "minimax/tokens_max": len(values),
+                "minimax/mean_min": float(values.mean()),
+                "minimax/low": float(values.min()),
+                "minimax/high_min": float(values.max()),
+            },
+            rel=1e-5,
+        )
+        assert not any("rl_plugins" in name or "minimax" in name for name in result.metrics)
+
+
+def test_metrics_of_several_steps_are_averaged(engine, rows):
+    parts = [engine.train(Case(part, ("minimax",), lr=0.0)).methods for part in (rows[:8], rows[8:])]
+    both = engine.train(Case(rows, ("minimax",), steps=2, lr=0.0)).methods
+    assert both == pytest.approx({name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}, rel=1e-6)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("methods", "params", "message"),
+    [
+        (("broken",), {"hook": "regularize"}, "`broken` failed in `regularize`: ValueError: in the loss it went wrong"),
+        (("broken",), {"hook": "before_update"}, "`broken` failed in `before_update`: ValueError: before the step it"),
+        (("broken",), {"how": "shape"}, "`broken` returned something illegal from `regularize`.*it gave \\(3, 99\\)"),
+        (("broken",), {"how": "none"}, "`broken` returned something illegal from `regularize`.*it gave NoneType"),
+        (
+            ("broken",),
+            {"hook": "before_update", "how": "column"},
+            "`broken` returned something illegal from `before_update`: the column `a` needs one number per row",
+        ),
+        (("broken_surrogate",), None, "`broken_surrogate` returned something illegal from `policy_loss`.*it gave \\(3,\\)"),
+    ],
+)
+def test_errors_name_method_and_hook(engine, rows, methods, params, message):
+    case = Case(rows, methods, params={"broken": params} if params else {})
+    with pytest.raises(MethodError, match=message) as error:
+        engine.train(case)
+    assert f"Remove `{methods[0]}` from `methods` to go on without it" in str(error.value)
+    assert engine.train(Case(rows, ("vanilla",))).gradients[0].norm() > 0, "the worker goes on"
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("outside", ["nan", "inf"])
+def test_what_stands_outside_of_the_mask_does_not_count(engine, rows, how, outside):
+    case = Case(filled(with_gaps(rows[:14]), 16), ("vanilla",), actor=mode(how), weighted=True)
+    clean = engine.train(case)
+    dirty = engine.train(case.but(params={"vanilla": {"outside": outside}}))
+    assert torch.equal(dirty.gradients[0], clean.gradients[0])
+    assert dirty.losses == clean.losses and math.isfinite(clean.losses[0][0])
+
+
+# ---- the way into the workers
+
+
+def test_the_loss_function_carries_no_state(engine, rows):
+    case = Case(rows, ("vanilla", "ledger"), params={"vanilla": {"low": 0.1}})
+    (found,) = engine.call("pickled", [case])
+    assert found["keys"] == ["actor", "max_length", "settings"]
+    assert not found["secret"] and found["state"] == [{}, {}] and found["step"] == 0 and not found["metrics"]
+    assert found["names"] == ["vanilla", "ledger"] and found["max_length"] == MAX_LENGTH
+    assert found["params"] == [dict(low=0.1, high=0.2, dual=3.0, outside=""), dict(lr_scale=1.0)]
+
+
+def test_the_wrap_is_for_our_loss_only(engine, rows):
+    (found,) = engine.call("wrap", [Case(filled(rows[:11], 16), optimizer="AdamW", steps=2)])
+    assert found["replaced"] and found["once"]
+    assert torch.equal(found["beside"].weights, found["without"].weights)
+    assert found["beside"].losses == found["without"].losses
+
+
+# ---- a method that ships
+
+
+@pytest.mark.parametrize("how", MODES)
+@pytest.mark.parametrize("params", [{}, dict(clip_low=0.3, clip_high=0.5)])
+def test_minpro(engine, rows, policy, how, params):
+    """The paper's weight in a float64 loop: the token's ratio times the smallest one before it."""
+    low, high = params.get("clip_low", 1.0), params.get("clip_high", 4.0)
+    weights, prefixes, clipped = [], [], []
+
+    def surrogate(lp, entropy, row):
+        out, before = [], 1.0
+        first = True
+        for t in range(len(lp)):
+            ratio = math.exp(float(lp[t]) - float(row.rollout[t]))
+            weight = min(max(before * ratio, 1 - low), 1 + high)
+            out.append(-weight * float(row.advantages[t]) * lp[t])
+            if row.mask[t]:
+                weights.append(weight)
+                prefixes.append(before)
+                clipped.append(float(weight != before * ratio))
+                before, first = (ratio if first else min(before, ratio)), False
+        return torch.stack(out)
+
+    case = Case(filled(with_gaps(rows[:14]), 16), ("minpro",), params={"minpro": params}, actor=mode(how, **EXTRAS))
+    result = engine.train(case.but(entropy=True))
+    assert relative(result.gradients[0], gradient(policy, objective(policy, case, surrogate))) < FLOAT32
+    assert result.methods == pytest.approx(
+        {
+            "minpro/weight_mean": sum(weights) / len(weights),
+            "minpro/weight_min": min(weights),
+            "minpro/prefix_min": sum(prefixes) / len(prefixes),
+            "minpro/clipped": sum(clipped) / len(clipped),
+        },
+        rel=1e-4,
+    )
+    assert not params or result.methods["minpro/clipped"] > 0.1
