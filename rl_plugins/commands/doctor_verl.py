@@ -37,12 +37,12 @@ from rl_plugins.verl.config import _verl_folder as verl_folder
 SHOWN = ("torch", "transformers", "verl", "TransferQueue", "ray", "vllm", "sglang", "trl")
 POLICY, GROUP, NAME = "VERL_USE_EXTERNAL_PLUGINS", "verl.plugins", "rl_plugins"
 SEAMS = {
-    "V1": "separate_async without hybrid engine starts; else it is refused",
+    "V1": "separate_async starts with actor_rollout_ref.hybrid_engine=False; else that is refused",
     "V3": "a TRL without value head is no error; else verl is told that TRL is missing",
-    "V6": "plugins that fail are reported; else rl-plugins reports its own failure",
+    "V6": "verl reports plugins that fail; else only rl-plugins reports its own failure",
     "V9": "trainers state the mode they follow; else a property of our trainers does",
-    "V11": "the poll interval is an option; else it is set on the replay buffer",
-    "V12": "columns reach the policy loss; else the whole loss function is replaced (set_loss_fn)",
+    "V11": "trainer.v1.sampler.poll_interval exists; else rl-plugins sets it on the replay buffer",
+    "V12": "columns reach verl's policy loss; rl-plugins gives verl a loss function of its own either way",
 }
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}  # rollout.name -> module
 
@@ -146,7 +146,7 @@ def _print_plugin() -> Iterator[str]:
         yield (
             f"verl finds no entry point `{NAME}` in the group {GROUP}, so it would run without rl-plugins. Install the "
             f"package where verl runs: pip install rl-plugins (in a checkout: pip install -e . once more; an old "
-            f"rl_plugins.egg-info in the working directory hides the installed package)."
+            f"rl_plugins.egg-info in the working directory hides the package that is installed)."
         )
     elif NAME not in allowed:
         yield (
@@ -332,7 +332,7 @@ def _look_at_dataset(run: _Run) -> None:
             f"The data set {', '.join(paths)} is no parquet file on this machine: its columns and size are not checked."
         )
         return
-    import pyarrow.parquet
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     run.prompts = sum(pyarrow.parquet.read_metadata(Path(p).expanduser()).num_rows for p in paths)
     most = run.read("data.train_max_samples", -1)
@@ -422,8 +422,8 @@ def _batch(run: _Run) -> Iterator[tuple[str, str]]:
     sync_steps = read("trainer.v1.separate_async.parameter_sync_step", 1) if read.mode == "separate_async" else 1
     steps = read.optimizer_steps_per_batch
     per_step = read("actor_rollout_ref.actor.ppo_mini_batch_size") * size
-    each = "step" if sync_steps == 1 else f"of the {sync_steps} batches of a step"
-    yield "optimizer steps", f"{steps} per {each}, of {per_step} rows each"
+    each = "per step" if sync_steps == 1 else f"for each of the {sync_steps} batches of a step"
+    yield "optimizer steps", f"{steps} {each}, of {per_step} rows each"
     yield "policy", _policy(read, steps, sync_steps)
     lag = _lag(run)
     if lag:

@@ -17,6 +17,8 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
+from verl import DataProto
+from verl.utils.debug.metrics import calculate_debug_metrics
 
 from rl_plugins.driver import Decision, Selection, select_rows, settle
 from rl_plugins.errors import ConfigError
@@ -136,11 +138,13 @@ class MethodsBatch:
         values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
         put(batch, {"rm_scores": of.nested(values)})
 
-    def complete_rollout_logprobs(self, batch: KVBatchMeta) -> None:
-        """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step."""
+    def complete_rollout_logprobs(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
+        """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step. verl's metrics
+        of the difference are made again, because they saw the place holders."""
         if not any(is_planned(n) for n in plain(fetch(batch, [COLUMN])[COLUMN])):
             return
-        rows = fetch(batch, ["extra_fields", "rollout_log_probs", "old_log_probs", "response_mask"])
+        names = ["extra_fields", "rollout_log_probs", "old_log_probs", "response_mask", "responses"]
+        rows = fetch(batch, names)
         if "rollout_log_probs" not in rows or "old_log_probs" not in rows:
             return
         of = Ragged.of(rows["response_mask"])
@@ -149,6 +153,9 @@ class MethodsBatch:
         known = of.position >= unknown[of.row]
         values = torch.where(known, flat(rows["rollout_log_probs"]), flat(rows["old_log_probs"]).float())
         put(batch, {"rollout_log_probs": of.nested(values)})
+        padded = rows.select(*names[2:]).to_padded_tensor()
+        padded["rollout_log_probs"] = of.nested(values).to_padded_tensor(0.0)
+        metrics.update(calculate_debug_metrics(DataProto(batch=padded)))
 
     def settle(self, batch: KVBatchMeta) -> KVBatchMeta:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns."""

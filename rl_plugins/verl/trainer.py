@@ -293,7 +293,7 @@ class MethodsTrainer:
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)
         if self._batch is not None:
-            self._batch.complete_rollout_logprobs(batch)
+            self._batch.complete_rollout_logprobs(batch, metrics)
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:

@@ -224,6 +224,8 @@ class _Host:
         probes.register()
         loss_probes.register()
         import verl  # noqa: F401
+
+        import rl_plugins.verl.plugin  # noqa: F401, I001  the entry point, also where an old egg-info hides it
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.config import TrainingWorkerConfig
         from verl.workers.engine.base import BaseEngine

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# verl's real PPO trainer on a laptop: GRPO on the demo policy (78,272 parameters), a few minutes, no GPU.
+#
+#   bash examples/verl/laptop.sh                    verl's own trainer `sync`
+#   bash examples/verl/laptop.sh vade mc_grpo       the same run with methods of rl-plugins
+#
+# Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python).
+# What follows `--` goes to verl as it is: bash examples/verl/laptop.sh vade -- data.seed=2
+set -euo pipefail
+
+methods=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
+    --) shift; break ;;
+    *) methods+=("$1"); shift ;;
+  esac
+done
+out=${OUT:-verl-laptop}
+python=${PYTHON:-python}
+mkdir -p "$out" && out=$(cd "$out" && pwd)
+
+# The one switch: rl-plugins registers a CPU platform and the rollout backend `hf_cpu` in every process of verl.
+export VERL_PLATFORM=cpu
+# Many small processes share the cores; more threads in each would only make them wait for each other.
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Nothing is downloaded or reported. verl's metrics go to a file, one JSON object per step.
+export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
+
+# Trains the policy on demonstrations (once, 20 seconds), writes the data, and prints the settings of the run.
+"$python" -m rl_plugins.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" > "$out/overrides.txt"
+overrides=()
+while IFS= read -r line; do overrides+=("$line"); done < "$out/overrides.txt"
+
+# verl itself. Start-up takes most of a minute: seven processes import it.
+"$python" -m verl.trainer.main_ppo "${overrides[@]}" "$@"
+
+echo "Metrics: $out/metrics.jsonl. Held-out prompts answered exactly right, per evaluation:"
+"$python" - "$out/metrics.jsonl" << 'PYTHON'
+import json, sys
+
+for line in open(sys.argv[1]):
+    row = json.loads(line)
+    for name, value in row["data"].items():
+        if name.endswith("exact/mean@1"):
+            print(f"  step {row['step']:3d}  {value:.3f}")
+PYTHON

@@ -1,0 +1,351 @@
+"""verl's real V1 trainer on the CPU: Ray, TransferQueue, FSDP2, agent loops, our rollout replica.
+
+One run takes another stack of methods every step; each test looks at one step of it. What the methods decide is
+recomputed here, and the gradient norm of every optimizer step is compared with plain transformers and torch on the rows
+that were trained.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import PROMPTS, SAMPLES, Run, finished
+
+from rl_plugins.groups import Groups
+
+pytestmark = pytest.mark.host
+
+PLACES = [
+    "mc_grpo",
+    "vade+mc_grpo",
+    "probing",
+    "minpro",
+    "gdpo",
+    "grpo_roc",
+    "half+per_token",
+    "filter+corridor",
+    "softmax",
+    "verl_given",
+    "odd+judge",
+    "one",
+]
+COMMON = [
+    "+rl_plugins.rewards.exact=1",
+    "+rl_plugins.rewards.digits=0.5",
+    "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
+    "actor_rollout_ref.actor.calculate_entropy=True",
+]
+RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd"]
+
+
+@pytest.fixture(scope="module")
+def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return finished(
+        tmp_path_factory.mktemp("verl") / "carousel",
+        [
+            *COMMON,
+            f"+carousel=[{','.join(PLACES)}]",
+            "+rl_plugins.methods=[mc_grpo]",
+            f"trainer.total_training_steps={len(PLACES)}",
+        ],
+        trainer="carousel",
+        RL_PLUGINS_TEST_DUMP="1",
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens."""
+    return finished(
+        tmp_path_factory.mktemp("verl") / "ranks",
+        [
+            *COMMON,
+            f"+carousel=[{','.join(RANK_PLACES)}]",
+            "+rl_plugins.methods=[mc_grpo]",
+            f"trainer.total_training_steps={len(RANK_PLACES)}",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+        ],
+        trainer="carousel",
+        ranks=2,
+        RL_PLUGINS_TEST_DUMP="1",
+    )
+
+
+def place(run: Run, names: str) -> dict[str, Any]:
+    return next(s for s in run.steps() if s["names"] == names.split("+"))
+
+
+# ---- decisions
+
+
+def test_mc_grpo_leaves_the_pivot_out(carousel: Run) -> None:
+    step = place(carousel, "mc_grpo")
+    d, groups = step["decision"], step["decision"].rollouts.groups
+    assert groups.size.tolist() == [SAMPLES + 1] * PROMPTS and int(d.trained.sum()) == step["batch_rows"] == 64
+    r = d.rollouts.reward
+    center = groups.rows(groups.median(r))
+    spread = groups.rows(groups.median((r - center).abs()))
+    expected = (r - center) / (spread + 0.1)
+    assert torch.allclose(d.row_advantages[d.trained], expected[d.trained], atol=1e-9)
+    assert groups.sum((~d.trained).double()).tolist() == [1.0] * PROMPTS
+    assert float((r - center)[~d.trained].abs().max()) == 0.0
+
+
+def test_vade_chooses_other_prompts_than_the_loader(carousel: Run) -> None:
+    plans = carousel.of("plan")
+    decided = carousel.of("decided")
+    for plan, d in zip(plans, decided, strict=True):
+        assert sorted(set(plan["prompts"])) == sorted(set(d["prompts"])), plan["step"]
+    loader = plans[0]["prompts"]
+    assert len(set(loader)) == PROMPTS and plans[1]["prompts"] != loader
+    assert carousel.metrics(2)["vade/seen"] > 0
+
+
+def test_rounds_add_to_the_groups(carousel: Run) -> None:
+    """Four rollouts each, then eight more for the four groups of lowest mean reward."""
+    d = place(carousel, "probing")["decision"]
+    groups, r = d.rollouts.groups, d.rollouts.reward
+    assert sorted(groups.size.tolist()) == [4] * 4 + [12] * 4 and d.estimator == "rl_plugins"
+    first = d.rollouts.rollout < 4
+    means = Groups(d.rollouts.group).mean(torch.where(first, r, torch.nan))
+    low = torch.argsort(means, stable=True)[:4].sort().values
+    assert low.tolist() == (groups.size == 12).nonzero()[:, 0].tolist()
+    expected = (r - groups.rows(groups.mean(r))) / (groups.rows(groups.std(r)) + 1e-6)
+    assert torch.allclose(d.row_advantages, expected, atol=1e-9)
+
+
+def test_gdpo_normalizes_each_reward(carousel: Run) -> None:
+    d = place(carousel, "gdpo")["decision"]
+    rollouts, groups = d.rollouts, d.rollouts.groups
+    assert rollouts.reward_names == ("exact", "digits") and rollouts.reward_weights.tolist() == [1.0, 0.5]
+    assert torch.allclose(rollouts.reward, rollouts.rewards @ rollouts.reward_weights)
+    total = torch.zeros(len(rollouts), dtype=torch.float64)
+    for x, w in zip(rollouts.rewards.unbind(1), rollouts.reward_weights, strict=True):
+        total += w * (x - groups.rows(groups.mean(x))) / (groups.rows(groups.std(x)) + 1e-4)
+    expected = (total - total.mean()) / (total.std() + 1e-4)
+    assert d.estimator == "gdpo" and torch.allclose(d.row_advantages, expected, atol=2e-3)
+
+
+def test_grpo_roc_generates_twice_and_trains_half(carousel: Run) -> None:
+    step = place(carousel, "grpo_roc")
+    d = step["decision"]
+    assert d.rollouts.groups.size.tolist() == [2 * SAMPLES] * PROMPTS
+    assert d.rollouts.subset(d.rollouts.kept).groups.size.tolist() == [SAMPLES] * PROMPTS
+    assert step["batch_rows"] == 64 and step["padding"] == 0
+
+
+def test_rows_and_tokens_that_leave(carousel: Run) -> None:
+    step = place(carousel, "half+per_token")
+    d = step["decision"]
+    assert (d.rollouts.kept == (d.rollouts.group < 4)).all() and int(d.trained.sum()) == 32
+    assert step["padding"] == 32, "verl fills the batch to its mini-batch"
+    update = carousel.updates()[PLACES.index("half+per_token")]
+    real = [i for i, x in enumerate(update["rows"]["rl_plugins_real"]) if float(x.sum()) > 0]
+    assert len(real) == 32 == update["global_batch_size"]
+    for i in real:
+        mask, loss_mask = update["rows"]["response_mask"][i], update["rows"]["loss_mask"][i]
+        assert mask.tolist() == loss_mask.tolist() == [int(k % 3 != 2) for k in range(len(mask))]
+        a = update["rows"]["advantages"][i]
+        assert torch.allclose(a[1::3], torch.where(torch.arange(1, len(a), 3) % 2 > 0, 2.0, 1.0) * a[0], atol=1e-5)
+
+
+def test_what_a_plan_can_ask_for(carousel: Run) -> None:
+    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    of = Groups(tokens.row, count=len(rollouts))
+    forced = of.sum(tokens.forced.double())
+    assert rollouts.length[:2].tolist() == [4, 3] and forced[:2].tolist() == [4, 3]
+    assert tokens.rollout_logprobs[:4].tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert torch.equal(tokens.rollout_logprobs[4:7], tokens.old_logprobs[4:7]), "unknown: that of the policy"
+    assert forced[8:16].tolist() == [2.0] * 8 and rollouts.payload[8] == {"hint": 2}
+    assert rollouts.text[8].startswith(carousel_text((10, 11)))
+    assert int(rollouts.length[16:24].max()) == 3
+    assert rollouts.meta["level"][24:32] == [77] * 8 and rollouts.meta["level"][32:40] == [99] * 8
+    assert rollouts.prompt_index[32:40].tolist() == [-1] * 8
+    sampled = ~tokens.forced
+    assert torch.allclose(tokens.rollout_logprobs[sampled], tokens.old_logprobs[sampled], atol=1e-4)
+    host = carousel.metrics(PLACES.index("verl_given") + 1)["training/rollout_probs_diff_mean"]
+    assert host < 0.05, "verl's metric does not see place holders"
+
+
+def carousel_text(ids: tuple[int, ...]) -> str:
+    from rl_plugins.demo.policy import build_tokenizer
+
+    return build_tokenizer().decode(ids)
+
+
+def test_rewards_that_are_withdrawn(carousel: Run) -> None:
+    d = place(carousel, "odd+judge")["decision"]
+    r = d.rollouts.reward
+    short = d.rollouts.length < 4
+    base = d.rollouts.rewards @ d.rollouts.reward_weights
+    assert torch.equal(torch.isnan(r), short) and torch.allclose(r[~short], 2 * base[~short])
+    assert (d.row_advantages[short] == 0).all()
+    assert carousel.metrics(PLACES.index("odd+judge") + 1)["rewards/judge/mean"] == pytest.approx(float(r.nanmean()))
+
+
+def test_a_plan_of_one_fills_the_batch_with_prompts(carousel: Run) -> None:
+    step = place(carousel, "one")
+    d = step["decision"]
+    assert d.rollouts.groups.size.tolist() == [1] * 64 and step["batch_rows"] == 64
+    assert len(set(d.rollouts.prompt_index.tolist())) == 64
+    assert torch.allclose(d.row_advantages, d.rollouts.reward - 0.5)
+
+
+def test_metrics_of_hooks_and_of_everything_generated(carousel: Run) -> None:
+    for number, (names, step) in enumerate(zip(PLACES, carousel.steps(), strict=True), 1):
+        logged, d = carousel.metrics(number), step["decision"]
+        assert logged["rl_plugins/rows_generated"] == len(d.rollouts), names
+        assert logged["rl_plugins/rows_trained"] == int(d.trained.sum()), names
+    minpro = carousel.metrics(PLACES.index("minpro") + 1)
+    assert any(k.startswith("actor/minpro/") for k in minpro)
+    assert carousel.metrics(PLACES.index("softmax") + 1)["actor/softmax/groups"] == PROMPTS
+
+
+def test_every_process_loaded_the_plugin_and_workers_confirmed(carousel: Run) -> None:
+    assert "methods confirmed by 3 workers (training" in carousel.log
+    assert len({e["pid"] for e in carousel.of("loaded")}) >= 6
+    assert "rl-plugins: methods in effect, in this order" in carousel.log
+
+
+# ---- numbers of the update
+
+
+def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
+    """Gradient norm of one optimizer step by plain torch on the rows that are trained, and their number."""
+    from rl_plugins.demo.policy import build_model
+
+    model = build_model(0).float()
+    model.load_state_dict(parts[0]["weights"])
+    rows = [
+        {k: v[i] for k, v in p["rows"].items()}
+        for p in parts
+        for i in range(len(p["rows"]["responses"]))
+        if float(p["rows"]["rl_plugins_real"][i].sum()) > 0
+    ]
+    terms = []
+    for row in rows:
+        prompt, response = row["prompts"], row["responses"]
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        logprobs = logits.gather(1, response[:, None])[:, 0]
+        terms.append((row, logprobs, -(logits.exp() * logits).sum(-1), row["response_mask"].float()))
+    methods, mode = parts[0]["methods"], parts[0]["loss_agg_mode"]
+    tokens = sum(float(m.sum()) for *_, m in terms)
+
+    def aggregate(values: list[torch.Tensor]) -> torch.Tensor:
+        masked = [(v * m).sum() for v, (*_, m) in zip(values, terms, strict=True)]
+        if mode == "token-mean":
+            return torch.stack(masked).sum() / tokens
+        return torch.stack([x / m.sum() for x, (*_, m) in zip(masked, terms, strict=True)]).mean()
+
+    if "softmax" in methods:
+        score = torch.stack([(lp.detach() * m).sum() / m.sum() for _, lp, _, m in terms])
+        group = [int(row["rl_plugins_group"]) for row, *_ in terms]
+        positive = [float(row["rl_plugins_row_column:positive"]) > 0 for row, *_ in terms]
+        loss = torch.zeros(())
+        for g in set(group):
+            inside = [i for i in range(len(group)) if group[i] == g]
+            pos, neg = [i for i in inside if positive[i]], [i for i in inside if not positive[i]]
+            if pos and neg:
+                weight = score[neg].exp() / score[neg].exp().sum()
+                objective = sum(terms[i][1] @ terms[i][3] / terms[i][3].sum() / len(pos) for i in pos)
+                objective -= sum(
+                    w * (terms[i][1] @ terms[i][3]) / terms[i][3].sum() for i, w in zip(neg, weight, strict=True)
+                )
+                loss = loss - objective / len(set(group))
+    elif "minpro" in methods:
+        losses = []
+        for row, lp, _, m in terms:
+            ratio = (lp - row["rollout_log_probs"]).detach().exp()
+            prefix = torch.cat([torch.ones(1), torch.cummin(ratio, 0).values[:-1]])
+            losses.append(-(ratio * prefix).clamp(max=4.0) * row["advantages"] * lp)
+        loss = aggregate(losses)
+    else:
+        losses = []
+        for row, lp, _, m in terms:
+            a, ratio = row["advantages"], (lp - row["old_log_probs"]).exp()
+            x = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+            losses.append(torch.where(a < 0, torch.minimum(x, -a * 3.0), x))
+        loss = aggregate(losses)
+    if "corridor" in methods:
+        loss = loss + aggregate([0.1 * (torch.relu(2.0 - h) + torch.relu(h - 2.5)) for _, _, h, _ in terms])
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+    return norm, len(rows)
+
+
+def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
+    updates = carousel.updates()
+    assert len(updates) == len(PLACES), "one optimizer step per batch, also where more rows were generated"
+    for update in updates:
+        norm, rows = reference([update])
+        assert update["global_batch_size"] == rows, update["methods"]
+        assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), update["methods"]
+
+
+def test_gradients_on_two_ranks_with_two_steps(ranks: Run) -> None:
+    """The second step of a batch is off-policy: its ratios are not 1."""
+    first, second = ranks.updates(0), ranks.updates(1)
+    assert len(first) == len(second)
+    steps = {tuple(n.split("+")): 0 for n in RANK_PLACES}
+    for mine, theirs in zip(first, second, strict=True):
+        steps[tuple(mine["methods"])] += 1
+        norm, rows = reference([mine, theirs])
+        assert mine["global_batch_size"] == theirs["global_batch_size"] == rows, mine["methods"]
+        assert mine["grad_norm"] == pytest.approx(norm, rel=2e-4, abs=1e-7), mine["methods"]
+    assert steps[("mc_grpo",)] == steps[("softmax",)] == steps[("minpro",)] == 2
+
+
+def test_steps_do_not_cut_groups(ranks: Run) -> None:
+    updates = [ranks.updates(rank) for rank in (0, 1)]
+    for parts in zip(*updates, strict=True):
+        if parts[0]["methods"] == ["softmax"]:
+            group = [int(g) for p in parts for g in p["rows"]["rl_plugins_group"]]
+            assert sorted(group.count(g) for g in set(group)) == [SAMPLES] * (PROMPTS // 2)
+
+
+# ---- asynchronous modes
+
+
+def test_colocate_async(tmp_path: Path) -> None:
+    run = finished(
+        tmp_path / "run",
+        ["+rl_plugins.methods=[vade,mc_grpo]", "trainer.total_training_steps=3", *COMMON[2:3]],
+        trainer="watched_colocate_async",
+    )
+    steps = run.steps()
+    assert [len(s["decision"].rollouts) for s in steps] == [72] * 3
+    assert [int(s["decision"].trained.sum()) for s in steps] == [64] * 3
+    assert run.metrics(3)["vade/seen"] > run.metrics(1)["vade/seen"]
+    prompts = [e["prompts"] for e in run.of("plan")]
+    assert len({tuple(p) for p in prompts}) == len(prompts), "every plan draws other prompts"
+    assert {tuple(s["decision"].rollouts.groups.size.tolist()) for s in steps} == {(9,) * 8}
+
+
+def test_separate_async(tmp_path: Path) -> None:
+    run = finished(
+        tmp_path / "run",
+        [
+            "+rl_plugins.methods=[vade,minpro]",
+            "trainer.total_training_steps=2",
+            "trainer.v1.separate_async.parameter_sync_step=2",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            "actor_rollout_ref.rollout.nnodes=1",
+            "actor_rollout_ref.rollout.n_gpus_per_node=1",
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
+            "+ray_kwargs.ray_init.num_gpus=2",
+            "ray_kwargs.ray_init.num_cpus=16",
+        ],
+        trainer="watched_separate_async",
+    )
+    steps = run.steps()
+    assert [len(s["decision"].rollouts) for s in steps] == [32] * 4, "two batches per weight synchronization"
+    assert [e["step"] for e in run.of("decided")] == [1, 1, 2, 2]
+    logged = run.metrics(2)
+    assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
+    assert logged["vade/seen"] > run.metrics(1)["vade/seen"]

@@ -1,0 +1,524 @@
+"""`rl-plugins doctor --host verl` and the examples for verl: real composition of verl's config, no Ray."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from typer.testing import CliRunner
+
+from rl_plugins import registry
+from rl_plugins.cli import app
+from rl_plugins.commands import catalog, doctor, doctor_verl
+from rl_plugins.method import HOOKS, Bundle
+from rl_plugins.stack import build_stack
+from rl_plugins.verl import compat, facts
+from rl_plugins.verl.config import Settings, compose, read_settings
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples" / "verl"
+VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+RUN = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=4",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+    "trainer.v1.trainer_mode=rl_plugins_sync",
+    "+rl_plugins.methods=[vade,mc_grpo]",
+)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path, monkeypatch):
+    """The package as pip installs it, in front of what an old build left in the checkout; returns its metadata."""
+    for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", *doctor.VARIABLES):
+        monkeypatch.delenv(variable, raising=False)
+    folder = tmp_path / "site" / "rl_plugins-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-plugins\nVersion: 0.1.0\n")
+    (folder / "entry_points.txt").write_text("[verl.plugins]\nrl_plugins = rl_plugins.verl.plugin\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def examine(*words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(app, ["doctor", "--host", "verl", "--", *words])
+    assert result.exit_code == status, (result.output, result.exception)
+    return result.stderr if status == 2 else result.stdout
+
+
+def section(text: str, title: str) -> dict[str, str]:
+    """The lines under a title, by their first word or words."""
+    lines = text[text.index(f"\n{title}\n") :].splitlines()[2:]
+    return {line[2:20].strip(): line[20:] for line in lines[: lines.index("")]}
+
+
+def problems(text: str) -> str:
+    return text[text.rindex(" problem") :]
+
+
+def data(path: Path, rows: int) -> str:
+    """A data set in verl's format."""
+    row = gsm8k_data().to_row({"question": "1+1?", "answer": "It is 2. #### 2"}, 0, "train")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * rows), path)
+    return str(path)
+
+
+def gsm8k_data():
+    spec = importlib.util.spec_from_file_location("gsm8k_data", EXAMPLES / "gsm8k_data.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- the installation
+
+
+def test_without_a_run_it_shows_what_is_installed():
+    text = examine()
+    assert re.search(r"^  verl +0\.9\.\d+ +ok$", text, re.M) and re.search(r"^  ray +\d", text, re.M)
+    assert "rl_plugins = rl_plugins.verl.plugin (rl-plugins 0.1.0), loaded" in text
+    assert "what the adapter uses of verl: as expected" in text
+    assert re.search(r"^  VERL_PLATFORM +not set$", text, re.M)
+    assert "rl-plugins doctor --host verl -- OVERRIDES" in text and "The run" not in text
+
+
+def test_it_imports_neither_verl_nor_ray():
+    code = (
+        "import sys\nfrom rl_plugins.commands.doctor_verl import examine\n"
+        f"status = examine({[*RUN]!r})\n"
+        "print(status, sorted({m.split('.')[0] for m in sys.modules} & {'verl', 'ray', 'trl', 'transformers'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "0 []", (done.stdout, done.stderr)
+
+
+def test_versions_are_those_the_adapter_refuses_by():
+    low, high = (".".join(map(str, v)) for v in compat.TESTED)
+    assert doctor.TESTED["verl"][0] == low and high.startswith(doctor.TESTED["verl"][1])
+
+
+def test_a_missing_or_untested_verl(monkeypatch):
+    real = doctor.importlib.metadata.version
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.10.1" if name == "verl" else real(name))
+    text = examine(status=1)
+    assert "untested (tested: >=0.9.1,<0.10)" in text and "verl 0.10.1 is installed; this version" in problems(text)
+    monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
+    examine()
+
+    def nothing(name):
+        if name == "verl":
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", nothing)
+    assert "verl is not installed" in problems(examine(status=1))
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "problem"),
+    [
+        ("auto", "loaded", ""),
+        ("none", "LEFT OUT", "VERL_USE_EXTERNAL_PLUGINS=none leaves rl-plugins out"),
+        ("other", "LEFT OUT", "name rl_plugins in it (VERL_USE_EXTERNAL_PLUGINS=rl_plugins)"),
+        ("rl_plugins,other", "loaded", ""),
+    ],
+)
+def test_what_verl_lets_through(policy, state, problem, monkeypatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", policy)
+    text = examine(status=int(bool(problem)))
+    assert f"rl_plugins = rl_plugins.verl.plugin (rl-plugins 0.1.0), {state}" in text
+    assert problem in text and ("names other, which nothing offers" in text) == ("other" in policy)
+
+
+def test_an_installation_without_the_entry_point(installed):
+    (installed / "entry_points.txt").write_text("")
+    assert "verl finds no entry point `rl_plugins` in the group verl.plugins" in problems(examine(status=1))
+
+
+def test_a_plugin_that_cannot_be_loaded(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rl_plugins.verl.plugin", None)
+    assert "the verl plugin of rl-plugins cannot be loaded: ModuleNotFoundError" in problems(examine(status=1))
+
+
+def test_symbols_of_verl_that_moved(monkeypatch):
+    monkeypatch.setitem(compat.PINNED, "step", ("metrics", "timing_raw", "more"))
+    monkeypatch.setitem(compat.PINNED, "_vanished", ())
+    text = examine(status=1)
+    assert "PPOTrainerSync.step(metrics, timing_raw) used to be (metrics, timing_raw, more)" in problems(text)
+    assert "PPOTrainerColocateAsync._vanished is gone" in problems(text)
+    monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
+    assert "_vanished is gone" in examine()
+
+
+def test_trl_beside_verl(monkeypatch):
+    from rl_plugins.verl import plugin
+
+    monkeypatch.setattr(plugin, "_trl_has_value_head", lambda: False)
+    assert "TRL beside verl: it has no value head; verl's model builder is told that TRL is not there" in examine()
+    monkeypatch.setattr(plugin, "_trl_has_value_head", lambda: True)
+    assert "TRL beside verl: it has the value head that verl asks for" in examine()
+
+
+def test_upstream_changes_are_recognized(tmp_path):
+    """In a copy of verl with our patches all of them are there; the names the adapter uses stay."""
+    assert set(doctor_verl._seams(VERL).values()) == {False}
+    copy = tmp_path / "host" / "verl"
+    shutil.copytree(VERL, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
+    for name in doctor_verl.SEAMS:
+        (patch,) = (ROOT / "patches" / "verl").glob(f"{name}-*.patch")
+        done = subprocess.run(
+            ["git", "apply", "-p1", str(patch)],
+            cwd=copy.parent,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert doctor_verl._seams(copy)[name], name
+    assert doctor_verl._moved(copy) == []
+
+
+# ---- a run
+
+
+def test_a_run_with_methods(tmp_path):
+    train = data(tmp_path / "train.parquet", 50)
+    text = examine(*RUN, f"data.train_files={train}", "trainer.total_epochs=2", "trainer.save_freq=5")
+    assert re.search(r"^  mc_grpo +plan, advantages, shape +scale=mad", text, re.M)
+    found = section(text, "The run")
+    assert found["trainer"] == "rl_plugins_sync: a batch is generated, then trained, with methods"
+    assert found["prompts"] == "16 per step"
+    assert found["rollouts"] == "5 (4 trained, 1 made to leave) per prompt"
+    assert (found["rows generated"], found["rows trained"]) == ("80", "64 of 64")
+    assert found["rows that leave"].startswith("mc_grpo may take rows out")
+    assert found["optimizer steps"] == "1 per step, of 64 rows each"
+    assert found["whole run"] == "6 steps, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
+    assert "the methods' state in its folder rl_plugins/" in found["checkpoints"]
+    assert section(text, "Not in this run").keys() == {"rollout", "admit", "engine", "ref_logprobs", "several_rewards"}
+    assert "its columns and size are not checked" not in text and text.endswith("No problem found.\n")
+
+
+def test_several_optimizer_steps_and_several_rewards():
+    text = examine(
+        *RUN[:4],
+        "trainer.v1.trainer_mode=rl_plugins_sync",
+        "+rl_plugins.methods=[gdpo]",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "+rl_plugins.rewards.accuracy=1",
+        "+rl_plugins.rewards.format=0.5",
+        "trainer.total_training_steps=3",
+    )
+    found = section(text, "The run")
+    assert found["optimizer steps"] == "8 per step, of 16 rows each"
+    assert found["policy"].startswith("the batch's own in the first optimizer step, off-policy in the 7 after it")
+    assert found["whole run"] == "3 steps, 24 optimizer steps"
+    assert found["rewards"] == "accuracy (weight 1), format (weight 0.5): keys of the reward function's answer"
+    assert "several_rewards" not in section(text, "Not in this run")
+
+
+def test_a_run_of_verl_alone():
+    text = examine(*RUN[:5])
+    found = section(text, "The run")
+    assert "No methods are named: the run is verl's own." in text
+    assert (
+        found["trainer"] == "sync: a batch is generated, then trained, verl's own" and found["rows generated"] == "64"
+    )
+
+
+def test_the_whole_command_of_a_script(monkeypatch):
+    expected = section(examine(*RUN), "The run")
+    monkeypatch.setenv("RL_PLUGINS_VETO", "placeholder")  # restored at the end of the test
+    pasted = "RL_PLUGINS_VETO=minpro python3 -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(
+        f"'{w}'" for w in RUN
+    )  # fmt: skip
+    for words in (
+        ["python3", "-m", "verl.trainer.main_ppo", *RUN, "$@"],
+        ["python", "verl/trainer/main_ppo.py", *RUN],
+        shlex.split(pasted.replace("\\\n", " ")),
+        [pasted + " $@ 2>&1 | tee log.txt"],
+    ):
+        assert section(examine(*words), "The run") == expected
+    assert os.environ["RL_PLUGINS_VETO"] == "minpro"
+
+
+def test_options_of_hydra_and_of_trl_are_refused():
+    assert "`--config-name=x` is an option, and the doctor reads overrides" in examine("--config-name=x", status=2)
+    result = CliRunner().invoke(app, ["doctor", "--host", "verl", "--methods", "vade"])
+    assert result.exit_code == 2 and '"+rl_plugins.methods=[vade]"' in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (["data.train_batch=1"], "hydra refuses the command line: .*train_batch"),
+        (
+            ["trainer.v1.trainer_mode=sync"],
+            "trainer_mode=sync would ignore it. Set trainer.v1.trainer_mode=rl_plugins_s",
+        ),
+        (["trainer.use_v1=False"], "trainer.use_v1=False would ignore it"),
+        (["~rl_plugins"], "hydra refuses|and no methods"),
+        (["rl_plugins.methods=[vadee]"], "no method `vadee`. Did you mean `vade`"),
+        (["rl_plugins.methods=[gdpo,mc_grpo]"], "both decide `advantages`"),
+        (["+rl_plugins.method_params.mc_grpo.mad_epps=1"], "no parameter `mad_epps`"),
+        (["+rl_plugins.method_parms.mc_grpo.mad_eps=1"], "rl_plugins.method_parms does not exist.* Did you mean"),
+        (["rl_plugins.methods=[gdpo]"], "`gdpo` needs two or more reward functions"),
+        (["rl_plugins.methods=[minpro]", "actor_rollout_ref.rollout.top_p=0.9"], "with top_p=0.9 the distribution"),
+        (["algorithm.adv_estimator=gae"], "the critic would be trained on returns that do not belong"),
+        (["algorithm.use_kl_in_reward=True"], "do not contain the KL penalty"),
+        (["algorithm.filter_groups.enable=True"], "algorithm.filter_groups would replace part of it"),
+        (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "divides by the width of the padded"),
+        (["actor_rollout_ref.actor.strategy=veomni"], "strategy=veomni was never run with rl-plugins"),
+        (["reward.custom_reward_function.path=nowhere.py"], "nowhere.py does not exist"),
+        (["actor_rollout_ref.rollout.name=???"], "verl demands a value for actor_rollout_ref.rollout.name"),
+    ],
+)
+def test_what_cannot_take_effect_is_a_problem(changes, problem):
+    text = problems(examine(*RUN, *changes, status=1))
+    assert re.search(problem, text, re.S), text
+    assert text.startswith(" problem:"), text
+
+
+def test_all_problems_are_listed_at_once(tmp_path):
+    train = data(tmp_path / "train.parquet", 8)
+    text = examine(
+        *RUN,
+        f"data.train_files={train}",
+        "trainer.v1.trainer_mode=sync",
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=True",
+        "actor_rollout_ref.actor.strategy=veomni",
+        "reward.custom_reward_function.path=nowhere.py",
+        status=1,
+    )
+    assert "\n6 problems:" in text or "\n7 problems:" in text
+    for words in ("would ignore it", "the critic", "KL penalty", "strategy=veomni", "nowhere.py", "has 8 prompts and"):
+        assert words in problems(text)
+
+
+def test_columns_of_the_data_set(tmp_path, monkeypatch):
+    """Fields of `extra_info` count as columns."""
+    train = f"data.train_files={data(tmp_path / 'train.parquet', 50)}"
+    monkeypatch.setattr(registry.load("vade"), "needs", {"column:answer"})
+    examine(*RUN, train)
+    monkeypatch.setattr(registry.load("vade"), "needs", {"column:difficulty"})
+    assert "the dataset has no column `difficulty` (it has: ability, answer," in problems(
+        examine(*RUN, train, status=1)
+    )
+    assert "is no parquet file on this machine: its columns and size are not checked" in examine(*RUN)
+
+
+def test_options_that_methods_set_and_make_meaningless(monkeypatch):
+    monkeypatch.setattr(registry.load("mc_grpo"), "host_options", {"verl": {"actor_rollout_ref.actor.ppo_epochs": 3}})
+    text = examine(*RUN, "algorithm.norm_adv_by_std_in_grpo=False")
+    assert "  host options set: actor_rollout_ref.actor.ppo_epochs=3\n" in text
+    assert "host options without effect: algorithm.norm_adv_by_std_in_grpo=False (mc_grpo)" in text
+    assert section(text, "The run")["optimizer steps"] == "3 per step, of 64 rows each"
+    text = examine(*RUN, "actor_rollout_ref.actor.ppo_epochs=2", status=1)
+    assert "ppo_epochs=3, but the config has actor_rollout_ref.actor.ppo_epochs=2" in problems(text)
+
+
+def test_asynchronous_modes(monkeypatch):
+    mode = "trainer.v1.trainer_mode=rl_plugins_separate_async"
+    sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=5")
+    text = examine(*RUN, mode, *sizes, "trainer.v1.separate_async.num_warmup_batches=2")
+    found = section(text, "The run")
+    assert found["optimizer steps"] == "1 for each of the 4 batches of a step, of 16 rows each"
+    assert found["whole run"] == "5 steps, 20 optimizer steps"
+    assert "the engine gets new weights every 4 batches" in found["policy"]
+    assert found["lag"].startswith("prompts are chosen 2 step(s) before they are trained; a rollout may span at most 8")
+    assert "vade decides without the rewards of that time" in found["lag"] and "mc_grpo" not in found["lag"]
+    assert "lag" not in section(examine(*RUN), "The run")
+    monkeypatch.setattr(registry.load("mc_grpo"), "rounds", True)
+    text = examine(*RUN, "trainer.v1.trainer_mode=rl_plugins_colocate_async", status=1)
+    assert "`mc_grpo` generates in rounds, and a batch of colocate_async" in problems(text)
+
+
+def test_asynchronous_modes_need_equal_groups(monkeypatch):
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(n=2) for r in plan.rows))
+
+    monkeypatch.setattr(registry.load("mc_grpo"), "plan", plan)
+    train = section(examine(*RUN), "The run")
+    assert train["prompts"] == "32 per step (verl alone: 16)"
+    text = examine(*RUN, "trainer.v1.trainer_mode=rl_plugins_colocate_async", status=1)
+    assert "`mc_grpo` plans 32 prompts with [2] trained rollouts each; colocate_async needs 16 with 4" in problems(text)
+
+
+def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
+    def start(self, run):
+        raise ValueError("no difficulties")
+
+    monkeypatch.setattr(registry.load("vade"), "start", start)
+    text = examine(*RUN, f"data.train_files={data(tmp_path / 'train.parquet', 50)}", status=1)
+    assert "Method `vade` failed in `start`: ValueError: no difficulties" in problems(text)
+    found = section(examine(*RUN), "The run")
+    assert found["plan"].startswith("not known without the data set") and "rows trained" not in found
+
+
+def test_several_nodes_are_told_to_be_equal():
+    assert "Several nodes: install the same rl-plugins on each" in examine(*RUN, "trainer.nnodes=2")
+    assert "Several nodes" not in examine(*RUN)
+
+
+# ---- list and info
+
+
+def test_hosts_are_those_whose_check_a_method_can_pass():
+    """A run with everything a method may want: it passes where `list` names verl."""
+    config = compose([*RUN[:6], "actor_rollout_ref.actor.use_kl_loss=True"])
+    for name in registry.all_names():
+        found = registry.load(name)
+        if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
+            continue
+        settings = Settings((name,), rewards={"accuracy": 1.0, "format": 0.5})
+        facts.check(settings.stack(), settings, config)
+    offered = facts.verl_facts(build_stack([]), Settings(()), config)
+    assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
+    assert set(catalog.HOSTS["verl"].missing) <= set(offered.missing_signals)
+
+
+def test_the_command_that_info_shows_is_read_back():
+    for name in registry.all_names():
+        text = catalog.info(registry.load(name))
+        command = shlex.split(re.search(r"python -m verl\.trainer\.main_ppo .*", text)[0])
+        settings = read_settings(compose(command[4:]))
+        assert settings.stack().names == build_stack(name).names
+        assert [m.params for m in settings.stack().methods] == [m.params for m in build_stack(name).methods]
+
+
+@pytest.mark.parametrize("value", ["plain", "p(1-p)^2", "it's", 0.5, True, [1, 2], ["a b", "c"], {"k": "x,y"}])
+def test_values_are_quoted_for_hydra(value):
+    config = compose([f"+rl_plugins.method_params.some.key={catalog._hydra(value)}"])
+    assert config.rl_plugins.method_params.some.key == value
+
+
+# ---- the examples
+
+
+def run_example(script: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("VERL_", "RL_PLUGINS_", "RAY_"))}
+    return subprocess.run(
+        ["bash", str(EXAMPLES / script), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**clean, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "MODEL": "somebody/model", **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def gsm8k(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k data")  # a space, as in many a path
+    data(folder / "train.parquet", 300)
+    data(folder / "test.parquet", 2)
+    return folder
+
+
+def test_the_example_takes_effect(gsm8k, tmp_path):
+    done = run_example("gsm8k.sh", "--dry-run", "trainer.total_epochs=3", cwd=tmp_path, DATA=str(gsm8k), GPUS="4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = section(done.stdout, "The run")
+    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", done.stdout, re.M)
+    assert found["trainer"].startswith("rl_plugins_sync") and found["devices"] == "1 x 4 cuda"
+    assert (found["prompts"], found["rows generated"], found["rows trained"]) == ("128 per step", "640", "512 of 512")
+    assert found["optimizer steps"] == "1 per step, of 512 rows each" and found["whole run"].startswith("6 steps")
+    assert found["rewards"].startswith("accuracy (weight 1), format (weight 0.2)")
+    assert "not checked" not in done.stdout and not (tmp_path / "gsm8k-run").exists()
+
+
+def test_the_example_with_other_methods_and_with_none(gsm8k, tmp_path):
+    done = run_example("gsm8k.sh", "--dry-run", cwd=tmp_path, DATA=str(gsm8k), METHODS="vade,gdpo")
+    assert done.returncode == 0 and re.search(r"^  gdpo +advantages", done.stdout, re.M), done.stdout
+    done = run_example("gsm8k.sh", "--dry-run", cwd=tmp_path, DATA=str(gsm8k), METHODS="")
+    assert done.returncode == 0 and "No methods are named" in done.stdout
+    done = run_example("gsm8k.sh", "--dry-run", cwd=tmp_path, DATA=str(gsm8k), METHODS="vadee")
+    assert done.returncode == 1 and "There is no method `vadee`" in done.stdout
+    done = run_example("gsm8k.sh", "--dry-run", cwd=tmp_path, MODEL="")
+    assert done.returncode == 1 and "MODEL: names the model to train" in done.stderr
+
+
+def test_the_example_for_several_nodes(gsm8k, tmp_path):
+    done = run_example(
+        "gsm8k_multinode.sh", "--dry-run", cwd=tmp_path, DATA=str(gsm8k), NODES="2", HF_HOME="/a b", METHODS="vade"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = section(done.stdout, "The run")
+    assert found["devices"] == "2 x 8 cuda" and found["prompts"] == "256 per step"
+    assert found["optimizer steps"] == "1 per step, of 1024 rows each" and "Several nodes" in done.stdout
+
+
+@pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh"])
+def test_help_of_an_example(script, tmp_path):
+    done = run_example(script, "--help", cwd=tmp_path, MODEL="")
+    assert done.returncode == 0 and f"bash examples/verl/{script}" in done.stdout and "set -euo" not in done.stdout
+
+
+@pytest.mark.host
+def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
+    """verl's `validate_config` on what the scripts start, with the plugin that verl loads: the driver's whole check."""
+    show = tmp_path / "show"  # stands for python
+    show.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    show.chmod(0o755)
+    for script in ("gsm8k.sh", "gsm8k_multinode.sh"):
+        done = run_example(script, cwd=tmp_path, DATA=str(gsm8k), PYTHON=str(show), HF_HOME="/a b")
+        command = done.stdout.splitlines()
+        assert command[:2] == ["-m", "verl.trainer.main_ppo"] and done.returncode == 0, done.stderr
+        (tmp_path / script).write_text("\n".join(command[2:]))
+    code = (
+        "import sys\n"
+        "import verl\n"
+        "from verl.trainer.ppo.utils import need_critic, need_reference_policy\n"
+        "from verl.utils.config import validate_config\n"
+        "from rl_plugins.verl.config import compose\n"
+        "for file in sys.argv[1:]:\n"
+        "    config = compose(open(file).read().splitlines())\n"
+        "    validate_config(config, need_reference_policy(config), need_critic(config))\n"
+        "    print(config.trainer.nnodes, config.ray_kwargs.ray_init.runtime_env.get('env_vars'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "gsm8k.sh", "gsm8k_multinode.sh"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("methods in effect, in this order") == 2
+    assert "1 None" in done.stdout and "2 {'HF_HOME': '/a b'}" in done.stdout
+
+
+def test_the_reward_of_the_example():
+    score = gsm8k_data().compute_score
+    assert score("", "so it is\n#### 1,234", "1234") == {"score": 1.2, "accuracy": 1.0, "format": 1.0}
+    assert score("", "#### 3 or rather\n#### 4", "4") == {"score": 1.0, "accuracy": 1.0, "format": 0.0}
+    assert score("", "#### $5", "4") == {"score": 0.2, "accuracy": 0.0, "format": 1.0}
+    assert score("", "4", "4") == {"score": 0.0, "accuracy": 0.0, "format": 0.0}
+
+
+def test_the_weights_of_the_example_are_those_of_its_score():
+    text = (EXAMPLES / "gsm8k.sh").read_text()
+    weights = dict(re.findall(r"\+rl_plugins\.rewards\.(\w+)=([\d.]+)", text))
+    assert {k: float(v) for k, v in weights.items()} == {"accuracy": 1.0, "format": gsm8k_data().FORMAT_WEIGHT}
+
+
+def test_files_named_on_the_page_and_in_the_list_of_examples_exist():
+    for page in ("docs/verl.md", "examples/README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+            if not target.startswith("http"):
+                assert (ROOT / page).parent.joinpath(target).exists(), (page, target)
+    for script in re.findall(r"verl/\w+\.(?:sh|py)", (ROOT / "examples" / "README.md").read_text()):
+        assert (ROOT / "examples" / script).exists(), script
