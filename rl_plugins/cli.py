@@ -120,48 +120,84 @@ def doctor(
     raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
-_SEEDS = typer.Option(help="How many seeds (3), or which (4,7,11).")
+_SEEDS = typer.Option(help="How many seeds (3), or which (4,7,11).", show_default="3; demo with --host verl: 2")
 _VS = typer.Option(help="The baseline: grpo is the host alone.")
-_JOBS = typer.Option(min=1, help="Runs at a time.")
+_JOBS = typer.Option(min=1, help="Runs at a time; with --host verl always 1.", show_default=False)
 _DRY = typer.Option("--dry-run", help="Print the plan and stop.")
+_HOST = typer.Option(help="Whose trainer.")
+
+
+def _one_job(jobs: int | None) -> None:
+    if jobs not in (None, 1):
+        raise ConfigError(f"--jobs {jobs} is given; runs of verl go one at a time. Leave --jobs out.")
 
 
 @app.command()
 def demo(
     methods: Annotated[list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` are two together.")] = None,
+    host: Annotated[_Host, _HOST] = _Host.trl,
     vs: Annotated[str, _VS] = "grpo",
-    seeds: Annotated[str, _SEEDS] = "3",
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("demo-results"),
-    jobs: Annotated[int, _JOBS] = 2,
+    seeds: Annotated[str | None, _SEEDS] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results/verl"),
+    ] = None,
+    jobs: Annotated[int | None, _JOBS] = None,
     long: Annotated[bool, typer.Option("--long", help="More steps.")] = False,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
     """Train methods and plain GRPO side by side on a small policy built here. Without METHODS: vade."""
-    from rl_plugins.commands.compare import demo
+    from rl_plugins.commands import compare
 
-    demo(methods or ["vade"], vs, seeds, out, jobs, long, dry_run)
+    methods = methods or ["vade"]
+    if host == _Host.verl:
+        _one_job(jobs)
+        compare.demo_verl(methods, vs, seeds or "2", out or Path("demo-results/verl"), long, dry_run)
+    else:
+        compare.demo(methods, vs, seeds or "3", out or Path("demo-results"), jobs or 2, long, dry_run)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"ignore_unknown_options": True})
 def compare(
-    ctx: typer.Context,
-    config: Annotated[Path, typer.Argument(help="YAML config of `trl grpo`.")],
-    methods: Annotated[list[str], typer.Argument(help="Methods; `vade+mc_grpo` are two together.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG METHOD... | METHOD... -- OVERRIDES...",
+            help="Methods (`vade+mc_grpo` are two together) and your run.",
+            show_default=False,
+        ),
+    ],
+    host: Annotated[_Host, _HOST] = _Host.trl,
     vs: Annotated[str, _VS] = "grpo",
-    seeds: Annotated[str, _SEEDS] = "3",
+    seeds: Annotated[str, typer.Option(help="How many seeds (3), or which (4,7,11).")] = "3",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("compare-results"),
-    jobs: Annotated[int, _JOBS] = 1,
+    jobs: Annotated[int | None, _JOBS] = None,
     metric: Annotated[list[str] | None, typer.Option(help="Logged value to compare; may be repeated.")] = None,
-    launcher: Annotated[str, typer.Option(help='E.g. "accelerate launch --num_processes 4".')] = "",
+    launcher: Annotated[str, typer.Option(help='Of TRL, e.g. "accelerate launch --num_processes 4".')] = "",
     method_params: Annotated[
         str | None, typer.Option("--method-params", "--method_params", help="Parameters as JSON.")
     ] = None,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
-    """Methods on your own config under one budget, with intervals. Further options go to `trl grpo`."""
-    from rl_plugins.commands.compare import compare
+    """Methods on your own run under one budget, with intervals.
 
-    compare(config, methods, vs, seeds, out, jobs, metric or [], launcher, method_params, dry_run, ctx.args)
+    \b
+    A config of `trl grpo`; further options go to it:
+      rl-plugins compare run.yaml vade mc_grpo --learning_rate 1e-6
+
+    \b
+    A run of verl, by its overrides or by the whole command:
+      rl-plugins compare --host verl vade mc_grpo -- data.train_batch_size=64 trainer.test_freq=20 ..
+    """
+    from rl_plugins.commands import compare
+
+    if host == _Host.verl:
+        _one_job(jobs)
+        if launcher:
+            raise ConfigError("--launcher is for TRL; verl starts its own processes. Leave it out.")
+        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, dry_run)
+    else:
+        compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, method_params, dry_run)
 
 
 @app.command(hidden=True)

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from typer.testing import CliRunner
 
+from rl_plugins.cli import app
 from rl_plugins.commands.compare import parse_seeds
 from rl_plugins.compare import report
 from rl_plugins.compare.plan import make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, read_log, run_all
+from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError, RLPluginsError
 
 
@@ -28,9 +31,10 @@ def fake_logs(comparison, values):
         run.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def plan(tmp_path, methods=("mc_grpo",), seeds=(0, 1, 2), **kwargs):
+def plan(tmp_path, methods=("mc_grpo",), seeds=(0, 1, 2), extra=(), **kwargs):
     (tmp_path / "run.yaml").write_text("max_steps: 10\n")
-    return make_plan(tmp_path / "run.yaml", parse_arms(methods, "grpo"), seeds, tmp_path / "out", **kwargs)
+    host = Trl(tmp_path / "run.yaml", tuple(extra))
+    return make_plan(host, parse_arms(methods, "grpo"), seeds, tmp_path / "out", **kwargs)
 
 
 def test_every_arm_gets_every_seed_and_the_same_config(tmp_path):
@@ -109,7 +113,7 @@ def test_a_run_of_another_config_is_not_finished(tmp_path):
     (c.runs[0].folder / "finished.json").write_text(json.dumps({"fingerprint": c.runs[0].fingerprint}))
     assert is_finished(c.runs[0]) and is_finished(plan(tmp_path, seeds=[0]).runs[0])
     (tmp_path / "run.yaml").write_text("max_steps: 11\n")
-    changed = make_plan(tmp_path / "run.yaml", c.arms, [0], tmp_path / "out")
+    changed = make_plan(Trl(tmp_path / "run.yaml"), c.arms, [0], tmp_path / "out")
     assert not is_finished(changed.runs[0])
 
 
@@ -119,6 +123,15 @@ def test_a_line_being_written_is_left_out(tmp_path):
     with c.runs[0].log_file.open("a") as f:
         f.write('{"step": 11, "rew')
     assert read_log(c.runs[0])[-1]["step"] == 10
+
+
+def test_options_behind_the_methods_go_to_trl(tmp_path):
+    (tmp_path / "run.yaml").write_text("max_steps: 10\n")
+    command = ["compare", str(tmp_path / "run.yaml"), "vade", "mc_grpo", "--learning_rate", "1e-6", "--seeds", "1"]
+    result = CliRunner().invoke(app, [*command, "--dry-run"])
+    runs = result.output.splitlines()
+    assert [run.split()[0] for run in runs] == ["grpo", "vade", "mc_grpo"]
+    assert all(" --learning_rate 1e-6 --seed 0 " in run for run in runs)
 
 
 @pytest.mark.host
@@ -133,7 +146,7 @@ def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     values = settings.config(tmp_path / "policy", data, ["mc_grpo"], long=False)
     values |= {"max_steps": 2, "eval_strategy": "no", "eval_on_start": False, "per_device_train_batch_size": 32}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    c = make_plan(tmp_path / "run.yaml", parse_arms(["mc_grpo"], "grpo"), [0], tmp_path / "out")
+    c = make_plan(Trl(tmp_path / "run.yaml"), parse_arms(["mc_grpo"], "grpo"), [0], tmp_path / "out")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     run_all(c, jobs=2, environment=environment)
     logs = {r.arm.label: read_log(r) for r in c.runs}
@@ -143,7 +156,7 @@ def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     assert run_all(c, jobs=2) < 2.0
 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "num_generations": 3}))
-    broken = make_plan(tmp_path / "run.yaml", parse_arms([], "grpo"), [1], tmp_path / "out")
+    broken = make_plan(Trl(tmp_path / "run.yaml"), parse_arms([], "grpo"), [1], tmp_path / "out")
     with pytest.raises(RLPluginsError, match=r"(?s)grpo with seed 1 failed .*must be divisible by num_generations"):
         run_all(broken, jobs=1, environment=environment)
     assert not is_finished(broken.runs[0]) and is_finished(c.runs[0])

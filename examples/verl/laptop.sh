@@ -23,7 +23,8 @@ mkdir -p "$out" && out=$(cd "$out" && pwd)
 # The one switch: rl-plugins registers a CPU platform and the rollout backend `hf_cpu` in every process of verl.
 export VERL_PLATFORM=cpu
 # Many small processes share the cores; more threads in each would only make them wait for each other.
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# (TransferQueue's own 8 are more than a laptop has, which it reports a hundred times per step.)
+export OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # Nothing is downloaded or reported. verl's metrics go to a file, one JSON object per step.
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.markdown import Markdown
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_plugins.compare import report
-from rl_plugins.compare.plan import Comparison, make_plan, parse_arms
+from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
+from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
 from rl_plugins.registry import parse_method_params
 
@@ -33,8 +35,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def compare(
-    config: Path,
-    methods: Sequence[str],
+    words: Sequence[str],
     baseline: str,
     seeds: str,
     out: Path,
@@ -43,59 +44,105 @@ def compare(
     launcher: str,
     method_params: str | None,
     dry_run: bool,
-    extra: Sequence[str],
 ) -> None:
-    """Trains every arm with every seed on the user's own config and writes figures and a report."""
+    """Trains every arm with every seed on the user's own config of TRL and writes figures and a report.
+
+    Args:
+        words: the YAML file, methods, and options of `trl grpo`.
+    """
+    config = Path(words[0])
     if not config.is_file():
         raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
+    methods, extra = _split(words[1:], r"-.*")
+    arms = parse_arms(_named(methods), baseline)
     values = yaml.safe_load(config.read_text()) or {}
-    arms = parse_arms(methods, baseline)
-    chosen = any({"select_prompts", "plan"} & _hooks(a.methods) for a in arms)
     held_out = str(values.get("eval_strategy", "no")) != "no"
-    notes = ["Every run has the same config: optimizer steps, batch and data."]
-    if chosen and not held_out:
-        notes.append(
-            "A method here chooses prompts or rollouts, so rewards in training are of what it chose. Set "
-            "eval_strategy and a test split to compare on held-out prompts."
-        )
-    shown = list(metrics) or (["eval_reward"] if held_out else []) + ["reward"]
     comparison = make_plan(
-        config.absolute(), arms, parse_seeds(seeds), out, extra, parse_method_params(method_params), notes
+        Trl(config.absolute(), tuple(extra)),
+        arms,
+        parse_seeds(seeds),
+        out,
+        parse_method_params(method_params),
+        _notes(arms, held_out, "eval_strategy and a test split"),
     )
-    _run(comparison, shown, jobs, shlex.split(launcher), dry_run)
+    _run(comparison, _shown(metrics, held_out), jobs, shlex.split(launcher), dry_run)
+
+
+def compare_verl(
+    words: Sequence[str],
+    baseline: str,
+    seeds: str,
+    out: Path,
+    metrics: Sequence[str],
+    method_params: str | None,
+    dry_run: bool,
+) -> None:
+    """The same on the user's own run of verl.
+
+    Args:
+        words: methods, and overrides of `python -m verl.trainer.main_ppo` or the whole command.
+    """
+    from rl_plugins.commands.doctor_verl import read_command
+    from rl_plugins.compare.verl import Verl
+
+    methods, command = _split(words, r"[-~].*|.*=.*|(.*/)?python[\d.]*")
+    arms = parse_arms(_named(methods), baseline)
+    host = Verl.of(read_command(command))
+    notes = _notes(arms, host.evaluates, "trainer.test_freq and data.val_files")
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, parse_method_params(method_params), notes)
+    _run(comparison, _shown(metrics, host.evaluates), 1, (), dry_run)
+
+
+def _split(words: Sequence[str], pattern: str) -> tuple[list[str], list[str]]:
+    """The words before the first one that matches, and the rest."""
+    end = next((i for i, word in enumerate(words) if re.fullmatch(pattern, word)), len(words))
+    return list(words[:end]), list(words[end:])
+
+
+def _named(methods: list[str]) -> list[str]:
+    if not methods:
+        raise ConfigError("No method is named. Name at least one: rl-plugins compare run.yaml vade")
+    return methods
+
+
+def _notes(arms: Sequence[Arm], held_out: bool, option: str) -> list[str]:
+    notes = ["Every run has the same config: optimizer steps, batch and data."]
+    if not held_out and any({"select_prompts", "plan"} & _hooks(a.methods) for a in arms):
+        notes.append(
+            f"A method here chooses prompts or rollouts, so rewards in training are of what it chose. Set {option} to "
+            f"compare on held-out prompts."
+        )
+    return notes
+
+
+def _shown(metrics: Sequence[str], held_out: bool) -> list[str]:
+    return list(metrics) or (["eval_reward"] if held_out else []) + ["reward"]
 
 
 def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, dry_run: bool) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
     from rl_plugins.demo import settings
-    from rl_plugins.demo.policy import load_policy, policy_path
+    from rl_plugins.demo.policy import policy_path
 
     arms = parse_arms(methods, baseline)
-    names = [n for a in arms for n in a.methods]
+    names = _names(arms)
     console = Console()
     policy, data, config = policy_path(), out / "data", out / "run.yaml"
     values = settings.config(policy.absolute(), data.absolute(), names, long)
     out.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(values, sort_keys=False))
     if not dry_run:
-        with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
-            task = progress.add_task("warm start of the policy (once, then cached)", total=None)
-            load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
-            progress.update(task, total=1, completed=1)
+        _warm_start(console)
         settings.write_data(data)
-    params = {n: dict(settings.DEMO_PARAMS[n]) for n in names if n in settings.DEMO_PARAMS}
-    weights = zip(settings.REWARDS, values["reward_weights"], strict=True)
-    rewarded = " + ".join(name for name, weight in weights if weight)
+    params = _demo_params(names)
     notes = [
-        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward {rewarded}. Every run "
-        f"trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
-        f"{values['num_generations']} per prompt; what a method generates beyond that shows in the tokens.",
-        "In groups of equal rewards nothing is learned. What is right on held-out prompts is comparable; what is right "
-        "in training is of the prompts and completions each method chose.",
-        *(f"`{name}` with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
-        "A toy: it shows that the method acts and what it does here, not what it does on a large model.",
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward "
+        f"{_rewarded(values['reward_weights'])}. Every run trains {values['max_steps']} steps of "
+        f"{values['per_device_train_batch_size']} rollouts, {values['num_generations']} per prompt; what a method "
+        f"generates beyond that shows in the tokens.",
+        *_demo_notes(params),
     ]
-    comparison = make_plan(config.absolute(), arms, parse_seeds(seeds), out, (), params, notes)
+    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
     cache = {
         "HF_DATASETS_CACHE": str((out / "cache").absolute()),
         "HF_HUB_OFFLINE": "1",
@@ -103,6 +150,84 @@ def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int
         "TOKENIZERS_PARALLELISM": "false",
     }
     _run(comparison, settings.metrics(values), jobs, (), dry_run, console, "rewards/exact/mean", cache, settings.LABELS)
+
+
+def demo_verl(methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, dry_run: bool) -> None:
+    """The same with verl's trainer on the CPU: one run at a time, because one is 19 processes."""
+    from rl_plugins.compare.verl import Verl
+    from rl_plugins.demo import settings, verl_data
+    from rl_plugins.demo.policy import policy_path
+
+    arms = parse_arms(methods, baseline)
+    names = _names(arms)
+    console = Console()
+    steps = verl_data.LONG_STEPS if long else verl_data.SHORT_STEPS
+    data = out / "data"
+    given = verl_data.overrides(data, policy_path(), out, steps=steps, test_every=steps // 2)
+    host = Verl.of([*given, *verl_data.suited(names)])
+    params = _demo_params(names)
+    weights = verl_data.reward_weights(names)
+    notes = [
+        f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
+        f"of sorting digits, reward {_rewarded(weights)}. Every run trains {steps} steps of "
+        f"{verl_data.PROMPTS * verl_data.SAMPLES} rollouts, {verl_data.SAMPLES} per prompt; what a method generates "
+        f"beyond that shows in the tokens.",
+        f"{baseline} is verl's own trainer `sync`, a method runs in `rl_plugins_sync`. In both the replay buffer is "
+        f"asked every 0.2 s instead of verl's 2 s. Seconds are those of the training steps, without start-up and "
+        f"evaluation.",
+        *_demo_notes(params),
+    ]
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
+    waiting = sum(not is_finished(run) for run in comparison.runs)
+    if not dry_run:
+        _warm_start(console)
+        verl_data.write(data)
+        if waiting:
+            one = verl_data.SECONDS_TO_START + steps * verl_data.SECONDS_PER_STEP
+            console.print(
+                f"{waiting} runs of verl one after another, each about {one / 60:.1f} minutes on two idle cores (verl "
+                f"starts 19 processes per run): about {waiting * one / 60:.0f} minutes. Ctrl-C stops; the same command "
+                f"goes on after the last finished run.",
+                highlight=False,
+            )
+    shown = settings.metrics({"reward_weights": weights})
+    watch = "rewards/exact/mean"
+    _run(comparison, shown, 1, (), dry_run, console, watch, verl_data.ENVIRONMENT, settings.LABELS)
+
+
+def _names(arms: Sequence[Arm]) -> list[str]:
+    return list(dict.fromkeys(name for arm in arms for name in arm.methods))
+
+
+def _demo_params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    from rl_plugins.demo.settings import DEMO_PARAMS
+
+    return {name: dict(DEMO_PARAMS[name]) for name in names if name in DEMO_PARAMS}
+
+
+def _demo_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        "In groups of equal rewards nothing is learned. What is right on held-out prompts is comparable; what is right "
+        "in training is of the prompts and completions each method chose.",
+        *(f"`{name}` with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
+        "A toy: it shows that the method acts and what it does here, not what it does on a large model.",
+    ]
+
+
+def _rewarded(weights: Sequence[float]) -> str:
+    from rl_plugins.demo.settings import REWARDS
+
+    return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
+
+
+def _warm_start(console: Console) -> None:
+    """Builds the embedded policy, if it is not there yet."""
+    from rl_plugins.demo.policy import load_policy
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("warm start of the policy (once, then cached)", total=None)
+        load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
+        progress.update(task, total=1, completed=1)
 
 
 def _run(

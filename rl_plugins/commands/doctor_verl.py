@@ -32,7 +32,7 @@ from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings
-from rl_plugins.verl.config import _verl_folder as verl_folder
+from rl_plugins.verl.config import verl_folder as verl_folder
 
 SHOWN = ("torch", "transformers", "verl", "TransferQueue", "ray", "vllm", "sglang", "trl")
 POLICY, GROUP, NAME = "VERL_USE_EXTERNAL_PLUGINS", "verl.plugins", "rl_plugins"
@@ -283,7 +283,7 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
         settings = read_settings(config)
         if settings is not None:
             stack = settings.stack()
-        start._check_mode(settings, config, None)
+        start.check_mode(settings, config, None)
     except ConfigError as e:
         problems.append(str(e))
     run = _Run(config, stack, problems=problems)

@@ -7,10 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rl_plugins import registry
 from rl_plugins.errors import ConfigError
+
+LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Run:
     arm: Arm
     seed: int
     folder: Path
+    worker: str  # see Host
     arguments: tuple[str, ...]
-    config: str  # its text
+    config: str  # text of the files the arguments name
 
     @property
     def log_file(self) -> Path:
@@ -44,6 +47,31 @@ class Run:
     def fingerprint(self) -> str:
         """Tells whether a finished run in the folder is this one."""
         return hashlib.sha256(json.dumps([self.arguments, self.config]).encode()).hexdigest()[:16]
+
+
+class Host(Protocol):
+    """A trainer that runs are made with.
+
+    Attributes:
+        worker: module that trains with the arguments of its command line. It writes what the trainer logs to the file
+            named by RL_PLUGINS_LOG_FILE, as lines of JSON with "step", "max_steps" (None: not known), "seconds" of
+            training so far, "num_tokens" so far, and values by name. Ended by SIGTERM it leaves no process behind.
+        config: text of the files that arguments name.
+    """
+
+    @property
+    def worker(self) -> str: ...
+
+    @property
+    def config(self) -> str: ...
+
+    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Arguments of a run: the user's, with the arm's methods, the seed and a folder of its own in place of theirs.
+
+        Args:
+            params: of the arm's methods.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -83,15 +111,14 @@ def parse_arms(methods: Sequence[str], baseline: str) -> tuple[Arm, ...]:
 
 
 def make_plan(
-    config: Path,
+    host: Host,
     arms: Sequence[Arm],
     seeds: Sequence[int],
     out: Path,
-    extra: Sequence[str] = (),
     method_params: Mapping[str, Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
 ) -> Comparison:
-    """The runs: the user's config, with the arm's methods, the seed and a folder of its own in place of theirs.
+    """The runs of every arm with every seed.
 
     Raises:
         ConfigError: parameters for a method that no arm names, or that do not fit the method.
@@ -106,18 +133,6 @@ def make_plan(
             folder = out / "runs" / f"{arm.label}-seed{seed}"
             mine = {n: params[n] for n in arm.methods if n in params}
             registry.select(arm.methods, mine)
-            arguments = [
-                "--config",
-                str(config),
-                *extra,
-                "--seed",
-                str(seed),
-                "--output_dir",
-                str(folder / "trainer"),
-                "--method_params",
-                json.dumps(mine),
-                "--methods",
-                *(arm.methods or ("",)),
-            ]
-            runs.append(Run(arm, seed, folder, tuple(arguments), config.read_text()))
+            arguments = host.arguments(arm, seed, folder, mine)
+            runs.append(Run(arm, seed, folder, host.worker, tuple(arguments), host.config))
     return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

@@ -38,6 +38,9 @@ class Interval:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
 
 
+EVALUATIONS = ("eval_", "val-")  # how names of values of an evaluation begin, in TRL and in verl
+
+
 @dataclass(frozen=True)
 class Curve:
     """One logged value of one arm: (steps,), (seeds, steps)."""
@@ -72,8 +75,8 @@ def summarize(
     """Everything the report says, as plain data.
 
     Args:
-        metrics: logged values to compare; the first one is the main one. Values of an evaluation (`eval_..`) count at
-            their last point, others as the mean over the last tenth of the run.
+        metrics: logged values to compare; the first one is the main one. Values of an evaluation (`EVALUATIONS`) count
+            at their last point, others as the mean over the last tenth of the run.
         labels: what a value is called in text and figure; default its name.
     """
     arms: dict[str, Any] = {}
@@ -83,7 +86,7 @@ def summarize(
             found = curve(comparison, arm, name)
             if found is None:
                 continue
-            last = found.values[:, -1].tolist() if name.startswith("eval_") else found.last()
+            last = found.values[:, -1].tolist() if name.startswith(EVALUATIONS) else found.last()
             first = found.values[:, 0].tolist()
             interval = Interval.of(last)
             entry["metrics"][name] = {"start": first, "end": last, "mean": interval.mean, "half": interval.half}
@@ -183,7 +186,7 @@ def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path) -> None
         for i, (label, c) in enumerate(curves.items()):
             if c is None:
                 continue
-            color, smooth = f"C{i}", c if metric.startswith("eval_") else _smoothed(c)
+            color, smooth = f"C{i}", c if metric.startswith(EVALUATIONS) else _smoothed(c)
             mean = np.nanmean(smooth.values, axis=0)
             axis.plot(smooth.steps, mean, color=color, label=label, lw=2)
             for seed in smooth.values:

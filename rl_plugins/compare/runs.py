@@ -20,8 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rl_plugins.compare.plan import Comparison, Run
-from rl_plugins.compare.worker import LOG_VARIABLE
+from rl_plugins.compare.plan import LOG_VARIABLE, Comparison, Run
 from rl_plugins.errors import RLPluginsError
 
 
@@ -109,7 +108,7 @@ def _begin(run: Run, launcher: Sequence[str], progress: Progress, environment: d
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     output = (run.folder / "output.txt").open("wb")
-    command = [*(launcher or (sys.executable,)), "-m", "rl_plugins.compare.worker", *run.arguments]
+    command = [*(launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
     (run.folder / "command.json").write_text(json.dumps(command, indent=1))
     environ = {**os.environ, **environment, LOG_VARIABLE: str(run.log_file)}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)

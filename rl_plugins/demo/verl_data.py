@@ -11,11 +11,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rl_plugins import registry
+from rl_plugins.compare.verl import quoted
 from rl_plugins.demo import rewards
 from rl_plugins.demo.settings import BINARY, DEMO_PARAMS, GRADED, REWARDS, TEST_PROMPTS, TRAIN_PROMPTS, WANT_BINARY
 
 SOURCE = "digit_lists"
+# Of every run; examples/verl/laptop.sh has the same.
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "TQ_NUM_THREADS": "1",  # TransferQueue's 8 are more than there are cores, which it reports 130 times per step
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 STEPS = 40
+SHORT_STEPS, LONG_STEPS = 30, 120  # of `rl-plugins demo --host verl`
+SECONDS_TO_START, SECONDS_PER_STEP = 70, 1.5  # on two idle cores; the first with three evaluations
 PROMPTS, SAMPLES = 24, 4  # on a quiet machine, generated before verl looks for them after 2 s
 
 
@@ -92,14 +105,14 @@ def overrides(
     lines = [
         # What is trained
         "algorithm.adv_estimator=grpo",
-        f"data.train_files={_quoted(data / 'train.parquet')}",
-        f"data.val_files={_quoted(data / 'test.parquet')}",
+        f"data.train_files={quoted(data / 'train.parquet')}",
+        f"data.val_files={quoted(data / 'test.parquet')}",
         f"data.train_batch_size={PROMPTS}",
         "data.max_prompt_length=16",
         "data.max_response_length=14",
         "data.dataloader_num_workers=0",
         "data.seed=1",
-        f"actor_rollout_ref.model.path={_quoted(model)}",
+        f"actor_rollout_ref.model.path={quoted(model)}",
         f"{rollout}.n={SAMPLES}",
         f"{rollout}.calculate_log_probs=True",
         f"{rollout}.val_kwargs.do_sample=True",
@@ -146,30 +159,35 @@ def overrides(
         'trainer.logger=["console","file"]',
         "trainer.project_name=rl-plugins",
         "trainer.experiment_name=laptop",
-        f"trainer.default_local_dir={_quoted(out / 'checkpoints')}",
-        f"hydra.run.dir={_quoted(out / 'hydra')}",
+        f"trainer.default_local_dir={quoted(out / 'checkpoints')}",
+        f"hydra.run.dir={quoted(out / 'hydra')}",
     ]
     if not methods:
         return lines
-    binary = bool(set(methods) & set(WANT_BINARY))
-    lines += [
-        "trainer.v1.trainer_mode=rl_plugins_sync",
-        f"+rl_plugins.methods=[{','.join(methods)}]",
-        f"+reward.custom_reward_function.reward_kwargs.binary={binary}",
-    ]
-    for name, weight in zip(REWARDS, BINARY if binary else GRADED, strict=True):
-        lines.append(f"+rl_plugins.rewards.{name}={weight}")
+    lines += ["trainer.v1.trainer_mode=rl_plugins_sync", f"+rl_plugins.methods=[{','.join(methods)}]", *suited(methods)]
     for method in methods:
         for name, value in DEMO_PARAMS.get(method, {}).items():
-            lines.append(f"+rl_plugins.method_params.{method}.{name}={_quoted(value)}")
+            lines.append(f"+rl_plugins.method_params.{method}.{name}={quoted(value)}")
     return lines
 
 
-def _quoted(value: Any) -> str:
-    """A value as hydra reads it back, whatever characters a string or path has."""
-    if isinstance(value, Path):
-        value = str(value.resolve())
-    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)
+def reward_weights(methods: Iterable[str]) -> tuple[float, ...]:
+    """Weights of `REWARDS` that give methods something to act on."""
+    return BINARY if set(methods) & set(WANT_BINARY) else GRADED
+
+
+def suited(methods: Iterable[str]) -> list[str]:
+    """Overrides that give methods something to act on: the rewards they are for, and two updates per batch for one that
+    corrects for off-policy updates. Runs that are compared must share them."""
+    methods = list(methods)
+    weights = reward_weights(methods)
+    lines = [f"+reward.custom_reward_function.reward_kwargs.binary={weights == BINARY}"]
+    for name, weight in zip(REWARDS, weights, strict=True):
+        lines.append(f"+rl_plugins.rewards.{name}={weight}")
+    classes = [cls for name in methods for cls in registry.select([name]).classes.values()]
+    if any("off_policy" in cls.needs for cls in classes):
+        lines.append("actor_rollout_ref.actor.ppo_epochs=2")
+    return lines
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ Rows the plan says nothing special about go through verl's own agent loops.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, register
@@ -18,6 +19,8 @@ FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens a
 @register(PLANNED_AGENT)
 class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
     """`single_turn_agent` for a row whose plan gives completions, a prefix or a token limit."""
+
+    _prefix: Sequence[int] = ()  # of the completion this object serves
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         plan = kwargs[COLUMN]
@@ -61,24 +64,17 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
     async def _generated(
         self, sampling_params: dict[str, Any], kwargs: dict[str, Any], plan: dict[str, Any]
     ) -> AgentLoopOutput:
-        """verl's own run; the prefix is put behind the prompt for the engine, and becomes part of the response after."""
+        """verl's own run. For the engine the prefix stands behind the prompt; afterwards it is part of the response."""
         prefix = list(plan["prefix"])
         limit = min(plan["max_tokens"] or self.response_length, self.response_length)
-        host = self.ct_build_initial_tokens
-        if prefix:
-
-            async def with_prefix(*args: Any, **kw: Any) -> list[int]:
-                return [*await host(*args, **kw), *prefix]
-
-            self.ct_build_initial_tokens = with_prefix
-        try:
-            params = {**sampling_params, "max_tokens": limit - len(prefix)}
-            output = await super().run(params, **kwargs)
-        finally:
-            self.ct_build_initial_tokens = host
+        self._prefix = prefix
+        output = await super().run({**sampling_params, "max_tokens": limit - len(prefix)}, **kwargs)
         output.prompt_ids = output.prompt_ids[: len(output.prompt_ids) - len(prefix)]
         output.response_ids = [*prefix, *output.response_ids][:limit]
         output.response_mask = [*([1] * len(prefix)), *output.response_mask][:limit]
         if output.response_logprobs is not None:
             output.response_logprobs = [*([0.0] * len(prefix)), *output.response_logprobs][:limit]
         return output
+
+    async def ct_build_initial_tokens(self, *args: Any, **kwargs: Any) -> list[int]:
+        return [*await super().ct_build_initial_tokens(*args, **kwargs), *self._prefix]

@@ -22,7 +22,7 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 
 from rl_plugins.driver import Decision, Selection, select_rows, settle
 from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import batch_std, grpo_advantages
+from rl_plugins.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.stack import MethodStack
@@ -185,8 +185,9 @@ class MethodsBatch:
                 if self.stack.claimed("advantages"):
                     return False
                 raise ConfigError(
-                    f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} sees neither groups made in several "
-                    f"waves nor rows without a reward, and this batch has some. Use algorithm.adv_estimator=grpo."
+                    f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} sees neither groups made in "
+                    f"several waves nor rows without a reward, and this batch has some. Use "
+                    f"algorithm.adv_estimator=grpo."
                 )
             return True
         chosen = self.selection
@@ -196,7 +197,7 @@ class MethodsBatch:
 
     def _estimator(self, rollouts: Rollouts) -> Tensor:
         """verl's GRPO for groups of any size; of several rows of a rollout the last one counts, for all of them."""
-        scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
+        scale: Scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
         if not bool((rollouts.index > 0).any()):
             return grpo_advantages(rollouts, scale, 1e-6)
         of = rollouts.group * (int(rollouts.rollout.max()) + 1) + rollouts.rollout
@@ -300,10 +301,11 @@ def whole_group_order(group: Sequence[int | None], step_rows: int, ranks: int) -
     for rows in sorted(members.values(), key=len, reverse=True):
         room = [s for s in steps if len(s) + len(rows) <= step_rows]
         if not room:
+            sizes = sorted(map(len, members.values()))
             raise ConfigError(
-                f"A method needs whole groups in every optimizer step, and groups of {sorted(map(len, members.values()))} "
-                f"rows do not fit into {len(steps)} steps of {step_rows} rows. Set "
-                f"actor_rollout_ref.actor.ppo_mini_batch_size to data.train_batch_size."
+                f"A method needs whole groups in every optimizer step, and groups of {sizes} rows do not fit into "
+                f"{len(steps)} steps of {step_rows} rows. Set actor_rollout_ref.actor.ppo_mini_batch_size to "
+                f"data.train_batch_size."
             )
         max(room, key=lambda s: step_rows - len(s)).extend(rows)
     for s in steps:

@@ -100,7 +100,7 @@ def compose(overrides: Sequence[str]) -> Any:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
 
-    folder = Path(_verl_folder()) / "trainer" / "config"
+    folder = Path(verl_folder()) / "trainer" / "config"
     current = GlobalHydra.instance()
     running, current.hydra = current.hydra, None  # verl's own main may be what calls this
     try:
@@ -112,7 +112,12 @@ def compose(overrides: Sequence[str]) -> Any:
         current.hydra = running
 
 
-def _verl_folder() -> str:
+def verl_folder() -> str:
+    """Where verl is installed; verl is not imported.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     import importlib.util
 
     spec = importlib.util.find_spec("verl")

@@ -12,7 +12,7 @@ from rl_plugins.method import HOOKS
 from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
-from rl_plugins.verl.config import MODES, Settings, compose
+from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
 
 LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
@@ -149,12 +149,13 @@ def dataset_columns(read: Reader) -> list[str] | None:
     """Columns of local parquet files, with the fields of `extra_info` and `reward_model`; None if not known yet."""
     files = read("data.train_files")
     first = str(files if isinstance(files, str) or not files else next(iter(files)))
-    if read("data.custom_cls.path") or not first.endswith(".parquet") or not Path(first).is_file():
+    file = Path(first).expanduser()
+    if read("data.custom_cls.path") or file.suffix != ".parquet" or not file.is_file():
         return None
     import pyarrow.parquet
 
     columns: list[str] = []
-    for column in pyarrow.parquet.read_schema(first):
+    for column in pyarrow.parquet.read_schema(file):
         columns.append(column.name)
         if column.name in NESTED_COLUMNS and hasattr(column.type, "fields"):
             columns += [f.name for f in column.type.fields]
@@ -282,11 +283,8 @@ def _separate_without_hybrid(stack: MethodStack, read: Reader) -> str | None:
     """verl 0.9.1 ends in a TypeError after everything was started; patches/verl/V1 mends it."""
     if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True):
         return None
-    import importlib.util
-
-    spec = importlib.util.find_spec("verl.trainer.ppo.v1.trainer_separate_async")
-    source = Path(spec.origin).read_text() if spec is not None and spec.origin else ""
-    if "flush=True" not in source:
+    source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
+    if "flush=True" not in source.read_text(encoding="utf-8"):
         return None
     return (
         "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging call). "

@@ -1,27 +1,36 @@
 """The loss in the training workers, and what belongs to one optimizer step.
 
 verl's own `ppo_loss` runs with advantages 0 when a method brings the surrogate: KL, entropy bonus and metrics stay as
-they are, and the method's term is added on the same live log-probs, aggregated by verl's `agg_loss`.
+they are, and the method's term is added on the same live log-probs, aggregated by verl's `agg_loss`. Where `ppo_loss`
+hands extra columns to policy losses (patches/verl/V12), the surrogate goes through that instead.
 
 The object travels to every worker by verl's `set_loss_fn`; it carries names and parameters, never state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.stack import MethodStack
+from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
 from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, flat
 
+POLICY_LOSS = "rl_plugins"  # name in verl's registry, used only with patches/verl/V12
 METRIC = "rl_plugins:"  # what follows is the name in hex: verl reduces by words like "min" in a name
+
+
+_serving: list[MethodsLoss] = []  # whose surrogate verl asks for right now
 
 
 class MethodsLoss:
@@ -48,6 +57,14 @@ class MethodsLoss:
 
     def _prepare(self) -> None:
         self.stack: MethodStack = self.settings.stack()
+        self._seam = (
+            self.stack.claimed("policy_loss")
+            and self.stack.aggregation == "host"
+            and "current_entropies" not in self.stack.needs  # verl does not hand them to policy losses
+            and passes_extra_fields(self.actor.policy_loss)
+        )
+        if self._seam:
+            register_surrogate()
         wrap_train_batch()
 
     # ---- one micro-batch
@@ -60,23 +77,42 @@ class MethodsLoss:
         if not stack.claimed("policy_loss", "regularize"):
             return ppo_loss(self.actor, model_output, data, dp_group)  # type: ignore[no-any-return]
         own = stack.claimed("policy_loss")
+        if own and self._seam:
+            with self._in_place_of_policy_loss(data) as actor:
+                loss, metrics = ppo_loss(actor, model_output, data, dp_group)
+        else:
+            host = data
+            if own:
+                host = data.clone(recurse=False)
+                host["advantages"] = torch.zeros_like(data["advantages"])
+            loss, metrics = ppo_loss(self.actor, model_output, host, dp_group)
         terms = self._terms(model_output, data)
-        host = data
-        if own:
-            host = data.clone(recurse=False)
-            host["advantages"] = torch.zeros_like(data["advantages"])
-        loss, metrics = ppo_loss(self.actor, model_output, host, dp_group)
-        added = torch.zeros_like(terms.logprobs)
-        if own:
-            added = self._surrogate(terms)
+        if own and not self._seam:
+            surrogate = self._surrogate(terms)
             if "rollout_is_weights" in data:
-                added = added * _padded(data["rollout_is_weights"], terms.logprobs)
-        for m in stack.claims["regularize"]:
-            added = added + _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
-        value = self._aggregate(added, terms)
-        if own:
+                surrogate = surrogate * _padded(data["rollout_is_weights"], terms.logprobs)
+            value = self._aggregate(surrogate, terms)
             _correct_metrics(metrics, value)
-        return loss + value, metrics
+            loss = loss + value
+        for m in stack.claims["regularize"]:
+            term = _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
+            loss = loss + self._aggregate(term, terms)
+        return loss, metrics
+
+    @contextmanager
+    def _in_place_of_policy_loss(self, data: Any) -> Iterator[Any]:
+        """verl's actor config with our surrogate as the policy loss, which verl hands the columns (patches/verl/V12)."""
+        columns = [k for k in _names(data) if k.startswith((ROW_COLUMN, TOKEN_COLUMN))]
+        signals = {"rollout_logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_prob"}
+        columns += [column for name, column in signals.items() if name in self.stack.needs]
+        loss = dataclasses.replace(self.actor.policy_loss, loss_mode=POLICY_LOSS, extra_fields=columns)
+        actor = copy.copy(self.actor)
+        object.__setattr__(actor, "policy_loss", loss)  # the config is frozen, and this is a copy
+        _serving.append(self)
+        try:
+            yield actor
+        finally:
+            _serving.remove(self)
 
     def _surrogate(self, terms: Terms) -> Tensor:
         stack = self.stack
@@ -90,15 +126,9 @@ class MethodsLoss:
         entropies = None
         if "current_entropies" in self.stack.needs:
             entropies = no_padding_2_padding(model_output["entropy"], data)
-        columns = {
-            k.removeprefix(ROW_COLUMN): flat(data[k])[:, None]
-            for k in map(str, data.keys())
-            if k.startswith(ROW_COLUMN)
-        }
+        columns = {k.removeprefix(ROW_COLUMN): flat(data[k])[:, None] for k in _names(data) if k.startswith(ROW_COLUMN)}
         columns |= {
-            k.removeprefix(TOKEN_COLUMN): _padded(data[k], logprobs)
-            for k in map(str, data.keys())
-            if k.startswith(TOKEN_COLUMN)
+            k.removeprefix(TOKEN_COLUMN): _padded(data[k], logprobs) for k in _names(data) if k.startswith(TOKEN_COLUMN)
         }
 
         def signal(name: str, column: str) -> Tensor | None:
@@ -185,7 +215,7 @@ class MethodsLoss:
             mine["rollout_logprobs"] = sums(flat(data["rollout_log_probs"]))
         if "current_logprobs" in stack.needs:
             mine["logprobs"] = sums(_current_logprobs(engine, data))
-        own = {str(k): flat(data[k]).double().cpu() for k in data.keys() if str(k).startswith(ROW_COLUMN)}
+        own = {k: flat(data[k]).double().cpu() for k in _names(data) if k.startswith(ROW_COLUMN)}
         parts = _gather({**mine, **own}, group)
         trained = torch.cat([p["length"] for p in parts]) > 0
         together = {k: torch.cat([p[k] for p in parts])[trained] for k in parts[0]}
@@ -212,6 +242,52 @@ class MethodsLoss:
         return scale
 
 
+def register_surrogate() -> None:
+    """Registers our policy loss with verl, once per process.
+
+    Raises:
+        ConfigError: somebody else has the name.
+    """
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY, register_policy_loss
+
+    known = POLICY_LOSS_REGISTRY.get(POLICY_LOSS)
+    if known is None:
+        register_policy_loss(POLICY_LOSS)(_surrogate_of_verl)
+    elif known is not _surrogate_of_verl:
+        raise ConfigError(f"The policy loss `{POLICY_LOSS}` is registered in verl by {known.__module__}; remove that.")
+
+
+def _surrogate_of_verl(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    rollout_is_weights: Tensor | None = None,
+    **columns: Tensor,
+) -> tuple[Tensor, dict[str, Any]]:
+    """verl's signature of a policy loss, with the columns of `policy_loss.extra_fields`."""
+    owner, info = _serving[-1], config.global_batch_info
+    own = {k.removeprefix(TOKEN_COLUMN).removeprefix(ROW_COLUMN): v for k, v in columns.items()}
+    terms = Terms(
+        mask=response_mask.long(),
+        logprobs=log_prob,
+        advantages=advantages,
+        old_logprobs=old_log_prob,
+        num_tokens=torch.tensor(float(info["batch_num_tokens"]), device=log_prob.device),
+        num_rows=torch.tensor(float(info["global_batch_size"]), device=log_prob.device),
+        max_length=owner.max_length,
+        rollout_logprobs=own.pop("rollout_log_probs", None),
+        ref_logprobs=own.pop("ref_log_prob", None),
+        columns=own,
+    )
+    surrogate = owner._surrogate(terms)
+    if rollout_is_weights is not None:
+        surrogate = surrogate * rollout_is_weights
+    return owner._aggregate(surrogate, terms), {}
+
+
 def wrap_train_batch() -> None:
     """Puts our step around the engine's, for our loss only. Installed when a loss with methods arrives."""
     from verl.workers.engine.base import BaseEngine
@@ -234,6 +310,10 @@ def take_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     prefix = f"actor/{METRIC}"
     found = [key for key in metrics if key.startswith(prefix)]
     return {bytes.fromhex(key.removeprefix(prefix)).decode(): float(metrics.pop(key)) for key in sorted(found)}
+
+
+def _names(data: Any) -> list[str]:
+    return [str(k) for k in data.keys()]  # noqa: SIM118  a TensorDict iterates over its rows
 
 
 def _padded(column: Tensor, like: Tensor) -> Tensor:

@@ -63,6 +63,14 @@ def confirm(stack: MethodStack, workers: Mapping[str, Sequence[Any]]) -> str:
     return f"rl-plugins {mine['version']}: methods confirmed by {len(found)} workers ({listed})"
 
 
+def died(name: str, error: Exception) -> MethodError:
+    """The error for a worker that is gone."""
+    return MethodError(
+        f"The worker `{name}` died while rollouts were made: {error} The state of the methods is that of the last "
+        f"checkpoint; start the run again with trainer.resume_mode=auto."
+    )
+
+
 class Watch:
     """Notices workers that died. verl waits for their rollouts without an end."""
 
@@ -79,8 +87,5 @@ class Watch:
             try:
                 ray.get(ref)
             except ray.exceptions.RayActorError as e:
-                raise MethodError(
-                    f"The worker `{name}` died while rollouts were made: {e}. The state of the methods is that of the "
-                    f"last checkpoint; start the run again with trainer.resume_mode=auto."
-                ) from e
+                raise died(name, e) from e
             self.pending[name] = self.workers[name].__ray_ready__.remote()

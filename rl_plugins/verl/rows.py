@@ -41,7 +41,7 @@ class Ragged:
     offsets: Tensor
 
     @classmethod
-    def of(cls, column: Tensor) -> Ragged:
+    def of(cls, column: Any) -> Ragged:
         offsets = column.offsets().cpu()
         length = offsets.diff()
         row = torch.repeat_interleave(torch.arange(len(length)), length)
@@ -50,7 +50,7 @@ class Ragged:
     def nested(self, values: Tensor) -> Tensor:
         """(values,) -> ragged column."""
         return torch.nested.as_nested_tensor(
-            list(values.split(self.offsets.diff().tolist())),
+            list(torch.split(values, self.offsets.diff().tolist())),
             layout=torch.jagged,  # as verl itself makes them
         )
 

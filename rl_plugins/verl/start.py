@@ -23,7 +23,7 @@ def prepare(config: Any, trainer: type | None = None) -> None:
         ConfigError: methods that would be ignored, or that cannot act as this run is configured.
     """
     settings = read_settings(config)
-    _check_mode(settings, config, trainer)
+    check_mode(settings, config, trainer)
     if settings is None or not settings.methods:
         return
     stack = settings.stack()
@@ -51,7 +51,8 @@ def describe(stack: MethodStack, options: dict[str, Any], config: Any) -> str:
     return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
 
-def _check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
+def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
+    """Raises ConfigError for methods that the trainer of this run would ignore, and for our trainer without methods."""
     from omegaconf import OmegaConf
 
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -28,7 +29,7 @@ from rl_plugins.verl.batch import (
 )
 from rl_plugins.verl.compat import moved_symbols, states_its_mode, untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, read_settings
-from rl_plugins.verl.processes import Watch, confirm
+from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, ROW, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import GROUP, flat, plain, read_rollouts, split
 
@@ -36,7 +37,10 @@ MAX_ROUNDS = 64
 POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short step
 
 
-class MethodsTrainer:
+_Host: Any = object  # stands for the trainer of verl that a subclass adds
+
+
+class MethodsTrainer(_Host):
     """Mixin over a trainer of verl. Without methods every override hands on to the host.
 
     Attributes:
@@ -66,7 +70,8 @@ class MethodsTrainer:
             start.apply(self.methods, settings, config)
         super().__init__(config)
         if self.methods:
-            self.replay_buffer.poll_interval = config.trainer.v1.sampler.get("poll_interval", POLL_INTERVAL)
+            chosen = config.trainer.v1.sampler.get("poll_interval")  # a key of patches/verl/V11; 2.0 is its default
+            self.replay_buffer.poll_interval = POLL_INTERVAL if chosen in (None, 2.0) else chosen
             self._host_sample = self.replay_buffer.sample
             self.replay_buffer.sample = self._sample
 
@@ -259,6 +264,12 @@ class MethodsTrainer:
             )
         if missing:
             self.methods.warn_once(f"{missing} rollouts of this step are missing: their agent loops failed.")
+
+    def _submit_batch_to_rollout(self, batch: Any) -> int:
+        try:
+            return super()._submit_batch_to_rollout(batch)
+        except ray.exceptions.RayActorError as e:
+            raise died("agent loop", e) from e
 
     # ---- one batch
 

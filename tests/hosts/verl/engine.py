@@ -59,7 +59,7 @@ def padding(like: Row, prompt: int = 20) -> Row:
         prompt=torch.full((prompt,), EOS),
         response=torch.full((1,), EOS),
         mask=torch.zeros(1, dtype=torch.int64),
-        **{name: zero for name in ("advantages", "old", "rollout", "ref", "weight")},
+        **dict.fromkeys(("advantages", "old", "rollout", "ref", "weight"), zero),
         real=0,
         row_columns=dict.fromkeys(like.row_columns, 0.0),
         token_columns=dict.fromkeys(like.token_columns, zero),
@@ -199,14 +199,20 @@ def _serve(pipe: Any, folder: str, store: str, rank: int, ranks: int) -> None:
     )
     torch.set_num_threads(1)
     sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "trl")]
-    host: Any = None
+    host: Any
+    try:
+        host = _Host(folder)
+    except Exception as e:
+        traceback.print_exc()
+        host = e
     while True:
         try:
             name, arguments = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            host = host or _Host(folder)
+            if isinstance(host, Exception):
+                raise host
             answer = (getattr(host, name)(*arguments), None)
         except Exception as e:
             traceback.print_exc()
@@ -220,12 +226,12 @@ class _Host:
     def __init__(self, folder: str) -> None:
         import loss_probes
         import probes  # those of the TRL tests
+        import verl  # noqa: F401
+
+        import rl_plugins.verl.plugin  # noqa: F401  the entry point; a stale egg-info beside the sources would hide it
 
         probes.register()
         loss_probes.register()
-        import verl  # noqa: F401
-
-        import rl_plugins.verl.plugin  # noqa: F401, I001  the entry point, also where an old egg-info hides it
         from verl.utils.config import omega_conf_to_dataclass
         from verl.workers.config import TrainingWorkerConfig
         from verl.workers.engine.base import BaseEngine
@@ -367,9 +373,9 @@ class _Host:
 
         BaseEngine.train_batch = self.host_train_batch
         without = self.train(case.but(methods=None))
-        self.loss(case)
+        self.loss(case.but(methods=()))
         first = BaseEngine.train_batch
-        self.loss(case)
+        self.loss(case.but(methods=()))
         again = BaseEngine.train_batch
         beside = self.train(case.but(methods=None))
         return {

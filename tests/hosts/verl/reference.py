@@ -7,12 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine import Case, Row
+from engine import Case, Result, Row, padding
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum")
 FACTOR = 9  # of seq-mean-token-sum-norm
+EXTRAS: dict[str, Any] = dict(use_kl_loss=True, kl_loss_coef=0.2, entropy_coeff=0.05)
+EXACT = 1e-6  # relative distance of two float32 gradients of one objective at the same weights
+LATER = 3e-6  # the same after steps that rounding has sent to other weights
+
+
+def mode(how: str, **more: Any) -> dict[str, Any]:
+    """Options of the actor for this aggregation."""
+    factor = {"loss_scale_factor": FACTOR} if how == "seq-mean-token-sum-norm" else {}
+    return {"loss_agg_mode": how, **factor, **more}
+
+
+def with_gaps(rows: list[Row]) -> list[Row]:
+    """Every third token left; the sixth row was masked by verl, so it has no token but counts as a row."""
+    out = [r.but(mask=(torch.arange(len(r.mask)) % 3 != 1).long()) for r in rows]
+    return [r.but(mask=torch.zeros_like(r.mask)) if i == 5 else r for i, r in enumerate(out)]
+
+
+def filled(kept: list[Row], size: int) -> list[Row]:
+    """Kept rows between the rows verl adds."""
+    pads = [padding(kept[0], prompt=3 + 5 * i) for i in range(size - len(kept))]
+    return [*pads[:1], *kept[: len(kept) // 2], *pads[1:], *kept[len(kept) // 2 :]]
+
+
+def same_gradients(a: Result, b: Result) -> None:
+    """Step by step."""
+    assert len(a.gradients) == len(b.gradients)
+    for i, (x, y) in enumerate(zip(a.gradients, b.gradients, strict=True)):
+        assert relative(x, y) < (LATER if i else EXACT), i
 
 
 def load(folder: Path) -> Any:

@@ -180,8 +180,6 @@ def start(
     return Run(folder, process, mark)
 
 
-
-
 def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
     """A run to its end, which must be a good one."""
     run = start(folder, overrides, **kwargs)

@@ -260,14 +260,14 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
                 loss = loss - objective / len(set(group))
     elif "minpro" in methods:
         losses = []
-        for row, lp, _, m in terms:
+        for row, lp, *_ in terms:
             ratio = (lp - row["rollout_log_probs"]).detach().exp()
             prefix = torch.cat([torch.ones(1), torch.cummin(ratio, 0).values[:-1]])
             losses.append(-(ratio * prefix).clamp(max=4.0) * row["advantages"] * lp)
         loss = aggregate(losses)
     else:
         losses = []
-        for row, lp, _, m in terms:
+        for row, lp, *_ in terms:
             a, ratio = row["advantages"], (lp - row["old_log_probs"]).exp()
             x = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
             losses.append(torch.where(a < 0, torch.minimum(x, -a * 3.0), x))

@@ -1,4 +1,4 @@
-"""On PYTHONPATH of the real runs: a trainer that takes another stack of methods every step, and writes down what it saw.
+"""On PYTHONPATH of the real runs: a trainer that takes another stack of methods every step and writes down what it saw.
 
 Loaded through verl's own entry point group, like any plugin; the methods come from tests/hosts/trl/probes.py and from
 here through the entry point group `rl_plugins.methods`.
@@ -137,7 +137,7 @@ def _dump_updates(module: object) -> None:
             k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone()
             for k, v in engine.module.state_dict().items()
         }
-        columns = {str(k): data[k] for k in data.keys() if isinstance(data[k], torch.Tensor)}
+        columns = {str(k): data[k] for k in data.keys() if isinstance(data[k], torch.Tensor)}  # noqa: SIM118
         rows = {k: [x.clone() for x in v.unbind()] for k, v in columns.items()}
         output = host(self, original, engine, data)
         torch.save(

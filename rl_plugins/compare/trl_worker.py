@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
+from rl_plugins.compare.plan import LOG_VARIABLE
 
 
 def main() -> None:

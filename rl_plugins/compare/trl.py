@@ -1,0 +1,39 @@
+"""Runs of TRL: `trl grpo` on the user's YAML config."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.compare.plan import Arm
+
+
+@dataclass(frozen=True)
+class Trl:
+    """A YAML config, and options that stand beside it on the command line."""
+
+    file: Path
+    extra: tuple[str, ...] = ()
+    worker = "rl_plugins.compare.trl_worker"
+
+    @property
+    def config(self) -> str:
+        return self.file.read_text()
+
+    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        return [
+            "--config",
+            str(self.file),
+            *self.extra,
+            "--seed",
+            str(seed),
+            "--output_dir",
+            str(folder / "trainer"),
+            "--method_params",
+            json.dumps(params),
+            "--methods",
+            *(arm.methods or ("",)),
+        ]

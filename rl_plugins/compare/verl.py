@@ -1,0 +1,113 @@
+"""Runs of verl: `python -m verl.trainer.main_ppo` with the user's overrides.
+
+The baseline runs in verl's own trainer, an arm with methods in the one that follows it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.compare.plan import Arm
+from rl_plugins.errors import ConfigError
+
+METRICS = "verl.jsonl"  # of verl's file logger, in the folder of the run
+LOGGER_PATH = "VERL_FILE_LOGGER_PATH"
+
+
+@dataclass(frozen=True)
+class Verl:
+    """Overrides of verl's config, and what they say.
+
+    Args:
+        overrides: as on the command line.
+        mode: of verl's trainer, e.g. "sync".
+        loggers: of the run, with verl's file logger.
+        watched: whether the replay buffer may be ours, see :mod:`rl_plugins.compare.verl_buffer`.
+        evaluates: whether the run evaluates on held-out prompts.
+    """
+
+    overrides: tuple[str, ...]
+    mode: str
+    loggers: tuple[str, ...]
+    watched: bool
+    evaluates: bool
+    worker = "rl_plugins.compare.verl_worker"
+    config = ""
+
+    @classmethod
+    def of(cls, overrides: Sequence[str]) -> Verl:
+        """Reads what the overrides say, without importing verl.
+
+        Raises:
+            ConfigError: hydra refuses them, or they name methods or a trainer that cannot be compared.
+        """
+        from omegaconf import OmegaConf
+
+        from rl_plugins.verl.config import MODES, compose
+
+        config = compose(overrides)
+        given = config.trainer.v1.trainer_mode
+        mode = MODES.get(given, given)
+        if not config.trainer.use_v1 or mode not in MODES.values():
+            raise ConfigError(
+                f"trainer.use_v1={config.trainer.use_v1} trainer.v1.trainer_mode={given} is given; methods run in "
+                f"trainers that follow verl's {', '.join(MODES.values())}. Give one of these modes."
+            )
+        if OmegaConf.select(config, "rl_plugins.methods"):
+            raise ConfigError(
+                f"The overrides name rl_plugins.methods={list(config.rl_plugins.methods)}. Here methods are arguments "
+                f"before the overrides, each an arm of its own: remove them from the overrides."
+            )
+        sampler, loggers = config.trainer.v1.sampler, config.trainer.logger
+        loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+        return cls(
+            overrides=tuple(overrides),
+            mode=mode,
+            loggers=tuple(dict.fromkeys([*loggers, "file"])),
+            watched=mode == "sync"
+            and not sampler.custom_sampler.path
+            and not sampler.sync_refill_failed_groups
+            and not config.algorithm.filter_groups.enable,
+            evaluates=config.trainer.test_freq > 0,
+        )
+
+    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        from rl_plugins.verl.config import MODES
+
+        mine = {
+            "data.seed": seed,
+            "actor_rollout_ref.rollout.seed": seed,
+            "trainer.v1.trainer_mode": self.mode,
+            "trainer.logger": f"[{','.join(self.loggers)}]",
+            "trainer.default_local_dir": quoted(folder.absolute() / "checkpoints"),
+            "hydra.run.dir": quoted(folder.absolute() / "hydra"),
+            f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_PATH}": quoted(folder.absolute() / METRICS),
+        }
+        if self.watched:
+            mine["trainer.v1.sampler.custom_sampler.path"] = "pkg://rl_plugins.compare.verl_buffer"
+            mine["trainer.v1.sampler.custom_sampler.name"] = "WatchedReplayBuffer"
+        given = self.overrides
+        if arm.methods:
+            mine["trainer.v1.trainer_mode"] = next(name for name, mode in MODES.items() if mode == self.mode)
+            mine["rl_plugins.methods"] = f"[{','.join(arm.methods)}]"
+            if params:  # JSON in one string, because hydra has no notation for every value
+                mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
+        else:  # verl alone
+            given = tuple(line for line in given if _key(line).partition(".")[0] != "rl_plugins")
+        added = [f"{'' if name.startswith('hydra.') else '++'}{name}={value}" for name, value in mine.items()]
+        return [*(line for line in given if _key(line) not in mine), *added]
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def quoted(value: Any) -> str:
+    """A value as hydra reads it back, whatever characters a string or path has."""
+    if isinstance(value, Path):
+        value = str(value.resolve())
+    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)
