@@ -255,7 +255,7 @@ def fake(tmp_path, monkeypatch):
     (tmp_path / "path" / "verl" / "trainer").mkdir(parents=True)
     (tmp_path / "path" / "verl" / "__init__.py").touch()
     (tmp_path / "path" / "verl" / "trainer" / "main_ppo.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"), prepend=os.pathsep)
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
 
     def plan(behavior, methods=()):

@@ -34,7 +34,8 @@ PROMPTS, SAMPLES = 24, 4  # on a quiet machine, generated before verl looks for 
 
 def write(folder: Path) -> Path:
     """train.parquet and test.parquet (held-out prompts) in verl's format; returns the folder."""
-    from datasets import Dataset
+    import pyarrow
+    import pyarrow.parquet
 
     from rl_plugins.demo.tasks import build_rows
 
@@ -50,7 +51,7 @@ def write(folder: Path) -> Path:
             }
             for index, row in enumerate(build_rows(n, seed=0, split=split))
         ]
-        Dataset.from_list(rows).to_parquet(folder / f"{name}.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{name}.parquet")
     return folder
 
 

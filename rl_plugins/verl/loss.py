@@ -101,7 +101,7 @@ class MethodsLoss:
 
     @contextmanager
     def _in_place_of_policy_loss(self, data: Any) -> Iterator[Any]:
-        """verl's actor config with our surrogate as the policy loss, which verl hands the columns (patches/verl/V12)."""
+        """verl's actor config with our surrogate as policy loss, which verl hands the columns (patches/verl/V12)."""
         columns = [k for k in _names(data) if k.startswith((ROW_COLUMN, TOKEN_COLUMN))]
         signals = {"rollout_logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_prob"}
         columns += [column for name, column in signals.items() if name in self.stack.needs]

@@ -1,0 +1,287 @@
+"""The same stored rollouts through both adapters: equal advantages, masks, columns and losses per token.
+
+TRL's real trainer makes one batch of stubbed completions; its rows are then put into verl's form and go through the
+verl adapter. Group statistics without a standard deviation, because the hosts add another epsilon to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+
+import harness
+import probes
+from memory_queue import MemoryQueue
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
+from verl.utils.config import omega_conf_to_dataclass
+
+from rl_plugins import registry
+from rl_plugins.trl import loss as trl_loss
+from rl_plugins.trl import step as trl_step
+from rl_plugins.verl import batch as verl_batch
+from rl_plugins.verl.batch import MethodsBatch
+from rl_plugins.verl.config import Settings, compose
+from rl_plugins.verl.loss import MethodsLoss, flat
+from rl_plugins.verl.prompts import COLUMN
+from rl_plugins.verl.rows import ROW_COLUMN, TOKEN_COLUMN
+
+pytestmark = pytest.mark.host
+
+STACKS = [
+    "mc_grpo",
+    "gdpo",
+    "grpo_roc",
+    "minpro",
+    "mc_grpo+minpro",
+    "half+per_token",
+    "filter+corridor",
+    "judge",
+    "odd",
+    "reshaped",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _probes():
+    known = registry._entry_points
+    probes.register()
+    yield
+    registry._entry_points = known
+
+
+class Reshaped(probes.Probe):
+    """Columns per row and per token reach the loss."""
+
+    name = "reshaped"
+    needs = frozenset({"old_logprobs", "entropies", "rollout_logprobs"})
+
+    def shape(self, rollouts, tokens):
+        from rl_plugins.rollouts import Shape
+
+        return Shape(
+            row_columns={"hardness": 1 - rollouts.groups.rows(rollouts.groups.mean(rollouts.reward))},
+            token_columns={"surprise": tokens.entropies - tokens.old_logprobs},
+            old_logprobs=tokens.old_logprobs - 0.01 * tokens.position.float(),
+        )
+
+    def policy_loss(self, terms):
+        from rl_plugins.losses import ppo_clip
+
+        weight = terms.columns["hardness"] * (1 + terms.columns["surprise"])
+        return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages) * weight
+
+
+probes.Reshaped = Reshaped
+
+
+def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
+    """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
+    seen: dict[str, Any] = {}
+    decide, surrogate = trl_step.decide, trl_loss.policy_loss
+
+    def watched(stack, rollouts, tokens, host, estimator, budget):
+        seen.update(rollouts=rollouts, tokens=tokens)
+        seen["decision"] = decide(stack, rollouts, tokens, host, estimator, budget)
+        return seen["decision"]
+
+    reward = [harness.score, harness.length]
+    options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
+    trainer = harness.make(folder, methods, reward=reward, **options)
+    add_columns = trl_step.GenerationStep._add_columns
+
+    def with_columns(self, out):
+        add_columns(self, out)
+        seen.update(prompts=self.generated[0], completions=self.generated[1], rows=self.rows[0])
+        seen["raw"] = {k: v.clone() for k, v in out.items() if isinstance(v, torch.Tensor)}
+
+    trl_step.decide, trl_step.GenerationStep._add_columns = watched, with_columns
+    try:
+        trainer.model.train()
+        with harness.stub_sampling():
+            loader = iter(trainer.get_train_dataloader())
+            trainer.methods.start(trainer._run())
+            out = trainer._generate_and_score_completions(next(loader))
+    finally:
+        trl_step.decide, trl_step.GenerationStep._add_columns = decide, add_columns
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in trainer.model.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+
+    def kept(trainer, terms):
+        seen["surrogate"] = surrogate(trainer, terms)
+        return seen["surrogate"]
+
+    trl_loss.policy_loss = kept
+    trainer.current_gradient_accumulation_steps = 1
+    try:
+        seen["loss"] = float(trainer._compute_loss(trainer.model, out))
+    finally:
+        trl_loss.policy_loss = surrogate
+    return {**seen, "out": out, "model": trainer.model, "tokenizer": trainer.processing_class}
+
+
+def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> dict[str, Any]:
+    """The same rows as verl's trainer hands them to the adapter, and its loss at the same weights."""
+    queue = MemoryQueue()
+    monkeypatch.setattr(verl_batch, "tq", queue)
+    monkeypatch.setattr(trainer_base, "tq", queue)
+    config = compose(
+        [
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=False",
+            "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.actor.strategy=fsdp2",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
+            "data.max_response_length=14",
+            "+rl_plugins.methods=[]",
+        ]
+    )
+    settings = Settings(tuple(methods), {}, {"score": 1.0, "length": 0.5})
+    stack = settings.stack()
+    raw, rollouts = trl["raw"], trl["rollouts"]
+    rows: dict[str, dict[str, Any]] = {}
+    for i, row in enumerate(trl["rows"]):
+        if row.plan is None:
+            continue
+        response = torch.tensor(trl["completions"][i])
+        n = len(response)
+        mask = torch.ones(n, dtype=torch.int64)
+        prompt = torch.tensor(trl["prompts"][i])
+        scores = torch.zeros(n)
+        scores[-1] = float(rollouts.reward[len(rows)])
+        rows[f"uid{row.plan.group}_{row.number}_0"] = {
+            "prompts": prompt,
+            "responses": response,
+            "input_ids": torch.cat([prompt, response]),
+            "response_mask": mask,
+            "loss_mask": mask.clone(),
+            "rm_scores": scores,
+            "uid": f"uid{row.plan.group}",
+            "extra_fields": {
+                "reward_extra_info": {
+                    name: float(rollouts.rewards[len(rows), k]) for k, name in enumerate(("score", "length"))
+                }
+            },
+            COLUMN: {
+                "prompt": row.plan.prompt,
+                "wave": "w",
+                "group": row.plan.group,
+                "place": row.plan.group,
+                "round": 0,
+                "prefix": [],
+                "max_tokens": None,
+                "given": [],
+                "payload": None,
+            },
+            **{
+                ours: raw[theirs][i, :n].float()
+                for ours, theirs in (
+                    ("old_log_probs", "old_per_token_logps"),
+                    ("rollout_log_probs", "old_per_token_logps"),
+                    ("entropy", "rlp_entropies"),
+                )
+                if theirs in raw
+            },
+        }
+    # verl hands rows over in the order they finished
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    keys = [list(rows)[i] for i in order]
+    queue.put_rows(rows)
+    tags = [{"global_steps": 1, "min_global_steps": 0, "seq_len": len(rows[k]["input_ids"])} for k in keys]
+    batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
+    mine = MethodsBatch(stack, config, dict(settings.rewards), trl["tokenizer"], 64, 10)
+    batch = mine.select(batch)
+    host = object.__new__(PPOTrainerSync)
+    host.config = config
+    tags = batch.tags
+    host._compute_advantage(batch, {})
+    batch = mine.settle(KVBatchMeta(partition_id="train", keys=batch.keys, tags=tags))
+
+    data = queue.kv_batch_get(batch.keys)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    loss = MethodsLoss(actor, settings, config)
+    full, entropies = _full(trl["model"], data)
+    from verl.utils import tensordict_utils as tu
+
+    tokens = int(flat(data["loss_mask"]).sum())
+    tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
+    output = {"log_probs": full, "entropy": entropies}
+    value, _ = loss(output, data)
+    surrogate = loss._surrogate(loss._terms(output, data)) if stack.claimed("policy_loss") else None
+    return {"decision": mine.decision, "data": data, "loss": float(value), "surrogate": surrogate, "stack": stack}
+
+
+def _nested(values: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+def _full(model: Any, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of whole sequences, as verl's engine gives them: those of the next token."""
+    full, entropies = [], []
+    with torch.no_grad():
+        for ids in data["input_ids"].unbind():
+            logits = model(ids[None]).logits[0].log_softmax(-1)
+            lp = torch.zeros(len(ids))
+            lp[:-1] = logits[:-1].gather(1, ids[1:, None])[:, 0]
+            full.append(lp)
+            entropies.append(-(logits.exp() * logits).sum(-1))
+    return _nested(full), _nested(entropies)
+
+
+def by_row(trl: dict[str, Any], verl: dict[str, Any]) -> list[tuple[int, int]]:
+    """Rows that are trained in both, matched by prompt and completion: (row of TRL's batch, row of verl's)."""
+    out, data = trl["out"], verl["data"]
+    theirs: dict[Any, list[int]] = {}
+    for j, (p, r) in enumerate(zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)):
+        theirs.setdefault((tuple(p.tolist()), tuple(r.tolist())), []).append(j)
+    pairs = []
+    mask = out["completion_mask"] * out.get("tool_mask", torch.ones_like(out["completion_mask"]))
+    for i in range(len(mask)):
+        if not int(mask[i].sum()):
+            continue
+        prompt = tuple(out["prompt_ids"][i][out["prompt_mask"][i].bool()].tolist())
+        completion = tuple(out["completion_ids"][i][out["completion_mask"][i].bool()].tolist())
+        pairs.append((i, theirs[(prompt, completion)].pop(0)))
+    assert not any(theirs.values()), "verl trains rows that TRL does not"
+    return pairs
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_both_hosts_agree(tmp_path: Path, monkeypatch: Any, stack: str) -> None:
+    methods = stack.split("+")
+    trl = through_trl(tmp_path, methods)
+    verl = through_verl(monkeypatch, trl, methods)
+    ours, theirs = trl["decision"], verl["decision"]
+    assert torch.equal(ours.stays, theirs.stays) and torch.equal(ours.trained, theirs.trained)
+    assert torch.allclose(ours.rollouts.reward, theirs.rollouts.reward, atol=1e-6, equal_nan=True)
+    assert torch.allclose(ours.row_advantages, theirs.row_advantages, atol=1e-6)
+
+    out, data = trl["out"], verl["data"]
+    pairs = by_row(trl, verl)
+    assert pairs
+    for i, j in pairs:
+        n = int(out["completion_mask"][i].sum())
+        mask = (out["completion_mask"] * out.get("tool_mask", torch.ones_like(out["completion_mask"])))[i, :n]
+        assert mask.tolist() == data["response_mask"][j].tolist() == data["loss_mask"][j].tolist()
+        advantages = out["advantages"][i]
+        advantages = (advantages if advantages.ndim else advantages.expand(n))[:n]
+        assert torch.allclose((advantages * mask).float(), data["advantages"][j] * mask, atol=1e-6)
+        for key, value in out.items():
+            if key.startswith("rlp_row_column:"):
+                assert float(value[i]) == pytest.approx(float(data[ROW_COLUMN + key[15:]][j]), abs=1e-6)
+            if key.startswith("rlp_token_column:"):
+                assert torch.allclose(value[i, :n], data[TOKEN_COLUMN + key[17:]][j], atol=1e-6)
+        if verl["surrogate"] is not None:
+            a, b = trl["surrogate"][i, :n] * mask, verl["surrogate"][j, :n] * mask
+            assert torch.allclose(a, b, atol=1e-6, rtol=1e-5)
+    assert trl["loss"] == pytest.approx(verl["loss"], abs=1e-6, rel=1e-5)
