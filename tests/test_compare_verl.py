@@ -158,12 +158,19 @@ def test_the_report_of_stored_runs(tmp_path):
     for run, stored in zip(c.runs, (BASELINE, VADE), strict=True):
         run.folder.mkdir(parents=True)
         run.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines(stored)))
-    shown = ["eval_rewards/exact/mean", "frac_reward_zero_std", "val-aux/digit_lists/exact/mean@1"]
-    summary = report.write(c, shown)
+    summary = report.write(c, ["eval_rewards/exact/mean", "frac_reward_zero_std"])
     assert summary["arms"]["vade"]["metrics"]["eval_rewards/exact/mean"]["difference"]["mean"] == pytest.approx(0.1)
     assert summary["arms"]["vade"]["metrics"]["frac_reward_zero_std"]["difference"]["mean"] == pytest.approx(-0.25)
     assert summary["arms"]["grpo"]["tokens"] == [3452] and summary["arms"]["vade"]["seconds"] == [2.0]
-    assert summary["arms"]["grpo"]["metrics"][shown[2]]["end"] == [0.471875]  # verl's name: at its last point, too
+
+
+def test_verls_names_of_evaluations_count_at_their_last_point(tmp_path):
+    c = make_plan(Verl.of([]), parse_arms([], "grpo"), [0], tmp_path)
+    c.runs[0].folder.mkdir(parents=True)
+    records = [{"step": s, "data": {"val-core/a/reward/mean@1": s, "critic/score/mean": s}} for s in range(20)]
+    c.runs[0].log_file.write_text("".join(json.dumps(line) + "\n" for line in translate(records, 20)))
+    found = report.summarize(c, ["val-core/a/reward/mean@1", "reward"])["arms"]["grpo"]["metrics"]
+    assert found["val-core/a/reward/mean@1"]["end"] == [19] and found["reward"]["end"] == [18.5]
 
 
 # ---- the command of a run
@@ -178,6 +185,10 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
     for config, run in zip((grpo, both), c.runs, strict=True):
         assert config.data.seed == config.actor_rollout_ref.rollout.seed == 4 and config.data.train_batch_size == 8
         assert list(config.trainer.logger) == ["wandb", "file"]
+        assert [a for a in run.arguments if "data.seed" in a or "logger=" in a] == [
+            "++data.seed=4",
+            "++trainer.logger=[wandb,file]",
+        ]
         assert config.trainer.default_local_dir == str(odd / "runs" / run.folder.name / "checkpoints")
         logged_to = config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH
         assert logged_to == str(run.folder / "verl.jsonl")
@@ -301,9 +312,9 @@ def test_a_run_that_fails_shows_its_end_and_leaves_nothing(fake, tmp_path):
     assert not is_finished(c.runs[0]) and gone(pids(tmp_path, 2), timeout=1)
 
 
-@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGKILL"])
+@pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "SIGKILL"])
 def test_a_comparison_that_is_ended_leaves_nothing(fake, tmp_path, ended):
-    """Ctrl-C goes to the command and to the process of the run; after SIGKILL of the command that one is alone."""
+    """Ctrl-C goes to the command and the process of the run, SIGTERM only to that; after SIGKILL it is alone."""
     (run,) = fake("wait").runs
     program = (
         "import subprocess, sys\n"
@@ -318,6 +329,8 @@ def test_a_comparison_that_is_ended_leaves_nothing(fake, tmp_path, ended):
     worker = [p.pid for p in psutil.Process(process.pid).children()]
     if ended == "Ctrl-C":
         os.killpg(process.pid, signal.SIGINT)
+    elif ended == "SIGTERM":
+        os.kill(worker[0], signal.SIGTERM)
     else:
         process.kill()
     process.wait(20)

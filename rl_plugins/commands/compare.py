@@ -177,6 +177,10 @@ def demo_verl(methods: Sequence[str], baseline: str, seeds: str, out: Path, long
         f"evaluation.",
         *_demo_notes(params),
     ]
+    if len(parse_seeds(seeds)) < 3:
+        notes.append(
+            "Fewer than 3 seeds tell only very large differences apart: --seeds 5 takes longer and tells more."
+        )
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
     waiting = sum(not is_finished(run) for run in comparison.runs)
     if not dry_run:

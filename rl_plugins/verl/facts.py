@@ -76,8 +76,6 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
             problems.append(f"`{m.name}` makes no optimizer step, and verl's trainer cannot go without one yet.")
     if problems:
         raise ConfigError("\n".join(problems))
-    if "rollout_logprobs" in stack.needs and not read(LOGPROBS, False):
-        options[LOGPROBS] = True
     if "current_entropies" in stack.needs and not read(ENTROPY, False):
         options[ENTROPY] = True
     return options
@@ -176,6 +174,8 @@ def _missing_signals(settings: Settings, read: Reader) -> dict[str, str]:
             f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
             f"{'it' if len(changed) == 1 else 'them'}."
         )
+    if not read(LOGPROBS, True):
+        missing["rollout_logprobs"] = f"{LOGPROBS}=False is given. Set it to True."
     if not (read("actor_rollout_ref.actor.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False)):
         missing["ref_logprobs"] = "there is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True."
     if read.bypass:

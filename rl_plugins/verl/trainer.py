@@ -194,7 +194,7 @@ class MethodsTrainer(_Host):
 
     def _sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """verl's sampling, of as many prompts as were planned; methods with rounds ask for more until they have all."""
-        if partition_id != "train":
+        if partition_id != "train" or not self.methods:
             return self._host_sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         if self.methods_mode == "sync":
             batch_size = self._planned_prompts

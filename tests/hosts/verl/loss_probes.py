@@ -113,6 +113,19 @@ class Ledger(LossProbe):
         return terms.columns["echo"] * terms.logprobs
 
 
+class Shares(LossProbe):
+    """A weight per row from `before_update`, in a surrogate that the host aggregates."""
+
+    name = "shares"
+
+    def before_update(self, rows):
+        return Update(columns={"share": (1 + rows.columns["number"]) / len(rows.length)})
+
+    def policy_loss(self, terms):
+        SEEN.append(tuple(terms.columns["share"].shape))
+        return -terms.columns["share"] * terms.logprobs
+
+
 class Minimax(LossProbe):
     """Logs in every way, under names that verl would reduce by their words."""
 

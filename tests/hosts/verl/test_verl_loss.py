@@ -219,6 +219,18 @@ def at_start(policy):
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
 
+def test_column_of_the_step_in_the_surrogate(engine, rows, policy):
+    kept = rows[:14]
+    case = Case(filled(kept, 16), ("shares",), actor=mode("seq-mean-token-mean"))
+    result = engine.train(case)
+
+    def surrogate(lp, entropy, row):
+        return -(1 + row.row_columns["number"]) / len(kept) * lp
+
+    assert result.seen == [(4, 1)] * 4
+    assert relative(result.gradients[0], gradient(policy, objective(policy, case, surrogate))) < FLOAT32
+
+
 def test_learning_rate_of_one_step(engine, rows):
     case = Case(rows, ("ledger",), steps=2, lr=0.5)
     full = engine.train(case)

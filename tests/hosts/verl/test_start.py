@@ -1,0 +1,322 @@
+"""What is known before Ray starts: refusals that name the fix, options that are set, and the plugin itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
+
+import probes
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError
+from rl_plugins.verl import compat, facts
+from rl_plugins.verl.config import compose, read_settings
+from rl_plugins.verl.start import describe, prepare
+
+FINE = [
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "trainer.v1.trainer_mode=rl_plugins_sync",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _probes():
+    known = registry._entry_points
+    probes.register()
+    yield
+    registry._entry_points = known
+
+
+def config(*overrides: str, methods: str | None = "mc_grpo") -> Any:
+    named = [] if methods is None else [f"+rl_plugins.methods=[{methods}]"]
+    return compose([*FINE, *named, *overrides])
+
+
+REFUSED = {
+    "ignored by verl's own trainer": (
+        ["trainer.v1.trainer_mode=sync"],
+        "mc_grpo",
+        r"trainer\.v1\.trainer_mode=sync would ignore it\. Set trainer\.v1\.trainer_mode=rl_plugins_sync",
+    ),
+    "the mode is kept": (
+        ["trainer.v1.trainer_mode=separate_async"],
+        "mc_grpo",
+        "Set trainer.v1.trainer_mode=rl_plugins_separate_async",
+    ),
+    "legacy trainer": (["trainer.use_v1=False"], "mc_grpo", "use_v1=False would ignore it"),
+    "trainer without methods": ([], None, r"Add \+rl_plugins.methods"),
+    "unknown method": ([], "mc_grpoo", "mc_grpo"),
+    "unknown key": (["+rl_plugins.method=[vade]"], "mc_grpo", r"rl_plugins.method does not exist.*Did you mean"),
+    "unknown parameter": (["+rl_plugins.method_params.mc_grpo.mad=1"], "mc_grpo", "mad_eps"),
+    "parameters of another method": (["+rl_plugins.method_params.vade.x=1"], "mc_grpo", "vade"),
+    "one reward": ([], "gdpo", r"\+rl_plugins\.rewards\."),
+    "rewards that are no numbers": (["+rl_plugins.rewards.a=much"], "mc_grpo", "rl_plugins.rewards="),
+    "top-p": (["actor_rollout_ref.rollout.top_p=0.9"], "minpro", r"top_p=0\.9 the distribution"),
+    "no log-probs": (
+        ["actor_rollout_ref.rollout.calculate_log_probs=False"],
+        "minpro",
+        "calculate_log_probs=False is given. Set it to True",
+    ),
+    "rounds ahead of time": (["trainer.v1.trainer_mode=rl_plugins_colocate_async"], "probing", "rounds"),
+    "filter": (["algorithm.filter_groups.enable=True"], "mc_grpo", "filter_groups.enable=False"),
+    "critic": (["algorithm.adv_estimator=gae"], "mc_grpo", "critic"),
+    "KL in the reward": (["algorithm.use_kl_in_reward=True"], "mc_grpo", "use_kl_loss=True"),
+    "padded width": (
+        ["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"],
+        "mc_grpo",
+        "loss_scale_factor",
+    ),
+    "engine": (["actor_rollout_ref.actor.strategy=torchtitan"], "mc_grpo", "RL_PLUGINS_ALLOW_UNTESTED"),
+    "waves of another estimator": (["algorithm.adv_estimator=rloo"], "probing", "adv_estimator=grpo"),
+    "whole groups": (
+        ["actor_rollout_ref.actor.shuffle=True", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+        "softmax",
+        "shuffle=False",
+    ),
+    "no reference policy": ([], "needs_ref", "use_kl_loss=True"),
+    "bypass": (
+        ["+algorithm.rollout_correction.bypass_mode=True"],
+        "needs_entropies",
+        "bypass_mode",
+    ),
+    "rows of agents": ([], "agents", "3 rows of a rollout.*\n.*no optimizer step"),
+    "hybrid engine off": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async", "actor_rollout_ref.hybrid_engine=False"],
+        "noop",
+        "patches/verl/V1",
+    ),
+    "two methods, one hook": ([], "mc_grpo,one", "both decide `advantages`"),
+}
+
+
+class NeedsRef(probes.Probe):
+    name = "needs_ref"
+    needs = frozenset({"ref_logprobs"})
+
+    def observe(self, rollouts, tokens, stats):
+        pass
+
+
+class NeedsEntropies(NeedsRef):
+    name = "needs_entropies"
+    needs = frozenset({"entropies"})
+
+
+class Sets(NeedsRef):
+    """Sets an option of verl's, and one that does not exist."""
+
+    name = "sets"
+    needs = frozenset()
+    host_options = {"verl": {"actor_rollout_ref.actor.ppo_epochs": 2}}
+
+
+class SetsNothing(Sets):
+    name = "sets_nothing"
+    host_options = {"verl": {"actor_rollout_ref.actor.ppo_epoch": 2}}
+
+
+for probe in (NeedsRef, NeedsEntropies, Sets, SetsNothing):
+    setattr(probes, probe.__name__, probe)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_ray_starts(case: str) -> None:
+    overrides, methods, message = REFUSED[case]
+    overrides = [o.removeprefix("+") if "bypass_mode" in o else o for o in overrides]
+    with pytest.raises(ConfigError, match=message):
+        prepare(config(*overrides, methods=methods))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as e:
+        prepare(config("algorithm.use_kl_in_reward=True", "algorithm.filter_groups.enable=True", methods="mc_grpo"))
+    assert "filter_groups" in str(e.value) and "use_kl_in_reward" in str(e.value)
+
+
+def test_options_are_set_for_what_methods_need(capsys: pytest.CaptureFixture[str]) -> None:
+    c = config(methods="minpro,corridor")
+    assert not c.actor_rollout_ref.actor.calculate_entropy
+    prepare(c)
+    assert c.actor_rollout_ref.actor.calculate_entropy
+    printed = capsys.readouterr().out
+    assert "rl-plugins: methods in effect, in this order" in printed
+    assert "host options set: actor_rollout_ref.actor.calculate_entropy=True" in printed
+
+
+def test_host_options_of_methods() -> None:
+    c = config(methods="sets")
+    prepare(c)
+    assert c.actor_rollout_ref.actor.ppo_epochs == 2
+    with pytest.raises(ConfigError, match="but the config has actor_rollout_ref.actor.ppo_epochs=3"):
+        prepare(config("actor_rollout_ref.actor.ppo_epochs=3", methods="sets"))
+    with pytest.raises(ConfigError, match="ppo_epoch=2, which verl .* does not have"):
+        prepare(config(methods="sets_nothing"))
+
+
+def test_options_without_effect_are_listed() -> None:
+    c = config("actor_rollout_ref.actor.clip_ratio_high=0.28", methods="minpro")
+    settings = read_settings(c)
+    assert settings is not None
+    text = describe(settings.stack(), {}, c)
+    assert "host options without effect: actor_rollout_ref.actor.clip_ratio_high=0.28 (minpro)" in text
+
+
+def test_without_the_node_nothing_is_touched() -> None:
+    c = compose(["algorithm.adv_estimator=grpo"])
+    before = OmegaConf.to_yaml(c)
+    prepare(c)
+    assert OmegaConf.to_yaml(c) == before and read_settings(c) is None
+
+
+def test_no_methods_is_the_host_alone() -> None:
+    c = config(methods="")
+    before = OmegaConf.to_yaml(c)
+    prepare(c)
+    assert OmegaConf.to_yaml(c) == before
+
+
+def test_rewards_are_ours_or_those_of_verl() -> None:
+    ours = read_settings(config("+rl_plugins.rewards.a=1", "+rl_plugins.rewards.b=0.5"))
+    theirs = read_settings(config("+algorithm.gdpo_reward_keys=[a,b]", "+algorithm.gdpo_reward_weights=[1,0.5]"))
+    assert ours is not None and theirs is not None
+    assert dict(ours.rewards) == dict(theirs.rewards) == {"a": 1.0, "b": 0.5}
+
+
+def test_columns_of_parquet_files(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    file = tmp_path / "train.parquet"
+    Dataset.from_list([{"prompt": "x", "extra_info": {"level": 1}, "reward_model": {"ground_truth": "1"}}]).to_parquet(
+        str(file)
+    )
+    read = facts.Reader(config(f"data.train_files={file}"))
+    assert set(facts.dataset_columns(read) or ()) == {"prompt", "extra_info", "level", "reward_model", "ground_truth"}
+    with pytest.raises(ConfigError, match="no column `answer`"):
+        prepare(config(f"data.train_files={file}", methods="needs_column"))
+
+
+class NeedsColumn(NeedsRef):
+    name = "needs_column"
+    needs = frozenset({"column:answer"})
+
+
+probes.NeedsColumn = NeedsColumn
+
+
+def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "verl_version", lambda: "0.10.0")
+    with pytest.raises(ConfigError, match=r"verl 0\.10\.0 is installed; .* tested with verl >=0\.9\.1,<0\.10\.0"):
+        compat.check_verl_version()
+    monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
+    compat.check_verl_version()
+
+
+# ---- the plugin in processes of its own
+
+
+def python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    env.pop("VERL_PLATFORM", None) if "VERL_PLATFORM" not in environment else None
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=env, cwd=folder, timeout=120
+    )
+
+
+@pytest.mark.host
+def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path) -> None:
+    """Without methods: no module of the adapter but the two small ones, verl's own trainers as they are."""
+    done = python(
+        """
+        import sys, time
+        import verl
+        ours = sorted(m for m in sys.modules if m.startswith("rl_plugins"))
+        assert ours == ["rl_plugins", "rl_plugins.verl", "rl_plugins.verl.imports", "rl_plugins.verl.plugin"], ours
+        from rl_plugins.verl import plugin
+        plugin._loaded = False
+        start = time.perf_counter()
+        plugin.load()
+        assert time.perf_counter() - start < 0.01
+        plugin.load()  # a second time is nothing
+        from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
+        assert get_trainer_cls("sync") is PPOTrainerSync
+        for name in ("sync", "colocate_async", "separate_async"):
+            assert get_trainer_cls(f"rl_plugins_{name}").methods_mode == name
+        from verl.workers.engine.base import BaseEngine
+        assert not hasattr(BaseEngine.train_batch, "rl_plugins")
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+        assert not [n for n in (*ADV_ESTIMATOR_REGISTRY, *POLICY_LOSS_REGISTRY) if "rl_plugins" in n]
+        print("fine")
+        """,
+        tmp_path,
+    )
+    assert done.stdout.endswith("fine\n"), done.stderr[-3000:]
+
+
+@pytest.mark.host
+def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
+    done = python(
+        """
+        import verl
+        from rl_plugins.verl import imports
+        def first(module):
+            class Other(module.PPOTrainer): pass
+            module.register_trainer("rl_plugins_sync")(Other)
+        imports.after_import("verl.trainer.ppo.v1.trainer_base", first)
+        import verl.trainer.ppo.v1
+        """,
+        tmp_path,
+    )
+    assert "Trainer name 'rl_plugins_sync' is already registered to Other" in done.stderr
+
+
+@pytest.mark.host
+def test_a_plugin_that_fails_is_loud(tmp_path: Path) -> None:
+    """verl logs it at DEBUG level; we print it, and a run that names methods ends before Ray starts."""
+    done = python(
+        """
+        import rl_plugins.verl.imports as imports
+        place = imports.after_import
+        def broken(module, action):
+            if module == "verl.trainer.ppo.v1":
+                raise OSError("disk on fire")
+            place(module, action)
+        imports.after_import = broken
+        import verl
+        from omegaconf import OmegaConf
+        from verl.utils.config import validate_config
+        config = OmegaConf.create({"rl_plugins": {"methods": ["vade"]}})
+        validate_config(config, use_reference_policy=False, use_critic=False)
+        """,
+        tmp_path,
+    )
+    assert "[rl-plugins] the verl plugin could not be loaded in process" in done.stderr
+    assert "whose verl plugin could not be loaded (OSError: disk on fire)" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.host
+def test_models_are_built_beside_trl_without_its_value_head(tmp_path: Path) -> None:
+    """verl 0.9.1 asks TRL for a class that TRL 1.16 does not have; stock, every model build ends there."""
+    code = """
+        import sys
+        import verl
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from verl.models.transformers.monkey_patch import apply_monkey_patch
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                             num_attention_heads=1, num_key_value_heads=1))
+        apply_monkey_patch(model, use_remove_padding=False)
+        assert "trl" not in sys.modules
+        print("fine")
+        """
+    assert python(code, tmp_path).stdout.endswith("fine\n")
+    stock = python(code, tmp_path, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert "AutoModelForCausalLMWithValueHead" in stock.stderr and stock.returncode != 0
