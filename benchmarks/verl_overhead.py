@@ -83,7 +83,8 @@ def main() -> None:
     for arm, entry in result["arms"].items():
         parts = "  ".join(f"{p} {entry['parts'][p]['median']:.3f}" for p in PARTS)
         print(
-            f"{arm or 'stock':14s} step {entry['min']:.3f} / {entry['median']:.3f} s  ratio {entry['ratio']:.2f}  {parts}"
+            f"{arm or 'stock':14s} step {entry['min']:.3f} / {entry['median']:.3f} s  ratio {entry['ratio']:.2f}  "
+            f"{parts}"
         )
 
 

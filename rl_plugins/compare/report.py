@@ -171,7 +171,7 @@ def _verdict(difference: dict[str, Any]) -> str:
 
 
 def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path) -> None:
-    """One panel per metric (name: label): mean over seeds, thin lines for the seeds; from 3 seeds on the 95 % interval."""
+    """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more."""
     import matplotlib
 
     matplotlib.use("Agg")

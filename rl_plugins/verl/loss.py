@@ -168,6 +168,7 @@ class MethodsLoss:
         out on every rank, because AdamW would move the weights without a gradient.
         """
         from verl.utils import tensordict_utils as tu
+        from verl.utils.device import get_device_id
 
         if REAL not in data:
             raise MethodError(
@@ -175,14 +176,13 @@ class MethodsLoss:
                 f"reach it. Only the trainers of rl-plugins may be used with this loss."
             )
         group = engine.get_data_parallel_group()
-        counts = torch.tensor([float(flat(data[REAL]).sum()), float(flat(data["loss_mask"]).sum())])
-        counts = counts.to(_device(data))
+        counts = torch.tensor([int(flat(data[REAL]).sum()), int(flat(data["loss_mask"]).sum())]).to(get_device_id())
         torch.distributed.all_reduce(counts, group=group)
-        rows, tokens = (int(x) for x in counts.tolist())
+        rows, tokens = counts.tolist()
         tu.assign_non_tensor(data, global_batch_size=rows)
-        scale = self._before_update(engine, data, group) if self.stack.claims["before_update"] else 1.0
         if not tokens:
             return {"model_output": {}, "loss": [0.0], "metrics": {"grad_norm": 0.0}}
+        scale = self._before_update(engine, data, group) if self.stack.claims["before_update"] else 1.0
         rates = [g["lr"] for g in engine.optimizer.param_groups]
         for g in engine.optimizer.param_groups:
             g["lr"] = g["lr"] * scale
@@ -199,6 +199,8 @@ class MethodsLoss:
 
     def _before_update(self, engine: Any, data: Any, group: Any) -> float:
         """Row sums of this optimizer step over all ranks, to every method; its columns into this rank's rows."""
+        from verl.utils.device import get_device_id
+
         stack = self.stack
         mask = data["response_mask"]
         live = flat(mask).bool().cpu()
@@ -236,7 +238,8 @@ class MethodsLoss:
                     raise stack.refuse(m, "before_update", f"the column `{name}` needs one number per row.")
                 full = torch.zeros(len(trained))
                 full[trained] = values.float()
-                data[ROW_COLUMN + name] = full[first : first + len(mine["length"])].to(_device(data))
+                mine_only = full[first : first + len(mine["length"]), None]
+                data[ROW_COLUMN + name] = mine_only.to(get_device_id())
         if rank:
             stack.metrics.take()  # every rank logged the same; one of them counts
         return scale
@@ -338,12 +341,6 @@ def _gather(value: Any, group: Any) -> list[Any]:
     parts: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(parts, value, group=group)
     return parts
-
-
-def _device(data: Any) -> Any:
-    from verl.utils.device import get_device_id
-
-    return get_device_id()
 
 
 def _checked(stack: MethodStack, method: Any, hook: str, value: Any, terms: Terms) -> Tensor:

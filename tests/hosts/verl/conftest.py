@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Before any test file imports verl, whose plugins are loaded with it.
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+if "verl" in sys.modules:
+    from rl_plugins.verl import cpu
+
+    cpu.activate()
 
 
 @pytest.fixture(scope="session")
