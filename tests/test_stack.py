@@ -422,7 +422,7 @@ def test_what_was_saved_and_what_was_loaded_is_a_copy():
 
 def test_what_the_state_dict_holds():
     saved = counting(steps=1).state_dict("data")
-    assert set(saved) == {"step", "extra_prompts", "stats", "fingerprint", "methods"}
+    assert set(saved) == {"step", "extra_prompts", "draw", "stats", "fingerprint", "methods"}
     assert saved["step"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
     assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}
@@ -522,3 +522,21 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
     assert fresh.methods[0].state == {}
     fresh.load_state_dict(saved, "data")
     assert fresh.methods[0].state == {"seen": len(make_tokens(make_rollouts([0.0, 1.0, 2.0])))}
+
+
+def test_plans_before_one_decision_draw_other_numbers():
+    """Asynchronous hosts plan several times; a resumed run goes on with the next plan's numbers."""
+    stack = counting(steps=0)
+    draws = []
+    for _ in range(3):
+        stack.draw += 1
+        draws.append(float(stack.rng("counter", "prompts").random()))
+    assert len(set(draws)) == 3
+    resumed = counting(steps=0)
+    resumed.load_state_dict(stack.state_dict("data"), "data")
+    assert resumed.draw == 3 and float(resumed.rng("counter", "prompts").random()) == draws[-1]
+    first = counting(steps=0)
+    first.draw = 1
+    assert float(first.rng("counter", "prompts").random()) == float(
+        counting(steps=0).rng("counter", "prompts").random()
+    )

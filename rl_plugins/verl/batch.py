@@ -117,6 +117,7 @@ class MethodsBatch:
         self.generated = rollouts
         self.selection: Selection = select_rows(self.stack, rollouts)
         self.number = {key: i for i, key in enumerate(batch.keys)}
+        self.lag = [self.stack.step - n.get("planned_at", self.stack.step) for n in plain(rows[COLUMN])]
         self.one_wave = len({(n["wave"], n["group"]) for n in plain(rows[COLUMN])}) == len(
             {split(k)[0] for k in batch.keys}
         )
@@ -256,6 +257,8 @@ class MethodsBatch:
         values["rl_plugins/rows_generated"] = float(len(generated))
         values["rl_plugins/rows_trained"] = float(decision.trained.sum())
         values["rl_plugins/reward_generated"] = float(torch.nanmean(generated.reward))
+        if any(self.lag):  # asynchronous modes plan ahead of the feedback
+            values["rl_plugins/plan_lag"] = sum(self.lag) / len(self.lag)
         inside = decision.rollouts.subset(decision.rollouts.kept)
         if len(inside):
             spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))

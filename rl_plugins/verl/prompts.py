@@ -68,12 +68,13 @@ class PromptBatches:
         correction = config.algorithm.get("rollout_correction", None)
         self.bypass = bool(correction and correction.get("bypass_mode", False))
 
-    def build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0) -> Any:
+    def build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0, step: int = 0) -> Any:
         """A TensorDict with one row per plan row, each under a uid of its own.
 
         Args:
             wave: of the plan whose groups these rows continue; a new one if None.
             round_: of the plan.
+            step: generation batch in which the plan was made.
 
         Raises:
             MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
@@ -90,7 +91,7 @@ class PromptBatches:
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
         for i, p in enumerate(rows):
-            batch[COLUMN][i] = self._note(p, wave, i, round_)
+            batch[COLUMN][i] = self._note(p, wave, i, round_) | {"planned_at": step}
         counts = [p.n + p.spare for p in rows]
         if any(n != self.group_size for n in counts):
             batch["__rollout_n__"] = torch.tensor(counts)

@@ -171,7 +171,7 @@ class MethodsTrainer(_Host):
         )
         if self.methods_mode != "sync":
             self._check_async_plan(plan, len(proposal))
-        planned = self._prompts.build(plan.rows)
+        planned = self._prompts.build(plan.rows, step=self.methods.step)
         uids = dict(zip(map(str, planned["uid"]), plan.rows, strict=True))
         if num_prompts is None:
             self._submitted, self._planned_prompts, self._trained_rows = uids, len(uids), plan.trained
@@ -226,7 +226,7 @@ class MethodsTrainer(_Host):
             if not plan.rows:
                 return batch
             wave = next(n["wave"] for n in plain(rows[COLUMN]))
-            more = self._prompts.build(plan.rows, wave, round_)
+            more = self._prompts.build(plan.rows, wave, round_, self.methods.step)
             tu.assign_non_tensor_data(more, "global_steps", self.global_steps)
             uids = dict(zip(map(str, more["uid"]), plan.rows, strict=True))
             self._submitted |= uids

@@ -325,6 +325,7 @@ def test_colocate_async(tmp_path: Path) -> None:
     prompts = [e["prompts"] for e in run.of("plan")]
     assert len({tuple(p) for p in prompts}) == len(prompts), "every plan draws other prompts"
     assert {tuple(s["decision"].rollouts.groups.size.tolist()) for s in steps} == {(9,) * 8}
+    assert [run.metrics(k).get("rl_plugins/plan_lag", 0.0) for k in (1, 2, 3)] == [0.0, 1.0, 1.0]
 
 
 def test_separate_async(tmp_path: Path) -> None:

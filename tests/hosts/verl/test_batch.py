@@ -1,0 +1,352 @@
+"""One batch of the verl adapter without Ray: a queue in memory, rows that agent loops made in every odd way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
+
+import probes
+from memory_queue import MemoryQueue
+from transfer_queue import KVBatchMeta
+
+from rl_plugins import registry
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.rollouts import Completion, Plan, PlanRow
+from rl_plugins.verl import batch as module
+from rl_plugins.verl.batch import MethodsBatch, logprob_multiple, whole_group_order
+from rl_plugins.verl.config import Settings, compose
+from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, ROW, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.rows import REAL, column_of, flat
+from rl_plugins.verl.trainer import MethodsColocateAsync, MethodsSync
+
+pytestmark = pytest.mark.host
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _probes():
+    known = registry._entry_points
+    probes.register()
+    yield
+    registry._entry_points = known
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> MemoryQueue:
+    made = MemoryQueue()
+    monkeypatch.setattr(module, "tq", made)
+    return made
+
+
+class Tokenizer:
+    eos_token_id, pad_token_id = 1, 0
+
+    def batch_decode(self, ids: Any, skip_special_tokens: bool = True) -> list[str]:
+        return [" ".join(map(str, row)) for row in ids]
+
+
+def config(*overrides: str) -> Any:
+    return compose(
+        [
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=2",
+            "data.max_response_length=6",
+            "data.train_batch_size=2",
+            *overrides,
+        ]
+    )
+
+
+def row(group: int, reward: float, length: int = 3, wave: str = "w", **changes: Any) -> dict[str, Any]:
+    scores = torch.zeros(length)
+    scores[-1] = reward
+    note = {
+        "prompt": 10 + group,
+        "wave": wave,
+        "group": group,
+        "place": group,
+        "round": 0,
+        "prefix": [],
+        "max_tokens": None,
+        "given": [],
+        "payload": None,
+    }
+    return {
+        "responses": torch.arange(2, 2 + length),
+        "response_mask": torch.ones(length, dtype=torch.int64),
+        "loss_mask": torch.ones(length, dtype=torch.int64),
+        "rm_scores": scores,
+        "advantages": torch.full((length,), float("nan")),
+        "extra_fields": {},
+        COLUMN: {**note, **changes},
+    }
+
+
+def run(
+    queue: MemoryQueue, rows: dict[str, dict[str, Any]], *methods: str, rows_of_batch: int = 4, config: Any = None
+) -> tuple[MethodsBatch, KVBatchMeta, KVBatchMeta]:
+    """Selection and settlement of these rows; returns the batch before and after settlement, too."""
+    queue.put_rows(rows)
+    tags = [{"global_steps": 1, "min_global_steps": 0} for _ in rows]
+    batch = KVBatchMeta(partition_id="train", keys=list(rows), tags=tags)
+    mine = MethodsBatch(
+        Settings(methods or ("noop",)).stack(), config or globals()["config"](), {}, Tokenizer(), rows_of_batch, 3
+    )
+    selected = mine.select(batch)
+    before = KVBatchMeta(partition_id="train", keys=list(selected.keys), tags=selected.tags)
+    return mine, before, mine.settle(selected)
+
+
+def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:
+    rows = {
+        "b_1_0": row(1, 0.0),
+        "a_1_0": row(0, 1.0),
+        "b_0_0": row(1, 1.0),
+        "a_0_0": row(0, 0.0),
+    }
+    mine, before, _ = run(queue, rows)
+    assert before.keys == ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+    rollouts = mine.generated
+    assert rollouts.group.tolist() == [0, 0, 1, 1] and rollouts.rollout.tolist() == [0, 1, 0, 1]
+    assert rollouts.prompt_index.tolist() == [10, 10, 11, 11] and rollouts.reward.tolist() == [0, 1, 1, 0]
+    assert rollouts.truncated.tolist() == [True] * 4
+
+
+def test_a_reward_that_is_nan_never_reaches_verl(queue: MemoryQueue) -> None:
+    rows = {"a_0_0": row(0, float("nan")), "a_1_0": row(0, 1.0), "b_0_0": row(1, 0.0), "b_1_0": row(1, 1.0)}
+    mine, _, after = run(queue, rows)
+    assert [float(queue.rows[k]["rm_scores"].sum()) for k in after.keys] == [0.0, 1.0, 0.0, 1.0]
+    assert queue.rows["b_1_0"]["rm_scores"].tolist() == [0.0, 0.0, 1.0], "on the last token, as verl puts it"
+    d = mine.decision
+    assert d.estimator == "rl_plugins", "verl's own groups would hold the 0"
+    assert d.row_advantages[:2].tolist() == [0.0, 0.0] and d.row_advantages[3] > 0.7
+    assert flat(torch.nested.as_nested_tensor([queue.rows["a_0_0"]["advantages"]], layout=torch.jagged)).sum() == 0
+
+
+def test_groups_of_one_get_no_raw_reward(queue: MemoryQueue) -> None:
+    """verl takes the raw reward in a group of one."""
+    mine, _, _ = run(queue, {"a_0_0": row(0, 1.0), "b_0_0": row(1, 0.0), "b_1_0": row(1, 1.0)})
+    assert mine.decision.estimator == "rl_plugins" and mine.decision.row_advantages[0] == 0
+
+
+def test_verls_own_advantages_stay_on_its_own_batch(queue: MemoryQueue) -> None:
+    rows = {f"{u}_{s}_0": row(g, float(s)) for g, u in enumerate("ab") for s in (0, 1)}
+    for value, r in zip((3.0, -3.0, 2.0, -2.0), rows.values(), strict=True):
+        r["advantages"] = torch.full((3,), value)
+    mine, _, after = run(queue, rows)
+    assert mine.decision.estimator == "host" and mine.decision.row_advantages.tolist() == [3.0, -3.0, 2.0, -2.0]
+    assert [float(queue.rows[k][REAL]) for k in after.keys] == [1.0] * 4
+
+
+def test_other_estimators_see_waves_as_groups_and_are_refused(queue: MemoryQueue) -> None:
+    rows = {"a_0_0": row(0, 1.0), "a_1_0": row(0, 0.0), "c_0_0": row(0, 0.0, round=1), "c_1_0": row(0, 1.0, round=1)}
+    with pytest.raises(ConfigError, match="adv_estimator=rloo sees neither groups made in several waves"):
+        run(queue, rows, config=config("algorithm.adv_estimator=rloo"))
+    mine, _, _ = run(queue, rows)
+    assert mine.decision.estimator == "rl_plugins" and len(mine.generated.groups.size) == 1
+
+
+def test_two_waves_of_one_are_no_group_of_verls(queue: MemoryQueue) -> None:
+    """As many rows as verl's own groups have, but under two uids: verl would see two groups of one."""
+    rows = {"a_0_0": row(0, 1.0), "c_0_0": row(0, 0.0, round=1), "b_0_0": row(1, 0.0), "d_0_0": row(1, 1.0, round=1)}
+    mine, before, _ = run(queue, rows)
+    assert before.keys == ["a_0_0", "c_0_0", "b_0_0", "d_0_0"]
+    assert mine.decision.estimator == "rl_plugins" and mine.decision.row_advantages[0] > 0.7
+
+
+def test_agent_loops_with_several_rows_per_rollout(queue: MemoryQueue) -> None:
+    """As in verl, the last row of a rollout counts in the group, and its advantage is that of all its rows."""
+    rows = {
+        "a_0_0": row(0, -9.0),
+        "a_0_1": row(0, 1.0),
+        "a_1_0": row(0, 0.0),
+        "b_0_0": row(1, -5.0),
+        "b_0_1": row(1, 5.0),
+        "b_0_2": row(1, 3.0),
+        "b_1_0": row(1, 1.0),
+    }
+    mine, _, after = run(queue, rows, rows_of_batch=4)
+    assert mine.generated.rollout.tolist() == [0, 0, 1, 0, 0, 0, 1]
+    assert mine.generated.index.tolist() == [0, 1, 0, 0, 1, 2, 0]
+    a = 0.5**0.5 / (1 + 1e-6 / 0.5**0.5)
+    assert mine.decision.row_advantages.tolist() == pytest.approx(
+        [a, a, -a, 1 / (2**0.5 + 1e-6), 1 / (2**0.5 + 1e-6), 1 / (2**0.5 + 1e-6), -1 / (2**0.5 + 1e-6)], rel=1e-4
+    )
+    assert len(after) == 7
+
+
+def test_more_rows_than_the_batch_is_an_error(queue: MemoryQueue) -> None:
+    rows = {f"a_{i}_0": row(0, float(i)) for i in range(5)}
+    with pytest.raises(MethodError, match="5 rows would be trained, the batch takes 4"):
+        run(queue, rows)
+
+
+def test_tokens_a_tool_wrote_are_no_tokens(queue: MemoryQueue) -> None:
+    rows = {"a_0_0": row(0, 1.0, length=5), "a_1_0": row(0, 0.0)}
+    rows["a_0_0"]["response_mask"] = torch.tensor([1, 1, 0, 0, 1])
+    mine, _, after = run(queue, rows, "per_token")
+    assert mine.generated.length.tolist() == [3, 3]
+    kept = queue.rows["a_0_0"]
+    assert kept["response_mask"].tolist() == [1, 1, 0, 0, 1], "position 2 was no token; 0, 1, 4 stay"
+    assert queue.rows["a_1_0"]["response_mask"].tolist() == [1, 1, 0]
+    assert len(after) == 2
+
+
+def test_padding_rows_are_cleaned(queue: MemoryQueue) -> None:
+    rows = {"a_0_0": row(0, 1.0), "a_1_0": row(0, 0.0)}
+    mine, _, after = run(queue, rows, "filter")
+    mine.own_columns = [REAL]
+    queue.rows["pad_0_0"] = {
+        **queue.rows.get("a_0_0", rows["a_0_0"]),
+        REAL: torch.ones(1),
+        "old_log_probs": torch.ones(3),
+    }
+    padded = KVBatchMeta(partition_id="train", keys=["pad_0_0"], tags=[{"is_padding": True}])
+    mine.clean_padding(padded)
+    assert queue.rows["pad_0_0"][REAL].tolist() == queue.rows["pad_0_0"]["old_log_probs"].tolist() == [0.0]
+
+
+# ---- small parts
+
+
+def test_whole_groups_in_every_step() -> None:
+    group = [0, 1, 0, 1, 2, 2, None, 0, None, 3, 3, None]
+    order = whole_group_order(group, 6, 2)
+    assert sorted(order) == list(range(12))
+    halves = order[:6], order[6:]
+    steps = [[half[i] for half in halves for i in range(s * 3, s * 3 + 3)] for s in (0, 1)]
+    for g in (0, 1, 2, 3):
+        holding = {s for s, rows in enumerate(steps) for i in rows if group[i] == g}
+        assert len(holding) == 1, g
+    with pytest.raises(ConfigError, match=r"groups of \[4, 4, 4\] rows do not fit into 2 steps of 6 rows"):
+        whole_group_order([0] * 4 + [1] * 4 + [2] * 4, 6, 1)
+
+
+def test_logprob_passes_divide_the_first_balance() -> None:
+    c = config(
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=6",
+    )
+    assert logprob_multiple(c, 2, reference=False) == 8 and logprob_multiple(c, 2, reference=True) == 24
+    c = config("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True")
+    assert logprob_multiple(c, 2, reference=False) == 2
+
+
+def test_columns_and_their_fields() -> None:
+    rows = {"x": torch.tensor([1, 2]), "extra_info": [{"level": 3}, {"level": 4}], "reward_model": [{"a": 1}, {"a": 2}]}
+    assert column_of(rows, "x") == [1, 2] and column_of(rows, "level") == [3, 4] and column_of(rows, "a") == [1, 2]
+    with pytest.raises(ConfigError, match="no column `b`; it has extra_info, reward_model, x"):
+        column_of(rows, "b")
+
+
+class Dataset(torch.utils.data.Dataset):
+    """As verl's: rows with messages, nested columns and technical ones."""
+
+    def __init__(self, n: int = 5) -> None:
+        self.dataframe = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(n)]
+
+    def __len__(self) -> int:
+        return len(self.dataframe)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        row = dict(self.dataframe[i])
+        return {
+            **row,
+            "raw_prompt": row["prompt"],
+            "data_source": "x",
+            "reward_model": {"ground_truth": str(i)},
+            "extra_info": {"level": i},
+            "dummy_tensor": torch.tensor([0], dtype=torch.uint8),
+            "index": 0,
+            "tools_kwargs": {},
+            "interaction_kwargs": {},
+        }
+
+
+def test_datasets_are_numbered_and_told_apart() -> None:
+    one, other = Dataset(), Dataset(4)
+    number_rows(one)
+    number_rows(one)  # a second time is nothing
+    assert one[3][ROW] == 3 and isinstance(one, Dataset) and type(one).__name__ == "Dataset"
+    assert fingerprint(one) == fingerprint(Dataset()) != fingerprint(other)
+
+
+def test_plans_become_prompt_batches() -> None:
+    dataset = Dataset()
+    number_rows(dataset)
+    made = PromptBatches(dataset, config())
+    given = (Completion((5, 6), (-1.0, -2.0)),)
+    rows = [
+        PlanRow(3, 0, 2),
+        PlanRow(1, 1, 2, spare=1, given=given, payload={"k": 1}, edit={"level": 9, "prompt": "hint"}),
+    ]
+    batch = made.build(rows)
+    assert batch["__rollout_n__"].tolist() == [2, 3]
+    assert list(batch["agent_name"]) == ["single_turn_agent", PLANNED_AGENT]
+    notes = [getattr(x, "data", x) for x in batch[COLUMN]]
+    assert [n["prompt"] for n in notes] == [3, 1] and notes[1]["payload"] == {"k": 1}
+    assert notes[1]["given"] == [{"tokens": [5, 6], "logprobs": [-1.0, -2.0]}]
+    prompts = [getattr(x, "data", x) for x in batch["raw_prompt"]]
+    assert prompts[1] == [{"role": "user", "content": "hint"}] and prompts[0][0]["content"] == "3"
+    assert getattr(batch["extra_info"][1], "data", batch["extra_info"][1])["level"] == 9
+    assert len({str(u) for u in batch["uid"]}) == 2 and ROW not in batch
+    plain = made.build([PlanRow(0, 0, 2), PlanRow(2, 1, 2)])
+    assert "__rollout_n__" not in plain and "agent_name" not in plain
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "error", "message"),
+    [
+        (PlanRow(0, 0, 2, edit={"nothing": 1}), [], MethodError, "edits the column `nothing`"),
+        (PlanRow(-1, 0, 2, edit={"prompt": "x"}), [], MethodError, "have data_source, reward_model, too"),
+        (PlanRow(0, 0, 2, prefix=(1,) * 6), [], MethodError, "a prefix of 6 .* completion length is 6"),
+        (PlanRow(0, 0, 2, given=(Completion((1,) * 7),)), [], MethodError, "completions of up to 7 tokens"),
+        (
+            PlanRow(0, 0, 2, max_tokens=3),
+            ["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"],
+            ConfigError,
+            "this run uses tool_agent",
+        ),
+        (
+            PlanRow(0, 0, 2, prefix=(1,)),
+            ["algorithm.rollout_correction.bypass_mode=True"],
+            ConfigError,
+            "bypass_mode=False",
+        ),
+    ],
+)
+def test_plans_that_cannot_be_served(row: PlanRow, overrides: list[str], error: type, message: str) -> None:
+    dataset = Dataset()
+    number_rows(dataset)
+    with pytest.raises(error, match=message):
+        PromptBatches(dataset, config(*overrides)).build([row])
+
+
+def test_given_completions_must_not_be_lost() -> None:
+    trainer = object.__new__(MethodsSync)
+    trainer.config, trainer.methods = config(), Settings(("noop",)).stack()
+    trainer._submitted = {"a": PlanRow(0, 0, 2), "b": PlanRow(1, 1, 2)}
+    lost = KVBatchMeta(partition_id="train", keys=["a_0_0", "a_1_0", "b_1_0"], tags=[{}] * 3)
+    trainer._count_missing(lost)  # verl goes on without a failed agent loop
+    assert "1 rollouts of this step are missing: their agent loops failed." in trainer.methods._warned
+    trainer._submitted["b"] = PlanRow(1, 1, 2, given=(Completion((1,)),))
+    with pytest.raises(MethodError, match=r"lost completions that the plan gives for the prompts \[1\]"):
+        trainer._count_missing(lost)
+
+
+def test_asynchronous_modes_take_whole_groups() -> None:
+    trainer = object.__new__(MethodsColocateAsync)
+    dataset = Dataset()
+    number_rows(dataset)
+    trainer._prompts, trainer.methods = PromptBatches(dataset, config()), Settings(("mc_grpo",)).stack()
+    trainer._check_async_plan(Plan((PlanRow(0, 0, 2, spare=1), PlanRow(1, 1, 2)), 2, 4), 2)
+    for rows in ((PlanRow(0, 0, 1),), (PlanRow(0, 0, 2),)):
+        with pytest.raises(MethodError, match="takes batches out of a buffer of groups"):
+            trainer._check_async_plan(Plan(rows, 2, 4), 2 if rows[0].n == 2 else 1)
