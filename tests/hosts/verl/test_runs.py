@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, Run, finished
+from runs import PROMPTS, SAMPLES, Run, finished, start
 
 from rl_plugins.groups import Groups
 
@@ -312,20 +312,40 @@ def test_steps_do_not_cut_groups(ranks: Run) -> None:
 # ---- asynchronous modes
 
 
-def test_colocate_async(tmp_path: Path) -> None:
-    run = finished(
-        tmp_path / "run",
-        ["+rl_plugins.methods=[vade,mc_grpo]", "trainer.total_training_steps=3", *COMMON[2:3]],
+def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
+    """Killed in step 3 and resumed from step 2: what was in flight is trained, and the plans go on where they were."""
+    where = f"trainer.default_local_dir={tmp_path / 'checkpoints'}"
+    common = ["+rl_plugins.methods=[vade,mc_grpo]", *COMMON[2:3], where, "trainer.save_freq=1"]
+    killed = start(
+        tmp_path / "killed",
+        [*common, "trainer.total_training_steps=9"],
+        trainer="watched_colocate_async",
+        RL_PLUGINS_TEST_SLOW="1",
+    )
+    try:
+        killed.wait_for("saved", step=2)
+        killed.wait_for("decided", step=3)
+        killed.kill()
+    finally:
+        killed.clean_up()
+    resumed = finished(
+        tmp_path / "resumed",
+        [*common, "trainer.total_training_steps=4", "trainer.resume_mode=auto"],
         trainer="watched_colocate_async",
     )
-    steps = run.steps()
-    assert [len(s["decision"].rollouts) for s in steps] == [72] * 3
-    assert [int(s["decision"].trained.sum()) for s in steps] == [64] * 3
-    assert run.metrics(3)["vade/seen"] > run.metrics(1)["vade/seen"]
-    prompts = [e["prompts"] for e in run.of("plan")]
-    assert len({tuple(p) for p in prompts}) == len(prompts), "every plan draws other prompts"
-    assert {tuple(s["decision"].rollouts.groups.size.tolist()) for s in steps} == {(9,) * 8}
-    assert [run.metrics(k).get("rl_plugins/plan_lag", 0.0) for k in (1, 2, 3)] == [0.0, 1.0, 1.0]
+    for run in (killed, resumed):
+        for step in run.steps():
+            assert step["decision"].rollouts.groups.size.tolist() == [SAMPLES + 1] * PROMPTS
+            assert int(step["decision"].trained.sum()) == 64
+    assert [killed.metrics(k).get("rl_plugins/plan_lag", 0.0) for k in (1, 2)] == [0.0, 1.0]
+    plans = [e["prompts"] for e in killed.of("plan")]
+    assert len({tuple(p) for p in plans}) == len(plans) == 4, "every plan draws other prompts"
+    third = {e["step"]: e["prompts"] for e in resumed.of("plan")}[3]
+    assert third == {e["step"]: e["prompts"] for e in killed.of("plan")}[3], "the same state and random numbers"
+    trained = [set(e["prompts"]) for e in (*killed.of("decided")[:2], *resumed.of("decided"))]
+    in_flight = set(plans[0] + plans[1] + plans[2]) - trained[0] - trained[1]
+    assert in_flight and in_flight <= trained[2] | trained[3], "nothing that was in flight is lost"
+    assert resumed.metrics(4)["vade/seen"] > killed.metrics(2)["vade/seen"]
 
 
 def test_separate_async(tmp_path: Path) -> None:
