@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, register
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT
 
 FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens at the start, in `extra_fields`
 
 
-@register(PLANNED_AGENT)
 class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
     """`single_turn_agent` for a row whose plan gives completions, a prefix or a token limit."""
 
@@ -78,3 +78,16 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
 
     async def ct_build_initial_tokens(self, *args: Any, **kwargs: Any) -> list[int]:
         return [*await super().ct_build_initial_tokens(*args, **kwargs), *self._prefix]
+
+
+def register_planned() -> None:
+    """Registers the agent loop with verl.
+
+    Raises:
+        ConfigError: somebody else has the name (verl itself would replace it without a word).
+    """
+    taken = _agent_loop_registry.get(PLANNED_AGENT)
+    mine = f"{PlannedAgentLoop.__module__}.{PlannedAgentLoop.__qualname__}"
+    if taken is not None and taken.get("_target_") != mine:
+        raise ConfigError(f"The agent loop `{PLANNED_AGENT}` is registered in verl by {taken}; remove that.")
+    register(PLANNED_AGENT)(PlannedAgentLoop)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,11 +43,18 @@ def load() -> None:
         after_import(AGENT_LOOP, _register_agent_loop)
         after_import(MONKEY_PATCH, _without_value_head)
     except Exception as e:
-        print(f"[rl-plugins] the verl plugin could not be loaded in process {os.getpid()}:", file=sys.stderr)
-        traceback.print_exc()
+        if not _verl_reports_plugins():
+            print(f"[rl-plugins] the verl plugin could not be loaded in process {os.getpid()}:", file=sys.stderr)
+            traceback.print_exc()
         why = f"{type(e).__name__}: {e}"
         after_import(CONFIG, lambda module: _refuse_methods(module, why))
         raise
+
+
+def _verl_reports_plugins() -> bool:
+    """Seam V6: verl itself warns of a plugin that fails. Stock, it writes a line at DEBUG level."""
+    file = getattr(sys.modules.get("verl"), "__file__", None)
+    return bool(file) and '.debug("Failed to load plugin' not in Path(str(file)).read_text(encoding="utf-8")
 
 
 def _guard_config(module: Any) -> None:
@@ -80,7 +88,9 @@ def _register_trainers(module: ModuleType) -> None:
 
 
 def _register_agent_loop(module: ModuleType) -> None:
-    from rl_plugins.verl import agent_loop  # noqa: F401
+    from rl_plugins.verl.agent_loop import register_planned
+
+    register_planned()
 
 
 def _refuse_methods(module: Any, why: str) -> None:
@@ -111,7 +121,6 @@ def _without_value_head(module: Any) -> None:
 
 def _trl_has_value_head() -> bool:
     import importlib.util
-    from pathlib import Path
 
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:

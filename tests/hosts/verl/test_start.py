@@ -277,6 +277,19 @@ def test_a_name_that_is_taken_is_an_error(tmp_path: Path) -> None:
         tmp_path,
     )
     assert "Trainer name 'rl_plugins_sync' is already registered to Other" in done.stderr
+    done = python(
+        """
+        import verl
+        from rl_plugins.verl import imports
+        imports.after_import(
+            "verl.experimental.agent_loop.agent_loop",
+            lambda m: m._agent_loop_registry.update(rl_plugins_planned={"_target_": "their.Loop"}),
+        )
+        import verl.experimental.agent_loop
+        """,
+        tmp_path,
+    )
+    assert "ConfigError: The agent loop `rl_plugins_planned` is registered in verl by" in done.stderr
 
 
 @pytest.mark.host
