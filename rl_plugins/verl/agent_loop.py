@@ -12,9 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT
-
-FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens at the start, in `extra_fields`
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN
 
 
 class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
@@ -91,3 +89,6 @@ def register_planned() -> None:
     if taken is not None and taken.get("_target_") != mine:
         raise ConfigError(f"The agent loop `{PLANNED_AGENT}` is registered in verl by {taken}; remove that.")
     register(PLANNED_AGENT)(PlannedAgentLoop)
+
+
+register_planned()

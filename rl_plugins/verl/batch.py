@@ -26,8 +26,7 @@ from rl_plugins.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.stack import MethodStack
-from rl_plugins.verl.agent_loop import UNKNOWN
-from rl_plugins.verl.prompts import COLUMN
+from rl_plugins.verl.prompts import COLUMN, UNKNOWN
 from rl_plugins.verl.rows import (
     GROUP,
     REAL,

@@ -88,9 +88,7 @@ def _register_trainers(module: ModuleType) -> None:
 
 
 def _register_agent_loop(module: ModuleType) -> None:
-    from rl_plugins.verl.agent_loop import register_planned
-
-    register_planned()
+    from rl_plugins.verl import agent_loop  # noqa: F401
 
 
 def _refuse_methods(module: Any, why: str) -> None:

@@ -18,6 +18,7 @@ from rl_plugins.verl.facts import NESTED_COLUMNS
 
 ROW = "rl_plugins_row"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
+FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens at the start, in `extra_fields`
 TECHNICAL = (ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
-from rl_plugins.verl.agent_loop import FORCED
 from rl_plugins.verl.facts import NESTED_COLUMNS
-from rl_plugins.verl.prompts import COLUMN
+from rl_plugins.verl.prompts import COLUMN, FORCED
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch

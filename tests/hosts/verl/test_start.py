@@ -247,6 +247,11 @@ def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path) -> None:
         plugin.load()
         assert time.perf_counter() - start < 0.01
         plugin.load()  # a second time is nothing
+        import rl_plugins.verl.loss  # what a training worker needs
+        assert "rl_plugins.verl.agent_loop" not in sys.modules
+        import rl_plugins.verl.agent_loop  # whoever imports it first
+        from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+        assert _agent_loop_registry["rl_plugins_planned"]["_target_"] == "rl_plugins.verl.agent_loop.PlannedAgentLoop"
         from verl.trainer.ppo.v1 import PPOTrainerSync, get_trainer_cls
         assert get_trainer_cls("sync") is PPOTrainerSync
         for name in ("sync", "colocate_async", "separate_async"):
