@@ -326,7 +326,7 @@ def settle(
         within = within.replace(step=_renumbered(keep[rollouts.steps.row])[within.step])
     if stack.claims["advantages"]:
         m = stack.claims["advantages"][0]
-        source, values = m.name, _advantages(stack, m, stack.one("advantages", inside), inside, within)
+        source, values = m.name, _advantages(stack, m, inside, within)
     elif host_advantages is not None:
         source, values = "host", host_advantages.double()[stay]
     else:
@@ -452,17 +452,27 @@ def _per_row(stack: MethodStack, m: Method, hook: str, value: Any, rollouts: Rol
     return given
 
 
-def _advantages(stack: MethodStack, m: Method, value: Any, rollouts: Rollouts, tokens: Tokens) -> Tensor:
-    """(rows,) or (steps,) -> (tokens,)."""
-    given = _numbers(stack, m, "advantages", "the advantages", value).double()
+def _advantages(stack: MethodStack, m: Method, rollouts: Rollouts, tokens: Tokens) -> Tensor:
+    """(tokens,) advantages of the row or turn each token belongs to, as `m.advantages_per` says."""
+    n, place = len(rollouts), tokens.row
+    if m.advantages_per == "turn":
+        if rollouts.steps is None or tokens.step is None:
+            raise MethodError(
+                f"Method `{m.name}` makes one advantage per turn, and this batch does not say what its turns are "
+                f"({'rollouts.steps' if rollouts.steps is None else 'tokens.step'} is None). Hosts tell that to "
+                f'methods with "steps" in `needs`; a method without turns has advantages_per = "row".'
+            )
+        n, place = len(rollouts.steps.row), tokens.step
+    given = _numbers(stack, m, "advantages", "the advantages", stack.one("advantages", rollouts)).double()
     if bool(torch.isinf(given).any()):
         raise stack.refuse(m, "advantages", "an advantage is infinite.")
-    if rollouts.steps is not None and tokens.step is not None and given.shape == rollouts.steps.row.shape:
-        return given[tokens.step]
-    if given.shape != (len(rollouts),):
-        why = f"one number per row ({len(rollouts)}) or per turn is needed; it gave {tuple(given.shape)}."
+    if given.shape != (n,):
+        why = (
+            f"one number per {m.advantages_per} ({n}) is needed, as the class says with advantages_per = "
+            f'"{m.advantages_per}"; it gave {tuple(given.shape)}.'
+        )
         raise stack.refuse(m, "advantages", why)
-    return given[tokens.row]
+    return given[place]
 
 
 def _apply_shape(

@@ -80,6 +80,7 @@ SIGNALS: dict[str, str] = {
     "off_policy": "updates whose policy differs from the one that sampled",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
+    "steps": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 
 
@@ -123,6 +124,8 @@ class Method:
         needs: signals (see SIGNALS). Only what somebody needs is computed.
         host_options: {"trl": {"option": value}}: host settings this method sets. A different value of the user's own
             is an error that shows both.
+        advantages_per: what `advantages` returns: "row" (rows,), or "turn" (steps,) over `rollouts.steps`, which
+            `needs` must then name.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
         rows_per_rollout: rows one rollout becomes (agents, turns).
         in_eval: hooks that also act in evaluation.
@@ -142,6 +145,7 @@ class Method:
     Params: ClassVar[type[MethodParams]] = MethodParams
     needs: frozenset[str] | set[str] = frozenset()
     host_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     rounds: ClassVar[bool] = False
     rows_per_rollout: int = 1
     in_eval: ClassVar[Sequence[str]] = ()
@@ -188,8 +192,8 @@ class Method:
         raise MethodError(self._unclaimed("select"))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """Returns (rows,) advantages, or (steps,) if `rollouts.steps` exists and one per turn is meant. NaN becomes 0,
-        and so does the advantage of a row whose reward is NaN."""
+        """Returns (rows,) advantages, or (steps,) with `advantages_per = "turn"`. NaN becomes 0, and so does the
+        advantage of a row whose reward is NaN."""
         raise MethodError(self._unclaimed("advantages"))
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:

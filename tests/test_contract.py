@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rl_plugins import registry
+from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip
 from rl_plugins.method import Bundle, Method, Paper
 from rl_plugins.params import MethodParams, build_params, param
@@ -20,9 +21,19 @@ from rl_plugins.rollouts import Shape, Update
 from rl_plugins.testing import check_method
 
 # Methods whose parameters have no default, and what to test them with.
-PARAMS: dict[str, dict[str, Any]] = {}
+PARAMS: dict[str, dict[str, Any]] = {
+    "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
+    "drpo": {"threshold": 0.5},
+}
 # Methods whose data cannot be guessed from `needs`.
-PREPARE: dict[str, Callable[..., Any]] = {}
+PREPARE: dict[str, Callable[..., Any]] = {
+    # a main agent's row and one of a sub-agent it called
+    "m_grpo": lambda r: r.replace(
+        index=(index := r.index if r.index.any() else r.rollout % 2),
+        rollout=r.rollout if r.index.any() else r.rollout // 2,
+        meta={**r.meta, "agent": ["sub" if i else "main" for i in index]},
+    ),
+}
 
 BUILT_IN = [name for name in registry.all_names() if not any(o.distribution for o in registry.origins_of(name))]
 
@@ -443,15 +454,55 @@ def test_what_does_not_run_at_all_is_said_once():
     assert problems(toy(advantages=ragged_shape, observe=object_in_state)).count("\n  - ") == 1
 
 
-def test_a_method_that_needs_turns_is_tested_with_turns():
-    def by_turn(self, rollouts):
-        steps = rollouts.steps
-        groups = rollouts.groups
-        return (rollouts.reward - groups.rows(groups.mean(rollouts.reward)))[steps.row] * (steps.turn + 1)
+# ---- turns of agents
 
-    check_method(toy(advantages=by_turn))
-    text = problems(toy(advantages=lambda self, rollouts: by_turn(self, rollouts).cumsum(0)))
-    assert "depend on the order of the rows (`advantages`)" in text
+
+def by_turn(self, rollouts):
+    steps, groups = rollouts.steps, Groups(rollouts.group[rollouts.steps.row])
+    reward = steps.reward.nan_to_num(nan=0.0) + rollouts.reward[steps.row]
+    return (reward - groups.rows(groups.mean(reward))) * (steps.turn + 1)
+
+
+def per_turn(function=by_turn, **members):
+    return toy(advantages=function, **{"needs": {"steps"}, "advantages_per": "turn", **members})
+
+
+def test_a_method_of_turns_passes_in_both_layouts():
+    report = check_method(per_turn())
+    assert "a row per turn and a row per rollout give the same advantages" in report.checks
+    report = check_method(toy(advantages=advantages))
+    assert not any("a row per turn" in check for check in report.checks)
+
+
+BROKEN_TURNS = [
+    (dict(function=lambda self, r: by_turn(self, r).cumsum(0)), "depend on the order of the rows (`advantages`)"),
+    (dict(needs=set()), '`advantages_per` is "turn", so `needs` must have "steps"'),
+    (dict(needs=set()), "makes one advantage per turn, and this batch does not say what its turns are"),
+    (dict(advantages_per="token"), "`advantages_per` is 'token'; it must be"),
+    (dict(advantages_per="row"), "one number per row (16) is needed, as the class says"),
+    (dict(function=advantages), "one number per turn (36) is needed, as the class says"),
+    (
+        dict(function=lambda self, r: by_turn(self, r) / r.groups.rows(r.groups.n(r.reward))[r.steps.row]),
+        "differ with one row per rollout and with one row per turn",
+    ),
+    (
+        dict(advantages_per="row", function=lambda self, r: advantages(self, r)),
+        "differ with one row per rollout and with one row per turn",  # by rows, long rollouts weigh more
+    ),
+    (
+        # the turn before is looked up where it lies and not where its number says
+        dict(function=lambda self, r: by_turn(self, r) + (r.steps.row == r.steps.row.roll(1)).double()),
+        "depend on the order of the rows (`advantages`)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("members", "message"), BROKEN_TURNS, ids=range(len(BROKEN_TURNS)))
+def test_a_broken_method_of_turns_is_caught(members, message):
+    assert message in problems(per_turn(**members))
+
+
+# ---- parameters
 
 
 def test_parameters_are_checked():

@@ -532,9 +532,13 @@ def agent_batch(turns, rewards=None, kept=None):
     return rollouts, tokens.replace(step=torch.tensor(step))
 
 
+def of_turns(function, **hooks):
+    return method("turns", advantages=function, advantages_per="turn", **hooks)
+
+
 def test_advantages_of_turns_reach_the_tokens_of_their_turn():
     rollouts, tokens = agent_batch([2, 1, 3])
-    decision = run([method(advantages=lambda r: r.steps.reward)], rollouts, tokens)
+    decision = run([of_turns(lambda r: r.steps.reward)], rollouts, tokens)
     expected = [0.0, 0, 1, 1, 10, 10, 20, 20, 21, 21, 22, 22]
     assert decision.advantages.tolist() == expected and not decision.uniform
     assert decision.row_advantages.tolist() == [0.5, 10.0, 21.0]
@@ -544,6 +548,20 @@ def test_one_number_per_row_reaches_all_its_turns():
     rollouts, tokens = agent_batch([2, 1, 3])
     decision = run([method(advantages=lambda r: r.reward + 5)], rollouts, tokens)
     assert decision.advantages.tolist() == [5.0] * 4 + [6.0] * 2 + [7.0] * 6 and decision.uniform
+
+
+def test_with_as_many_turns_as_rows_the_class_says_what_is_meant_and_not_the_shape():
+    rollouts, tokens = agent_batch([2, 0, 1], [1.0, 2.0, 3.0])  # turns (2, 0), (0, 1), (0, 0)
+    three = torch.tensor([5.0, 6.0, 7.0])
+    assert run([method(advantages=lambda r: three)], rollouts, tokens).advantages.tolist() == [5.0] * 4 + [7.0] * 2
+    decision = run([of_turns(lambda r: three)], rollouts, tokens)
+    assert decision.advantages.tolist() == [7.0, 7.0, 6.0, 6.0, 5.0, 5.0]
+
+
+def test_turns_that_are_nan_or_of_a_row_without_reward_have_no_advantage():
+    rollouts, tokens = agent_batch([2, 1], [1.0, NAN])
+    decision = run([of_turns(lambda r: torch.tensor([4.0, NAN, 3.0]))], rollouts, tokens)
+    assert decision.advantages.tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_turns_stay_with_their_tokens_when_rows_leave():
@@ -559,7 +577,7 @@ def test_turns_stay_with_their_tokens_when_rows_leave():
         seen["all rows"] = r.steps.row[t.step].tolist() == t.row.tolist()
 
     keep = torch.tensor([True, False, True, False])
-    m = method(select=lambda r: keep, advantages=lambda r: r.steps.reward, shape=shape, observe=observe)
+    m = of_turns(lambda r: r.steps.reward, select=lambda r: keep, shape=shape, observe=observe)
     decision = run([m], rollouts, tokens)
     anchors = ["0.0", "0.0", "0.1", "0.1", "2.0", "2.0", "2.1", "2.1", "2.2", "2.2"]
     assert seen == {"anchors": anchors, "rows": True, "all anchors": anchors, "all rows": True}
@@ -575,10 +593,25 @@ def test_the_hosts_and_our_estimator_are_per_row_even_with_as_many_turns_as_rows
         assert decision.advantages.tolist() == [1.0] * 4 + [3.0] * 2
 
 
-def test_a_number_per_turn_needs_tokens_that_know_their_turn():
+def test_a_number_per_turn_needs_turns_and_tokens_that_know_theirs():
     rollouts, tokens = agent_batch([2, 1, 3])
-    m = method("turns", advantages=lambda r: r.steps.reward)
-    refused(lambda: run([m], rollouts, tokens.replace(step=None)), "`turns`", "`advantages`", "per row (3) or per turn")
+    m = of_turns(lambda r: r.steps.reward)
+    why = "`turns` makes one advantage per turn, and this batch does not say what its turns are"
+    refused(lambda: run([m], rollouts, tokens.replace(step=None)), why, "(tokens.step is None)", '"steps" in `needs`')
+    refused(lambda: run([m], rollouts.replace(steps=None), tokens), why, "(rollouts.steps is None)")
+
+
+@pytest.mark.parametrize(
+    ("per", "given", "why"),
+    [
+        ("turn", 3, 'one number per turn (6) is needed, as the class says with advantages_per = "turn"; it gave (3,)'),
+        ("row", 6, 'one number per row (3) is needed, as the class says with advantages_per = "row"; it gave (6,)'),
+    ],
+)
+def test_a_number_per_row_is_not_taken_for_one_per_turn(per, given, why):
+    rollouts, tokens = agent_batch([2, 1, 3])
+    m = method("odd", advantages=lambda r: torch.ones(given), advantages_per=per)
+    refused(lambda: run([m], rollouts, tokens), "Method `odd` returned something illegal from `advantages`: ", why)
 
 
 # ---- shaping
@@ -790,7 +823,10 @@ ILLEGAL = {
         ({"keep": 1}, "it gave dict"),
     ],
     "advantages": [
-        (torch.ones(3), "one number per row (2) or per turn is needed; it gave (3,)"),
+        (
+            torch.ones(3),
+            'one number per row (2) is needed, as the class says with advantages_per = "row"; it gave (3,)',
+        ),
         (torch.ones(2, 1), "it gave (2, 1)"),
         (1.0, "it gave ()"),
         ([INF, 0.0], "an advantage is infinite"),

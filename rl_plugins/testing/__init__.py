@@ -12,8 +12,10 @@ from rl_plugins.testing.data import (
     make_rollouts,
     make_rows,
     make_run,
+    make_steps,
     make_terms,
     make_tokens,
+    one_row_per_turn,
     one_step,
     start_stack,
 )
@@ -24,8 +26,10 @@ __all__ = [
     "make_rollouts",
     "make_rows",
     "make_run",
+    "make_steps",
     "make_terms",
     "make_tokens",
+    "one_row_per_turn",
     "one_step",
     "start_stack",
 ]

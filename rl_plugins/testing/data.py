@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from rl_plugins.driver import Decision, decide
 from rl_plugins.estimators import grpo_advantages
+from rl_plugins.groups import Groups
 from rl_plugins.method import Method
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Rows, Run, Terms, Tokens, weighted_reward
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Rows, Run, Steps, Terms, Tokens, weighted_reward
 from rl_plugins.stack import MethodStack
 
 
@@ -91,10 +93,85 @@ def make_rollouts(
     return Rollouts(**{**values, **changes})
 
 
+def make_steps(
+    anchor: Sequence[Sequence[Any]],
+    reward: Sequence[Sequence[float]] | None = None,
+    valid: Sequence[Sequence[bool]] | None = None,
+    row_per: Literal["rollout", "turn"] = "rollout",
+) -> Steps:
+    """Turns of agents: one list per rollout, in it one entry per turn.
+
+        rollouts = make_rollouts([1.0, 0.0], steps=make_steps([["start", "door"], ["start"]], [[0, 1], [0]]))
+
+    Args:
+        anchor: what was observed before each turn.
+        reward: of each turn, NaN where the environment gave none; default NaN.
+        valid: False where the action was not understood; default True.
+        row_per: "rollout": row i holds all turns of list i; "turn": every turn is a row, in the order of the lists.
+    """
+    turns = torch.tensor([len(a) for a in anchor], dtype=torch.int64)
+    rollout = torch.repeat_interleave(torch.arange(len(turns)), turns)
+    number = torch.arange(len(rollout))
+
+    def flat(values: Sequence[Sequence[Any]]) -> list[Any]:
+        if [len(v) for v in values] != turns.tolist():
+            raise ValueError(f"{[len(v) for v in values]} entries per rollout for {turns.tolist()} turns.")
+        return [v for of_rollout in values for v in of_rollout]
+
+    return Steps(
+        row=rollout if row_per == "rollout" else number,
+        turn=number - (torch.cumsum(turns, 0) - turns)[rollout],
+        anchor=flat(anchor),
+        reward=torch.tensor([torch.nan] * len(number) if reward is None else flat(reward), dtype=torch.float64),
+        valid=torch.tensor([True] * len(number) if valid is None else flat(valid), dtype=torch.bool),
+    )
+
+
+def one_row_per_turn(rollouts: Rollouts, tokens: Tokens) -> tuple[Rollouts, Tokens]:
+    """The same rollouts in the other layout: from a row per rollout, as TRL has them, to a row per turn (`index` is
+    its number), as some of verl's agent loops have them. Row i is turn i of `rollouts.steps`; tokens keep their order.
+
+    Raises:
+        ValueError: without turns, or if the tokens do not know theirs.
+    """
+    steps = rollouts.steps
+    if steps is None or tokens.step is None:
+        raise ValueError("rollouts.steps and tokens.step are needed to make a row of every turn.")
+    order = torch.sort(tokens.step, stable=True).indices
+    length = torch.bincount(tokens.step, minlength=len(steps.row))
+    position = torch.empty_like(tokens.step)
+    position[order] = torch.arange(len(order)) - (torch.cumsum(length, 0) - length)[tokens.step[order]]
+    turns = Groups(steps.row, count=len(rollouts))
+    last = steps.turn == turns.rows(turns.max(steps.turn.double()))
+    rows = take_rows(rollouts, steps.row)
+    return (
+        rows.replace(
+            index=steps.turn,
+            length=length,
+            truncated=rows.truncated & last,
+            steps=steps.replace(row=torch.arange(len(steps.row))),
+        ),
+        tokens.replace(row=tokens.step, position=position),
+    )
+
+
+def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
+    """Rows of these numbers, in this order, as often as they are named; without turns."""
+    order, changes = rows.tolist(), {}
+    for f in dataclasses.fields(rollouts):
+        value = getattr(rollouts, f.name)
+        if f.name in ("reward_names", "reward_weights", "meta", "steps") or isinstance(value, int):
+            continue
+        changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
+    meta = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
+    return rollouts.replace(**changes, meta=meta, steps=None)
+
+
 def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = None, **changes: Any) -> Tokens:
-    """`rollouts.length` tokens per row with random columns (all of them; a host fills what is needed)."""
+    """`rollouts.length` tokens per row with random columns (all of them; a host fills what is needed). The tokens of a
+    row with several turns are dealt to them evenly, in order."""
     row = torch.repeat_interleave(torch.arange(len(rollouts)), rollouts.length)
-    start = torch.cumsum(rollouts.length, 0) - rollouts.length
+    position = torch.arange(len(row)) - (torch.cumsum(rollouts.length, 0) - rollouts.length)[row]
     n, rng = len(row), np.random.default_rng(seed)
 
     def logprobs(scale: float) -> Tensor:
@@ -103,7 +180,8 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
     old = logprobs(1.0)
     values: dict[str, Any] = dict(
         row=row,
-        position=torch.arange(n) - start[row],
+        position=position,
+        step=_dealt_to_turns(rollouts, row, position),
         advantages=torch.zeros(n, dtype=torch.float64) if advantages is None else advantages[row].double(),
         keep=torch.ones(n, dtype=torch.bool),
         forced=torch.zeros(n, dtype=torch.bool),
@@ -113,6 +191,20 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
         entropies=-logprobs(0.7),
     )
     return Tokens(**{**values, **changes})
+
+
+def _dealt_to_turns(rollouts: Rollouts, row: Tensor, position: Tensor) -> Tensor | None:
+    """(tokens,) the turn of each token, if there are turns."""
+    steps = rollouts.steps
+    if steps is None:
+        return None
+    turns = torch.bincount(steps.row, minlength=len(rollouts))
+    if bool((turns[row] == 0).any()):
+        raise ValueError("a row with tokens has no turn in rollouts.steps; give it one, or lengths of 0.")
+    by_turn = torch.sort(steps.turn, stable=True).indices
+    in_order = by_turn[torch.sort(steps.row[by_turn], stable=True).indices]
+    number = position * turns[row] // rollouts.length[row]
+    return in_order[(torch.cumsum(turns, 0) - turns)[row] + number]
 
 
 def make_terms(

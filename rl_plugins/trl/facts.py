@@ -140,6 +140,7 @@ def without_effect(stack: MethodStack, args: Any) -> list[str]:
 
 def _missing_signals(args: Any, inputs: Inputs) -> dict[str, str]:
     missing = {"engine": "top log-probs of the engine are not served by this version of the TRL adapter."}
+    missing["steps"] = "turns of environments and tools are not recorded by this version of the TRL adapter."
     truncations = {
         "top_p": (args.top_p, 1.0),
         "top_k": (args.top_k, 0),

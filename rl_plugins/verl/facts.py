@@ -166,6 +166,7 @@ NESTED_COLUMNS = ("extra_info", "reward_model")
 
 def _missing_signals(settings: Settings, read: Reader) -> dict[str, str]:
     missing = {"engine": "top log-probs of the engine are not served by this version of the verl adapter."}
+    missing["steps"] = "turns of environments and tools are not recorded by this version of the verl adapter."
     rollout = "actor_rollout_ref.rollout"
     truncations = {"top_p": 1.0, "top_k": -1}
     changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]

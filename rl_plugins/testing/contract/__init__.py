@@ -19,7 +19,13 @@ from typing import Any
 
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.testing.contract.decisions import check_every_kind, check_ordinary, check_row_order, check_unscorable
+from rl_plugins.testing.contract.decisions import (
+    check_every_kind,
+    check_layouts,
+    check_ordinary,
+    check_row_order,
+    check_unscorable,
+)
 from rl_plugins.testing.contract.documents import check_documentation, check_parameters
 from rl_plugins.testing.contract.kit import NOT_CHECKED, Kit
 from rl_plugins.testing.contract.plans import check_plans, check_prompts
@@ -34,6 +40,7 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_every_kind,
     check_unscorable,
     check_row_order,
+    check_layouts,
     check_plans,
     check_prompts,
     check_determinism,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,18 @@ from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.kit import BUDGET, GROUPS, NAN, Kit, short_error
 from rl_plugins.testing.contract.results import row_of_each
 from rl_plugins.testing.contract.scenarios import scenarios
+from rl_plugins.testing.data import one_row_per_turn, take_rows
 
 
 def check_ordinary(kit: Kit) -> None:
     """decisions on ordinary rollouts"""
-    rewards = [1.0, 0, 0, 1] * GROUPS
-
-    def attempt() -> None:
-        stack = kit.stack()
-        rollouts = kit.rollouts(rewards)
-        kit.decide(stack, rollouts, kit.tokens(rollouts))
-
     try:
-        attempt()
+        stack = kit.stack()
+        rollouts = kit.rollouts([1.0, 0, 0, 1] * GROUPS)
+        kit.decide(stack, rollouts, kit.tokens(rollouts))
     except Exception as e:
-        kit.turns = True  # a method for agents may want turns; if they do not help, the first error tells more
-        try:
-            attempt()
-        except Exception:
-            kit.fail(short_error(e))
-            kit.usable = False
+        kit.fail(short_error(e))
+        kit.usable = False
 
 
 def check_every_kind(kit: Kit) -> None:
@@ -70,21 +61,42 @@ def check_unscorable(kit: Kit) -> bool:
             kit.decide(stack, rows, kit.tokens(rows))
             for hook, args, result in kit.calls:
                 if hook == "advantages":
-                    found.append(_by_rollout(args[0], torch.as_tensor(result)))
+                    found.append(_by_rollout(kit.cls, args[0], torch.as_tensor(result)))
         with_nan, without = found
         if with_nan.keys() == without.keys() and any(differences(with_nan[k], without[k], close=True) for k in without):
             kit.fail("`advantages` of rows that have a reward change when unscorable rows (reward NaN) are added.")
     return True
 
 
-def _by_rollout(rollouts: Rollouts, advantages: Tensor) -> dict[Any, list[float]]:
+def _by_rollout(method: type[Method], rollouts: Rollouts, advantages: Tensor) -> dict[Any, list[float]]:
     """Advantages of the scored rows by group and rollout."""
-    row = row_of_each(rollouts, advantages)
+    row = row_of_each(method, rollouts)
     out: dict[Any, list[float]] = {}
     for i, a in zip(row.tolist(), advantages.tolist(), strict=True):
         if not torch.isnan(rollouts.reward[i]):
             out.setdefault((int(rollouts.group[i]), int(rollouts.rollout[i])), []).append(a)
     return out
+
+
+def check_layouts(kit: Kit) -> bool:
+    """a row per turn and a row per rollout give the same advantages"""
+    if "advantages" not in kit.cls.claims() or "steps" not in kit.needs:
+        return False
+    rewards = [0.9, NAN, 0.1, 0.4, 0.7, 0.2, 0.3, 0.7, 0.8, 0.7, 0.1, 0.6, 0.5, 0.0, 0.25, 0.65]
+    rollouts = kit.rollouts(rewards, [0, 1, 1, 2, 2, 2, 0, 0, 0, 3, 3, 3, 3, 3, 1, 1])
+    with kit.at("turns"):
+        per_rollout = rollouts, kit.tokens(rollouts)
+        of_turns = []
+        for rows, tokens in (per_rollout, one_row_per_turn(*per_rollout)):
+            kit.decide(kit.stack(), rows, tokens)
+            given, result = next((args[0], result) for hook, args, result in kit.calls if hook == "advantages")
+            of_turns.append(result if kit.cls.advantages_per == "turn" else result[given.steps.row])
+        if differences(of_turns[0], of_turns[1], close=True):
+            kit.fail(
+                "`advantages` of the same turns differ with one row per rollout and with one row per turn. A rollout "
+                "is all rows with its `group` and `rollout`; take what is per rollout once, and turns from `steps`."
+            )
+    return True
 
 
 def check_row_order(kit: Kit) -> None:
@@ -93,14 +105,18 @@ def check_row_order(kit: Kit) -> None:
     group = [0, 1, 1, 2, 2, 2, 0, 0, 0, 3, 3, 3, 3, 3, 1, 1]
     distinct = (rng.permutation(BUDGET) / 10).tolist()
     order = torch.from_numpy(rng.permutation(BUDGET))
-    with kit.at("graded rewards"):
-        rollouts = kit.rollouts(distinct, group)
-        tokens = kit.tokens(rollouts)
-        moved, moved_tokens, token_order = _permute(rollouts, tokens, order)
-        one = decided(kit.decide(kit.stack(), rollouts, tokens), order, token_order)
-        two = decided(kit.decide(kit.stack(), moved, moved_tokens))
-        for changed in differences(one, two, close=True):
-            kit.fail(f"decisions depend on the order of the rows (`{changed}`).")
+    rollouts = kit.rollouts(distinct, group)
+    given = {"graded rewards": (rollouts, kit.tokens(rollouts))}
+    if "steps" in kit.needs:
+        given["one row per turn"] = one_row_per_turn(*given["graded rewards"])
+    for name, (rows, row_tokens) in given.items():
+        with kit.at(name):
+            any_order = torch.from_numpy(rng.permutation(len(rows)))
+            moved, moved_tokens, token_order = _permute(rows, row_tokens, any_order)
+            one = decided(kit.decide(kit.stack(), rows, row_tokens), any_order, token_order)
+            two = decided(kit.decide(kit.stack(), moved, moved_tokens))
+            for changed in differences(one, two, close=True):
+                kit.fail(f"decisions depend on the order of the rows (`{changed}`).")
     with kit.at("rewards 0 and 1"):  # which of several equal rows stays may depend on it, how many may not
         rollouts = kit.rollouts([float(i % 3 == 0) for i in range(BUDGET)], group)
         tokens = kit.tokens(rollouts)
@@ -133,24 +149,15 @@ def decided(decision: Decision, rows: Tensor | None = None, tokens: Tensor | Non
 
 
 def _permute(rollouts: Rollouts, tokens: Tokens, order: Tensor) -> tuple[Rollouts, Tokens, Tensor]:
-    """Rows in another order, and the order of the tokens that follows from it."""
+    """Rows in another order, turns too, and the order of the tokens that follows from it."""
     place = torch.argsort(order)  # old row -> new row
-    changes: dict[str, Any] = {}
-    for f in dataclasses.fields(rollouts):
-        value = getattr(rollouts, f.name)
-        if isinstance(value, Tensor) and len(value) == len(rollouts) and f.name != "reward_weights":
-            changes[f.name] = value[order]
-        elif isinstance(value, (list, tuple)) and len(value) == len(rollouts) and f.name != "reward_names":
-            changes[f.name] = [value[i] for i in order]
-    changes["meta"] = {k: [v[i] for i in order] for k, v in rollouts.meta.items()}
+    moved = take_rows(rollouts, order)
     token_order = torch.sort(place[tokens.row], stable=True).indices
-    moved = tokens.subset(token_order, place)
-    if rollouts.steps is not None:
+    moved_tokens = tokens.subset(token_order, place)
+    if rollouts.steps is not None and moved_tokens.step is not None:
         s = rollouts.steps
-        step_order = torch.sort(place[s.row], stable=True).indices
-        anchors = [s.anchor[i] for i in step_order]
-        changes["steps"] = Steps(
-            place[s.row[step_order]], s.turn[step_order], anchors, s.reward[step_order], s.valid[step_order]
-        )
-        moved = moved.replace(step=torch.argsort(step_order)[moved.step])
-    return rollouts.replace(**changes), moved, token_order
+        turns = torch.from_numpy(np.random.default_rng(3).permutation(len(s.row)))
+        anchors = [s.anchor[i] for i in turns]
+        moved = moved.replace(steps=Steps(place[s.row[turns]], s.turn[turns], anchors, s.reward[turns], s.valid[turns]))
+        moved_tokens = moved_tokens.replace(step=torch.argsort(turns)[moved_tokens.step])
+    return moved, moved_tokens, token_order

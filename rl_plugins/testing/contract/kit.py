@@ -40,7 +40,6 @@ class Kit:
         self.problems: dict[str, list[str]] = {}  # what is wrong -> where it was seen
         self.place = ""
         self.usable = True  # False: it does not run at all; further checks would repeat the same error
-        self.turns = False  # the method wants `rollouts.steps`
         self.needs: frozenset[str] = frozenset()
         self.rows_per_rollout = 1
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []  # of the last stack
@@ -104,7 +103,7 @@ class Kit:
             if generators[library] != state:
                 self.fail(f"`{hook}` uses the global random generator of {library}; use `self.rng(purpose)`.")
         self.calls.append((hook, args, result))
-        for problem in wrong_result(hook, args, result):
+        for problem in wrong_result(self.cls, hook, args, result):
             self.fail(problem)
         return result
 
@@ -129,16 +128,12 @@ class Kit:
             fields["messages"] = [[{"role": "assistant", "content": t}] for t in texts]
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
-        if turns or self.turns:
+        if turns or "steps" in self.needs:
             made = made.replace(steps=_turns(made))
         return self.prepare(made) if self.prepare else made
 
     def tokens(self, rollouts: Rollouts, **changes: Any) -> Tokens:
         tokens = make_tokens(rollouts, **changes)
-        if rollouts.steps is not None:
-            first = torch.searchsorted(rollouts.steps.row, tokens.row)
-            late = tokens.position >= (rollouts.length[tokens.row] + 1) // 2
-            tokens = tokens.replace(step=first + late.long())
         return tokens.replace(**{name: None for name in TOKEN_SIGNALS if name not in self.needs})
 
     def decide(self, stack: MethodStack, rollouts: Rollouts, tokens: Tokens, budget: int | None = None) -> Decision:
@@ -156,15 +151,16 @@ class _QuietStack(MethodStack):
 
 
 def _turns(rollouts: Rollouts) -> Steps:
-    """Two turns for every row of two or more tokens, else one; the first observation is the same in the whole group."""
-    count = 1 + (rollouts.length > 1).long()
+    """One to three turns per row, as long as it has tokens; one if a rollout is several rows. All rollouts begin in the
+    same state, go to one of two, and come back."""
+    count = torch.ones_like(rollouts.length) if bool(rollouts.index.any()) else rollouts.length.clamp(1, 3)
     row = torch.repeat_interleave(torch.arange(len(rollouts)), count)
-    turn = torch.arange(len(row)) - (torch.cumsum(count, 0) - count)[row]
+    turn = rollouts.index[row] + torch.arange(len(row)) - (torch.cumsum(count, 0) - count)[row]
     number = rollouts.rollout[row]
     return Steps(
         row=row,
         turn=turn,
-        anchor=[f"observation {t} {n % 2 if t else ''}" for t, n in zip(turn.tolist(), number.tolist(), strict=True)],
+        anchor=[f"room {1 + n % 2 if t == 1 else 0}" for t, n in zip(turn.tolist(), number.tolist(), strict=True)],
         reward=torch.where(turn == 1, (number % 3).double() / 2, NAN),
         valid=(number + turn) % 4 != 3,
     )

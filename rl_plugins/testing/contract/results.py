@@ -8,29 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.method import Method
 from rl_plugins.rollouts import Rollouts, Terms
 
 
-def wrong_result(hook: str, args: tuple[Any, ...], result: Any) -> Iterator[str]:
-    """What is wrong with what a hook returns for these arguments."""
+def wrong_result(method: type[Method], hook: str, args: tuple[Any, ...], result: Any) -> Iterator[str]:
+    """What is wrong with what a hook of this class returns for these arguments."""
     if hook == "advantages" and isinstance(result, Tensor):
-        yield from _wrong_advantages(args[0], result)
+        yield from _wrong_advantages(method, args[0], result)
     if hook in ("policy_loss", "regularize"):
         yield from _wrong_loss(hook, args[0], result)
 
 
-def row_of_each(rollouts: Rollouts, advantages: Tensor) -> Tensor:
-    """The row every advantage belongs to: one per row, or one per turn."""
-    if rollouts.steps is not None and len(advantages) == len(rollouts.steps.row) != len(rollouts):
+def row_of_each(method: type[Method], rollouts: Rollouts) -> Tensor:
+    """The row each advantage of this class belongs to: one per row, or one per turn."""
+    if method.advantages_per == "turn" and rollouts.steps is not None:
         return rollouts.steps.row
     return torch.arange(len(rollouts))
 
 
-def _wrong_advantages(rollouts: Rollouts, advantages: Tensor) -> Iterator[str]:
+def _wrong_advantages(method: type[Method], rollouts: Rollouts, advantages: Tensor) -> Iterator[str]:
     if advantages.dtype != torch.float64:
         yield f"`advantages` returns {advantages.dtype}; numbers of rows are float64, like `rollouts.reward`."
     n = rollouts.groups.rows(rollouts.groups.n(rollouts.reward))
-    scored = (~torch.isnan(rollouts.reward) & (n > 1))[row_of_each(rollouts, advantages)]
+    scored = (~torch.isnan(rollouts.reward) & (n > 1))[row_of_each(method, rollouts)]
     if advantages.shape == scored.shape and bool(torch.isnan(advantages[scored]).any()):
         yield (
             "`advantages` gives NaN to rows that have a reward: unscorable rows (reward NaN) must stay out of "

@@ -9,7 +9,7 @@ import torch
 
 from rl_plugins.rollouts import Rollouts, Tokens
 from rl_plugins.testing.contract.kit import BUDGET, NAN, Kit
-from rl_plugins.testing.data import make_tokens
+from rl_plugins.testing.data import make_tokens, one_row_per_turn
 
 
 def scenarios(kit: Kit) -> Iterator[tuple[str, Rollouts, Tokens]]:
@@ -47,6 +47,7 @@ def scenarios(kit: Kit) -> Iterator[tuple[str, Rollouts, Tokens]]:
     }
     for name, rollouts in made.items():
         yield name, rollouts, kit.tokens(rollouts)
+    yield ("one row per turn", *one_row_per_turn(made["turns"], kit.tokens(made["turns"])))
     rollouts = made["foreign prompts"]
     tokens = make_tokens(rollouts)
     assert tokens.rollout_logprobs is not None

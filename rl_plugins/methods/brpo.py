@@ -1,0 +1,323 @@
+"""BRPO (arXiv 2506.00103): rollouts are judged in pairs, against one rollout of their own group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts, Run
+from rl_plugins.services import Endpoint, Failure, Service, number, prompt_text
+
+TEMPLATE = """Compare two answers to the same request. First name the principles that matter for this request, then
+weigh both answers by them. The order in which the answers are shown means nothing, and neither does their length.
+
+[Request]
+{prompt}
+
+[Answer A]
+{a}
+
+[Answer B]
+{b}
+
+End with one line that scores both answers from 0 to 10: Scores: A=<number>, B=<number>"""
+SCORES = r"A\s*=\s*(\d+(?:\.\d+)?)\s*,\s*B\s*=\s*(\d+(?:\.\d+)?)"
+
+
+class Brpo(Method):
+    """Bootstrapped relative policy optimization: +1 for beating a random rollout of the same group, -1 for not.
+
+    For tasks without a checkable answer. Per prompt with G rollouts o_1 .. o_G:
+
+        ref ~ Uniform{1..G}
+        every o_i, i != ref, is judged against o_ref under m = 2 votes conditions: `votes` times in each order
+        A_i = +1  if the judge prefers o_i in all m conditions
+              tie_value  if it does in some, -1 if in none           (tie_value -1: all or nothing)
+        A_ref = 0
+        the group leaves if |sum_i A_i| / G > filter_tau             (the reference was an outlier)
+
+    A_i is the advantage: no mean is subtracted and nothing is divided. With a strict order and without the filter the
+    sum of A over all choices of the reference is 0, and the bar rises with the policy, whose own rollout the reference
+    is. Both orders are asked, so a judge that prefers a position beats nobody with it: all A_i are -1, the skew is
+    (G-1)/G and the group leaves (for G >= 3 at the paper's 0.6; at G = 2 the skew is 0.5 and the -1 is trained on).
+
+    `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict.
+    Preferred means a higher score (by more than `min_margin`) or the letter. With `judge_batch_size` it takes a list of
+    up to that many (prompt, a, b) and returns as many verdicts. It may be `async def`; equal questions are asked once
+    per vote. Or `judge_url` and `judge_model` name an OpenAI-compatible endpoint, whose reply must hold "A=<number>,
+    B=<number>" (see `TEMPLATE`). A completion that equals the reference is not better than it; nobody is asked.
+
+    A judge that raises, hangs past its time-out or answers nonsense, retries included, has not preferred anybody: a
+    loss, counted in the logs, with a warning. A group without a single verdict leaves; a batch without one is an error.
+    All ranks wait for the judge, so the distributed time-out must be longer than it takes for a whole batch.
+
+    Shapes: rewards and advantages (rows,) float64, A itself. The rewards of the host are replaced; a row without one
+    (NaN: withdrawn) is not compared and counts nowhere, so a dummy reward function must return 0 and not None. A
+    rollout of several rows (turns, agents) is judged by the text of its last row and counts once. Text is handled in a
+    Python loop over rollouts: the judge takes longer.
+
+    A group of one has A = 0 with a warning. Randomness: the reference, per group number. State: none.
+
+    Logs: `win`, share of the rollouts compared that won; `agree`, share of those judged where every condition prefers
+    the same one of the two (1: neither position nor chance decides); `skew`, mean over groups; `dropped`, share of the
+    groups; `judged`, questions; `judge_failed`, share of them without an answer after all tries.
+
+    Raises:
+        ConfigError: no judge or two, or a parameter out of range.
+        MethodError: no verdict for any pair of a batch.
+
+    Source: no code was published. Steps 1-5 of the paper as read through three independent notes; they agree with a
+    public re-implementation on TRL, whose aggregation the golden cases are. Whether dropped groups are sampled again is
+    not established; here they are not.
+    """
+
+    name = "brpo"
+    paper = Paper(
+        "2506.00103",
+        "Writing-Zero: Bridge the Gap Between Non-verifiable Tasks and Verifiable Rewards",
+        "Ruipeng Jia and Yunyi Yang and Yongbo Gai and Kai Luo and Shihao Huang and Jianhe Lin and Xiaoxi Jiang and "
+        "Guanjun Jiang",
+        2025,
+    )
+    fidelity = "paper"
+    use_when = "The task has no checkable answer (writing, chat) and a judge can tell two completions apart."
+    avoid_when = "A verifier exists, or 2 votes (G - 1) questions to the judge per prompt cost too much."
+    disagreements = (
+        "The paper leaves open what a rollout gets that wins some conditions only: `tie_value`, -1 as reported, or 0.",
+        "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
+    )
+    needs = frozenset({"text", "column:prompt"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        judge: Callable[..., Any] | None = param(
+            None, 'judge(prompt, a, b): scores (of a, of b), "A", "B" or None; none: an endpoint judges'
+        )
+        judge_batch_size: int | None = param(
+            None, "the judge takes a list of up to so many (prompt, a, b); none: one pair a call", ge=1
+        )
+        judge_url: str = param("", "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
+        judge_model: str = param("", "name of the model at the endpoint")
+        judge_key_env: str = param("", "environment variable with the endpoint's key; empty: none is sent")
+        judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
+        judge_temperature: float = param(0.0, "of the endpoint", ge=0)
+        judge_max_tokens: int = param(2048, "of the endpoint's reply", ge=1)
+        judge_timeout: float = param(120.0, "seconds of one try", gt=0)
+        judge_retries: int = param(2, "further tries of a question that failed", ge=0)
+        judge_concurrency: int = param(16, "questions at a time", ge=1)
+        votes: int = param(1, "votes in each of the two orders", ge=1)
+        filter_tau: float = param(0.6, "a group with |sum A| / G above it leaves; 1 keeps all", ge=0, le=1)
+        tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
+        min_margin: float = param(0.0, "by how much a score must be higher (ours)", ge=0)
+        reference: int | None = param(None, "place of the reference in its group (or the last one); none: random", ge=0)
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+
+        def check(self) -> None:
+            if (self.judge is None) == (not self.judge_url):
+                raise ConfigError(
+                    f"`judge` is {'not given' if self.judge is None else 'given'} and `judge_url` is "
+                    f"{self.judge_url!r}; exactly one of them must say who judges: a function judge(prompt, a, b), or "
+                    f"an endpoint."
+                )
+            ours = ("judge_model", "judge_key_env", "judge_template", "judge_temperature", "judge_max_tokens")
+            others = ours if self.judge is not None else ("judge_batch_size",)
+            idle = [name for name in others if getattr(self, name) != type(self).__dataclass_fields__[name].default]
+            if idle:
+                raise ConfigError(
+                    f"{', '.join(f'`{n}`' for n in idle)} has no effect with "
+                    f"{'a `judge` of your own' if self.judge is not None else 'an endpoint'}. Remove it."
+                )
+            if self.judge is not None:
+                return
+            if not self.judge_model:
+                raise ConfigError("`judge_url` is given without `judge_model`, the name of the model that is asked.")
+            missing = [f for f in ("{prompt}", "{a}", "{b}") if f not in self.judge_template]
+            if missing:
+                raise ConfigError(f"`judge_template` lacks {', '.join(missing)}; the judge must see all three.")
+            if self.votes > 1 and not self.judge_temperature:
+                raise ConfigError(
+                    f"`votes` is {self.votes} and `judge_temperature` is 0: every vote would be the same. Raise the "
+                    f"temperature or ask for one vote."
+                )
+
+    _judge: Service
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({"text", f"column:{self.params.prompt_column}"})
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if p.judge is None:
+            endpoint = Endpoint(
+                p.judge_url,
+                p.judge_model,
+                p.judge_template,
+                SCORES,
+                api_key_env=p.judge_key_env,
+                temperature=p.judge_temperature,
+                max_tokens=p.judge_max_tokens,
+                timeout=p.judge_timeout,
+            )
+
+        def ask(asked: Any) -> Any:  # a question ends with the number of its vote, which only tells it from equal ones
+            if p.judge is None:
+                return endpoint(dict(zip(("prompt", "a", "b"), asked[:3], strict=True)))
+            return p.judge(*asked[:3]) if p.judge_batch_size is None else p.judge([question[:3] for question in asked])
+
+        self._judge = Service(
+            ask,
+            "the judge",
+            answer=partial(_verdict, min_margin=p.min_margin),
+            batch_size=p.judge_batch_size,
+            timeout=p.judge_timeout,
+            retries=p.judge_retries,
+            concurrency=p.judge_concurrency,
+        )
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        """A of every row; NaN for rows without a reward and for groups without a verdict."""
+        p = self.params
+        reward = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
+        duels: list[_Duel] = []
+        questions: list[_Question] = []
+        for group, members in _rollouts_of_groups(rollouts).items():
+            reference = members.pop(self._reference(group, len(members)))
+            reward[reference] = 0.0
+            if not members:
+                self.warn("a group has a single rollout; there is nothing to compare it with, so its advantage is 0.")
+            prompt, theirs = self._prompt(rollouts, reference), _text(rollouts, reference)
+            for rows in members:
+                ours, first = _text(rollouts, rows), len(questions)
+                if ours != theirs:
+                    for vote in range(p.votes):
+                        questions += [(prompt, ours, theirs, vote), (prompt, theirs, ours, vote)]
+                duels.append(_Duel(group, rows, slice(first, len(questions))))
+
+        verdicts = self._judge.ask(questions, strict=False)
+        self._check(verdicts)
+        outcomes = [_outcome(verdict, "AB"[i % 2]) for i, verdict in enumerate(verdicts)]  # ours is shown first, second
+        decided, wins = set[int](), 0
+        for duel in duels:
+            found = outcomes[duel.questions]
+            won = found.count("won")
+            reward[duel.rows] = 1.0 if found and won == len(found) else float(p.tie_value) if won else -1.0
+            wins += found != [] and won == len(found)
+            if not found or any(found):
+                decided.add(duel.group)
+            if found:
+                self.log("agree", len(set(found)) == 1 and found[0] in ("won", "lost"))
+        if duels:
+            self.log("win", wins / len(duels))
+        undecided = {duel.group for duel in duels} - decided
+        reward[torch.isin(rollouts.group, torch.tensor(sorted(undecided), dtype=torch.int64))] = torch.nan
+        return reward
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Groups that nearly all won or lost leave, and those without a verdict."""
+        skew = _skew(rollouts)
+        kept = skew <= self.params.filter_tau  # not for NaN
+        self.log("skew", skew[~torch.isnan(skew)].mean())
+        self.log("dropped", (~kept).double().mean())
+        if not bool(kept.any()):
+            self.warn(
+                "every group of a batch left: its reference was an outlier, or the judge prefers a position and nobody "
+                "beat it. Watch brpo/agree; `filter_tau` keeps more groups."
+            )
+        return rollouts.groups.rows(kept)
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        return rollouts.reward
+
+    def _reference(self, group: int, size: int) -> int:
+        """The place of the reference in its group, in the order of the rollouts' numbers."""
+        fixed = self.params.reference
+        return int(self.rng(f"reference of group {group}").integers(size)) if fixed is None else min(fixed, size - 1)
+
+    def _prompt(self, rollouts: Rollouts, rows: list[int]) -> str:
+        return prompt_text(rollouts.meta[self.params.prompt_column][rows[-1]])
+
+    def _check(self, verdicts: list[str | Failure | None]) -> None:
+        """Logs and warns of what failed.
+
+        Raises:
+            MethodError: there is no verdict at all.
+        """
+        failures = [v for v in verdicts if isinstance(v, Failure)]
+        self.log("judged", len(verdicts), "sum")
+        if not verdicts:
+            return
+        self.log("judge_failed", len(failures) / len(verdicts))
+        if all(v is None or isinstance(v, Failure) for v in verdicts):
+            why = f"Its first error: {failures[0].error}" if failures else "It answered None each time."
+            raise MethodError(
+                f"The judge gave no verdict on any of the {len(verdicts)} questions of this batch, so nothing can be "
+                f"learned from it. {why} Check that the judge works by itself; if it is only slow, raise "
+                f"`judge_timeout`."
+            )
+        if failures:
+            self.warn(f"the judge failed on some questions, which count as not won. Error: {failures[0].error}")
+
+
+_Question = tuple[str, str, str, int]  # prompt, completion shown as A, as B, number of the vote
+
+
+@dataclass(frozen=True)
+class _Duel:
+    """A rollout against the reference of its group; no questions where both texts are equal."""
+
+    group: int
+    rows: list[int]
+    questions: slice
+
+
+def _verdict(given: Any, min_margin: float) -> str | None:
+    """What a judge answered, as A, B, tie or None."""
+    if given is None or (isinstance(given, str) and given in ("A", "B")):
+        return given
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__len__") or len(given) != 2:
+        raise ValueError(f'{given!r} is no verdict; it must be two scores (of a, of b), "A", "B" or None.')
+    a, b = (number()(score) for score in given)
+    return "A" if a - b > min_margin else "B" if b - a > min_margin else "tie"
+
+
+def _outcome(verdict: str | Failure | None, ours: str) -> str:
+    """What became of the one shown as `ours`: won, lost or tie; empty without a verdict."""
+    if verdict is None or isinstance(verdict, Failure):
+        return ""
+    return "tie" if verdict == "tie" else "won" if verdict == ours else "lost"
+
+
+def _rollouts_of_groups(rollouts: Rollouts) -> dict[int, list[list[int]]]:
+    """Group number -> its rollouts with a reward, in the order of their numbers -> their rows, in order."""
+    order = sorted(
+        torch.nonzero(~torch.isnan(rollouts.reward))[:, 0].tolist(),
+        key=lambda i: (int(rollouts.group[i]), int(rollouts.rollout[i]), int(rollouts.index[i])),
+    )
+    found: dict[int, dict[int, list[int]]] = {}
+    for row in order:
+        found.setdefault(int(rollouts.group[row]), {}).setdefault(int(rollouts.rollout[row]), []).append(row)
+    return {group: list(members.values()) for group, members in found.items()}
+
+
+def _text(rollouts: Rollouts, rows: list[int]) -> str:
+    assert rollouts.text is not None  # it is in `needs`
+    return rollouts.text[rows[-1]]
+
+
+def _skew(rollouts: Rollouts) -> Tensor:
+    """(groups,) |sum of A| / rollouts, each rollout once; NaN without a reward."""
+    groups, reward = rollouts.groups, rollouts.reward
+    width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
+    same = Groups(rollouts.group * width + rollouts.rollout)
+    share = torch.where(torch.isnan(reward), torch.nan, 1 / same.rows(same.n(reward)))
+    return groups.sum(share * reward).abs() / groups.sum(share)

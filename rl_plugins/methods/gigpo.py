@@ -1,0 +1,223 @@
+"""GiGPO (arXiv 2505.10978): turns that began in the same state are compared, beside the comparison of rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts
+from rl_plugins.turns import Turns, joint, normalized, state_ids
+
+
+class Gigpo(Method):
+    """Adds to the advantage of a rollout one per turn, from turns of its group that began in the same state.
+
+    For turn t of a rollout with the rewards r_1 .. r_T of its turns and the reward R:
+
+        g_t   = r_t + gamma g_(t+1)                                     discounted return
+        A^E_t = R_t - mean_E(R)                                         over the turns of the group
+        A^S_t = g_t - mean_S(g)                                         over the turns S of the group with t's state
+        A_t   = A^E_t + step_advantage_w A^S_t
+
+    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). Where the
+    action could not be understood, R_t is R and g_t the return less `invalid_action_penalty_coef`, after returns were
+    made, so turns before it do not pay for it. A state nobody else was in has A^S = 0.
+
+    Turns have the same state if their observations (`anchor`) are equal: texts, numbers, arrays, nested lists and
+    mappings, by value; an observation of None is like no other. With `similarity` texts may differ: the different texts
+    of a group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a
+    difflib ratio of at least `similarity`, else they open one. Pairs that cannot reach it (by length, then by the
+    letters they share) are not compared. In texts of 200 characters or more difflib ignores frequent letters and
+    compares little more than beginnings: 400 letters of which one differs can have a ratio of 0.25. The authors' code
+    leaves it so; `autojunk: false` compares all letters, slower.
+
+    Shapes: advantages and everything above are (steps,) float64 over `rollouts.steps`, whichever way the host lays out
+    rows. Where an environment gives no reward at all, R counts as the reward of the last turn, as in the paper's
+    tasks.
+
+    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A group with a
+    single entry has A^E = 0, and a warning.
+
+    Logs: `compared`, share of the turns whose state another turn of the group was in; `states`, number of groups of
+    states; `abs_episode` and `abs_step`, mean |A^E| and mean |step_advantage_w A^S|.
+
+    Differences from the authors' code: a group with a single entry gets A^E = R there: `single_group`. A mean over one
+    entry per rollout instead of per turn, as in Eq. 3 of the paper, is `statistics: rollouts`. Statistics here are in
+    float64: in float32 equal returns leave residues that mean_std_norm turns into advantages of up to 0.6. Clusters of
+    similar texts depend on the order of the batch there.
+
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: an observation that cannot be compared, or one that is no text with `similarity`.
+
+    Source: Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
+    """
+
+    name = "gigpo"
+    paper = Paper(
+        arxiv="2505.10978",
+        title="Group-in-Group Policy Optimization for LLM Agent Training",
+        authors="Lang Feng, Zhenghai Xue, Tingcong Liu, Bo An",
+        year=2025,
+        code="langfengQ/verl-agent",
+    )
+    fidelity = "code"
+    use_when = "Agents whose rollouts come through the same states again: rooms, pages, boards, repeated queries."
+    avoid_when = "Every observation is different (long free text), so that no turn has another to be compared with."
+    disagreements = (
+        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, and over "
+        "rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
+        "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
+        "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
+    )
+    needs = frozenset({"steps"})
+    advantages_per = "turn"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
+        step_advantage_w: float = param(1.0, "weight of the comparison of states; 0 leaves that of rollouts", ge=0)
+        mode: Literal["mean_norm", "mean_std_norm"] = param(
+            "mean_norm", "differences from the mean, or those divided by the standard deviation + eps"
+        )
+        statistics: Literal["turns", "rollouts"] = param(
+            "turns", "mean and deviation of R over all turns of a group (code), or over its rollouts (paper)"
+        )
+        single_group: Literal["zero", "reward"] = param(
+            "zero", "A^E of a group with a single entry: 0, or its reward (code)"
+        )
+        similarity: float | None = param(
+            None, "texts with at least this difflib ratio are one state (code: 0.95); none: equal ones only", gt=0, lt=1
+        )
+        autojunk: bool = param(True, "ratios ignore frequent letters of long texts (difflib's default, and the code's)")
+        invalid_action_penalty_coef: float = param(
+            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+        )
+        eps: float = param(1e-6, "added to the standard deviation", gt=0)
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        p, turns = self.params, Turns(rollouts)
+        penalty = p.invalid_action_penalty_coef * (~turns.steps.valid).double()
+        by_std = p.mode == "mean_std_norm"
+
+        reward, groups = turns.outcome - penalty, Groups(turns.group)
+        entries = torch.where(turns.before == 0, reward, torch.nan) if p.statistics == "rollouts" else reward
+        episode = normalized(reward, groups, by_std, p.eps, of=entries)
+        single = groups.rows(groups.n(entries) == 1)
+        alone = torch.zeros_like(reward)
+        if p.single_group == "reward":
+            alone = reward / (1 + p.eps) if by_std else reward
+        episode = torch.where(single, alone, episode)
+
+        states = Groups(self._states(turns))
+        returns = turns.returns(p.gamma) - penalty
+        step = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
+        self._report(returns, states, episode, step, single)
+        return (episode + step).nan_to_num(nan=0.0)
+
+    def _states(self, turns: Turns) -> Tensor:
+        """(steps,) the same number for turns of a group that began in the same state."""
+        if self.params.similarity is None:
+            return joint(turns.group, state_ids(turns.steps.anchor))
+        return _similar(turns, self.params.similarity, self.params.autojunk)
+
+    def _report(self, returns: Tensor, states: Groups, episode: Tensor, step: Tensor, single: Tensor) -> None:
+        scored = ~torch.isnan(returns)
+        if not bool(scored.any()):
+            return
+        members = states.n(returns)
+        self.log("compared", (states.rows(members) > 1)[scored].double().mean())
+        self.log("states", float((members > 0).sum()))
+        self.log("abs_episode", episode[scored].abs().mean())
+        self.log("abs_step", step[scored].abs().mean())
+        if bool(single[scored].any()):
+            self.warn(
+                "a group has a single rollout or turn, so there is nothing to compare its reward with; its advantage "
+                + ("is 0." if self.params.single_group == "zero" else "is its reward.")
+            )
+        if not bool((members > 1).any()):
+            self.warn(
+                "no two turns of a group began in the same state, so only rollouts are compared. Let the environment "
+                "give what it shows without history, time or numbering as `anchor`, or set the parameter `similarity`."
+            )
+
+
+def _similar(turns: Turns, threshold: float, autojunk: bool) -> Tensor:
+    """(steps,) clusters of similar texts inside each group. Clusters are greedy, so their texts come one by one."""
+    steps, scored = turns.steps, (~torch.isnan(turns.outcome)).tolist()
+    texts: list[tuple[int, str] | None] = []  # with the group; None: like no other
+    earliest: dict[tuple[int, str], int] = {}  # different texts of each group, and their earliest turn
+    for g, text, t, s in zip(turns.group.tolist(), steps.anchor, steps.turn.tolist(), scored, strict=True):
+        if text is None or not s:
+            texts.append(None)
+            continue
+        if not isinstance(text, str):
+            raise MethodError(
+                f"`similarity` compares texts, and the observation (`anchor`) of a turn is {type(text).__name__}. Let "
+                f"the environment give text, or set `similarity` to none for equal observations only."
+            )
+        texts.append((g, text))
+        earliest[g, text] = min(t, earliest.get((g, text), t))
+    clusters: dict[int, _Clusters] = {}
+    cluster: dict[tuple[int, str], int] = {}
+    for g, text in sorted(earliest, key=lambda key: (earliest[key], key[1])):
+        cluster[g, text] = clusters.setdefault(g, _Clusters(threshold, autojunk)).join(text)
+    numbers = [-1 - i if key is None else cluster[key] for i, key in enumerate(texts)]
+    return joint(turns.group, torch.tensor(numbers, dtype=torch.int64))
+
+
+class _Clusters:
+    """The clusters of one group, each with the text that opened it."""
+
+    def __init__(self, threshold: float, autojunk: bool) -> None:
+        self.threshold, self.autojunk = threshold, autojunk
+        self.of_length: dict[int, list[int]] = {}  # length of a cluster's text -> clusters
+        self.matchers: list[SequenceMatcher[str]] = []  # with what difflib prepares of that text
+        self.letters = np.zeros((16, _BINS), dtype=np.int32)  # how often a letter is in it, letters binned
+
+    def join(self, text: str) -> int:
+        """The first cluster whose text is similar, or a new one."""
+        letters = _letters(text)
+        for i in self._candidates(text, letters):
+            self.matchers[i].set_seq1(text)
+            if self.matchers[i].ratio() >= self.threshold:
+                return i
+        new = len(self.matchers)
+        if new == len(self.letters):
+            self.letters = np.concatenate([self.letters, np.zeros_like(self.letters)])
+        self.letters[new] = letters
+        self.matchers.append(SequenceMatcher(None, "", text, self.autojunk))
+        self.of_length.setdefault(len(text), []).append(new)
+        return new
+
+    def _candidates(self, text: str, letters: np.ndarray[Any, Any]) -> list[int]:
+        """Clusters whose ratio, 2 matching letters / (sum of lengths), can reach the threshold, in order: no more
+        letters match than the shorter text has, nor than both texts have of each letter."""
+        found: list[int] = []
+        for length, members in self.of_length.items():
+            both = length + len(text)
+            if not both or 2.0 * min(length, len(text)) / both >= self.threshold:
+                shared = np.minimum(self.letters[members], letters).sum(axis=1)
+                possible = 2.0 * shared / both >= self.threshold if both else shared == 0
+                found += [members[i] for i in np.flatnonzero(possible)]
+        return sorted(found)
+
+
+_BINS = 128
+
+
+def _letters(text: str) -> np.ndarray[Any, Any]:
+    counts = np.zeros(_BINS, dtype=np.int32)
+    for letter, n in Counter(text).items():
+        counts[ord(letter) % _BINS] += n  # a bin of several letters only makes the bound looser
+    return counts

@@ -1,0 +1,141 @@
+"""HGPO (arXiv 2602.22817): turns are compared in nested groups, by state and by more and more states before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts
+from rl_plugins.turns import Turns, joint, normalized, state_ids
+
+_ZERO = 1e-6  # relative difference from the mean that is rounding
+
+
+class Hgpo(Method):
+    """Compares a turn with turns of its group that share its state, and its state and the one before, and so on.
+
+    A prompt that holds the last K turns differs between turns of the same state with different pasts, which biases
+    their comparison. For turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t):
+
+        g_t = r_t + gamma g_(t+1)                                   discounted return
+        G_k = turns of the group with the same o_(t-k) .. o_t       G_0 holds G_1 holds ..
+        A_k = (g_t - mean_k(g)) / (std_k(g) + eps)                  over G_k, divisor n; `mode: mean_norm`: no division
+        A_t = sum_k w_k A_k / (sum_k w_k + eps),   w_k = (k + 1)^length_weight_alpha
+
+    The sums run over depths whose group has another turn and whose A_k is not 0, so a turn that lies on the mean of one
+    depth is judged by the others alone and A is not continuous there (`drop_zero`). Without any such depth A_t = 0.
+    `base_group` adds the comparison of the rewards of all turns of the group (GiGPO's A^E, divisor n - 1) as one more
+    entry with weight 1. Where an action could not be understood, reward and return of that turn are less by
+    `invalid_action_penalty_coef`, after returns were made.
+
+    Set `history_length` to the turns the prompt remembers; where it holds the whole conversation, to a large number.
+
+    Shapes: everything is (steps,) float64 over `rollouts.steps`, whichever way the host lays out rows. Observations are
+    equal by value (texts, numbers, arrays, nested lists and mappings); None is like no other. Where an environment
+    gives no reward at all, that of the rollout counts as the one of its last turn.
+
+    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A difference from the
+    mean below 1e-6 of the return (or of 1) is 0: in float32 it could become an entry of 0.6.
+
+    Logs: `compared_K`, share of the turns that have another one to be compared with at depth K; `abs`, mean |A|.
+
+    Differences from the authors' code: it counts depths from 2, so K = 2 weighs 2:3:4 where the paper has 1:2:3:
+    `weight_offset`. A group of a single turn has its reward as `base_group` entry there: `single_group`.
+
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: an observation that cannot be compared.
+
+    Source: Eq. 3 to 7; `recipe/hgpo/core_hgpo.py` of the authors' code.
+    """
+
+    name = "hgpo"
+    paper = Paper(
+        arxiv="2602.22817",
+        title="Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks",
+        authors="Shuo He, Lang Feng, Qi Wei, Xin Cheng, Lei Feng, Bo An",
+        year=2026,
+        code="langfengQ/verl-agent",
+    )
+    fidelity = "code"
+    use_when = "Agents whose prompt holds the last few turns, in environments whose states repeat."
+    avoid_when = "States never repeat, or the best action depends on the current state alone: gigpo is simpler there."
+    disagreements = (
+        "Weights are (k + 1)^alpha in the paper and (k + 2)^alpha in the released code: `weight_offset` (default 1, "
+        "the paper's).",
+        "A group of a single turn keeps its reward as `base_group` entry in the code: `single_group: reward` (default "
+        "zero).",
+    )
+    needs = frozenset({"steps"})
+    advantages_per = "turn"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        history_length: int = param(2, "K, states before the current one that are compared; the prompt's memory", ge=0)
+        gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
+        mode: Literal["mean_norm", "mean_std_norm"] = param(
+            "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
+        )
+        length_weight_alpha: float = param(1.0, "depth k weighs (k + weight_offset)^alpha; 0: all alike", ge=0)
+        weight_offset: int = param(1, "1 as the paper or 2 as the released code", ge=1)
+        drop_zero: bool = param(True, "entries of exactly 0 leave the weighted mean (paper and code)")
+        base_group: bool = param(False, "the comparison with all turns of the group is one more entry, of weight 1")
+        single_group: Literal["zero", "reward"] = param(
+            "zero", "base_group entry of a group with a single turn: 0, or its reward (code)"
+        )
+        invalid_action_penalty_coef: float = param(
+            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+        )
+        eps: float = param(1e-6, "added to the standard deviation and to the sum of weights", gt=0)
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        p, turns = self.params, Turns(rollouts)
+        penalty = p.invalid_action_penalty_coef * (~turns.steps.valid).double()
+        returns, reward = turns.returns(p.gamma) - penalty, turns.outcome - penalty
+        total, weights = torch.zeros_like(returns), torch.zeros_like(returns)
+        if p.base_group:
+            entry, counts = self._base_entry(reward, Groups(turns.group))
+            total, weights = torch.where(counts, entry, 0.0), counts.double()
+        states, history = state_ids(turns.steps.anchor), turns.group
+        for k in range(p.history_length + 1):
+            inside = turns.before >= k
+            if not bool(inside.any()):
+                break
+            # the same history at depth k - 1, and the same state k turns ago; turns without one are apart
+            history = joint(history, turns.earlier(states, k))
+            groups = Groups(history)
+            members = groups.rows(groups.n(returns))
+            entry = self._entry(returns, groups, ddof=0)
+            counts = inside & (members > 1) & ((entry != 0) | (not p.drop_zero))
+            weight = (k + p.weight_offset) ** p.length_weight_alpha * counts.double()
+            total += torch.where(counts, entry * weight, 0.0)
+            weights += weight
+            scored = ~torch.isnan(returns)
+            if bool(scored.any()):
+                self.log(f"compared_{k}", (inside & (members > 1))[scored].double().mean())
+        advantages = (total / (weights + p.eps)).masked_fill(torch.isnan(returns), 0.0)
+        if len(advantages):
+            self.log("abs", advantages.abs().mean())
+        return advantages
+
+    def _entry(self, x: Tensor, groups: Groups, ddof: int) -> Tensor:
+        """(steps,) normalized difference from the mean, exactly 0 where it is rounding."""
+        p = self.params
+        near = (x - groups.rows(groups.mean(x))).abs() <= _ZERO * x.abs().clamp(min=1)
+        return normalized(x, groups, p.mode == "mean_std_norm", p.eps, ddof).masked_fill(near, 0.0)
+
+    def _base_entry(self, reward: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+        """The comparison of rewards in the whole group, and where it counts."""
+        p = self.params
+        entry = self._entry(reward, groups, ddof=1)
+        alone = groups.rows(groups.n(reward) == 1)
+        if p.single_group == "reward":
+            entry = torch.where(alone, reward / (1 + p.eps) if p.mode == "mean_std_norm" else reward, entry)
+            alone = torch.zeros_like(alone)
+        return entry, ~torch.isnan(reward) & ~alone & ((entry != 0) | (not p.drop_zero))

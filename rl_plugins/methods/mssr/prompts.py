@@ -1,0 +1,75 @@
+"""MSSR's sampler: prompts of middling success rate come more often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl_plugins.errors import MethodError, StateError
+from rl_plugins.methods.mssr.tracker import PAPER, Tracked, TrackerParams
+from rl_plugins.params import param
+from rl_plugins.rollouts import PromptPool
+
+_FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
+
+
+class MssrPrompts(Tracked):
+    """The priority sampler of MSSR: a prompt's chance is the standard deviation of its outcome.
+
+    The B prompts of a batch are drawn one after the other, without replacement, with probabilities in proportion to
+
+        weight_x = (sqrt(v_x (1 - v_x)) + 1e-6)^priority          v_x = a_x / (a_x + b_x)
+
+    with the counts a, b of `mssr_baseline`, kept in the same way (and as a copy of its own, so that the sampler also
+    works beside another estimator and any number of rollouts): a <- rho a + o, b <- rho b + 1 - o for every outcome
+    o = 1[reward > success_threshold], where rho follows the KL to the reference policy unless `rho` fixes it. A prompt
+    that was not tried has v = `initial_value`, so at 0.5 none has a larger weight. `priority: 0` draws uniformly.
+
+    A batch that is not full asks again in the same step, and the draw goes on where it stopped.
+
+    Symbols: v, weights, counts (dataset size,) float64. Logged: weight (mean over all prompts; 0.5 at the start), rho,
+    success (share of the rollouts).
+
+    State: alpha, beta, kl. Randomness: one draw of exponential variables per generation batch, from `self.rng`: the
+    smallest of variable / weight are a sample without replacement.
+
+    Errors: ConfigError for parameters out of range and for a dataset without a length; MethodError when more prompts
+    are asked for than are left; StateError when the counts belong to a dataset of another length.
+
+    Source: arXiv 2512.18215 and `MVSRPrioritizedSampler` in `verl/trainer/core_algos.py` of the authors' code, which
+    is off in their config.
+    """
+
+    name = "mssr_prompts"
+    paper = PAPER
+    fidelity = "code"
+    use_when = "Many prompts are always right or always wrong, and prompts come back often enough to find out which."
+    avoid_when = "The dataset is so large that few prompts are ever visited twice."
+    disagreements = ("The authors' sampler is part of their code and off in their config for the paper's runs.",)
+
+    @dataclass(frozen=True)
+    class Params(TrackerParams):
+        priority: float = param(1.0, "power of the weight; 0 is uniform", ge=0)
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        if len(self.state["alpha"]) != pool.size:
+            raise StateError(
+                f"The state has counts of {len(self.state['alpha'])} prompts, the dataset has {pool.size}. Resume with "
+                f"the dataset of the checkpoint, or start a new run from its weights."
+            )
+        taken = sorted({i for i in pool.taken if i >= 0})  # a foreign prompt is -1
+        if n > pool.size - len(taken):
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
+                f"left. Make the batch smaller or the dataset larger."
+            )
+        value = self._values(torch.arange(pool.size))
+        weight = (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
+        if not pool.taken:
+            self.log("weight", weight.mean())
+        arrival = torch.from_numpy(self.rng("prompts").exponential(size=pool.size)) / weight
+        arrival[taken] = torch.inf
+        chosen: list[int] = torch.sort(arrival, stable=True).indices[:n].tolist()
+        return chosen

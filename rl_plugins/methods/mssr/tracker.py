@@ -1,0 +1,143 @@
+"""Discounted success counts per prompt, which the baseline and the sampler of MSSR read.
+
+Every prompt x has pseudo-counts of successes a_x and failures b_x; its value is v_x = a_x / (a_x + b_x). Each outcome
+o = 1[reward > success_threshold] of a rollout updates the counts of its prompt, one after the other:
+
+    a <- rho a + o,    b <- rho b + 1 - o
+
+The forgetting rate rho follows the policy's movement: KL is the mean over a batch's rows of the mean over their tokens
+of exp(d) - d - 1 with d = log pi_ref - log pi_old, and Kbar its mean over the last batches:
+
+    rho = rho_min + (Kbar / target_kl) (rho_max - rho_min)    while Kbar <= target_kl,    else rho_min
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, StateError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.priors import Column, outcomes
+from rl_plugins.rollouts import Rollouts, Run, Tokens
+
+PAPER = Paper(
+    "2512.18215",
+    "Stable and Efficient Single-Rollout RL for Multimodal Reasoning",
+    "Rui Liu and Dian Yu and Lei Ke and Haolin Liu and Yujun Zhou and Zhenwen Liang and Haitao Mi and Pratap Tokekar "
+    "and Dong Yu",
+    2025,
+    code="ruiiu/MSSR",
+)
+
+
+@dataclass(frozen=True)
+class TrackerParams(MethodParams):
+    """Parameters of the counts."""
+
+    rho: float | None = param(None, "forgetting rate; none: it follows the KL to the reference policy", gt=0, le=1)
+    rho_min: float = param(0.875, "smallest forgetting rate; a prompt starts with 1 / (1 - rho_min) counts", ge=0, lt=1)
+    rho_max: float = param(0.96, "largest forgetting rate", ge=0, le=1)
+    target_kl: float = param(0.01, "KL at which rho is rho_max, in nats", gt=0)
+    kl_window: int = param(10, "batches that the KL is averaged over", ge=1)
+    initial_value: float = param(0.5, "value of a prompt before its first rollout", ge=0, le=1)
+    value_column: str | None = param(None, "dataset column with the values before the first rollout, if there is one")
+    success_threshold: float = param(0.5, "a rollout is a success if its reward is above")
+
+    def check(self) -> None:
+        if self.rho_max < self.rho_min:
+            raise ConfigError(
+                f"parameter `rho_max` is {self.rho_max:g}, below `rho_min` = {self.rho_min:g}; it must be at least "
+                f"that. Raise `rho_max` or lower `rho_min`."
+            )
+
+
+class Tracked(Method):
+    """Base of the parts that read the counts. State: `alpha`, `beta` (dataset size,) float64, `kl` of the window."""
+
+    Params = TrackerParams
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        kl = {"old_logprobs", "ref_logprobs"} if self.params.rho is None else set()
+        column = {f"column:{self.params.value_column}"} if self.params.value_column else set()
+        self.needs = frozenset({"prompt_index"} | kl | column)
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if run.dataset_size is None:
+            raise ConfigError(
+                f"the dataset is a stream, and the counts belong to dataset rows. Use a dataset with random access, or "
+                f"remove `{self.name}`."
+            )
+        value = torch.full((run.dataset_size,), p.initial_value, dtype=torch.float64)
+        if p.value_column:
+            column = Column(p.value_column)
+            value = column.predict(column.start(run), torch.arange(run.dataset_size))
+            value = torch.where(torch.isnan(value), p.initial_value, value)
+            outside = (value < 0) | (value > 1)
+            if bool(outside.any()):
+                raise ConfigError(
+                    f"the column `{p.value_column}` has the value {float(value[outside][0]):g}; it must hold success "
+                    f"rates from 0 to 1 (NaN where none is known)."
+                )
+        weight = 1 / (1 - p.rho_min)
+        self.state = {"alpha": weight * value, "beta": weight * (1 - value), "kl": []}
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """Every generated rollout counts, those that `select` removed too; one of several rows counts once."""
+        p, alpha, beta = self.params, self.state["alpha"].clone(), self.state["beta"].clone()
+        window = [*self.state["kl"], *(_kl(tokens) if p.rho is None else [])][-p.kl_window :]
+        rho = forgetting_rate(window, p)
+        found = outcomes(rollouts)  # in the order of groups and rollouts, whatever the order of the rows
+        counted = ~torch.isnan(found.reward) & (found.prompt >= 0)
+        prompts = Groups(found.prompt[counted])
+        self._check(prompts.ids)
+        success = (found.reward[counted] > p.success_threshold).double()
+        visits = prompts.size.double()
+        faded = rho ** (prompts.rows(visits) - prompts.rank(torch.arange(len(success))))  # by the outcomes after each
+        for counts, outcome in ((alpha, success), (beta, 1 - success)):
+            counts[prompts.ids] = rho**visits * counts[prompts.ids] + prompts.sum(faded * outcome)
+        self.state = {"alpha": alpha, "beta": beta, "kl": window}
+        self.log("rho", rho)
+        self.log("success", success.mean())
+
+    def _values(self, prompts: Tensor) -> Tensor:
+        """(n,) value of these dataset rows; the initial one for a foreign prompt (-1)."""
+        self._check(prompts)
+        alpha, beta = self.state["alpha"], self.state["beta"]
+        place = prompts.clamp(min=0)
+        return torch.where(prompts < 0, self.params.initial_value, alpha[place] / (alpha[place] + beta[place]))
+
+    def _check(self, prompts: Tensor) -> None:
+        size = len(self.state["alpha"])
+        if len(prompts) and int(prompts.max()) >= size:
+            raise StateError(
+                f"The state has counts of {size} prompts, but prompt {int(prompts.max())} is trained. They belong to "
+                f"dataset rows: resume with the dataset of the checkpoint, or start a new run from its weights."
+            )
+
+
+def forgetting_rate(window: Sequence[float], p: TrackerParams) -> float:
+    """rho after the KL values of the last batches; the middle of the range before there is one."""
+    if p.rho is not None:
+        return p.rho
+    if not window:
+        return (p.rho_min + p.rho_max) / 2
+    share = sum(window) / len(window) / p.target_kl
+    return p.rho_min + (share if share <= 1 else 0.0) * (p.rho_max - p.rho_min)
+
+
+def _kl(tokens: Tokens) -> list[float]:
+    """[KL of the batch], nothing if it has no token."""
+    assert tokens.old_logprobs is not None and tokens.ref_logprobs is not None  # in `needs`
+    if not len(tokens):
+        return []
+    d = (tokens.ref_logprobs.double() - tokens.old_logprobs.double()).clamp(-20, 20)  # limits of verl's estimator
+    per_token = (torch.expm1(d) - d).clamp(-10, 10)
+    return [float(torch.nanmean(Groups(tokens.row).mean(per_token)))]

@@ -1,0 +1,219 @@
+"""UI-S1 (arXiv 2509.11543): recorded expert trajectories as an environment, and returns that reach over later steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts
+from rl_plugins.turns import joint, normalized
+
+
+class UiS1(Method):
+    """Semi-online RL: multi-turn rollouts on recorded trajectories, with discounted future returns.
+
+    A task is a recorded expert trajectory, a group its rollouts. Step k of a rollout has the reward r_k and the match
+    m_k (the policy's action is the expert's). `SemiOnlineEpisode` (in `episode.py`) serves the next recorded
+    observation while actions match; a wrong action is replaced by the expert's in the history, at most `max_patches`
+    times, and the rollout goes on. The wrong action is trained with its low reward; what replaces it never is. Then
+
+        R_k = r_k + gamma R_{k+1}   if m_k and m_{k+1}    (`include_first_mismatch`: if m_k)
+        R_k = r_k                   otherwise
+
+        A_step = (R_k - mean(R)) / (std(R) + std_eps)     over the rollouts of the task that reached the same step
+        A_epi  = (r_k - mean(r)) / (std(r) + std_eps)     over all steps of the task; std with divisor n - 1
+        A_k    = episode_weight A_epi + step_weight A_step
+
+    and before that a task leaves if the standard deviation (divisor n) of R_0 over its rollouts, two or more, is not
+    above `filter_std`. No other task takes its place in the same batch (the authors generate until the batch is full).
+    A task also leaves whose rollouts differ only in steps R_0 does not reach, all of them if gamma = 0: set
+    `filter_by: none` then. The loss is the host's; the paper's is clipped GRPO with KL 1e-4.
+
+    What rows carry: signal "steps". `steps.turn` is k, `steps.reward` is r_k, `steps.valid` is m_k (a recording knows
+    no answer to another action); anchors are not read. After a patch the history is not what the policy wrote, so
+    every step is a row of its own (prompt with the patched history, response), and the rows of a rollout share `group`
+    and `rollout`: they are not further members of the group, and no row is ever copied. Without patches a rollout may
+    also be one row with a turn per step; the advantages are the same. `rows_per_rollout` says what a rollout may take.
+    The reward of a row counts only as scored or not (NaN): what reward functions and other methods' `rewards` made of
+    it plays no part.
+
+    Shapes: rewards, returns and advantages are (steps,) float64. A step without a reward (NaN, or its row's reward is
+    NaN) is out of every statistic, has A = 0, and ends the return of the step before it; so does a step whose row left.
+    Equal values give exactly 0. A step only one rollout reached has A_step = 0; a task of one step has A = 0 and a
+    warning. gamma = 0 makes R = r; then, with episode_weight = 0 and one step per task, this is GRPO.
+
+    Logs: `matched`, share of the steps; `patches` and `steps` per rollout; `first_return`, mean R_0; `alone`, share of
+    the steps only one rollout reached; `filtered`, share of the tasks that left.
+
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: a batch without steps; an episode that is used wrongly.
+
+    Source: arXiv 2509.11543, equations 5 to 13; in the authors' code, commit 11cea575: `UI-S1/uis1/core_uis1.py`,
+    `verl/utils/dataset/universal_multiround.py`, `verl/trainer/ppo/dapo_ray_trainer.py`,
+    `verl/utils/reward_score/gui_traj.py`.
+    """
+
+    name = "ui_s1"
+    paper = Paper(
+        "2509.11543",
+        "UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning",
+        "Zhengxi Lu and Jiabo Ye and Fei Tang and Yongliang Shen and Haiyang Xu and Ziwei Zheng and Weiming Lu and "
+        "Ming Yan and Fei Huang and Jun Xiao and Yueting Zhuang",
+        2025,
+        code="X-PLUG/MobileAgent",
+    )
+    fidelity = "code"
+    use_when = (
+        "You have recorded expert trajectories of a multi-turn task and no simulator, and the policy must learn to act "
+        "on its own history."
+    )
+    avoid_when = (
+        "A real environment is at hand, or many actions besides the expert's are right (all of them count as wrong)."
+    )
+    disagreements = (
+        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code does not: "
+        "`include_first_mismatch` (default as the code).",
+        "The episode advantage of the code compares the rewards of all steps of a task (`episode_source: step_reward`, "
+        "default), that of the paper the returns of whole rollouts (`rollout_return`).",
+        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that of the "
+        "advantages (`advantages`), which normalization makes about 1 in nearly every task.",
+        "A task with a single step row has A_epi = r_0 in the code and 0 here.",
+        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released script, 0 "
+        "in its yaml.",
+    )
+    needs = frozenset({"steps"})
+    advantages_per = "turn"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        gamma: float = param(0.5, "discount of the rewards of later steps", ge=0, le=1)
+        include_first_mismatch: bool = param(False, "whether the first mismatch counts in the returns before it")
+        episode_source: Literal["step_reward", "rollout_return"] = param(
+            "step_reward", "what the episode advantage compares: all steps' rewards (code) or rollouts' returns (paper)"
+        )
+        episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
+        step_weight: float = param(1.0, "weight of the step advantage", ge=0)
+        scale: Literal["std", "none"] = param("std", "divide by the standard deviation + std_eps, or by nothing")
+        std_eps: float = param(1e-6, "added to the standard deviation", gt=0)
+        filter_by: Literal["first_return", "advantages", "none"] = param(
+            "first_return", "whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay"
+        )
+        filter_std: float = param(0.3, "a task stays if that standard deviation is above it", ge=0)
+        rows_per_rollout: int = param(
+            16, "rows of the batch a rollout may take: steps of the longest task; 1 where a rollout is one row", ge=1
+        )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.rows_per_rollout = self.params.rows_per_rollout
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Tasks whose rollouts differ too little leave."""
+        p, s = self.params, self._read(rollouts)
+        first = torch.where(s.turn == 0, s.returns, torch.nan)
+        value = self._credit(s) if p.filter_by == "advantages" else first
+        leaves = (s.tasks.n(first) > 1) & (s.tasks.std(value, ddof=0) <= p.filter_std) & (p.filter_by != "none")
+        self._report(s, first, leaves)
+        return ~torch.isin(rollouts.group, s.tasks.ids[leaves])
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        return torch.nan_to_num(self._credit(self._read(rollouts)), nan=0.0)
+
+    def _read(self, rollouts: Rollouts) -> _Steps:
+        steps, p = rollouts.steps, self.params
+        if steps is None:
+            raise MethodError(
+                "the batch has no steps (rollouts.steps is None). `ui_s1` needs the turn, the reward and the match of "
+                "every step; let the agent loop, environment or rollout function of the run report them."
+            )
+        unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[steps.row]
+        reward = torch.where(unusable, torch.nan, steps.reward)
+        tasks = Groups(rollouts.group[steps.row])
+        rollout = joint(tasks.index, rollouts.rollout[steps.row])
+        returns = step_returns(reward, steps.valid, rollout, steps.turn, p.gamma, p.include_first_mismatch)
+        same_step = Groups(joint(tasks.index, steps.turn))
+        return _Steps(reward, returns, steps.valid, steps.turn, tasks, Groups(rollout), same_step)
+
+    def _credit(self, s: _Steps) -> Tensor:
+        """(steps,) advantages; NaN where a step has no reward."""
+        p = self.params
+        by_std, eps = p.scale == "std", p.std_eps
+        if p.episode_source == "step_reward":
+            episode = normalized(s.reward, s.tasks, by_std, eps)
+        else:
+            scored = torch.where(torch.isnan(s.returns), torch.nan, s.turn.double())
+            first = scored == s.rollouts.rows(s.rollouts.min(scored))
+            of_rollout = torch.where(first, s.returns, torch.nan)  # one value per rollout
+            episode = normalized(s.rollouts.rows(s.rollouts.max(of_rollout)), s.tasks, by_std, eps, of=of_rollout)
+        step = normalized(s.returns, s.same_step, by_std, eps)
+        if bool((s.tasks.n(s.reward) == 1).any()):
+            self.warn("a task has a single step with a reward; there is nothing to compare it with, so A = 0.")
+        return torch.where(torch.isnan(s.reward), torch.nan, p.episode_weight * episode + p.step_weight * step)
+
+    def _report(self, s: _Steps, first: Tensor, leaves: Tensor) -> None:
+        rollouts = s.rollouts.count
+        went_on = s.turn < s.rollouts.rows(s.rollouts.max(s.turn.double()))
+        reached_by = s.same_step.rows(s.same_step.n(s.returns))
+        self.log("matched", s.matched.double().mean(), weight=len(s.turn))
+        self.log("patches", (~s.matched & went_on).sum() / max(rollouts, 1), weight=rollouts)
+        self.log("steps", len(s.turn) / max(rollouts, 1), weight=rollouts)
+        self.log("first_return", first.nanmean())
+        self.log("alone", (reached_by == 1).double().mean())
+        self.log("filtered", leaves.double().mean())
+        if len(leaves) and bool(leaves.all()):
+            self.warn(
+                "no task of a batch stays: the first returns of their rollouts differ too little (`filter_std`). Where "
+                "this is frequent the tasks are too easy or too hard; lower `filter_std` or set `filter_by: none`."
+            )
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """All (steps,), NaN reward and return where a step has no reward; and the groups they are compared in."""
+
+    reward: Tensor
+    returns: Tensor
+    matched: Tensor
+    turn: Tensor
+    tasks: Groups
+    rollouts: Groups
+    same_step: Groups
+
+
+def step_returns(
+    reward: Tensor, matched: Tensor, rollout: Tensor, turn: Tensor, gamma: float, include_first_mismatch: bool = False
+) -> Tensor:
+    """Discounted return of every step over the matching steps that follow it without a gap.
+
+    Args:
+        reward: (steps,) float64, NaN where there is none.
+        matched: (steps,) bool.
+        rollout, turn: (steps,) int64, whose step and which; in any order.
+        gamma: discount.
+        include_first_mismatch: the first step that does not match counts in the returns before it.
+    """
+    order = torch.sort(turn, stable=True).indices
+    order = order[torch.sort(rollout[order], stable=True).indices]
+    r, m, who, when = reward[order], matched[order], rollout[order], turn[order]
+    follows = (who[1:] == who[:-1]) & (when[1:] == when[:-1] + 1) & ~torch.isnan(r[1:] + r[:-1])
+    begins = torch.ones(len(r), dtype=torch.bool)
+    begins[1:] = ~(follows & m[:-1] & (m[1:] | include_first_mismatch))
+    stretch = torch.cumsum(begins, 0) - 1
+    length = torch.bincount(stretch)
+    to_end = (torch.cumsum(length, 0) - 1)[stretch] - torch.arange(len(r))
+    longest = int(length.max()) if len(length) else 0
+    table = torch.zeros(len(length), longest, dtype=torch.float64)
+    table[stretch, to_end] = r.double()
+    for back in range(1, longest):  # over turns, all rollouts at once, in the order of the authors' recursion
+        table[:, back] += gamma * table[:, back - 1]
+    returns = torch.empty(len(r), dtype=torch.float64)
+    returns[order] = table[stretch, to_end]
+    return returns

@@ -1,0 +1,286 @@
+"""V_0 (arXiv 2602.03584): a value model at the initial prompt decides how many rollouts each prompt gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.priors import PriorParams, make_prior, outcomes
+from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
+
+Array = NDArray[np.float64]
+
+
+class V0(Method):
+    """Gives each prompt the rollouts that its predicted success rate makes worth it, at the same total.
+
+    With p_i the predicted success rate of prompt i, before anything is sampled:
+
+        U(B, p) = B (1 - p) (1 - (1 - p)^(B - 1))     expected failed rollouts in a group that also has a success
+        maximize sum_i U(B_i, p_i)   subject to   sum_i B_i = T,   min_rollouts <= B_i <= max_rollouts
+
+    T is what the host would generate (prompts x group size). U is the sum of |advantages| over half of the positive
+    one, so it counts what a group teaches; a group of one outcome is worth 0. Training is the host's, on groups of the
+    sizes that come out (never 1).
+
+    U is not concave in B: one more rollout is worth q + q^B (B - (B + 1) q) with q = 1 - p, which rises to a peak a
+    little above q near B = 2/p - 2 and falls back to q, so it never saturates and the optimum piles the budget on few
+    hard prompts. `greedy` (paper; ties: first prompt) takes the best single rollout again and again and is not optimal;
+    it can even lose to equal budgets. `exact` is a dynamic program, O(prompts T max_rollouts), below a second for 512
+    prompts x 8. A max_rollouts of 2 to 4 group sizes keeps either from piling up; 128 is the paper's. `uniform` leaves
+    the host's plan, for comparison.
+
+    Predictions (`prior`, see `rl_plugins.priors`) come from what the run saw: `nearest`, the outcomes of similar
+    prompts among the last `context_size` rollouts; `running_mean` and `beta`, the prompt's own earlier rollouts,
+    decayed at each visit; a dataset `column`; or a function values(prompts, context), such as the paper's model: an
+    embedder whose features go into TabPFN with the (prompt, success) pairs of the current policy as context. That model
+    is not shipped (0.6B parameters, gated weights); `value_model_loss` is the loss its adapter is trained with. A
+    prompt without a prediction (NaN; new to `running_mean` and `beta`) keeps its share of the host's plan, as all do
+    before the first rewards. With equal predictions budgets can still differ (see non-concavity).
+
+    A rollout is a success if its reward is >= success_threshold; one without a reward (NaN) is no outcome; one of
+    several rows (turns, agents) counts once. Outcomes after a `rewards` hook, of all generated rows.
+
+    Shapes: p, B one per row of the plan; success (rollouts,) float64. A foreign prompt (-1) counts as one without a
+    prediction, with `nearest` as an average one, and is not remembered. Given completions (replay) and `spare` rollouts
+    keep their room.
+
+    State: that of the prior. Randomness: none but the sample that stays of a batch larger than the context.
+
+    Logs: `predicted`, mean p of the batch; `auc`, probability that a successful rollout's prompt was predicted higher
+    than a failed one's (0.5: it tells nothing); `brier`, mean squared error of p; `mixed`, share of the groups with
+    both outcomes; `utility`, sum of U over that of equal budgets, as predicted; `most`, rollouts of the largest group.
+
+    Raises:
+        ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
+        MethodError: a plan too small for min_rollouts each; the prior fails or leaves [0, 1].
+
+    Source: utility, greedy and limits as read through two independent notes on the paper; v0_core/trainer.py of the
+    authors' code for the loss (the code has the model and not the budgets). The remarks on concavity are ours, checked
+    against brute force. Routing between models, the paper's other use, is outside of a trainer.
+    """
+
+    name = "v0"
+    paper = Paper(
+        "2602.03584",
+        "V_0: A Generalist Value Model for Any Policy at State Zero",
+        "Yi-Kai Zhang and Zhiyuan Yao and Hongyan Hao and Yueqing Sun and Qi Gu and Hui Su and Xunliang Cai and "
+        "De-Chuan Zhan and Han-Jia Ye",
+        2026,
+        code="Now-Join-Us/V0",
+    )
+    fidelity = "paper"
+    use_when = (
+        "Success rates of prompts differ widely and can be told apart before sampling, and rewards are right/wrong."
+    )
+    avoid_when = "Nothing predicts them (watch v0/auc), or one group of many rollouts does not fit beside the others."
+    disagreements = (
+        "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
+        "The paper's context is a sample of the same policy step; here it is the last `context_size` rollouts: a batch "
+        "smaller than that is joined by older ones.",
+        "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
+    )
+    needs = frozenset({"prompt_index"})
+
+    @dataclass(frozen=True)
+    class Params(PriorParams):
+        prior: Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any] = param(
+            "nearest", "what predicts a prompt's success rate: one of these, or a function values(prompts, context)"
+        )
+        allocation: Literal["greedy", "exact", "uniform"] = param(
+            "greedy", "by best single rollout (paper), by a dynamic program, or the host's own plan"
+        )
+        min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2)
+        max_rollouts: int = param(128, "rollouts of a prompt at most; 2 to 4 group sizes is advisable", ge=2)
+        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+
+        def check(self) -> None:
+            super().check()
+            if self.max_rollouts < self.min_rollouts:
+                raise ConfigError(
+                    f"`max_rollouts` is {self.max_rollouts}, below `min_rollouts` = {self.min_rollouts}; it must be at "
+                    f"least that."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.prior = make_prior(self.params, 0.0, 1.0, guess_unseen=False)  # equal guesses would not give equal budgets
+        self.needs = self.prior.needs
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if not p.min_rollouts <= run.group_size <= p.max_rollouts:
+            raise ConfigError(
+                f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
+                f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."
+            )
+        self.state = self.prior.start(run)
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """As many rollouts as given, spread over the prompts by their predicted success rate."""
+        p = self.params
+        rate = self._predict(torch.tensor([row.prompt for row in plan.rows], dtype=torch.int64)).numpy()
+        chosen = [i for i, row in enumerate(plan.rows) if row.n > 0 and not np.isnan(rate[i])]
+        if not chosen or p.allocation == "uniform":
+            return None
+        rows = [plan.rows[i] for i in chosen]
+        lows = [max(p.min_rollouts, len(row.given) - row.spare) for row in rows]
+        total, equal = sum(row.n for row in rows), np.array([row.n for row in rows])
+        if total < sum(lows):
+            raise MethodError(
+                f"{total} rollouts for {len(rows)} prompts are fewer than `min_rollouts` = {p.min_rollouts} each (and "
+                f"room for given completions). Raise the group size or lower `min_rollouts`."
+            )
+        allocate = allocate_greedy if p.allocation == "greedy" else allocate_exact
+        budgets = allocate(rate[chosen], total, lows, [max(low, p.max_rollouts) for low in lows])
+        before = float(utility(equal, rate[chosen]).sum())
+        self.log("utility", float(utility(budgets, rate[chosen]).sum()) / before if before > 0 else 1.0)
+        self.log("most", int(budgets.max()), "max")
+        planned = list(plan.rows)
+        for i, n in zip(chosen, budgets.tolist(), strict=True):
+            planned[i] = planned[i].replace(n=n)
+        return plan.replace(rows=tuple(planned))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        each = outcomes(rollouts)
+        known = ~torch.isnan(each.reward)
+        prompt, success = each.prompt[known], (each.reward[known] >= self.params.success_threshold).double()
+        self._report(prompt, success, Groups(each.group[known]))
+        self.state = self.prior.observe(self.state, prompt, success, self.rng("context"))
+
+    def _predict(self, prompts: Tensor) -> Tensor:
+        """Predicted success rate of each prompt, asked once per prompt.
+
+        Raises:
+            MethodError: a value outside of [0, 1].
+        """
+        ids, place = torch.unique(prompts, return_inverse=True)
+        rate = self.prior.predict(self.state, ids)
+        if bool(((rate < 0) | (rate > 1)).any()):
+            raise MethodError(
+                f"A predicted success rate is {float(rate[(rate < 0) | (rate > 1)][0]):g}; it must be in [0, 1]. Check "
+                f"the prior ({self.params.prior})."
+            )
+        return rate[place]
+
+    def _report(self, prompt: Tensor, success: Tensor, groups: Groups) -> None:
+        rate = self._predict(prompt)  # the state is still the one of the plan
+        told = ~torch.isnan(rate)
+        if bool(told.any()):
+            self.log("predicted", rate[told].mean())
+            self.log("brier", ((rate - success)[told] ** 2).mean())
+            self.log("auc", auc(rate[told], success[told]))
+        self.log("mixed", (groups.max(success) > groups.min(success)).double().mean())
+
+
+# ---- budgets
+
+
+def utility(budget: Any, rate: Any) -> Array:
+    """Expected failed rollouts in a group of `budget` that also has a success, elementwise."""
+    q = 1 - np.asarray(rate, dtype=np.float64)
+    return np.asarray(budget * q * (1 - q ** (np.asarray(budget, dtype=np.float64) - 1)))
+
+
+def allocate_greedy(rate: Array, total: int, low: Sequence[int], high: Sequence[int]) -> NDArray[np.int64]:
+    """Budgets by the best single rollout, again and again; of equal gains the first prompt's.
+
+    Args:
+        rate: (prompts,) success rates.
+        total: of the budgets, at least sum(low); what `high` leaves no room for stays unspent.
+        low, high: limits of each budget.
+    """
+    budget, most = np.array(low, dtype=np.int64), np.array(high)
+    q = 1 - np.asarray(rate, dtype=np.float64)
+    gain = np.where(budget < most, _next(budget, q), -np.inf)
+    for _ in range(total - int(budget.sum())):
+        i = int(np.argmax(gain))
+        if gain[i] == -np.inf:
+            break
+        budget[i] += 1
+        gain[i] = _next(budget[i], q[i]) if budget[i] < most[i] else -np.inf
+    return budget
+
+
+def allocate_exact(rate: Array, total: int, low: Sequence[int], high: Sequence[int]) -> NDArray[np.int64]:
+    """Budgets of the largest sum of utilities; arguments as in `allocate_greedy`.
+
+    best[r] is the largest utility of the prompts so far with exactly r rollouts above their lower limits.
+    """
+    rest = min(total, int(sum(high))) - int(sum(low))
+    best = np.full(rest + 1, -np.inf)
+    best[0] = 0.0
+    choices = []
+    for p, least, most in zip(rate, low, high, strict=True):
+        extra = np.arange(min(most - least, rest) + 1)
+        padded = np.concatenate([np.full(len(extra) - 1, -np.inf), best])
+        before = np.lib.stride_tricks.sliding_window_view(padded, len(extra))[:, ::-1]  # [r, e] = best[r - e]
+        value = before + utility(least + extra, p)
+        choices.append(value.argmax(1))
+        best = value.max(1)
+    budget = np.array(low, dtype=np.int64)
+    for i in reversed(range(len(budget))):
+        budget[i] += choices[i][rest]
+        rest -= int(choices[i][rest])
+    return budget
+
+
+def _next(budget: Any, q: Any) -> Any:
+    """What one rollout more is worth: U(B + 1) - U(B)."""
+    return q + q**budget * (budget - (budget + 1) * q)
+
+
+# ---- the value model
+
+
+def auc(score: Tensor, success: Tensor) -> float:
+    """Probability that a success is scored above a failure, ties half; NaN without both."""
+    positive = success > 0.5
+    n, m = int(positive.sum()), int((~positive).sum())
+    if not n or not m:
+        return float("nan")
+    rank = Groups(torch.zeros(len(score), dtype=torch.int64)).rank(score)
+    return (float(rank[positive].sum()) - n * (n + 1) / 2) / (n * m)
+
+
+def value_model_loss(
+    logits: Tensor, soft_labels: Tensor, alpha: float = 0.25, context_counts: tuple[int, int] | None = None
+) -> Tensor:
+    """Loss that the paper's value model is trained with, on queries of one context.
+
+        alpha mean(-log sigmoid(s_positive - s_negative)) + (1 - alpha) mean(c (-y log p_1 - (1 - y) log p_0))
+
+    Args:
+        logits: (queries, 2) of failure and success; s is their difference. Even rows are positive queries, odd ones
+            negative; rows 2k and 2k + 1 are a pair.
+        soft_labels: (queries,) y in [0, 1].
+        alpha: weight of the ranking, which the shortcut "predict the context's mean" does not lower.
+        context_counts: positive and negative rows of the context, to balance the classes: c is
+            total / (2 positives) for positive queries and total / (2 negatives) for negative ones. None: c = 1.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if logits.ndim != 2 or logits.shape[1] != 2 or len(logits) % 2 or soft_labels.shape != logits.shape[:1]:
+        raise ValueError(
+            f"logits are {tuple(logits.shape)} and labels {tuple(soft_labels.shape)}; they must be (queries, 2) and "
+            f"(queries,), with as many positive as negative queries."
+        )
+    score = logits[:, 1] - logits[:, 0]
+    ranking = -torch.nn.functional.logsigmoid(score[0::2] - score[1::2]).mean()
+    log_p = torch.log_softmax(logits, dim=1)
+    entropy = -(soft_labels * log_p[:, 1] + (1 - soft_labels) * log_p[:, 0])
+    if context_counts is not None:
+        weight = sum(context_counts) / (2 * torch.tensor(context_counts, dtype=entropy.dtype, device=entropy.device))
+        entropy = entropy * weight.repeat(len(entropy) // 2)
+    return alpha * ranking + (1 - alpha) * entropy.mean()
