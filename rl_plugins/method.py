@@ -134,6 +134,7 @@ class Method:
             weights: plain sum over the optimizer step).
         whole_groups: `before_update` needs complete groups in every optimizer step.
         state_version: raised when the meaning of the state changes.
+        example_params: an example of each parameter that must be given (a judge, say); shown by `rl-plugins info`.
     """
 
     name: ClassVar[str] = ""
@@ -153,6 +154,7 @@ class Method:
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
     whole_groups: ClassVar[bool] = False
     state_version: ClassVar[int] = 1
+    example_params: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, params: MethodParams | None = None) -> None:
         self.params: Any = self.Params() if params is None else params

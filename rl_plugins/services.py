@@ -106,7 +106,7 @@ class Service:
         self.batch_size, self.timeout, self.retries, self.backoff = batch_size, timeout, retries, backoff
         self.concurrency, self.cache_size = concurrency, cache_size
         self._cache: OrderedDict[str, Any] = OrderedDict()
-        self._threads: list[threading.Thread] = []
+        self._running: set[threading.Thread] = set()
 
     def ask(self, items: Sequence[Any], strict: bool = True) -> list[Any]:
         """One answer per item, in their order. Waits for all of them.
@@ -138,10 +138,9 @@ class Service:
     def _ask_all(self, wanted: Mapping[Any, Any], strict: bool) -> dict[Any, Any]:
         if not wanted:
             return {}
-        self._threads = [t for t in self._threads if t.is_alive()]
-        if len(self._threads) >= MAX_HANGING:
+        if len(self._running) >= MAX_HANGING:
             raise MethodError(
-                f"{len(self._threads)} calls of {self.name} never returned and still hold a thread each. A call must "
+                f"{len(self._running)} calls of {self.name} never returned and still hold a thread each. A call must "
                 f"end by itself: give its own requests a time-out."
             )
         size = self.batch_size or 1
@@ -206,9 +205,8 @@ class Service:
 
         task = asyncio.create_task(answer())
         try:
-            done, _ = await asyncio.wait(
-                {task}, timeout=self.timeout
-            )  # unlike wait_for it does not wait for the cancel
+            # unlike wait_for, this does not wait for the task to take note of its cancellation
+            done, _ = await asyncio.wait({task}, timeout=self.timeout)
             if not done:
                 raise TimeoutError(f"no answer within {self.timeout:g} s")
             return task.result()
@@ -222,13 +220,18 @@ class Service:
 
         def run() -> None:
             try:
-                future.set_result(self.function(argument))
+                result, error = self.function(argument), None
             except BaseException as e:  # an exit, or an exception that a future must not hold
                 ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
-                future.set_exception(e if ordinary else RuntimeError(f"{type(e).__name__}: {e}"))
+                result, error = None, e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
+            self._running.discard(thread)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
 
         thread = threading.Thread(target=run, name=f"rl_plugins {self.name}", daemon=True)
-        self._threads.append(thread)
+        self._running.add(thread)
         thread.start()
         return asyncio.wrap_future(future)
 
@@ -244,8 +247,8 @@ class Service:
     def _failed(self, failure: Failure, item: Any) -> str:
         return (
             f"{self.name[:1].upper()}{self.name[1:]} gave no usable answer in {self.retries + 1} tries of up to "
-            f"{self.timeout:g} s each. Last error: {failure.error} It was asked about: {_short(item)}. Check that it "
-            f"works on this item by itself; if it is only slow, raise its time-out."
+            f"{self.timeout:g} s each. Last error: {failure.error.rstrip('.')}. It was asked about: {_short(item)}. "
+            f"Check that it works on this item by itself; if it is only slow, raise its time-out."
         )
 
 
@@ -366,12 +369,7 @@ def _wait(work: Coroutine[Any, Any, Any], timeout: float, name: str) -> Any:
     loop = _shared_loop()
     future = asyncio.run_coroutine_threadsafe(work, loop)
     try:
-        while True:
-            try:
-                return future.result(min(timeout, _POLL))
-            except TimeoutError:
-                if future.done():
-                    raise
+        while not concurrent.futures.wait([future], min(timeout, _POLL)).done:
             alive = threading.Event()
             loop.call_soon_threadsafe(alive.set)
             if not alive.wait(timeout) and not future.done():
@@ -380,6 +378,7 @@ def _wait(work: Coroutine[Any, Any, Any], timeout: float, name: str) -> Any:
                     f"{name[:1].upper()}{name[1:]} blocks its event loop for more than {timeout:g} s: an `async def` "
                     f"that calls something which is not awaited. Make it an ordinary function, or await what it calls."
                 )
+        return future.result()
     except BaseException:
         future.cancel()
         raise

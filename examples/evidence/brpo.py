@@ -12,6 +12,12 @@ Arms of the comparison: BRPO (both orders, filter 0.6), BRPO without the filter,
 random order and its verdict used for both), GRPO on the scalar. Measured after the last step: mean quality and mean
 verbosity of the policy, the share of groups that left, and how often verdicts agree.
 
+Found (3 seeds, 100 steps, differences on the same arms): both orders with the filter learn faster than one order (by
+.033 +- .027 in quality; .042 +- .034 with a position bias of .3), without the filter they do not. A strong position
+bias cannot leak, but starves the run: 94 % of the groups leave and little is learned. A length bias that judge and
+scalar share is exploited alike (verbosity .82 and .93 at quality .84 and .92): the rule does not protect against it,
+only a better judge does. GRPO on the scalar is faster, for verdicts keep the sign only.
+
     python examples/evidence/brpo.py --seeds 5 --out evidence-results
 """
 

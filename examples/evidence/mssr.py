@@ -173,7 +173,7 @@ def plot(result: dict, path: Path) -> None:
         left.bar(x, [c["mean"] for c in cells], width, yerr=[c["ci95"] for c in cells], capsize=2, label=name)
     left.set_xticks(range(3), ["none", "slow", "fast"])
     left.set(xlabel="drift of the success rates", ylabel="squared error of the value (x 1000)", title="Tracker")
-    left.legend(fontsize=8)
+    left.legend(fontsize=8, loc="upper center")
     for arm in ARMS:
         middle.plot(result["curves"][arm][0], color=COLORS[arm], label=arm)
         right.plot(result["curves"][arm][1], color=COLORS[arm], label=arm)

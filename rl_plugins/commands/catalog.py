@@ -15,7 +15,7 @@ from rich.table import Table
 from rl_plugins import registry
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method, Paper
-from rl_plugins.params import MethodParams, describe_params, params_to_dict
+from rl_plugins.params import describe_params, params_to_dict
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Host:
 
 
 HOSTS = {
-    "trl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine"}),
-    "verl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine"}),
+    "trl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine", "steps"}),
+    "verl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine", "steps"}),
 }
 
 FIDELITY = {
@@ -93,6 +93,8 @@ def entries(vetoed: Collection[str] = ()) -> list[Entry]:
 def hosts_of(cls: type[Method]) -> list[str]:
     """The hosts whose adapter can serve this class."""
     signals = {signal.partition(":")[0] for signal in cls.needs}
+    if cls.rows_per_rollout != 1 or not cls.trains:  # neither host is served with these yet
+        return []
     return [
         name
         for name, host in HOSTS.items()
@@ -164,7 +166,7 @@ def info(found: type[Method] | Bundle) -> str:
         parts = "".join(f"\n  {part}{_preset(values)}" for part, values in found.parts.items())
         sections.append(("What", f"{found.about}\n\nStands for, with the settings of the paper:{parts}"))
         sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
-        sections.append(("How to use", _usage(found.name, _parts(found)[0].name, _parts(found)[0].Params)))
+        sections.append(("How to use", _usage(found.name, _parts(found)[0])))
     else:
         sections.append(("What", inspect.cleandoc(found.__doc__ or "No description.")))
         sections.append(("Use it when", found.use_when))
@@ -175,7 +177,7 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Host options it sets", "\n".join(_options(found.host_options))))
         sections.append(("Where paper and code differ", "\n".join(f"- {d}" for d in found.disagreements)))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
-        sections.append(("How to use", _usage(found.name, found.name, found.Params)))
+        sections.append(("How to use", _usage(found.name, found)))
     sections.append(("Source", _source(found.paper)))
     sections.append(("How to cite", found.paper.bibtex(found.name)))
     head = f"{found.name}: {found.paper.title}"
@@ -225,13 +227,14 @@ def _preset(values: Mapping[str, Any]) -> str:
     return f" ({', '.join(f'{k} = {v}' for k, v in values.items())})" if values else ""
 
 
-def _usage(name: str, part: str, params: type[MethodParams]) -> str:
-    """How to name a method in every place; with one of its parameters, at its default."""
+def _usage(name: str, method: type[Method]) -> str:
+    """How to name a method in every place; with the parameters it cannot do without, or one of them at its default."""
     yaml, flags, keywords = [f"methods: [{name}]"], f"--methods {name}", f'methods=["{name}"]'
     overrides = f'trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[{name}]"'
-    defaults = {k: v for k, v in params_to_dict(params()).items() if v is not None}
-    if defaults:
-        key, value = next(iter(defaults.items()))
+    part, needed = method.name, dict(method.example_params)
+    shown = needed or dict([*((k, v) for k, v in params_to_dict(method.Params()).items() if v is not None)][:1])
+    if shown:
+        key, value = next(iter(shown.items()))
         given = json.dumps({part: {key: value}})
         yaml.append(f"method_params: {given}")
         flags += f" --method_params '{given}'"

@@ -72,7 +72,7 @@ class Brpo(Method):
     groups; `judged`, questions; `judge_failed`, share of them without an answer after all tries.
 
     Raises:
-        ConfigError: no judge or two, or a parameter out of range.
+        ConfigError: two judges, a parameter out of range or without effect; at the start, no judge.
         MethodError: no verdict for any pair of a batch.
 
     Source: no code was published. Steps 1-5 of the paper as read through three independent notes; they agree with a
@@ -96,6 +96,7 @@ class Brpo(Method):
         "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
     )
     needs = frozenset({"text", "column:prompt"})
+    example_params = {"judge": "rl_plugins.demo.judges:digits"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -105,38 +106,34 @@ class Brpo(Method):
         judge_batch_size: int | None = param(
             None, "the judge takes a list of up to so many (prompt, a, b); none: one pair a call", ge=1
         )
-        judge_url: str = param("", "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
-        judge_model: str = param("", "name of the model at the endpoint")
-        judge_key_env: str = param("", "environment variable with the endpoint's key; empty: none is sent")
-        judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
-        judge_temperature: float = param(0.0, "of the endpoint", ge=0)
-        judge_max_tokens: int = param(2048, "of the endpoint's reply", ge=1)
-        judge_timeout: float = param(120.0, "seconds of one try", gt=0)
-        judge_retries: int = param(2, "further tries of a question that failed", ge=0)
-        judge_concurrency: int = param(16, "questions at a time", ge=1)
+        judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
+        judge_model: str | None = param(None, "name of the model at the endpoint")
+        judge_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
         votes: int = param(1, "votes in each of the two orders", ge=1)
         filter_tau: float = param(0.6, "a group with |sum A| / G above it leaves; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
         min_margin: float = param(0.0, "by how much a score must be higher (ours)", ge=0)
         reference: int | None = param(None, "place of the reference in its group (or the last one); none: random", ge=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
+        judge_timeout: float = param(120.0, "seconds of one try", gt=0)
+        judge_retries: int = param(2, "further tries of a question that failed", ge=0)
+        judge_concurrency: int = param(16, "questions at a time", ge=1)
+        judge_temperature: float = param(0.0, "of the endpoint", ge=0)
+        judge_max_tokens: int = param(2048, "of the endpoint's reply", ge=1)
+        judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
 
         def check(self) -> None:
-            if (self.judge is None) == (not self.judge_url):
-                raise ConfigError(
-                    f"`judge` is {'not given' if self.judge is None else 'given'} and `judge_url` is "
-                    f"{self.judge_url!r}; exactly one of them must say who judges: a function judge(prompt, a, b), or "
-                    f"an endpoint."
-                )
+            if self.judge is not None and self.judge_url is not None:
+                raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are given; only one of them can judge.")
             ours = ("judge_model", "judge_key_env", "judge_template", "judge_temperature", "judge_max_tokens")
-            others = ours if self.judge is not None else ("judge_batch_size",)
+            others = ours if self.judge_url is None else ("judge_batch_size",)
             idle = [name for name in others if getattr(self, name) != type(self).__dataclass_fields__[name].default]
             if idle:
                 raise ConfigError(
-                    f"{', '.join(f'`{n}`' for n in idle)} has no effect with "
-                    f"{'a `judge` of your own' if self.judge is not None else 'an endpoint'}. Remove it."
+                    f"{', '.join(f'`{n}`' for n in idle)} has no effect "
+                    f"{'without `judge_url`' if self.judge_url is None else 'with an endpoint'}. Remove it."
                 )
-            if self.judge is not None:
+            if self.judge_url is None:
                 return
             if not self.judge_model:
                 raise ConfigError("`judge_url` is given without `judge_model`, the name of the model that is asked.")
@@ -157,13 +154,18 @@ class Brpo(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
+        if p.judge is None and p.judge_url is None:
+            raise ConfigError(
+                "nobody judges. Give the parameter `judge`, a function judge(prompt, a, b) as module:attribute (the "
+                "demo's: rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an endpoint."
+            )
         if p.judge is None:
             endpoint = Endpoint(
                 p.judge_url,
                 p.judge_model,
                 p.judge_template,
                 SCORES,
-                api_key_env=p.judge_key_env,
+                api_key_env=p.judge_key_env or "",
                 temperature=p.judge_temperature,
                 max_tokens=p.judge_max_tokens,
                 timeout=p.judge_timeout,
@@ -258,7 +260,7 @@ class Brpo(Method):
             return
         self.log("judge_failed", len(failures) / len(verdicts))
         if all(v is None or isinstance(v, Failure) for v in verdicts):
-            why = f"Its first error: {failures[0].error}" if failures else "It answered None each time."
+            why = f"Its first error: {failures[0].error.rstrip('.')}." if failures else "It answered None each time."
             raise MethodError(
                 f"The judge gave no verdict on any of the {len(verdicts)} questions of this batch, so nothing can be "
                 f"learned from it. {why} Check that the judge works by itself; if it is only slow, raise "

@@ -408,10 +408,10 @@ def test_logs() -> None:
 @pytest.mark.parametrize(
     ("params", "text"),
     [
-        ({}, "exactly one of them must say who judges"),
-        ({"judge": by_quality, "judge_url": "http://h/v1"}, "exactly one of them must say who judges"),
+        ({"judge": by_quality, "judge_url": "http://h/v1"}, "only one of them can judge"),
+        ({"judge_key_env": "KEY"}, "`judge_key_env` has no effect without `judge_url`"),
         ({"judge_url": "http://h/v1"}, "without `judge_model`"),
-        ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect with a `judge` of your own"),
+        ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect without `judge_url`"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "judge_batch_size": 2}, "no effect with an endpoint"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "judge_template": "{a} {b}"}, "lacks {prompt}"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "votes": 2}, "every vote would be the same"),
@@ -427,7 +427,9 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_endpoint_that_cannot_be_is_refused_at_the_start() -> None:
+def test_no_judge_and_an_endpoint_that_cannot_be_are_refused_at_the_start() -> None:
+    with pytest.raises(MethodError, match="nobody judges. Give the parameter `judge`"):
+        brpo_stack(None)
     with pytest.raises(MethodError, match="must be a URL"):
         brpo_stack(None, judge_url="localhost", judge_model="m")
 

@@ -22,9 +22,9 @@ class MssrShaping(Method):
         A_it  <- A_it + psi_it
 
     The paper finds that this keeps single-rollout training from entropy collapse; in the bandits of
-    `examples/evidence/mssr.py` it makes no measurable difference to entropy or reward. psi is a constant of the update: no
-    gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0; a token
-    with A = 0 or H = 0 is left as it is, and entropy_weight = 0 changes nothing.
+    `examples/evidence/mssr.py` it makes no measurable difference to entropy or reward. psi is a constant of the
+    update: no gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0;
+    a token with A = 0 or H = 0 is left as it is, and entropy_weight = 0 changes nothing.
 
     Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy at the start of the step: `entropy: sampled` is
     -p log p of the sampled token alone, p = exp(log pi_old), at most 1/e = 0.368 (authors' code); `entropy: full` is

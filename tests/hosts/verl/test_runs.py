@@ -32,6 +32,8 @@ PLACES = [
     "odd+judge",
     "one",
 ]
+# Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
+FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -47,9 +49,13 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("verl") / "carousel",
         [
             *COMMON,
-            f"+carousel=[{','.join(PLACES)}]",
+            f"+carousel=[{','.join(PLACES + FURTHER)}]",
             "+rl_plugins.methods=[mc_grpo]",
-            f"trainer.total_training_steps={len(PLACES)}",
+            "+carousel_params.brpo.judge='verl_probes:judge'",
+            "+carousel_params.drpo.reward=exact",
+            "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
+            "actor_rollout_ref.actor.kl_loss_coef=0.0",
+            f"trainer.total_training_steps={len(PLACES + FURTHER)}",
         ],
         trainer="carousel",
         RL_PLUGINS_TEST_DUMP="1",
@@ -197,8 +203,21 @@ def test_a_plan_of_one_fills_the_batch_with_prompts(carousel: Run) -> None:
     assert torch.allclose(d.row_advantages, d.rollouts.reward - 0.5)
 
 
+def test_the_advantage_methods_act(carousel: Run) -> None:
+    drpo, d3s, mssr, v0_5, v0, brpo = (place(carousel, names) for names in FURTHER)
+    assert drpo["decision"].estimator == "drpo"
+    assert carousel.updates()[len(PLACES)]["grad_norm"] > 0
+    assert int(d3s["decision"].trained.sum()) < 64 and float(d3s["decision"].keep_tokens.float().mean()) < 0.5
+    assert d3s["batch_rows"] == 64 and d3s["padding"] == 64 - int(d3s["decision"].trained.sum())
+    rollouts = mssr["decision"].rollouts
+    assert rollouts.groups.size.tolist() == [1] * 64 and len(set(rollouts.prompt_index.tolist())) == 64
+    assert v0_5["decision"].estimator == "v0_5" and int(v0_5["decision"].trained.sum()) <= 64
+    assert int(v0["decision"].rollouts.groups.size.sum()) == 64
+    assert brpo["decision"].estimator == "brpo" and set(brpo["decision"].rewarded_by) == {"brpo"}
+
+
 def test_metrics_of_hooks_and_of_everything_generated(carousel: Run) -> None:
-    for number, (names, step) in enumerate(zip(PLACES, carousel.steps(), strict=True), 1):
+    for number, (names, step) in enumerate(zip(PLACES + FURTHER, carousel.steps(), strict=True), 1):
         logged, d = carousel.metrics(number), step["decision"]
         assert logged["rl_plugins/rows_generated"] == len(d.rollouts), names
         assert logged["rl_plugins/rows_trained"] == int(d.trained.sum()), names
@@ -281,8 +300,8 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
 
 def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
     updates = carousel.updates()
-    assert len(updates) == len(PLACES), "one optimizer step per batch, also where more rows were generated"
-    for update in updates:
+    assert len(updates) == len(PLACES + FURTHER), "one optimizer step per batch, also where more rows were generated"
+    for update in updates[: len(PLACES)]:
         norm, rows = reference([update])
         assert update["global_batch_size"] == rows, update["methods"]
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), update["methods"]

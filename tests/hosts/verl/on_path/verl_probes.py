@@ -92,7 +92,8 @@ def _carousel(module: object) -> None:
             self._places = []
             for place in config.carousel:
                 names = tuple(n for n in place.split("+") if n)
-                params = {k: v for k, v in self.settings.method_params.items() if k in names}
+                everything = {**self.settings.method_params, **config.get("carousel_params", {})}
+                params = {k: dict(v) for k, v in everything.items() if k in names}
                 settings = dataclasses.replace(self.settings, methods=names, method_params=params)
                 self._places.append((settings, settings.stack()))
 
@@ -110,6 +111,11 @@ def _carousel(module: object) -> None:
             super().on_step_begin()
 
     register_trainer("carousel")(Carousel)
+
+
+def judge(prompt: object, a: str, b: str) -> tuple[float, float]:
+    """The longer answer has the higher score."""
+    return float(len(a)), float(len(b))
 
 
 def _number(value: object) -> bool:
