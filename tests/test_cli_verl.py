@@ -206,7 +206,14 @@ def test_a_run_with_methods(tmp_path):
     assert found["optimizer steps"] == "1 per step, of 64 rows each"
     assert found["whole run"] == "6 steps, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
     assert "the methods' state in its folder rl_plugins/" in found["checkpoints"]
-    assert section(text, "Not in this run").keys() == {"rollout", "admit", "engine", "ref_logprobs", "several_rewards"}
+    assert section(text, "Not in this run").keys() == {
+        "rollout",
+        "admit",
+        "engine",
+        "steps",
+        "ref_logprobs",
+        "several_rewards",
+    }
     assert "its columns and size are not checked" not in text and text.endswith("No problem found.\n")
 
 
@@ -383,7 +390,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
-        settings = Settings((name,), rewards={"accuracy": 1.0, "format": 0.5})
+        settings = Settings((name,), {name: dict(found.example_params)}, rewards={"accuracy": 1.0, "format": 0.5})
         facts.check(settings.stack(), settings, config)
     offered = facts.verl_facts(build_stack([]), Settings(()), config)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
@@ -395,8 +402,11 @@ def test_the_command_that_info_shows_is_read_back():
         text = catalog.info(registry.load(name))
         command = shlex.split(re.search(r"python -m verl\.trainer\.main_ppo .*", text)[0])
         settings = read_settings(compose(command[4:]))
-        assert settings.stack().names == build_stack(name).names
-        assert [m.params for m in settings.stack().methods] == [m.params for m in build_stack(name).methods]
+        found = registry.load(name)
+        needed = {} if isinstance(found, Bundle) else {name: dict(found.example_params)}
+        expected = build_stack(name, needed)
+        assert settings.stack().names == expected.names
+        assert [m.params for m in settings.stack().methods] == [m.params for m in expected.methods]
 
 
 @pytest.mark.parametrize("value", ["plain", "p(1-p)^2", "it's", 0.5, True, [1, 2], ["a b", "c"], {"k": "x,y"}])

@@ -15,7 +15,7 @@ from rich.table import Table
 from rl_plugins import registry
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method, Paper
-from rl_plugins.params import describe_params, params_to_dict
+from rl_plugins.params import build_params, describe_params, params_to_dict
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,9 @@ def entries(vetoed: Collection[str] = ()) -> list[Entry]:
 
 def hosts_of(cls: type[Method]) -> list[str]:
     """The hosts whose adapter can serve this class."""
-    signals = {signal.partition(":")[0] for signal in cls.needs}
-    if cls.rows_per_rollout != 1 or not cls.trains:  # neither host is served with these yet
+    made = cls(build_params(cls.Params, dict(cls.example_params), cls.name))  # needs may depend on parameters
+    signals = {signal.partition(":")[0] for signal in made.needs}
+    if made.rows_per_rollout != 1 or not made.trains:  # neither host is served with these yet
         return []
     return [
         name

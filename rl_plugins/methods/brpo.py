@@ -72,7 +72,7 @@ class Brpo(Method):
     groups; `judged`, questions; `judge_failed`, share of them without an answer after all tries.
 
     Raises:
-        ConfigError: two judges, a parameter out of range or without effect; at the start, no judge.
+        ConfigError: no judge or two, a parameter out of range or without effect.
         MethodError: no verdict for any pair of a batch.
 
     Source: no code was published. Steps 1-5 of the paper as read through three independent notes; they agree with a
@@ -123,6 +123,11 @@ class Brpo(Method):
         judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
 
         def check(self) -> None:
+            if self.judge is None and self.judge_url is None:
+                raise ConfigError(
+                    "nobody judges. Give the parameter `judge`, a function judge(prompt, a, b) as module:attribute (the"
+                    " demo's: rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an endpoint."
+                )
             if self.judge is not None and self.judge_url is not None:
                 raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are given; only one of them can judge.")
             ours = ("judge_model", "judge_key_env", "judge_template", "judge_temperature", "judge_max_tokens")
@@ -154,11 +159,6 @@ class Brpo(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if p.judge is None and p.judge_url is None:
-            raise ConfigError(
-                "nobody judges. Give the parameter `judge`, a function judge(prompt, a, b) as module:attribute (the "
-                "demo's: rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an endpoint."
-            )
         if p.judge is None:
             endpoint = Endpoint(
                 p.judge_url,

@@ -409,7 +409,8 @@ def test_logs() -> None:
     ("params", "text"),
     [
         ({"judge": by_quality, "judge_url": "http://h/v1"}, "only one of them can judge"),
-        ({"judge_key_env": "KEY"}, "`judge_key_env` has no effect without `judge_url`"),
+        ({}, "nobody judges. Give the parameter `judge`"),
+        ({"judge": by_quality, "judge_key_env": "KEY"}, "`judge_key_env` has no effect without `judge_url`"),
         ({"judge_url": "http://h/v1"}, "without `judge_model`"),
         ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect without `judge_url`"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "judge_batch_size": 2}, "no effect with an endpoint"),
@@ -427,9 +428,7 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
     assert text in str(caught.value)
 
 
-def test_no_judge_and_an_endpoint_that_cannot_be_are_refused_at_the_start() -> None:
-    with pytest.raises(MethodError, match="nobody judges. Give the parameter `judge`"):
-        brpo_stack(None)
+def test_an_endpoint_that_cannot_be_is_refused_at_the_start() -> None:
     with pytest.raises(MethodError, match="must be a URL"):
         brpo_stack(None, judge_url="localhost", judge_model="m")
 
