@@ -5,6 +5,7 @@ A flag never stays without effect: what cannot act is an error here, with the ch
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -134,3 +135,24 @@ def _shown(m: Method) -> dict[str, Any]:
     from rl_plugins.params import params_to_dict
 
     return params_to_dict(m.params)
+
+
+def moved(cls: type, pinned: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """What an adapter relies on in a class of its host and does not find.
+
+    Args:
+        pinned: method -> its first parameters, as in the version the adapter was tested with.
+
+    Returns:
+        A text for each name that is gone or takes other parameters.
+    """
+    found = []
+    for name, parameters in pinned.items():
+        method = getattr(cls, name, None)
+        if method is None:
+            found.append(f"{cls.__name__}.{name} is gone")
+            continue
+        given = [p for p in inspect.signature(method).parameters if p != "self"]
+        if tuple(given[: len(parameters)]) != parameters:
+            found.append(f"{cls.__name__}.{name}({', '.join(given)}) used to be ({', '.join(parameters)})")
+    return found

@@ -6,11 +6,11 @@ The seams are the small patches in `patches/verl/`. Where the installed verl has
 from __future__ import annotations
 
 import importlib.metadata
-import inspect
 import os
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.preflight import moved
 
 TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
@@ -58,17 +58,8 @@ def check_verl_version() -> None:
 
 
 def moved_symbols(trainer_class: type) -> list[str]:
-    """What of the pinned names is gone or takes other parameters; empty if this verl is as expected."""
-    moved = []
-    for name, parameters in PINNED.items():
-        found = getattr(trainer_class, name, None)
-        if found is None:
-            moved.append(f"{trainer_class.__name__}.{name} is gone")
-            continue
-        given = [p for p in inspect.signature(found).parameters if p != "self"]
-        if tuple(given[: len(parameters)]) != parameters:
-            moved.append(f"{trainer_class.__name__}.{name}({', '.join(given)}) used to be ({', '.join(parameters)})")
-    return moved
+    """What of the pinned names is gone or takes other parameters; empty if this host is as expected."""
+    return moved(trainer_class, PINNED)
 
 
 def states_its_mode(trainer_class: Any) -> bool:
