@@ -207,7 +207,8 @@ def test_the_advantage_methods_act(carousel: Run) -> None:
     drpo, d3s, mssr, v0_5, v0, brpo = (place(carousel, names) for names in FURTHER)
     assert drpo["decision"].estimator == "drpo"
     assert carousel.updates()[len(PLACES)]["grad_norm"] > 0
-    assert int(d3s["decision"].trained.sum()) < 64 and float(d3s["decision"].keep_tokens.float().mean()) < 0.5
+    share = float(d3s["decision"].keep_tokens.float().mean())  # late in its schedule, which ends at 1
+    assert int(d3s["decision"].trained.sum()) < 64 and 0.2 < share < 0.8
     assert d3s["batch_rows"] == 64 and d3s["padding"] == 64 - int(d3s["decision"].trained.sum())
     rollouts = mssr["decision"].rollouts
     assert rollouts.groups.size.tolist() == [1] * 64 and len(set(rollouts.prompt_index.tolist())) == 64
