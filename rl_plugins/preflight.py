@@ -137,6 +137,19 @@ def _shown(m: Method) -> dict[str, Any]:
     return params_to_dict(m.params)
 
 
+def unserved(stack: MethodStack, host: str) -> list[str]:
+    """What neither adapter serves yet, one paragraph each. `host` is its name as users write it."""
+    problems = []
+    for m in stack.methods:
+        if m.rows_per_rollout != 1:
+            problems.append(
+                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which {host} is not served with yet."
+            )
+        if not m.trains:
+            problems.append(f"`{m.name}` makes no optimizer step, and {host}'s trainer cannot go without one yet.")
+    return problems
+
+
 def moved(cls: type, pinned: Mapping[str, tuple[str, ...]]) -> list[str]:
     """What an adapter relies on in a class of its host and does not find.
 

@@ -9,7 +9,7 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
-from rl_plugins.preflight import HostFacts, preflight
+from rl_plugins.preflight import HostFacts, preflight, unserved
 from rl_plugins.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 
@@ -79,13 +79,7 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
             f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, which cannot be served with "
             f"{what}: TRL runs those once per batch. Remove {what} or the method."
         )
-    for m in stack.methods:
-        if m.rows_per_rollout != 1:
-            problems.append(
-                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which TRL is not served with yet."
-            )
-        if not m.trains:
-            problems.append(f"`{m.name}` makes no optimizer step, and TRL's trainer cannot go without one yet.")
+    problems += unserved(stack, "TRL")
     if problems:
         raise ConfigError("\n".join(problems))
     return options

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS
-from rl_plugins.preflight import HostFacts, preflight
+from rl_plugins.preflight import HostFacts, preflight, unserved
 from rl_plugins.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -67,13 +67,7 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += [p for problem in _PROBLEMS if (p := problem(stack, read)) is not None]
-    for m in stack.methods:
-        if m.rows_per_rollout != 1:
-            problems.append(
-                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which verl is not served with yet."
-            )
-        if not m.trains:
-            problems.append(f"`{m.name}` makes no optimizer step, and verl's trainer cannot go without one yet.")
+    problems += unserved(stack, "verl")
     if problems:
         raise ConfigError("\n".join(problems))
     if "current_entropies" in stack.needs and not read(ENTROPY, False):

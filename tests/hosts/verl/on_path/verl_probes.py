@@ -11,7 +11,6 @@ import os
 import time
 from pathlib import Path
 
-from rl_plugins.method import Paper
 from rl_plugins.rollouts import Completion, PlanRow
 from rl_plugins.verl.imports import after_import
 
@@ -206,6 +205,3 @@ def __getattr__(name: str):
     if name == "VerlGiven":
         return _methods()
     raise AttributeError(name)
-
-
-_ = Paper
