@@ -37,9 +37,12 @@ def first_plan(
 ) -> Plan:
     """The plan of round 0: prompts, and how many rollouts each gets.
 
-    A plan that trains fewer rows than the batch holds is filled with further prompts, as long as they fit: those
+    A plan that trains fewer rollouts than the batch holds is filled with further prompts, as long as they fit: those
     `select_prompts` names, else the next of the driver's own permutation. Methods with rounds fill their batch
     themselves.
+
+    Where a rollout becomes k rows the batch holds a k-th of the host's prompts. They come from the driver's own
+    permutation, too: the host goes on k times as fast, and the prompts it proposes beyond would never be trained.
 
     Args:
         proposal: the prompts the host would take next.
@@ -54,7 +57,10 @@ def first_plan(
     stack.draw += 1
     rows: list[PlanRow] = []
     taken: dict[int, None] = {}  # an ordered set
-    prompts = _select(stack, proposal, (), len(proposal), pool_size, dataset)
+    if stack.rows_per_rollout > 1:
+        budget, proposal = _rollout_budget(stack, proposal, group_size, budget, pool_size)
+    count = len(proposal) or budget // group_size
+    prompts = _select(stack, proposal, (), count, pool_size, dataset)
     while prompts:
         room = budget - sum(r.n for r in rows)
         start = max((r.group for r in rows), default=-1) + 1
@@ -81,6 +87,21 @@ def first_plan(
             f"out prompts must leave some."
         )
     return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
+
+
+def _rollout_budget(
+    stack: MethodStack, proposal: Sequence[int], group_size: int, budget: int, pool_size: int | None
+) -> tuple[int, Sequence[int]]:
+    """Rollouts the batch holds, and the prompts to begin with: none (the driver's own come), or the first of a stream."""
+    rollouts = budget // stack.rows_per_rollout
+    if rollouts < group_size:
+        who = max(stack.methods, key=lambda m: m.rows_per_rollout)
+        raise MethodError(
+            f"`{who.name}` makes up to {who.rows_per_rollout} rows of a rollout, so a group of {group_size} rollouts "
+            f"needs {who.rows_per_rollout * group_size} rows, and the batch holds {budget}. Make the batch larger, or "
+            f"the group or the number of rows of a rollout smaller."
+        )
+    return rollouts, () if pool_size is not None else proposal[: rollouts // group_size]
 
 
 def next_plan(stack: MethodStack, plan: Plan) -> Plan:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from rl_plugins.requests import Program, Prompt
     from rl_plugins.rollouts import Plan, PromptPool, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 logger = logging.getLogger("rl_plugins")
@@ -119,6 +120,7 @@ class Method:
         paper, fidelity: the source; "code" (equal to the authors' code), "paper" (from the paper's text) or
             "reconstruction" (something needed was not published; the docstring opens with what).
         use_when, avoid_when: one sentence each, shown by `rl-plugins info`.
+        cost: what it costs and which features of the engine it needs, one or two sentences; shown by `info`.
         disagreements: where paper and code differ and which parameter selects.
         Params: a frozen dataclass of parameters.
         needs: signals (see SIGNALS). Only what somebody needs is computed.
@@ -128,6 +130,9 @@ class Method:
             `needs` must then name.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
         rows_per_rollout: rows one rollout becomes (agents, turns).
+        forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
+            model), so no importance weight of the sampling policy exists for them; corrections that would need one are
+            refused beside it.
         in_eval: hooks that also act in evaluation.
         trains: False: the method makes no optimizer step at all.
         aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
@@ -142,6 +147,7 @@ class Method:
     fidelity: ClassVar[Fidelity]
     use_when: ClassVar[str] = ""
     avoid_when: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
     disagreements: ClassVar[Sequence[str]] = ()
     Params: ClassVar[type[MethodParams]] = MethodParams
     needs: frozenset[str] | set[str] = frozenset()
@@ -149,6 +155,7 @@ class Method:
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     rounds: ClassVar[bool] = False
     rows_per_rollout: int = 1
+    forces_tokens: bool = False
     in_eval: ClassVar[Sequence[str]] = ()
     trains: ClassVar[bool] = True
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
@@ -179,8 +186,9 @@ class Method:
         """Decides which finished groups of an asynchronous queue are trained, carried over or dropped."""
         raise MethodError(self._unclaimed("admit"))
 
-    def rollout(self, prompt: Any) -> Any:
-        """A program (generator) that makes the completions of one prompt. See `rl_plugins.requests`."""
+    def rollout(self, prompt: Prompt) -> Program:
+        """A program (generator) that makes the rollouts of one prompt: yields requests, returns trajectories. See
+        `rl_plugins.requests`."""
         raise MethodError(self._unclaimed("rollout"))
 
     def rewards(self, rollouts: Rollouts) -> Any:

@@ -6,11 +6,11 @@ A flag never stays without effect: what cannot act is an error here, with the ch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
 from rl_plugins.stack import MethodStack
 
@@ -26,6 +26,10 @@ class HostFacts:
         eval_hooks: hooks served in evaluation.
         missing_signals: signal -> why this run does not have it and what to change. Signals not listed exist.
         columns: columns of the dataset, None if they are not known before the first row.
+        row_columns: rollouts may bring columns of their own (programs, agent loops), so one that is not in the dataset
+            shows only in the first batch.
+        importance_correction: host options that weight tokens by the probability they were sampled with, as
+            "option=value"; empty if none is on.
         options: the host's options as set by the user.
         defaults: the host's own defaults of the same options.
     """
@@ -39,6 +43,8 @@ class HostFacts:
     columns: Collection[str] | None
     options: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    row_columns: bool = False
+    importance_correction: str = ""
 
 
 def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
@@ -69,15 +75,42 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             problem = _set_option(m, option, value, host, options, wanted)
             if problem:
                 problems.append(problem)
+    problems += _wrong_corrections(stack, host)
     if problems:
         raise ConfigError("\n".join(problems))
     return options
 
 
+def _wrong_corrections(stack: MethodStack, host: HostFacts) -> list[str]:
+    """Importance weights of tokens that nobody sampled."""
+    forcing = next((m.name for m in stack.methods if m.forces_tokens), None)
+    if forcing is None:
+        return []
+    why = (
+        f"`{forcing}` puts tokens into rollouts that were not sampled in their place, so no sampling probability of "
+        f"them exists, and a weight made of one would be wrong"
+    )
+    problems = [
+        f"{why}: `{m.name}` needs it. Remove one of the two." for m in stack.methods if "rollout_logprobs" in m.needs
+    ]
+    if host.importance_correction:
+        problems.append(f"{why}: {host.importance_correction} asks for that. Turn it off, or remove `{forcing}`.")
+    return problems
+
+
+def no_row_has(column: str, methods: Sequence[str]) -> MethodError:
+    """A column that neither the dataset nor any row brought."""
+    names = ", ".join(f"`{n}`" for n in methods)
+    return MethodError(
+        f"{names} needs the column `{column}`, and neither the dataset nor a row of this batch has it. Let the dataset, "
+        f"the rollout program (`trajectory.noted({column}=..)`) or the agent loop give it."
+    )
+
+
 def _missing(signal: str, host: HostFacts) -> str | None:
     kind, _, detail = signal.partition(":")
     if kind == "column":
-        if host.columns is not None and detail not in host.columns:
+        if host.columns is not None and detail not in host.columns and not host.row_columns:
             return f"the dataset has no column `{detail}` (it has: {', '.join(sorted(host.columns))}). Add it."
         return None
     if signal not in SIGNALS and kind != "engine":
@@ -135,19 +168,6 @@ def _shown(m: Method) -> dict[str, Any]:
     from rl_plugins.params import params_to_dict
 
     return params_to_dict(m.params)
-
-
-def unserved(stack: MethodStack, host: str) -> list[str]:
-    """What neither adapter serves yet, one paragraph each. `host` is its name as users write it."""
-    problems = []
-    for m in stack.methods:
-        if m.rows_per_rollout != 1:
-            problems.append(
-                f"`{m.name}` makes {m.rows_per_rollout} rows of a rollout, which {host} is not served with yet."
-            )
-        if not m.trains:
-            problems.append(f"`{m.name}` makes no optimizer step, and {host}'s trainer cannot go without one yet.")
-    return problems
 
 
 def moved(cls: type, pinned: Mapping[str, tuple[str, ...]]) -> list[str]:

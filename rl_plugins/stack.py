@@ -91,6 +91,16 @@ class MethodStack(Context):
         return any(self.claims[h] for h in hooks)
 
     @property
+    def rows_per_rollout(self) -> int:
+        """Rows a rollout may become in the batch."""
+        return max((m.rows_per_rollout for m in self.methods), default=1)
+
+    @property
+    def trains(self) -> bool:
+        """Whether optimizer steps are taken."""
+        return all(m.trains for m in self.methods)
+
+    @property
     def aggregation(self) -> str:
         claimants = self.claims["policy_loss"] + self.claims["regularize"]
         return claimants[0].aggregation if claimants else "host"

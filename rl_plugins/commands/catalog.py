@@ -34,8 +34,8 @@ class Host:
 
 
 HOSTS = {
-    "trl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine", "steps"}),
-    "verl": Host(hooks=set(HOOKS) - {"rollout", "admit"}, missing={"engine", "steps"}),
+    "trl": Host(hooks=set(HOOKS) - {"admit"}, eval_hooks={"plan", "rollout"}),
+    "verl": Host(hooks=set(HOOKS) - {"admit"}, eval_hooks={"plan", "rollout"}),
 }
 
 FIDELITY = {
@@ -94,8 +94,6 @@ def hosts_of(cls: type[Method]) -> list[str]:
     """The hosts whose adapter can serve this class."""
     made = cls(build_params(cls.Params, dict(cls.example_params), cls.name))  # needs may depend on parameters
     signals = {signal.partition(":")[0] for signal in made.needs}
-    if made.rows_per_rollout != 1 or not made.trains:  # neither host is served with these yet
-        return []
     return [
         name
         for name, host in HOSTS.items()

@@ -9,7 +9,7 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
-from rl_plugins.preflight import HostFacts, preflight, unserved
+from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 
@@ -73,13 +73,18 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += _loss_problems(stack, args, seams)
+    if any(m.rounds for m in stack.methods) and stack.claims["rollout"]:
+        program = stack.claims["rollout"][0].name
+        problems.append(
+            f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, and `{program}` makes the "
+            f"rollouts of a prompt with a program, which runs once. Remove one of them."
+        )
     if any(m.rounds for m in stack.methods) and (inputs.rollout_func or inputs.tools):
         what = "rollout_func" if inputs.rollout_func else "tools or environments"
         problems.append(
             f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, which cannot be served with "
             f"{what}: TRL runs those once per batch. Remove {what} or the method."
         )
-    problems += unserved(stack, "TRL")
     if problems:
         raise ConfigError("\n".join(problems))
     return options
@@ -90,9 +95,21 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
     import trl
 
     missing_hooks = {
-        "rollout": "rollout programs are not served by this version of the TRL adapter.",
         "admit": "TRL generates and trains in turn; there is no queue to admit from.",
     }
+    brings = "rollout_func" if inputs.rollout_func else "tools or environments of its own" if inputs.tools else ""
+    if brings:
+        missing_hooks["rollout"] = (
+            f"the trainer has {brings}, and a rollout program makes the completions itself. Give what it needs as "
+            f"parameters of the method, and remove {brings}."
+        )
+    elif inputs.has_images:
+        missing_hooks["rollout"] = "programs see token ids only, and the dataset has images. Remove the method."
+    elif getattr(args, "use_transformers_continuous_batching", False):
+        missing_hooks["rollout"] = (
+            "continuous batching of transformers has one limit and no log-probs for all requests. Set "
+            "use_transformers_continuous_batching=False."
+        )
     spg, ga = args.steps_per_generation, args.gradient_accumulation_steps
     if spg % ga:
         missing_hooks["before_update"] = (
@@ -110,11 +127,17 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
         version=trl_version(),
         hooks=[h for h in HOOKS if h not in missing_hooks],
         missing_hooks=missing_hooks,
-        eval_hooks=(),
-        missing_signals=_missing_signals(args, inputs),
+        eval_hooks=("plan", "rollout"),
+        missing_signals=_missing_signals(stack, args, inputs),
         columns=inputs.columns,
         options=vars(args),
         defaults=defaults,
+        row_columns=bool(stack.claims["rollout"]),
+        importance_correction=(
+            "vllm_importance_sampling_correction=True"
+            if args.use_vllm and args.vllm_importance_sampling_correction
+            else ""
+        ),
     )
 
 
@@ -132,9 +155,18 @@ def without_effect(stack: MethodStack, args: Any) -> list[str]:
     ]
 
 
-def _missing_signals(args: Any, inputs: Inputs) -> dict[str, str]:
-    missing = {"engine": "top log-probs of the engine are not served by this version of the TRL adapter."}
-    missing["steps"] = "turns of environments and tools are not recorded by this version of the TRL adapter."
+def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str, str]:
+    missing = {}
+    if args.use_vllm and args.temperature != 1.0:
+        missing["engine"] = (
+            f"vLLM in TRL reports log-probs with the temperature ({args.temperature}), and those at temperature 1 are "
+            f"needed. Set temperature=1.0, or use_vllm=False."
+        )
+    if not stack.claims["rollout"] and not inputs.tools and not inputs.rollout_func:
+        missing["steps"] = (
+            "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
+            "environment_factory, or name a method that plays one (turn_control)."
+        )
     truncations = {
         "top_p": (args.top_p, 1.0),
         "top_k": (args.top_k, 0),

@@ -19,9 +19,13 @@ from rl_plugins.driver import Decision, decide, first_plan, next_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.metrics import combine
+from rl_plugins.preflight import no_row_has
+from rl_plugins.requests import Kind, Trajectory, Turn
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens, weighted_reward
+from rl_plugins.steps import spans, with_steps
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
+from rl_plugins.trl.programs import ProgramRow, host_turns, run_programs, served
 from rl_plugins.trl.prompts import ROW, Prompts, strip
 from rl_plugins.trl.ranks import deal, gather, on_driver
 
@@ -36,6 +40,7 @@ class Row:
     plan: PlanRow | None
     number: int = 0
     done: Completion | None = None  # given by the plan, or made in an earlier round
+    made: ProgramRow | None = None  # by a rollout program
 
     @property
     def given(self) -> Completion | None:
@@ -100,6 +105,7 @@ class GenerationStep:
         self.prompts = Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
         self.mine: list[Row] = []
         self.regular = self.as_proposed = False
+        self.programs = bool(self.stack.claims["rollout"])
 
     # ---- what is generated
 
@@ -123,6 +129,7 @@ class GenerationStep:
         rows = [Row(p, i) for p in plan for i in range(p.n + p.spare)]
         self.regular = (  # TRL's own advantages are of these groups
             not rounds
+            and not self.programs
             and len(rows) == self.batch_rows
             and all(p.n == self.group_size and not p.spare for p in plan)
             and len({p.group for p in plan}) == len(plan)
@@ -132,10 +139,16 @@ class GenerationStep:
         )
         if rounds:
             rows = self._rounds(rows)
+        elif self.programs:
+            made = run_programs(self.trainer, plan, self.prompts.row)
+            rows = [Row(m.plan, m.rollout, made=m) for m in made]
+            self.payload = [m.plan.payload for m in made]
         self.rows = deal(rows, self.accelerator.num_processes, self.local_batch, FILLER)
 
     def _keep_payload(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
-        """Payloads stay on the driver; the rest of the plan travels to all ranks."""
+        """Payloads stay on the driver, unless a program wants them; the rest of the plan travels to all ranks."""
+        if self.programs:
+            return tuple(rows)
         self.payload += [p.payload for p in rows for _ in range(p.n + p.spare)]
         return tuple(p.replace(payload=None) for p in rows)
 
@@ -235,11 +248,14 @@ class GenerationStep:
             self._restore_extra_columns()
         inputs = self.loader_rows if self.as_proposed else self._inputs(self.mine)
         t.num_generations = self.group_size if self.regular else 1  # groups of other sizes mean nothing to TRL
-        self.serving, self.generated = True, None
+        self.serving, self.generated = not self.programs, None
+        before = t.rollout_func
+        if self.programs:  # what the programs made, in the place TRL has for it
+            t.rollout_func = lambda prompts, trainer: served([r.made for r in self.mine], prompts, trainer)
         try:
             yield inputs
         finally:
-            t.num_generations = self.group_size
+            t.num_generations, t.rollout_func = self.group_size, before
             self.serving = False
 
     def _restore_extra_columns(self) -> None:
@@ -251,7 +267,12 @@ class GenerationStep:
 
     def _inputs(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
         anything = next(r.plan for r in _flat(self.rows) if r.plan is not None)
-        return [self.prompts.row(r.plan or anything) for r in rows]
+        inputs = [self.prompts.row(r.plan or anything) for r in rows]
+        if self.programs:  # what a program notes of a row is a column for reward functions
+            names = dict.fromkeys(k for r in _flat(self.rows) if r.made for k in r.made.trajectory.meta)
+            for row, x in zip(rows, inputs, strict=True):
+                x |= {k: (row.made.trajectory.meta if row.made else {}).get(k, x.get(k)) for k in names}
+        return inputs
 
     def generate(
         self,
@@ -310,10 +331,49 @@ class GenerationStep:
         if self.final_rewards is not None:
             self.rewards = self.final_rewards.to(torch.float32)
             return self.rewards
+        if self.programs:
+            self.rewards = self._program_rewards(host, *args)
+            return self.rewards
         rewards = host(*args)
         filler = torch.tensor([r.plan is None for r in _flat(self.rows)], device=rewards.device)
         self.rewards = torch.where(filler[:, None], torch.nan, rewards)
         return self.rewards
+
+    def _program_rewards(
+        self, host: Callable[..., Tensor], inputs: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
+    ) -> Tensor:
+        """Rewards a program has from `Score` already, and TRL's for the other rows, which alone are computed."""
+        t = self.trainer
+        known = [[r.made is not None and r.made.trajectory.rewards is not None for r in part] for part in self.rows]
+        each = [
+            [i for i, r in enumerate(part) if r.plan is not None and not done[i]]
+            for part, done in zip(self.rows, known, strict=True)
+        ]
+        most, rank = max(map(len, each)), self.accelerator.process_index
+        rewards = torch.full((sum(map(len, self.rows)), len(t.reward_funcs)), torch.nan, device=self.accelerator.device)
+        if most:
+            take = each[rank] + (each[rank][:1] or [0]) * (most - len(each[rank]))  # equally many on every rank
+            columns = [[x[i] for i in take] for x in (inputs, prompts, completions, ids)]
+            scored = host(*columns)
+            start = 0
+            for k, part in enumerate(self.rows):
+                places = torch.tensor([start + i for i in each[k]], dtype=torch.int64, device=rewards.device)
+                rewards[places] = scored[k * most : k * most + len(places)]
+                start += len(part)
+            self._spread_extra_columns(take[: len(each[rank])])
+        for i, row in enumerate(_flat(self.rows)):
+            if row.made is not None and row.made.trajectory.rewards is not None:
+                given = row.made.trajectory.rewards
+                rewards[i] = torch.tensor([given.get(n, torch.nan) for n in t.reward_func_names])
+        return rewards
+
+    def _spread_extra_columns(self, scored: list[int]) -> None:
+        """What reward functions added to the table of completions, at the rows they saw."""
+        for name, values in self.trainer._pending_extra_logs.items():
+            full: list[Any] = [None] * len(self.mine)
+            for i, value in zip(scored, values, strict=False):
+                full[i] = value
+            self.trainer._pending_extra_logs[name] = full
 
     # ---- what becomes of it
 
@@ -367,7 +427,10 @@ class GenerationStep:
         ]
         behavior = behavior.clone()
         for i, row in enumerate(self.mine):
-            if row.given is not None and row.given.logprobs is not None:
+            if row.made is not None and len(row.made.trajectory):
+                own = torch.tensor(row.made.trajectory.logprobs)
+                behavior[i, : len(own)] = own.to(behavior)
+            elif row.given is not None and row.given.logprobs is not None:
                 own = torch.tensor([float("nan") if p is None else p for p in row.given.logprobs])
                 behavior[i, : len(own)] = own.to(behavior)
         return behavior if old is None else torch.where(torch.isnan(behavior), old, behavior)
@@ -423,19 +486,26 @@ class GenerationStep:
             inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
         if t.mask_truncated_completions:
             inside &= ~truncated[:, None]
+        elif self.programs:
+            truncated = torch.tensor([self._trajectory(i).finish in ("length", "abort") for i in real])
         row, position = inside.nonzero(as_tuple=True)
-        forced = torch.tensor([self._forced(self.mine[i], len(ids[i])) for i in real], dtype=torch.int64)
+        kinds = [self._forced(self.mine[i], len(ids[i])) for i in real]
+        forced = torch.nn.utils.rnn.pad_sequence([place < 0, *kinds], batch_first=True)[1:]
         part: dict[str, Any] = {
             "length": inside.sum(1),
             "completion_length": length,
             "truncated": truncated,
             "position": position,
-            "forced": position < forced[row],
+            "forced": forced[row, position],
             "advantages": host_advantages.detach().cpu()[real],
         }
         for name in self.columns_wanted:
             assert out is not None
             part[name] = out[_COLUMN_KEYS[name]].detach().cpu()[real][:, : len(place)][inside]
+        if self.programs:
+            part["meta"] = [dict(self._trajectory(i).meta) for i in real]
+        if "steps" in needs:
+            part["turns"] = self._turns(real, tool_mask, ids)
         if "text" in needs:
             part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
         if "raw_text" in needs:
@@ -444,10 +514,25 @@ class GenerationStep:
             part["messages"] = [completions[i] for i in real]
         return part
 
-    def _forced(self, row: Row, length: int) -> int:
-        """How many tokens at its start were put in the policy's place: a given completion, or a prefix."""
+    def _forced(self, row: Row, length: int) -> Tensor:
+        """Which tokens were put in the policy's place: of a given completion, of a prefix, by a program."""
         assert row.plan is not None
-        return length if row.number < len(row.plan.given) else len(row.plan.prefix)
+        if row.made is not None:
+            return torch.tensor([k == Kind.FORCED for k in row.made.trajectory.kinds] or [False])
+        first = length if row.number < len(row.plan.given) else len(row.plan.prefix)
+        return torch.arange(length) < first
+
+    def _trajectory(self, i: int) -> Trajectory:
+        made = self.mine[i].made
+        assert made is not None
+        return made.trajectory
+
+    def _turns(self, real: list[int], tool_mask: Any, ids: list[list[int]]) -> list[tuple[Turn, ...]]:
+        """Turns of this rank's rows: as the program marked them, or as tools and environments of TRL tell them."""
+        if not self.programs:
+            return host_turns(self.trainer, real, tool_mask, ids)
+        marked = [self._trajectory(i) for i in real]
+        return [row.turns or spans(row.trained) for row in marked]
 
     def _rollouts(self, parts: list[dict[str, Any]]) -> tuple[Rollouts, Tokens, Tensor]:
         """All ranks' rows as the driver sees them, in the order of the plan."""
@@ -467,12 +552,19 @@ class GenerationStep:
         rewards = rewards[torch.tensor([r.plan is not None for r in _flat(self.rows)])]
         weights = t.reward_weights.double().cpu()
         wanted = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
-        meta = {c: [self.prompts.row(p).get(c) for p in plans] for c in wanted}
+        own = listed("meta") or [{}] * len(rows)
+        columns = [{**self.prompts.row(p), **m} for p, m in zip(plans, own, strict=True)]
+        for c in wanted:
+            if rows and not any(c in x for x in columns):
+                raise no_row_has(c, [m.name for m in self.stack.methods if f"column:{c}" in m.needs])
+        meta = {c: [x.get(c) for x in columns] for c in wanted}
+        made = [r.made for r in rows if r.made is not None]
+        group = [m.group for m in made] if made else [p.group for p in plans]
         rollouts = Rollouts(
-            group=torch.tensor([p.group for p in plans], dtype=torch.int64),
+            group=torch.tensor(group, dtype=torch.int64),
             prompt_index=torch.tensor([p.prompt if self.prompts.numbered else -1 for p in plans], dtype=torch.int64),
-            rollout=torch.tensor(_numbers([p.group for p in plans]), dtype=torch.int64),
-            index=torch.zeros(len(rows), dtype=torch.int64),
+            rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
+            index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
             rewards=rewards,
             reward_names=tuple(t.reward_func_names),
             reward_weights=weights,
@@ -500,6 +592,9 @@ class GenerationStep:
             **{name: cat(name) for name in self.columns_wanted},
         )
         self.completion_length = cat("completion_length")
+        turns = listed("turns")
+        if turns is not None:
+            rollouts, tokens = with_steps(rollouts, tokens, turns)
         return rollouts, tokens, advantages
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ import trl
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.preflight import render_table
+from rl_plugins.requests import Prompt
 from rl_plugins.rollouts import Rows, Run
 from rl_plugins.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, logs, loss
 from rl_plugins.trl.batch import ROW_COLUMN
 from rl_plugins.trl.checkpoint import MethodsCallback, read_state, write_state
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
+from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.evaluation import evaluation_view
 from rl_plugins.trl.prompts import ROW, NumberedDataset, fingerprint, has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
 from rl_plugins.trl.step import GenerationStep
@@ -175,7 +178,8 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         if not self.methods:
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
-            out = super()._generate_and_score_completions(inputs)
+            with evaluation_view(self, inputs) as rows:
+                out = super()._generate_and_score_completions(rows)
             logs.extend_own_columns(self, len(inputs) * self.accelerator.num_processes, {})
             return out
         if self.args.steps_per_generation * self.num_iterations > self.args.gradient_accumulation_steps:
@@ -203,6 +207,10 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         if step is None or not step.serving:
             return host(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
         return step.generate(host, prompt_ids, images, multimodal_fields, num_generations)
+
+    def _program_engine(self, row_of: Callable[[Prompt], dict[str, Any]]) -> TrlEngine:
+        """TRL's own generation and reward functions, for rollout programs."""
+        return TrlEngine(self, super()._generate_single_turn, super()._calculate_rewards, row_of)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         host = super()._calculate_rewards
@@ -280,6 +288,8 @@ class MethodsMixin(_Host):  # type: ignore[misc]
         host = super()._compute_loss
         if not self.methods or not self.model.training:
             return host(model, inputs)
+        if not self.methods.trains:  # a loss without any parameter: no gradient, so no optimizer acts on anything
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         return loss.compute_loss(self, host, model, inputs)
 
     def _transform_per_token_loss(

@@ -29,7 +29,7 @@ class Batch:
 def run_batch(kit: Kit, stack: MethodStack) -> Batch:
     """Plans, generates and decides once."""
     proposal = [(GROUPS * stack.step + i) % PROMPTS for i in range(GROUPS)]
-    plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET, PROMPTS, kit.dataset)
+    plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET * kit.rows_per_rollout, PROMPTS, kit.dataset)
     rows = list(plan.rows)
     rollouts, forced = _generate(kit, rows, stack.step)
     for number in range(1, MAX_ROUNDS) if any(m.rounds for m in stack.methods) else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -137,12 +138,11 @@ class Restless(Probe):
         return plan.replace(rows=tuple(r.replace(n=min(r.n, 1)) for r in rows))
 
 
-class Agents(Probe):
-    """What TRL does not serve yet."""
+class Forcing(Probe):
+    """Trains tokens that were not sampled."""
 
-    name = "agents"
-    rows_per_rollout = 3
-    trains = False
+    name = "forcing"
+    forces_tokens = True
 
     def observe(self, rollouts, tokens, stats):
         pass
@@ -349,7 +349,13 @@ class PerToken(Probe):
 
 def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
-    probes = [c for c in globals().values() if isinstance(c, type) and issubclass(c, Probe) and c is not Probe]
-    known: Any = [EntryPoint(c.name, f"probes:{c.__name__}", registry.ENTRY_POINT_GROUP) for c in probes]
+    import program_probes
+
+    found = [(m, c) for m in (sys.modules[__name__], program_probes) for c in vars(m).values() if _is_probe(m, c)]
+    known: Any = [EntryPoint(c.name, f"{m.__name__}:{c.__name__}", registry.ENTRY_POINT_GROUP) for m, c in found]
     installed = registry._entry_points
     registry._entry_points = lambda: [*installed(), *known]
+
+
+def _is_probe(module: Any, c: Any) -> bool:
+    return isinstance(c, type) and issubclass(c, Probe) and c is not Probe and c.__module__ == module.__name__

@@ -85,8 +85,14 @@ def test_signals_options_and_hooks(tmp_path):
     )
 
 
-def test_what_trl_is_not_served_with_yet(tmp_path):
-    refused(tmp_path, "(?s)`agents` makes 3 rows of a rollout.*`agents` makes no optimizer step", ["agents"])
+def test_corrections_of_tokens_nobody_sampled(tmp_path):
+    refused(
+        tmp_path,
+        "(?s)`forcing` puts tokens into rollouts.*`minpro` needs it.*vllm_importance_sampling_correction=True asks",
+        ["forcing", "minpro"],
+        use_vllm=True,
+        num_iterations=2,
+    )
 
 
 def test_losses_that_cannot_be_exact(tmp_path):

@@ -1,0 +1,78 @@
+"""Tokenizer and chat template as rollout programs see them: pure functions on token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_plugins.errors import ConfigError
+
+
+class TokenizerChat:
+    """`requests.Chat` on a tokenizer of transformers.
+
+    Args:
+        tokenizer: with a chat template, unless prompts are plain texts.
+        eos: tokens that end a completion; None: the tokenizer's.
+        template: instead of the tokenizer's own.
+        **options: of the template.
+    """
+
+    def __init__(
+        self, tokenizer: Any, eos: Sequence[int] | None = None, template: str | None = None, **options: Any
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._eos = tuple(eos) if eos is not None else (tokenizer.eos_token_id,)
+        self._options = {**options, **({"chat_template": template} if template else {})}
+        self._replies: dict[tuple[tuple[str, str], ...], tuple[int, ...]] = {}
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        return self._eos
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        return self._render(messages, True)
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        key = tuple((str(m["role"]), str(m["content"])) for m in messages)
+        if key not in self._replies:
+            self._replies[key] = self._reply(messages)
+            if len(self._replies) > 4096:
+                self._replies.pop(next(iter(self._replies)))
+        return self._replies[key]
+
+    def _reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """What the template adds behind the end of an assistant's turn, found on a conversation of two messages."""
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
+        begun, whole = self._render(before, False), self._render([*before, *messages], True)
+        ends = [i for i, token in enumerate(begun) if token in self._eos]
+        if ends:  # some templates write a line break behind the end; the policy's own turn has only the end
+            begun = begun[: ends[-1] + 1]
+        if whole[: len(begun)] != begun:
+            raise ConfigError(
+                "The chat template writes earlier messages differently once others follow, so a conversation cannot "
+                "grow token by token. Use a template that only appends (TRL ships such training templates), or leave "
+                "out the method that makes conversations."
+            )
+        return whole[len(begun) :]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> tuple[int, ...]:
+        if getattr(self.tokenizer, "chat_template", None) is None and "chat_template" not in self._options:
+            raise ConfigError(
+                "The tokenizer has no chat template, and a method renders conversations with it. Set one "
+                "(tokenizer.chat_template), or give the prompts as texts to a method that needs no conversation."
+            )
+        ids = self.tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            add_generation_prompt=generate,
+            tokenize=True,
+            return_dict=False,
+            **self._options,
+        )
+        return tuple(ids)

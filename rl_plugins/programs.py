@@ -1,0 +1,209 @@
+"""Runs rollout programs on an engine: what every adapter, and the fake engine of the tests, share.
+
+`Running` is one program between two requests. `run` drives many of them in lockstep, so that what they all ask for at
+the same time becomes one batch for the engine; `drive` runs one of them on an asynchronous engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from rl_plugins.calls import run_call, run_calls
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.requests import (
+    Call,
+    Generate,
+    Generated,
+    Prompt,
+    Request,
+    Score,
+    Scored,
+    Trajectory,
+    check_rows,
+)
+
+
+class Engine(Protocol):
+    """Serves a batch of requests at once."""
+
+    def generate(self, requests: Sequence[tuple[Prompt, Generate]]) -> list[list[Generated]]:
+        """For each request its n continuations. `max_tokens` is set and at least 1."""
+        ...
+
+    def score(self, requests: Sequence[tuple[Prompt, Trajectory]]) -> list[Scored]:
+        """The run's reward functions on each trajectory."""
+        ...
+
+    def anybody(self, wants: bool) -> bool:
+        """Whether any rank wants; all ranks ask together. On one rank: `wants` itself."""
+        ...
+
+
+class AsyncEngine(Protocol):
+    """Serves one request at a time, many concurrently."""
+
+    async def generate(self, prompt: Prompt, request: Generate) -> list[Generated]: ...
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Scored: ...
+
+
+class Running:
+    """A program between two requests.
+
+    Args:
+        method: whose program it is.
+        prompt: what it works on.
+
+    Attributes:
+        requests: what it waits for, those that need no engine answered already; empty when it has ended.
+        rows: rows of each rollout, once it has ended.
+    """
+
+    def __init__(self, method: Method, prompt: Prompt) -> None:
+        self.method, self.prompt = method, prompt
+        self.rows: list[list[Trajectory]] | None = None
+        self.requests: list[Request] = []
+        self._results: dict[int, Any] = {}
+        self._single = False
+        self._program = self._placed(lambda: method.rollout(prompt))
+        if not hasattr(self._program, "send"):
+            raise self._error(
+                f"it returned {type(self._program).__name__} instead of a generator. A rollout program yields requests."
+            )
+        self._advance(None)
+
+    @property
+    def open(self) -> list[int]:
+        """Numbers of the requests without a result."""
+        return [i for i in range(len(self.requests)) if i not in self._results]
+
+    def answer(self, number: int, result: Any) -> None:
+        """Gives the result of one request; with the last one the program goes on."""
+        self._results[number] = result
+        if not self.open:
+            results = [self._results[i] for i in range(len(self.requests))]
+            self._advance(results[0] if self._single else results)
+
+    def close(self) -> None:
+        """Ends the program, so that its `finally` blocks run."""
+        self._program.close()
+
+    def _advance(self, answer: Any) -> None:
+        while True:
+            self.requests, self._results = [], {}
+            try:
+                asked = self._placed(partial(self._program.send, answer))
+            except StopIteration as done:
+                try:
+                    self.rows = check_rows(done.value, self.prompt, self.method.rows_per_rollout)
+                except MethodError as e:
+                    raise self._error(str(e)) from None
+                return
+            self._single = not isinstance(asked, list)
+            self.requests = [asked] if self._single else list(asked)
+            for i, request in enumerate(self.requests):
+                if not isinstance(request, Generate | Score | Call):
+                    raise self._error(
+                        f"it yielded {type(request).__name__}. Yield Generate, Score or Call, or a list of them."
+                    )
+                if isinstance(request, Generate):
+                    self._limit(i, request)
+            if self.open:
+                return
+            results = [self._results[i] for i in range(len(self.requests))]
+            answer = results[0] if self._single else results
+
+    def _limit(self, i: int, request: Generate) -> None:
+        """Sets the limit of new tokens; where there is no room, the answer is known."""
+        if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
+            raise self._error(f"Generate(n={request.n}, max_tokens={request.max_tokens}): both must be at least 1.")
+        room = self.prompt.room(request.trajectory)
+        limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        if limit < 1:
+            nothing = Generated((), (), "length", sampled=request.temperature != 0)
+            self._results[i] = [nothing] * request.n
+        self.requests[i] = replace(request, max_tokens=max(limit, 1))
+
+    def _placed(self, work: Callable[[], Any]) -> Any:
+        """Runs a piece of the program in its place: without a state, errors with the method's name."""
+        before, self.method._place = self.method._place, "generation"
+        try:
+            return work()
+        except StopIteration:
+            raise
+        except Exception as e:
+            trace = "".join(traceback.format_tb(e.__traceback__)[1:])
+            raise self._error(f"{type(e).__name__}: {e}\n{trace}") from e
+        finally:
+            self.method._place = before
+
+    def _error(self, what: str) -> MethodError:
+        return MethodError(
+            f"Method `{self.method.name}` failed in `rollout`: {what}\n"
+            f"Remove `{self.method.name}` from `methods` to go on without it."
+        )
+
+
+def run(programs: Sequence[Running], engine: Engine) -> None:
+    """Drives programs to their end, all together. Their `rows` are set then.
+
+    Calls are made before scores and scores before the engine, so that as many programs as possible wait for it at the
+    same time. On several ranks every rank enters every batch, an empty one too.
+
+    Raises:
+        MethodError: of a program; whatever the engine raised. The other programs are closed.
+    """
+    try:
+        while True:
+            calls = _open(programs, Call)
+            if calls:
+                for (p, i), called in zip(calls, run_calls([p.requests[i] for p, i in calls]), strict=True):  # type: ignore[misc]
+                    p.answer(i, called)
+                continue
+            scores = _open(programs, Score)
+            if engine.anybody(bool(scores)):
+                scored = engine.score([(p.prompt, p.requests[i].trajectory) for p, i in scores])  # type: ignore[union-attr]
+                for (p, i), result in zip(scores, scored, strict=True):
+                    p.answer(i, result)
+                continue
+            asked = _open(programs, Generate)
+            if not engine.anybody(bool(asked)):
+                return
+            generated = engine.generate([(p.prompt, p.requests[i]) for p, i in asked])  # type: ignore[misc]
+            for (p, i), many in zip(asked, generated, strict=True):
+                p.answer(i, many)
+    finally:
+        for p in programs:
+            p.close()
+
+
+def _open(programs: Sequence[Running], kind: type) -> list[tuple[Running, int]]:
+    return [(p, i) for p in programs for i in p.open if isinstance(p.requests[i], kind)]
+
+
+async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]:
+    """Drives one program to its end and returns its rows."""
+    try:
+        while program.rows is None:
+            numbers = program.open
+            results = await asyncio.gather(*(_serve(program, i, engine) for i in numbers))
+            for i, result in zip(numbers, results, strict=True):
+                program.answer(i, result)
+        return program.rows
+    finally:
+        program.close()
+
+
+def _serve(program: Running, i: int, engine: AsyncEngine) -> Awaitable[Any]:
+    request = program.requests[i]
+    if isinstance(request, Generate):
+        return engine.generate(program.prompt, request)
+    if isinstance(request, Score):
+        return engine.score(program.prompt, request.trajectory)
+    return run_call(request)

@@ -1,0 +1,439 @@
+"""Rollout programs: what a method may ask for while the completions of one prompt are made. No I/O in here.
+
+A rollout method is a generator. It yields requests, gets their results back, and returns trajectories:
+
+    def rollout(self, prompt):
+        first = yield Generate(prompt.start(), n=prompt.n, max_tokens=self.params.probe)
+        begun = [prompt.start().add(g) for g in first]
+        rest = yield [Generate(t) for t in begun]                 # a list of requests gives a list of results
+        return [t.add(g[0]) for t, g in zip(begun, rest)]
+
+There are three requests, `Generate`, `Score` and `Call`. The adapters serve them: TRL puts the pending requests of all
+programs of a generation batch into one engine call, verl runs one program per prompt. A program never talks to an
+engine, so the same program runs on transformers, on vLLM, on verl's servers and on the fake engine of
+`rl_plugins.testing`, and it has no state but its prompt and the payload the driver attached.
+
+`Trajectory` keeps the books: token ids exactly as they were generated (nothing is ever tokenized again), which of them
+were sampled, put in the policy's place, or only observed, and the log-probs of those that were sampled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from rl_plugins.errors import MethodError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+Finish = Literal["", "eos", "stop", "length", "abort"]
+UNKNOWN = math.nan
+"""The log-prob of a token that was not sampled in its place."""
+
+
+class Kind(IntEnum):
+    """Where a token comes from: it was read (a tool's output, a template), sampled by the policy in exactly this
+    context, or put in the policy's place (a hint, the argmax of a tree, a call grafted from another context). Tokens
+    that were read carry no gradient; those that were put in have no sampling probability."""
+
+    OBSERVED = 0
+    SAMPLED = 1
+    FORCED = 2
+
+
+# ---- results
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One continuation.
+
+    Args:
+        tokens: the new token ids; none if there was no room, or the engine aborted before the first.
+        logprobs: of each, under the distribution it was sampled from, temperature included.
+        finish: "eos", "stop" (one of the texts of the request), "length" (limit of the request, of the completion or of
+            the context) or "abort" (the engine was interrupted; the tokens so far are good).
+        version: optimizer step of the policy that made the last token.
+        top: for every token the most likely tokens in its place with their log-probs at temperature 1, as
+            ((token, logprob), ..), most likely first; empty unless asked for.
+        sampled: False if the tokens are the argmax, not a sample.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: Finish
+    version: int = 0
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+    sampled: bool = True
+
+    def cut(self, length: int) -> Generated:
+        """The first `length` tokens."""
+        if length >= len(self.tokens):
+            return self
+        return replace(
+            self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], top=self.top[:length], finish="length"
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the run's reward functions say of a trajectory.
+
+    Args:
+        rewards: of each function by name, NaN where it gave none.
+        reward: their weighted sum; NaN if none gave any.
+    """
+
+    rewards: Mapping[str, float]
+    reward: float
+
+
+@dataclass(frozen=True)
+class Called:
+    """What became of a call.
+
+    Args:
+        value: what it returned; None after an error.
+        error: empty, or what went wrong: the exception, or that it took too long.
+    """
+
+    value: Any = None
+    error: str = ""
+
+
+# ---- what a program works with
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of an agent: tokens start..stop-1 of its trajectory, and what the environment said of it.
+
+    Args:
+        start, stop: of its tokens.
+        anchor: what was observed before it, for grouping by state; None: not known.
+        reward: of the environment, NaN where it gave none.
+        valid: the action was understood.
+    """
+
+    start: int
+    stop: int
+    anchor: Any = None
+    reward: float = math.nan
+    valid: bool = True
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A sequence in the making, and in the end a row. Immutable: every method returns another one.
+
+    Args:
+        prompt: token ids of the context, which are not trained.
+        tokens: everything after it.
+        kinds: `Kind` of each token.
+        logprobs: of each token, NaN unless it was sampled in this very context.
+        versions: optimizer step of the policy that made each token, -1 for those no policy made.
+        finish: why the last generation ended; "" if there was none.
+        turns: of an agent, in order.
+        rewards: of the run's reward functions, if `Score` computed them: they are not computed again.
+        meta: plain data for the driver: `rollouts.meta[name]` of hooks that need "column:name".
+        group: None: the prompt's own group; else a label: rows of this prompt with the same label form a group apart.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish: Finish = ""
+    turns: tuple[Turn, ...] = ()
+    rewards: Mapping[str, float] | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    group: Hashable = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Everything an engine is given: prompt and tokens."""
+        return self.prompt + self.tokens
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """1 for every token that carries a gradient."""
+        return tuple(int(k != Kind.OBSERVED) for k in self.kinds)
+
+    def add(self, generated: Generated) -> Trajectory:
+        """With a continuation that was generated from exactly this trajectory."""
+        n = len(generated.tokens)
+        kind = Kind.SAMPLED if generated.sampled else Kind.FORCED
+        logprobs = generated.logprobs if generated.sampled else (UNKNOWN,) * n
+        grown = self._with(generated.tokens, kind, logprobs, generated.version)
+        return replace(grown, finish=generated.finish)
+
+    def force(self, tokens: Sequence[int], version: int = -1) -> Trajectory:
+        """With tokens put in the policy's place: trained, without a sampling probability."""
+        return self._with(tokens, Kind.FORCED, (UNKNOWN,) * len(tokens), version)
+
+    def observe(self, tokens: Sequence[int]) -> Trajectory:
+        """With tokens the policy only reads."""
+        return self._with(tokens, Kind.OBSERVED, (UNKNOWN,) * len(tokens), -1)
+
+    def turn(self, start: int, anchor: Any = None, reward: float = math.nan, valid: bool = True) -> Trajectory:
+        """With a turn that reaches from `start` to the end."""
+        return replace(self, turns=(*self.turns, Turn(start, len(self), anchor, reward, valid)))
+
+    def cut(self, length: int) -> Trajectory:
+        """The first `length` tokens; a turn that is cut ends there, later ones are gone, and so are rewards."""
+        if length >= len(self):
+            return self
+        turns = tuple(replace(t, stop=min(t.stop, length)) for t in self.turns if t.start < length)
+        return replace(
+            self,
+            tokens=self.tokens[:length],
+            kinds=self.kinds[:length],
+            logprobs=self.logprobs[:length],
+            versions=self.versions[:length],
+            turns=turns,
+            finish="length",
+            rewards=None,
+        )
+
+    def forget_sampling(self, start: int = 0) -> Trajectory:
+        """The tokens from `start` on, which were sampled in another context, count as put in: their log-probs say
+        nothing about this one."""
+        kinds = [Kind.FORCED if k == Kind.SAMPLED and i >= start else k for i, k in enumerate(self.kinds)]
+        logprobs = [UNKNOWN if i >= start else p for i, p in enumerate(self.logprobs)]
+        return replace(self, kinds=tuple(kinds), logprobs=tuple(logprobs))
+
+    def scored(self, scored: Scored) -> Trajectory:
+        """With the rewards of a `Score`."""
+        return replace(self, rewards=scored.rewards)
+
+    def noted(self, **meta: Any) -> Trajectory:
+        """With further `meta`."""
+        return replace(self, meta={**self.meta, **meta})
+
+    def _with(self, tokens: Sequence[int], kind: Kind, logprobs: Sequence[float], version: int) -> Trajectory:
+        n = len(tokens)
+        return replace(
+            self,
+            tokens=self.tokens + tuple(tokens),
+            kinds=self.kinds + (int(kind),) * n,
+            logprobs=self.logprobs + tuple(logprobs),
+            versions=self.versions + (version,) * n,
+            finish="",
+            rewards=None,
+        )
+
+
+class Chat(Protocol):
+    """The tokenizer and chat template of the run; pure functions."""
+
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without special tokens added."""
+        ...
+
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """The text of tokens, with special tokens or without."""
+        ...
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Token ids of a conversation up to where the policy answers."""
+        ...
+
+    def reply(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Token ids that follow the end of the policy's turn when these messages answer it, up to where it answers
+        again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and what is to be made of it.
+
+    Args:
+        tokens: its token ids, rendered by the run's chat template.
+        messages: the prompt as the dataset has it: a text or a list of messages.
+        columns: its dataset row.
+        n: rollouts to return (those that are trained and those that are spare).
+        max_tokens: length of a completion, everything after the prompt counted.
+        max_context: tokens of prompt and completion together the engine takes.
+        chat: tokenizer and template.
+        prefix: tokens every completion starts with, forced; `start` has them.
+        payload: what the plan attached.
+        step: generation batch, counted from 0.
+        training: False in evaluation.
+        reward_names: of the run's reward functions.
+        seed: of random numbers, see `rng`.
+    """
+
+    tokens: tuple[int, ...]
+    messages: Any
+    columns: Mapping[str, Any]
+    n: int
+    max_tokens: int
+    max_context: int
+    chat: Chat
+    prefix: tuple[int, ...] = ()
+    payload: Any = None
+    step: int = 0
+    training: bool = True
+    reward_names: tuple[str, ...] = ()
+    seed: str = ""
+
+    def start(self) -> Trajectory:
+        """An empty trajectory: the prompt, and the prefix of the plan if there is one."""
+        begun = Trajectory(self.tokens)
+        return begun.force(self.prefix) if self.prefix else begun
+
+    def rng(self, purpose: str, rollout: int = 0) -> np.random.Generator:
+        """A fresh generator from (seed, method, generation batch, prompt, purpose, rollout): the same on every host,
+        rank and after a resume."""
+        import numpy as np
+
+        key = f"{self.seed}|{self.step}|{purpose}|{rollout}".encode()
+        return np.random.default_rng(list(hashlib.sha256(key).digest()))
+
+    def room(self, trajectory: Trajectory) -> int:
+        """Tokens that still fit, never less than 0."""
+        context = self.max_context - len(trajectory.prompt) - len(trajectory)
+        return max(0, min(self.max_tokens - len(trajectory), context))
+
+
+# ---- requests
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a trajectory with the policy. Result: a list of n `Generated`.
+
+    Args:
+        trajectory: what is continued.
+        n: independent continuations.
+        max_tokens: of new tokens; None: what the completion still has room for, which is the limit in any case. Where
+            there is no room the engine is not asked: the result has no token and finish "length".
+        stop: generation ends after one of these texts, which stays in the tokens.
+        temperature: None: the run's. 0: the most likely token each time.
+        top: how many of the most likely tokens to report in every place. The method names the most it asks for in
+            `needs` ("engine:logprobs=2"), because not every engine can.
+    """
+
+    trajectory: Trajectory
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    temperature: float | None = None
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class Score:
+    """The run's own reward functions on a trajectory, finished or not. Result: `Scored`."""
+
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool, an environment, a judge: `function(*args)`, with a time-out. Result: `Called`, also when it fails.
+
+    Args:
+        function: an ordinary function or a coroutine function. It runs in a thread; one that never returns costs its
+            time-out, and its thread until the process ends, so what may hang should run in a process of its own (as
+            `rl_plugins.demo.environments` does).
+        args: of the function.
+        timeout: seconds.
+        name: how messages call it.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    timeout: float = 60.0
+    name: str = "a call"
+
+
+Request = Generate | Score | Call
+Program = Generator[Any, Any, Sequence["Trajectory | Sequence[Trajectory]"]]
+"""Yields a request (and gets its result) or a list of requests (and gets their results), and returns the rollouts: each
+is a trajectory, or a list of them where one rollout becomes several rows (agents, turns)."""
+
+
+def together(programs: Sequence[Generator[Any, Any, T]]) -> Generator[Any, Any, list[T]]:
+    """Runs several programs as one: `results = yield from together([one(k) for k in range(n)])`.
+
+    Each is written as if it were alone; what they ask for at the same time becomes one list of requests.
+    """
+    results: list[Any] = [None] * len(programs)
+    waiting: dict[int, list[Request]] = {}
+    single: set[int] = set()
+
+    def advance(i: int, answer: Any) -> None:
+        while True:
+            try:
+                asked = programs[i].send(answer)
+            except StopIteration as done:
+                results[i] = done.value
+                waiting.pop(i, None)
+                return
+            single.discard(i) if isinstance(asked, list) else single.add(i)
+            waiting[i] = asked if isinstance(asked, list) else [asked]
+            if waiting[i]:
+                return
+            answer = []  # an empty list of requests is answered at once
+
+    for i in range(len(programs)):
+        advance(i, None)
+    while waiting:
+        asked = [(i, request) for i, requests in waiting.items() for request in requests]
+        answers = yield [request for _, request in asked]
+        of: dict[int, list[Any]] = {}
+        for (i, _), answer in zip(asked, answers, strict=True):
+            of.setdefault(i, []).append(answer)
+        for i, mine in of.items():
+            advance(i, mine[0] if i in single else mine)
+    return results
+
+
+def check_rows(rollouts: Any, prompt: Prompt, rows_per_rollout: int) -> list[list[Trajectory]]:
+    """What a program returned, as rows of each rollout. A rollout may have more rows than are trained in the end.
+
+    Raises:
+        MethodError: not trajectories, more rollouts than asked for, or books that do not add up.
+    """
+    if not isinstance(rollouts, Sequence) or isinstance(rollouts, str):
+        raise MethodError(f"the program returned {type(rollouts).__name__} instead of a list of trajectories.")
+    for r in rollouts:
+        if not isinstance(r, Trajectory | list | tuple):
+            raise MethodError(f"the program returned a list with {type(r).__name__} instead of a trajectory.")
+    rows = [[r] if isinstance(r, Trajectory) else list(r) for r in rollouts]
+    if len(rows) > prompt.n * rows_per_rollout:
+        raise MethodError(
+            f"the program returned {len(rows)} rollouts for a prompt that asks for {prompt.n}"
+            f"{f' of up to {rows_per_rollout} rows' if rows_per_rollout > 1 else ''}; return at most "
+            f"{prompt.n * rows_per_rollout}."
+        )
+    for row in (row for rollout in rows for row in rollout):
+        if not isinstance(row, Trajectory):
+            raise MethodError(f"the program returned {type(row).__name__} instead of a trajectory.")
+        lengths = {len(row.tokens), len(row.kinds), len(row.logprobs), len(row.versions)}
+        if len(lengths) != 1:
+            raise MethodError(f"a trajectory has columns of different lengths {sorted(lengths)}.")
+        if len(row) > prompt.max_tokens:
+            raise MethodError(f"a trajectory has {len(row)} tokens, the completion length is {prompt.max_tokens}.")
+        if any(not 0 <= t.start < t.stop <= len(row) for t in row.turns):
+            raise MethodError(f"a turn lies outside of its trajectory of {len(row)} tokens, or is empty.")
+        if any(k == Kind.SAMPLED and math.isnan(p) for k, p in zip(row.kinds, row.logprobs, strict=True)):
+            raise MethodError("a sampled token has no log-prob; tokens sampled elsewhere are put in with `force`.")
+    return rows

@@ -1,0 +1,307 @@
+"""TRL's generation and reward functions as the engine of rollout programs.
+
+Requests go through TRL's own `_generate_single_turn`, so weights are synchronized, unwrapped and gathered as always.
+What a request asks for beyond it (its own token limit, temperature, stop texts, top log-probs) is added around the
+model's `generate`, or to the options of vLLM, for as long as the call runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from rl_plugins.chat import TokenizerChat
+from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
+from rl_plugins.rollouts import weighted_reward
+from rl_plugins.trl.ranks import gather
+
+Score = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What requests of one engine call share. `max_tokens` only where the engine has one limit for all."""
+
+    temperature: float
+    stop: tuple[str, ...]
+    top: int
+    max_tokens: int
+
+
+class TrlEngine:
+    """`programs.Engine` on a trainer.
+
+    Args:
+        trainer: the trainer.
+        host_generate: TRL's own `_generate_single_turn`.
+        host_score: TRL's own `_calculate_rewards`.
+        row_of: prompt -> the row of columns TRL passes to reward functions.
+    """
+
+    def __init__(
+        self, trainer: Any, host_generate: Any, host_score: Score, row_of: Callable[[Prompt], dict[str, Any]]
+    ) -> None:
+        self.trainer, self._host, self._host_score, self._row_of = trainer, host_generate, host_score, row_of
+        self.chat = chat_of(trainer)
+        self.context = max_context(trainer)
+
+    def anybody(self, wants: bool) -> bool:
+        return any(gather(self.trainer.accelerator, wants))
+
+    # ---- generation
+
+    def generate(self, requests: Sequence[tuple[Prompt, Generate]]) -> list[list[Generated]]:
+        asked: dict[_Options, list[int]] = {}
+        for i, (_, request) in enumerate(requests):
+            asked.setdefault(self._options(request), []).append(i)
+        everybody = gather(self.trainer.accelerator, {o: sum(requests[i][1].n for i in v) for o, v in asked.items()})
+        results: list[list[Generated]] = [[] for _ in requests]
+        for options in sorted({o for part in everybody for o in part}, key=repr):
+            mine = [(i, requests[i][1]) for i in asked.get(options, ()) for _ in range(requests[i][1].n)]
+            most = max(part.get(options, 0) for part in everybody)
+            made = self._call(options, [r for _, r in mine], most)
+            for (i, _), one in zip(mine, made, strict=True):
+                results[i].append(one)
+        return results
+
+    def _options(self, request: Generate) -> _Options:
+        temperature = self.trainer.temperature if request.temperature is None else request.temperature
+        limit = request.max_tokens or 1
+        return _Options(float(temperature), tuple(request.stop), request.top, limit if self.trainer.use_vllm else 0)
+
+    def _call(self, options: _Options, requests: list[Generate], most: int) -> list[Generated]:
+        """One engine call. Every rank enters it with as many rows, because TRL cuts what comes back into equal parts;
+        a rank with fewer repeats one."""
+        t = self.trainer
+        filler = Generate(Trajectory((t.eos_token_ids[0],)), max_tokens=1)
+        rows = requests + (requests[:1] or [filler]) * (most - len(requests))
+        contexts = [list(r.trajectory.context) for r in rows]
+        if t.use_vllm:
+            with self._vllm(options) as raw:
+                ids, _ = self._host(contexts, None, {}, 1)
+            made = [_from_vllm(i, lp, tok, options) for i, lp, tok in zip(ids, raw[0], raw[1], strict=True)]
+        else:
+            limits = torch.tensor([r.max_tokens or 1 for r in rows])
+            with self._transformers(options, limits) as watch:
+                ids, _ = self._host(contexts, None, {}, 1)
+            made = [watch.generated(k, list(i)) for k, i in enumerate(ids)]
+        made = made[: len(requests)]
+        eos, version = set(t.eos_token_ids), t.state.global_step
+        return [self._finished(g, r, options, eos, version) for g, r in zip(made, requests, strict=True)]
+
+    def _finished(self, g: Generated, request: Generate, options: _Options, eos: set[int], version: int) -> Generated:
+        g = g.cut(request.max_tokens or 1)
+        finish: Finish = "length"
+        if g.tokens and g.tokens[-1] in eos:
+            finish = "eos"
+        elif options.stop and any(s in self.chat.decode(g.tokens[-_window(options.stop) :]) for s in options.stop):
+            finish = "stop"
+        return Generated(g.tokens, g.logprobs, finish, version, g.top, options.temperature != 0)
+
+    @contextlib.contextmanager
+    def _transformers(self, options: _Options, limits: Tensor) -> Iterator[_Watch]:
+        """`generate` of the policy with the options of a call."""
+        t = self.trainer
+        model = t.accelerator.unwrap_model(t.model_wrapped)
+        before = model.__dict__.get("generate")
+        host = model.generate
+        watch = _Watch(options, limits, t.processing_class)
+
+        def generate(*args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
+            config = copy.copy(generation_config)
+            config.max_new_tokens = int(limits.max())
+            config.do_sample = options.temperature != 0
+            config.temperature = options.temperature if config.do_sample else None
+            if not config.do_sample:
+                config.top_k = config.top_p = config.min_p = None
+            watch.start = kwargs["input_ids"].size(1)
+            out = host(
+                *args,
+                generation_config=config,
+                logits_processor=LogitsProcessorList([watch]),
+                stopping_criteria=StoppingCriteriaList([_Stop(watch)]),
+                **kwargs,
+            )
+            watch.finish(out)
+            return out
+
+        model.generate = generate
+        try:
+            yield watch
+        finally:
+            if before is None:
+                del model.generate
+            else:
+                model.generate = before
+
+    @contextlib.contextmanager
+    def _vllm(self, options: _Options) -> Iterator[list[Any]]:
+        """vLLM with the options of a call; yields the list its log-probs and their tokens are put into."""
+        engine = self.trainer.vllm_generation
+        changed: dict[str, Any] = {
+            "temperature": options.temperature,
+            "max_completion_length": options.max_tokens,
+            "logprobs": max(options.top, 1) if options.top else 0,
+        }
+        if options.stop:
+            changed["generation_kwargs"] = {
+                **engine.generation_kwargs,
+                "stop": list(options.stop),
+                "include_stop_str_in_output": True,
+            }
+        before = {name: getattr(engine, name) for name in changed}
+        raw: list[Any] = []
+        host = engine.generate
+
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            out = host(*args, **kwargs)
+            raw[:] = out[2:4]
+            return out
+
+        for name, value in changed.items():
+            setattr(engine, name, value)
+        engine.generate = generate
+        try:
+            yield raw
+        finally:
+            del engine.generate
+            for name, value in before.items():
+                setattr(engine, name, value)
+
+    # ---- rewards
+
+    def score(self, requests: Sequence[tuple[Prompt, Trajectory]]) -> list[Scored]:
+        t = self.trainer
+        rewards = self.rewards_of([(self._row_of(p), p.messages, trajectory) for p, trajectory in requests])
+        weights = t.reward_weights.double().cpu()
+        totals = weighted_reward(rewards, weights).tolist()
+        return [
+            Scored(dict(zip(t.reward_func_names, row, strict=True)), total)
+            for row, total in zip(rewards.tolist(), totals, strict=True)
+        ]
+
+    def rewards_of(self, rows: Sequence[tuple[dict[str, Any], Any, Trajectory]]) -> Tensor:
+        """(rows, functions) float64 rewards of this rank's rows (columns, prompt, trajectory). All ranks enter; what
+        reward functions add to TRL's table of completions is not kept, because these rows are not in it yet."""
+        t = self.trainer
+        parts = gather(t.accelerator, (len(rows), rows[0] if rows else None))
+        most = max(n for n, _ in parts)
+        if not most:
+            return torch.zeros((0, len(t.reward_funcs)), dtype=torch.float64)
+        filler = next(row for _, row in parts if row is not None)  # with columns the reward functions understand
+        full = [*rows, *[filler] * (most - len(rows))]
+        names = dict.fromkeys(k for columns, _, row in full for k in (*columns, *row.meta))
+        inputs = [{k: {**columns, **row.meta}.get(k) for k in names} for columns, _, row in full]
+        ids = [list(row.tokens) for _, _, row in full]
+        prompts = [prompt for _, prompt, _ in full]
+        texts = [self.chat.decode(i) for i in ids]
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        pending = {k: list(v) for k, v in t._pending_extra_logs.items()}
+        rewards = self._host_score(inputs, prompts, completions, ids)
+        t._pending_extra_logs.clear()
+        t._pending_extra_logs.update(pending)
+        start = t.accelerator.process_index * len(full)
+        return rewards[start : start + len(rows)].detach().double().cpu()
+
+
+class _Watch(LogitsProcessor):  # type: ignore[misc]
+    """Sees the logits of every step: log-probs of the tokens that were chosen, and the most likely ones."""
+
+    def __init__(self, options: _Options, limits: Tensor, tokenizer: Any) -> None:
+        self.options, self.limits, self.tokenizer = options, limits, tokenizer
+        self.start = 0  # columns of the padded prompts
+        self.length = limits.clone()  # new tokens of each row when it was stopped
+        self._last: Tensor | None = None
+        self._logprobs: list[Tensor] = []
+        self._top: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        temperature = self.options.temperature or 1.0
+        self._last = torch.log_softmax(scores.float() / temperature, dim=-1)
+        if self.options.top:
+            plain = self._last if temperature == 1.0 else torch.log_softmax(scores.float(), dim=-1)
+            values, tokens = plain.topk(min(self.options.top, plain.size(-1)), dim=-1)
+            self._top.append((values.cpu(), tokens.cpu()))
+        return scores
+
+    def finish(self, output: Tensor) -> None:
+        self._take(output)
+        self.logprobs: list[list[float]] = torch.stack(self._logprobs, 1).tolist()
+        if self.options.top:
+            self.top_values = torch.stack([values for values, _ in self._top], 1).tolist()
+            self.top_tokens = torch.stack([tokens for _, tokens in self._top], 1).tolist()
+
+    def _take(self, input_ids: Tensor) -> None:
+        """The log-prob of the token that was chosen from the last logits."""
+        if self._last is not None:
+            self._logprobs.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1).cpu())
+            self._last = None
+
+    def generated(self, row: int, ids: list[int]) -> Generated:
+        """What TRL returned for a row (cut at the end of sequence), without what came after it was stopped."""
+        n = min(len(ids), int(self.length[row]))
+        top: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if self.options.top:
+            pairs = zip(self.top_tokens[row][:n], self.top_values[row][:n], strict=True)
+            top = tuple(tuple(zip(tokens, values, strict=True)) for tokens, values in pairs)
+        return Generated(tuple(ids[:n]), tuple(self.logprobs[row][:n]), "length", top=top)
+
+
+class _Stop(StoppingCriteria):  # type: ignore[misc]
+    """Every row has its own limit of tokens, and stops after a stop text."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self.watch = watch
+        self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        w = self.watch
+        made = input_ids.size(1) - w.start
+        now = made >= w.limits
+        if w.options.stop:
+            texts = w.tokenizer.batch_decode(input_ids[:, w.start :][:, -_window(w.options.stop) :])
+            now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts])
+        first = now & ~self.done
+        w.length[first] = made
+        self.done |= now
+        return self.done.to(input_ids.device)
+
+
+def _window(stop: Sequence[str]) -> int:
+    """Tokens at the end in which a stop text that just ended must lie: a token has at least one byte."""
+    return max(len(s.encode()) for s in stop) + 1
+
+
+def _from_vllm(ids: Sequence[int], logprobs: Any, tokens: Any, options: _Options) -> Generated:
+    """vLLM reports log-probs by rank; the sampled token's is found by its id."""
+    own, top = [], []
+    for token, values, names in zip(ids, logprobs, tokens, strict=True):
+        known = {n: float("nan") if v is None else float(v) for n, v in zip(names, values, strict=True)}
+        own.append(known[token])
+        top.append(tuple(sorted(known.items(), key=lambda x: -x[1])[: options.top]))
+    return Generated(tuple(ids), tuple(own), "length", top=tuple(top) if options.top else ())
+
+
+def chat_of(trainer: Any) -> TokenizerChat:
+    """The trainer's tokenizer and template."""
+    options = dict(getattr(trainer, "chat_template_kwargs", None) or {})
+    return TokenizerChat(trainer._tokenizer, trainer.eos_token_ids, getattr(trainer, "chat_template", None), **options)
+
+
+def max_context(trainer: Any) -> int:
+    """Tokens of prompt and completion the engine takes."""
+    if trainer.use_vllm and trainer.vllm_mode == "colocate":
+        return int(trainer.vllm_generation.llm.llm_engine.model_config.max_model_len)
+    config = trainer.model.config
+    return int(getattr(getattr(config, "text_config", config), "max_position_embeddings", 2**31))

@@ -1,0 +1,184 @@
+"""Rollout programs in TRL: run on every rank for its prompts, their rows served to TRL as those of a `rollout_func`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plugins.programs import Running, run
+from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
+from rl_plugins.rollouts import PlanRow
+from rl_plugins.steps import spans
+from rl_plugins.trl.ranks import gather
+
+
+@dataclass(frozen=True)
+class ProgramRow:
+    """One row a program made.
+
+    Args:
+        plan: of its prompt.
+        group: number of its group: the plan's, or one of its own after all of those.
+        rollout: number of its rollout inside the group. index: of the row inside the rollout.
+        trajectory: the row.
+    """
+
+    plan: PlanRow
+    group: int
+    rollout: int
+    index: int
+    trajectory: Trajectory
+
+
+def run_programs(
+    trainer: Any, plan: Sequence[PlanRow], row_of: Callable[[PlanRow], dict[str, Any]]
+) -> list[ProgramRow]:
+    """Runs one program for every plan row, each rank those of its share; the rows of all, in the order of the plan."""
+    shares = split_plan(plan, trainer.accelerator.num_processes)
+    mine = shares[trainer.accelerator.process_index]
+    programs = start_programs(trainer, mine, [row_of(p) for p in mine], training=True)
+    local = [program.rows or [] for program in programs]
+    rollouts = [rows for part in gather(trainer.accelerator, local) for rows in part]
+    return number_rows(plan, [given_rollouts(p, rows) for p, rows in zip(plan, rollouts, strict=True)])
+
+
+def start_programs(
+    trainer: Any, plan: Sequence[PlanRow], rows: Sequence[dict[str, Any]], training: bool
+) -> list[Running]:
+    """Programs of this rank's prompts, run to their end."""
+    stack = trainer.methods
+    method = stack.claims["rollout"][0]
+    tokens = trainer._tokenize_prompts([row["prompt"] for row in rows])[0] if rows else []
+    columns: dict[int, dict[str, Any]] = {}
+
+    def row_of(prompt: Prompt) -> dict[str, Any]:
+        return columns[id(prompt)]
+
+    engine = trainer._program_engine(row_of)
+    prompts = [
+        Prompt(
+            tokens=tuple(ids),
+            messages=row["prompt"],
+            columns=row,
+            n=p.n + p.spare - len(p.given),
+            max_tokens=min(p.max_tokens or trainer.max_completion_length, trainer.max_completion_length),
+            max_context=engine.context,
+            chat=engine.chat,
+            prefix=tuple(p.prefix),
+            payload=p.payload,
+            step=stack.step,
+            training=training,
+            reward_names=tuple(trainer.reward_func_names),
+            seed=f"{stack.seed}|{method.name}|{p.group}",
+        )
+        for p, row, ids in zip(plan, rows, tokens, strict=True)
+    ]
+    columns.update({id(prompt): row for prompt, row in zip(prompts, rows, strict=True)})
+    programs = [Running(method, prompt) for prompt in prompts]
+    run(programs, engine)
+    return programs
+
+
+def split_plan(plan: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
+    """Plan rows of each rank: whole, in order, with about equally many rollouts."""
+    ends = list(itertools.accumulate(p.n + p.spare for p in plan))
+    total = ends[-1] if ends else 0
+    shares: list[list[PlanRow]] = [[] for _ in range(ranks)]
+    for p, end in zip(plan, ends, strict=True):
+        middle = end - (p.n + p.spare) / 2
+        shares[min(int(middle * ranks / max(total, 1)), ranks - 1)].append(p)
+    return shares
+
+
+def given_rollouts(plan: PlanRow, made: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    """Completions the plan gives come first; they are put in the policy's place."""
+    prompt = made[0][0].prompt if made and made[0] else ()
+    given = [
+        [
+            Trajectory(
+                prompt,
+                c.tokens,
+                (int(Kind.FORCED),) * len(c.tokens),
+                c.logprobs or (float("nan"),) * len(c.tokens),
+                (-1,) * len(c.tokens),
+                "eos",
+            )
+        ]
+        for c in plan.given
+    ]
+    return given + made
+
+
+def number_rows(plan: Sequence[PlanRow], rollouts: Sequence[list[list[Trajectory]]]) -> list[ProgramRow]:
+    """Numbers groups and rollouts. Rows with a label of their own form groups after those of the plan."""
+    labels: dict[Any, int] = {}
+    count: dict[int, int] = {}
+    rows = []
+    after = max((p.group for p in plan), default=-1) + 1
+    for place, (p, of_prompt) in enumerate(zip(plan, rollouts, strict=True)):
+        for rollout in of_prompt:
+            numbers: dict[int, int] = {}
+            for index, trajectory in enumerate(rollout):
+                group = p.group
+                if trajectory.group is not None:
+                    group = labels.setdefault((place, trajectory.group), after + len(labels))
+                if group not in numbers:
+                    numbers[group] = count[group] = count.get(group, -1) + 1
+                rows.append(ProgramRow(p, group, numbers[group], index, trajectory))
+    return rows
+
+
+def served(rows: Sequence[ProgramRow | None], prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    """What TRL's `rollout_func` returns for rows that are made already. A row without a token, and a filler, is one end
+    token that is not trained."""
+    eos = trainer.eos_token_ids[0]
+    empty = Trajectory((eos,)).observe((eos,))
+    made = [row.trajectory if row is not None else empty for row in rows]
+    made = [t if len(t) else t.observe((eos,)) for t in made]
+    logprobs = [[None if p != p else p for p in t.logprobs] for t in made] if trainer.use_vllm else None
+    return {
+        "prompt_ids": [list(t.prompt) for t in made],
+        "completion_ids": [list(t.tokens) for t in made],
+        "logprobs": logprobs,
+        "env_mask": [list(t.trained) for t in made],
+    }
+
+
+def host_turns(
+    trainer: Any, real: Sequence[int], tool_mask: Any, ids: Sequence[Sequence[int]]
+) -> list[tuple[Turn, ...]]:
+    """Turns of rows that TRL's own tools and environments made: the runs of the policy's tokens.
+
+    An environment tells what it knows of them in an attribute `rl_plugins_turns`, a list with `anchor`, `reward` and
+    `valid` of each (`rl_plugins.environments.as_tools` makes such environments). Of others the anchor is the text that
+    was read before the turn; of the first turn it is the prompt's row, so that rollouts of a prompt start alike.
+    """
+    out = []
+    for i in real:
+        mask = [1] * len(ids[i]) if tool_mask is None else list(tool_mask[i])
+        records = getattr(trainer.environments[i], "rl_plugins_turns", None) if trainer.environments else None
+        if records is None:
+            out.append(spans(mask, _read(trainer, mask, ids[i])))
+            continue
+        turns = spans(mask, [r.anchor for r in records], [r.reward for r in records])
+        out.append(
+            tuple(
+                Turn(t.start, t.stop, t.anchor, t.reward, records[k].valid if k < len(records) else True)
+                for k, t in enumerate(turns)
+            )
+        )
+    return out
+
+
+def _read(trainer: Any, mask: Sequence[int], ids: Sequence[int]) -> list[str]:
+    """The text before every run of trained tokens; empty for the first."""
+    texts, part = [], []
+    for k, (m, token) in enumerate(zip(mask, ids, strict=True)):
+        if not m:
+            part.append(token)
+        elif k == 0 or not mask[k - 1]:
+            texts.append(trainer._tokenizer.decode(part))
+            part = []
+    return texts

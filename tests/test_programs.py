@@ -1,0 +1,382 @@
+"""Rollout programs without a host: the books, several programs as one, faults of engines, tools and programs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_plugins.calls import run_calls
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.programs import Running, drive, run
+from rl_plugins.requests import (
+    Call,
+    Generate,
+    Generated,
+    Kind,
+    Prompt,
+    Score,
+    Trajectory,
+    check_rows,
+    together,
+)
+from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
+
+TABLE = {">": {"a": 0.5, "b": 0.5}, "a": {"a": 0.6, "b": 0.4}, "b": {"a": 0.5, EOS: 0.5}}
+
+
+def program(body, rows: int = 1):
+    """A method whose rollout is `body(prompt)`."""
+
+    class Made(Method):
+        name = "made"
+        rows_per_rollout = rows
+
+        def rollout(self, prompt):
+            return (yield from body(prompt))
+
+    return Made()
+
+
+def plain(prompt):
+    made = yield Generate(prompt.start(), n=prompt.n)
+    return [prompt.start().add(g) for g in made]
+
+
+# ---- the books
+
+
+def test_sampled_tokens_have_the_models_own_logprobs():
+    engine = TableEngine(TABLE, seed=3)
+    for (row,) in run_program(program(plain), make_prompt(engine.chat, "hi", n=8), engine):
+        context = list(row.prompt)
+        for token, logprob in zip(row.tokens, row.logprobs, strict=True):
+            assert logprob == pytest.approx(math.log(engine.probabilities(context)[token]))
+            context.append(token)
+        assert set(row.kinds) == {Kind.SAMPLED} and row.finish == "eos" and row.tokens[-1] == 0
+
+
+parts = st.lists(st.tuples(st.sampled_from(["add", "force", "observe"]), st.integers(0, 4)), max_size=6)
+
+
+@given(parts, st.integers(0, 20))
+def test_every_token_is_booked_once_and_cutting_is_exact(made, length):
+    t, expected = Trajectory((1, 2)), []
+    for kind, n in made:
+        tokens = tuple(range(10, 10 + n))
+        if kind == "add":
+            start = len(t)
+            t = t.add(Generated(tokens, (-0.5,) * n, "eos", version=4))
+            t = t.turn(start) if n else t
+            expected += [(k, Kind.SAMPLED, -0.5, 4) for k in tokens]
+        elif kind == "force":
+            t = t.force(tokens)
+            expected += [(k, Kind.FORCED, None, -1) for k in tokens]
+        else:
+            t = t.observe(tokens)
+            expected += [(k, Kind.OBSERVED, None, -1) for k in tokens]
+    cut = t.cut(length)
+    for row, want in ((t, expected), (cut, expected[:length])):
+        found = zip(row.tokens, row.kinds, row.logprobs, row.versions, strict=True)
+        assert [(a, b, None if math.isnan(c) else c, d) for a, b, c, d in found] == want
+        assert list(row.trained) == [int(k != Kind.OBSERVED) for _, k, _, _ in want]
+        assert all(0 <= turn.start < turn.stop <= len(row) for turn in row.turns)
+    assert t.context == (1, 2, *t.tokens)
+
+
+def test_what_was_sampled_elsewhere_is_forgotten():
+    t = Trajectory((1,)).add(Generated((5, 6), (-1.0, -2.0), "eos")).observe((7,)).add(Generated((8,), (-3.0,), "eos"))
+    t = t.forget_sampling(1)
+    assert t.kinds == (Kind.SAMPLED, Kind.FORCED, Kind.OBSERVED, Kind.FORCED)
+    assert t.logprobs[0] == -1.0 and all(math.isnan(p) for p in t.logprobs[1:])
+
+
+def test_the_argmax_is_no_sample():
+    engine = TableEngine(TABLE)
+
+    def greedy(prompt):
+        made = yield Generate(prompt.start(), max_tokens=3, temperature=0, top=2)
+        assert made[0].top[0] == ((ord("a"), pytest.approx(math.log(0.5))), (ord("b"), pytest.approx(math.log(0.5))))
+        return [prompt.start().add(made[0])]
+
+    ((row,),) = run_program(program(greedy), make_prompt(engine.chat, "hi", n=1), engine)
+    assert engine.chat.decode(row.tokens) == "aaa" and set(row.kinds) == {Kind.FORCED}
+    assert all(math.isnan(p) for p in row.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([Trajectory((1,)).force((1,))] * 3, "returned 3 rollouts for a prompt that asks for 2"),
+        ([Trajectory((1,), (5,), (1,), (-1.0,), ())], "columns of different lengths"),
+        ([Trajectory((1,), (5,), (1,), (math.nan,), (0,))], "a sampled token has no log-prob"),
+        ([Trajectory((1,)).force((1,) * 9)], "has 9 tokens, the completion length is 8"),
+        ([Trajectory((1,)).force((1,)).turn(1)], "a turn lies outside"),
+        ([7], "a list with int instead of a trajectory"),
+        ([[7]], "returned int instead of a trajectory"),
+        ("rows", "str instead of a list"),
+        (None, "NoneType instead of a list"),
+    ],
+)
+def test_wrong_rows_are_refused(rows, why):
+    prompt = make_prompt(CharChat(), "hi", n=2, max_tokens=8)
+    with pytest.raises(MethodError, match=why):
+        check_rows(rows, prompt, 1)
+
+
+# ---- limits
+
+
+def test_a_completion_never_outgrows_its_budget_nor_the_context():
+    engine = TableEngine({">": {"a": 1}, "a": {"a": 1}})
+
+    def greedy_for_room(prompt):
+        t = prompt.start()
+        for _ in range(5):
+            (g,) = yield Generate(t, max_tokens=4)
+            t = t.add(g)
+        return [t]
+
+    ((row,),) = run_program(program(greedy_for_room), make_prompt(engine.chat, "hi", n=1, max_tokens=10), engine)
+    assert len(row) == 10 and row.finish == "length"
+    assert [r.max_tokens for r in engine.requests] == [4, 4, 2], "without room the engine is not asked"
+    prompt = make_prompt(engine.chat, "hi", n=1, max_tokens=10, max_context=7)
+    ((row,),) = run_program(program(greedy_for_room), prompt, engine)
+    assert len(row) == 7 - len(prompt.tokens)
+
+
+def test_a_prompt_longer_than_the_context_gives_an_empty_row():
+    engine = TableEngine(TABLE)
+    rows = run_program(program(plain), make_prompt(engine.chat, "a long prompt", n=2, max_context=5), engine)
+    assert [(len(r), r.finish) for (r,) in rows] == [(0, "length")] * 2 and not engine.requests
+
+
+def test_the_prefix_of_the_plan_is_forced():
+    engine = TableEngine(TABLE)
+    prompt = make_prompt(engine.chat, "hi", n=1, prefix=engine.chat.encode("ab"))
+    ((row,),) = run_program(program(plain), prompt, engine)
+    assert row.kinds[:2] == (Kind.FORCED, Kind.FORCED) and Kind.SAMPLED in row.kinds[2:]
+
+
+# ---- several at once
+
+
+def echo(prompt, k):
+    """k turns; returns how often it was answered."""
+    answered = 0
+    t = prompt.start()
+    for i in range(k):
+        if i % 3 == 2:
+            one, two = yield [Call(lambda x: x, (i,)), Generate(t, max_tokens=1)]
+            assert one.value == i and len(two) == 1
+        else:
+            (g,) = yield Generate(t, max_tokens=1)
+            t = t.add(g)
+        answered += 1
+        assert (yield []) == []
+    return answered
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), max_size=6))
+def test_together_is_each_alone(counts):
+    def body(prompt):
+        got = yield from together([echo(prompt, k) for k in counts])
+        assert got == list(counts)
+        return []
+
+    engine = TableEngine(TABLE)
+    assert run_program(program(body), make_prompt(engine.chat, "hi", n=1), engine) == []
+    assert engine.batches == max(counts, default=0), "what is asked for at the same time is one batch"
+
+
+def test_many_prompts_share_the_engines_batches():
+    engine = TableEngine(TABLE)
+    prompts = [make_prompt(engine.chat, text, n=3) for text in ("x", "y", "z")]
+    together_ = run_program(program(plain), prompts, engine)
+    assert engine.batches == 1 and [len(rows) for rows in together_] == [3, 3, 3]
+    alone = [run_program(program(plain), p, TableEngine(TABLE)) for p in prompts]
+    assert alone == together_
+
+
+def test_an_asynchronous_engine_gives_the_same_rows():
+    class Async:
+        def __init__(self):
+            self.engine = TableEngine(TABLE, reward=lambda text, columns: len(text))
+
+        async def generate(self, prompt, request):
+            await asyncio.sleep(0)
+            return self.engine.generate([(prompt, request)])[0]
+
+        async def score(self, prompt, trajectory):
+            return self.engine.score([(prompt, trajectory)])[0]
+
+    def body(prompt):
+        def one(k):
+            (g,) = yield Generate(prompt.start())
+            t = prompt.start().add(g)
+            called = yield Call(time.sleep, (0.01 * k,))
+            assert not called.error
+            return t.scored((yield Score(t)))
+
+        return (yield from together([one(k) for k in range(prompt.n)]))
+
+    prompt = make_prompt(CharChat(), "hi", n=3)
+    asynchronous = asyncio.run(drive(Running(program(body), prompt), Async()))
+    assert asynchronous == run_program(program(body), prompt, Async().engine)
+    assert asynchronous[0][0].rewards == {"reward": len(asynchronous[0][0]) - 1}
+
+
+# ---- faults
+
+
+def test_a_call_that_fails_is_an_answer_and_leaks_nothing():
+    def hang():
+        time.sleep(0.6)
+
+    def leave():
+        raise SystemExit(3)
+
+    async def later(x):
+        await asyncio.sleep(0.01)
+        return x
+
+    before = threading.active_count()
+    start = time.monotonic()
+    hung, raised, left, good = run_calls(
+        [Call(hang, timeout=0.1, name="the tool"), Call(lambda: 1 / 0), Call(leave), Call(later, (5,))]
+    )
+    assert time.monotonic() - start < 0.5, "the time-out does not wait for the thread"
+    assert hung.error == "TimeoutError: the tool took longer than 0.1 s" and hung.value is None
+    assert raised.error == "ZeroDivisionError: division by zero"
+    assert left.error == "SystemExit: 3"
+    assert good.value == 5 and not good.error
+    time.sleep(0.7)
+    assert threading.active_count() <= before
+
+
+def test_calls_that_never_return_end_the_run_in_time(monkeypatch):
+    import rl_plugins.calls as calls
+
+    monkeypatch.setattr(calls, "MAX_HANGING", 0)
+    monkeypatch.setattr(calls, "CONCURRENCY", 2)
+    release = threading.Event()
+    try:
+        run_calls([Call(release.wait, (5,), timeout=0.05, name="judge")] * 2)
+        with pytest.raises(MethodError, match="2 calls of rollout programs .* never returned"):
+            run_calls([Call(int)])
+    finally:
+        release.set()
+
+
+def test_an_engine_that_dies_ends_it_with_its_own_error():
+    closed = []
+
+    def body(prompt):
+        try:
+            t = prompt.start()
+            for _ in range(3):
+                (g,) = yield Generate(t, max_tokens=1)
+                t = t.add(g)
+            return [t]
+        finally:
+            closed.append(prompt)
+
+    engine = TableEngine({">": {"a": 1}, "a": {"a": 1}}, fail_after=3)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        run_program(program(body), [make_prompt(engine.chat, t, n=1) for t in "xy"], engine)
+    assert len(closed) == 2, "programs that wait are closed, so they release what they hold"
+
+
+def test_an_abort_keeps_what_was_decoded():
+    engine = TableEngine({">": {"a": 1}, "a": {"a": 1}}, abort_after=2)
+
+    def body(prompt):
+        t = prompt.start()
+        while not t.finish or t.finish == "abort":
+            (g,) = yield Generate(t)
+            t = t.add(g)
+        return [t]
+
+    ((row,),) = run_program(program(body), make_prompt(engine.chat, "hi", n=1, max_tokens=5), engine)
+    assert engine.chat.decode(row.tokens) == "aaaaa" and len(engine.requests) == 3
+
+
+def test_an_abort_before_the_first_token():
+    engine = TableEngine(TABLE, abort_after=0)
+    rows = run_program(program(plain), make_prompt(engine.chat, "hi", n=2), engine)
+    assert [(r.tokens, r.finish) for (r,) in rows] == [((), "abort")] * 2
+
+
+def test_errors_of_a_program_name_its_method():
+    engine = TableEngine(TABLE)
+
+    def fails(prompt):
+        yield Generate(prompt.start())
+        raise ValueError("third wheel")
+
+    def asks_nonsense(prompt):
+        yield "more"
+
+    def too_few(prompt):
+        yield Generate(prompt.start(), n=0)
+
+    def many(prompt):
+        yield []
+        return [prompt.start()] * 5
+
+    def stateful(prompt):
+        yield []
+        method.state["x"] = 1
+        return []
+
+    for body, why in (
+        (fails, r"(?s)`made` failed in `rollout`: ValueError: third wheel.*Remove `made`"),
+        (asks_nonsense, "it yielded str. Yield Generate, Score or Call"),
+        (too_few, r"Generate\(n=0, max_tokens=None\): both must be at least 1"),
+        (many, "returned 5 rollouts for a prompt that asks for 1"),
+        (stateful, "reads self.state in the generation place"),
+    ):
+        method = program(body)
+        with pytest.raises(MethodError, match=why):
+            run_program(method, make_prompt(engine.chat, "hi", n=1), engine)
+        assert method._place == "driver"
+
+
+def test_a_rollout_that_is_no_generator_is_an_error():
+    class Wrong(Method):
+        name = "wrong"
+
+        def rollout(self, prompt):
+            return []
+
+    with pytest.raises(MethodError, match="returned list instead of a generator"):
+        Running(Wrong(), make_prompt(CharChat(), "hi"))
+
+
+# ---- randomness
+
+
+def test_random_numbers_depend_on_prompt_step_and_purpose_alone():
+    def draws(**changes):
+        return make_prompt(CharChat(), "hi", **changes).rng("a", 1).random()
+
+    assert draws() == draws()
+    prompt: Prompt = make_prompt(CharChat(), "hi")
+    values = {prompt.rng("a").random(), prompt.rng("b").random(), prompt.rng("a", 1).random()}
+    values |= {draws(step=1), draws(seed="1|test|0")}
+    assert len(values) == 5
+
+
+def test_run_needs_programs_at_their_end():
+    engine = TableEngine(TABLE)
+    running = [Running(program(plain), make_prompt(engine.chat, "hi", n=1))]
+    assert running[0].rows is None and running[0].open == [0]
+    run(running, engine)
+    assert running[0].rows is not None and not running[0].open

@@ -1,0 +1,88 @@
+"""The table of turns, against a loop over rows and turns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_plugins.errors import MethodError
+from rl_plugins.requests import Turn
+from rl_plugins.steps import spans, token_steps, with_steps
+from rl_plugins.testing import make_rollouts, make_tokens
+from rl_plugins.turns import Turns
+
+
+@given(st.lists(st.integers(0, 1), max_size=30))
+def test_spans_are_the_runs_of_trained_tokens(mask):
+    found = spans(mask)
+    covered = [i for t in found for i in range(t.start, t.stop)]
+    assert covered == [i for i, m in enumerate(mask) if m]
+    assert all(t.start == 0 or not mask[t.start - 1] for t in found)
+    assert all(t.stop == len(mask) or not mask[t.stop] for t in found)
+
+
+def test_spans_take_what_is_known():
+    first, second, third = spans([1, 1, 0, 1, 0, 1], ["a", "b"], [1.0])
+    assert (first.anchor, second.anchor, third.anchor) == ("a", "b", None)
+    assert first.reward == 1.0 and math.isnan(second.reward)
+
+
+@given(st.data())
+def test_turns_are_numbered_along_their_rollout(data):
+    """Rows of a rollout in any order in the batch, with any number of turns each."""
+    n = data.draw(st.integers(1, 12))
+    group = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    rollout = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    seen: dict[tuple[int, int], int] = {}
+    index = []
+    for key in zip(group, rollout, strict=True):
+        index.append(seen.get(key, 0))
+        seen[key] = index[-1] + 1
+    order = data.draw(st.permutations(range(n)))
+    group, rollout, index = ([x[i] for i in order] for x in (group, rollout, index))
+    turns = []
+    for row in range(n):
+        places = iter(range(0, 40, 4))
+        turns.append(
+            [Turn(p, p + 3, (row, p)) for p, _ in zip(places, range(data.draw(st.integers(0, 3))), strict=False)]
+        )
+    rollouts = make_rollouts([1.0] * n).replace(
+        group=torch.tensor(group), rollout=torch.tensor(rollout), index=torch.tensor(index)
+    )
+    at = [(row, p) for row in range(n) for t in turns[row] for p in range(t.start, t.stop)]
+    row, position = torch.tensor(at or [(0, 0)]).long().T[:, : len(at)]
+    tokens = make_tokens(rollouts)
+    tokens = tokens.replace(
+        **{
+            k: (v[:1].repeat(len(at)) if len(v) else v[:0])
+            for k, v in vars(tokens).items()
+            if isinstance(v, torch.Tensor)
+        }
+    ).replace(row=row, position=position)
+    filled, shaped = with_steps(rollouts, tokens, turns)
+    number = 0
+    for r in range(n):
+        for k, t in enumerate(turns[r]):
+            earlier = sum(
+                len(turns[q])
+                for q in range(n)
+                if (group[q], rollout[q]) == (group[r], rollout[r]) and index[q] < index[r]
+            )
+            assert int(filled.steps.row[number]) == r and int(filled.steps.turn[number]) == earlier + k
+            assert filled.steps.anchor[number] == (r, t.start)
+            mine = (row == r) & (position >= t.start) & (position < t.stop)
+            assert bool((shaped.step[mine] == number).all()) and int(mine.sum()) == 3
+            number += 1
+    if number:
+        assert len(Turns(filled).group) == number
+
+
+def test_a_token_outside_of_every_turn_is_an_error():
+    for at in ((0, 3), (1, 0), (0, 9)):
+        with pytest.raises(MethodError, match="outside of every turn"):
+            token_steps(torch.tensor([at[0]]), torch.tensor([at[1]]), [[Turn(0, 3), Turn(4, 6)], []])
+    assert token_steps(torch.tensor([0, 0]), torch.tensor([2, 4]), [[Turn(0, 3), Turn(4, 6)], []]).tolist() == [0, 1]
