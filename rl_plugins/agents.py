@@ -46,7 +46,7 @@ class Episode:
     @property
     def anchor(self) -> Any:
         """What identifies the state the agent acts in."""
-        return self.observation.text if self.observation.state is None else self.observation.state
+        return self.observation.anchor
 
 
 def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0, extra: str = "") -> Steps:

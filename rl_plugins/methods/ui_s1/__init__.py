@@ -10,13 +10,17 @@ from rl_plugins.methods.ui_s1.episode import (
     semi_online_performance,
 )
 from rl_plugins.methods.ui_s1.method import UiS1, step_returns
+from rl_plugins.methods.ui_s1.rollout import UiS1Rollout, recorded_steps, same_text
 
 __all__ = [
     "ExpertStep",
     "SemiOnlineEpisode",
     "Turn",
     "UiS1",
+    "UiS1Rollout",
     "gui_step_reward",
+    "recorded_steps",
+    "same_text",
     "semi_online_performance",
     "step_returns",
 ]

@@ -1,0 +1,114 @@
+"""M-GRPO (arXiv 2511.13288): rollouts of a main agent that delegates, a row for it and one for every call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plugins.method import Method
+from rl_plugins.methods.m_grpo.method import MGrpo
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Trajectory, together
+
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
+
+
+class MGrpoRollout(Method):
+    """Rollouts of a main agent and its sub-agents on one policy: name it before `m_grpo`, which trains them.
+
+    A reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
+    policy of the run, and a sub-agent answers in one message.
+
+    The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
+    their tasks in its text (default: whatever stands between <tool_call> and </tool_call>). A sub-agent S reads a
+    conversation of its own, `sub_prompt` with the task in it, and its completion is a row of its own; what stands
+    between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
+    The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
+
+    Rows of a rollout: M's first, then S's in the order of the calls; `meta["agent"]` is `main_agent` or `sub_agent`
+    (the column `m_grpo` reads, also visible to reward functions). M's row never has S's tokens and vice versa: what S
+    said stands in M's row as observed text. Calls of the same turn are generated together.
+
+    Logs: `calls` and `turns` per rollout, `parse_failed`.
+
+    Raises:
+        ConfigError: a parameter out of range.
+
+    Source: arXiv 2511.13288; `MrlX-DeepResearch` of the authors' code for the tags.
+    """
+
+    name = "m_grpo_rollout"
+    paper = MGrpo.paper
+    fidelity = "reconstruction"
+    use_when = "You name `m_grpo` and have no agent loop of your own that makes the rows of main agent and sub-agents."
+    avoid_when = "Sub-agents need tools or another policy; write an agent loop that fills the column `agent` then."
+    cost = (
+        "A generation per turn of the main agent and per call; a rollout may take 1 + max_calls rows, so a batch holds "
+        "that many times fewer rollouts. Any engine."
+    )
+    in_eval = ("rollout",)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        main_agent: str = param("main", "name of the main agent in the column `agent`")
+        sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
+        parse: Callable[..., Any] | None = param(
+            None, "text of a turn -> list of tasks to delegate; default: what stands in <tool_call> tags"
+        )
+        sub_prompt: str = param("{task}", "the sub-agent's user message; {task} is what it was called for")
+        reply: str = param("<tool_response>{result}</tool_response>", "what the main agent reads of one result")
+        max_calls: int = param(4, "sub-agents' rows of a rollout", ge=1)
+        max_turns: int = param(8, "turns of the main agent", ge=1)
+        sub_tokens: int | None = param(None, "most tokens of a sub-agent; none: the completion length", ge=1)
+        timeout: float = param(30.0, "seconds for one call of `parse`", gt=0)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.rows_per_rollout = 1 + self.params.max_calls
+
+    def rollout(self, prompt: Prompt) -> Program:
+        return (yield from together([self._one(prompt) for _ in range(prompt.n)]))
+
+    def _one(self, prompt: Prompt) -> Any:
+        p, chat = self.params, prompt.chat
+        main, subs, turns = prompt.start(), [], 0
+        while True:
+            start = len(main) if turns else 0
+            (made,) = yield Generate(main)
+            main, turns = main.add(made), turns + 1
+            if made.tokens:
+                main = main.turn(start)
+            text = chat.decode(made.tokens)
+            called: Called = yield Call(p.parse or delegated, (text,), p.timeout, "`parse`")
+            self.log("parse_failed", float(bool(called.error)))
+            tasks = list(called.value or ())[: p.max_calls - len(subs)]
+            if not tasks or turns >= p.max_turns or made.finish != "eos":
+                break
+            contexts = [
+                Trajectory(chat.prompt([{"role": "user", "content": p.sub_prompt.replace("{task}", str(t))}]))
+                for t in tasks
+            ]
+            answers = yield [Generate(c, max_tokens=p.sub_tokens) for c in contexts]
+            rows = [c.add(a) for c, (a,) in zip(contexts, answers, strict=True)]
+            subs += [row.turn(0) if len(row) else row for row in rows]
+            results = [p.reply.replace("{result}", _result(chat.decode(row.tokens))) for row in rows]
+            following = main.observe(chat.reply([{"role": "user", "content": "\n".join(results)}]))
+            if not prompt.room(following):
+                break
+            main = following
+        self.log("calls", len(subs))
+        self.log("turns", turns)
+        return [main.noted(agent=p.main_agent), *(row.noted(agent=p.sub_agent) for row in subs)]
+
+
+def delegated(text: str) -> list[str]:
+    """Tasks in <tool_call> tags."""
+    return [task.strip() for task in _CALL.findall(text)]
+
+
+def _result(text: str) -> str:
+    found = _RESULT.findall(text)
+    return found[-1].strip() if found else text

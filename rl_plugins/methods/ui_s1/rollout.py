@@ -1,0 +1,150 @@
+"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
+from rl_plugins.methods.ui_s1.method import UiS1
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Trajectory, together
+
+
+class UiS1Rollout(Method):
+    """Semi-online rollouts on recorded expert trajectories: name it before `ui_s1`, which makes advantages of them.
+
+    A task is a dataset row with the recorded steps (observation o_k, expert's response e_k) in the column `expert`. At
+    step k the policy reads the prompt, the history and o_k and responds y_k:
+
+        m_k, r_k = match(y_k, step)                      its action is the expert's; its reward
+        history  = history + (o_k, y_k)                  if m_k, or the last step
+                   history + (o_k, e_k)                  else, and the rollout goes on: a patch, at most `max_patches`
+        the rollout ends                                 at the first wrong action without a patch left
+
+    Every step is a row of its own: its prompt is written new, with the patched history, and its completion is y_k. A
+    patch is never trained. Rows of a rollout share `group` and `rollout`; `steps` has k, o_k, r_k and m_k.
+
+    The history is rendered as messages, observation (user) and response (assistant) in turn, behind the prompt's own;
+    `write` does it otherwise. In evaluation (`in_eval`) no patch is given, which is the paper's SOP: `meta["progress"]`
+    has the share of the steps done before the first mismatch (see `semi_online_performance`).
+
+    A `match` that fails or takes too long ends the rollout: its last step has no reward (NaN) and no advantage.
+
+    Logs: `steps` and `patches` per rollout, `match_failed`.
+
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: no recorded steps in the row, or more than `max_steps` (every step is a row of the batch).
+
+    Source: arXiv 2509.11543, section 3; `verl/utils/dataset/universal_multiround.py` of the authors' code.
+    """
+
+    name = "ui_s1_rollout"
+    paper = UiS1.paper
+    fidelity = "code"
+    use_when = "You name `ui_s1` and the trajectories are recorded, so the rollouts must be made on them."
+    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the steps)."
+    cost = (
+        "A generation per step and rollout, one after the other; every step is a row of the batch, so a batch holds "
+        "max_steps times fewer rollouts. Any engine."
+    )
+    disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
+    in_eval = ("rollout",)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        column: str = param("expert", "column with the recorded steps: [observation, response] pairs or mappings")
+        match: Callable[..., Any] | None = param(
+            None, "(response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
+        )
+        write: Callable[..., Any] | None = param(
+            None, "(messages, history of (observation, response), observation) -> messages; default: in turn"
+        )
+        max_patches: int = param(1, "wrong responses the expert's replace in a rollout", ge=0)
+        max_steps: int = param(16, "most steps of a task, each a row of the batch", ge=1)
+        step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
+        timeout: float = param(30.0, "seconds for one call of `match`", gt=0)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.rows_per_rollout = self.params.max_steps
+
+    def rollout(self, prompt: Prompt) -> Program:
+        if prompt.prefix:
+            raise MethodError("another method forces a prefix on completions; recorded steps have no place for one.")
+        expert = recorded_steps(prompt.columns, self.params.column, self.params.max_steps)
+        return (yield from together([self._one(prompt, expert) for _ in range(prompt.n)]))
+
+    def _one(self, prompt: Prompt, expert: Sequence[ExpertStep]) -> Any:
+        p = self.params
+        episode = SemiOnlineEpisode(expert, p.max_patches if prompt.training else 0)
+        rows: list[Trajectory] = []
+        while not episode.done:
+            observation = episode.observation
+            done = list(zip([s.observation for s in expert], episode.history, strict=False))
+            start = Trajectory(prompt.chat.prompt(self._messages(prompt, done, observation)))
+            (made,) = yield Generate(start, max_tokens=p.step_tokens)
+            response = prompt.chat.decode(made.tokens)
+            wanted = expert[len(episode.turns)].response
+            called: Called = yield Call(p.match or same_text, (response, wanted, prompt.columns), p.timeout, "`match`")
+            matched, reward = _verdict(called)
+            row = start.add(made)
+            self.log("match_failed", float(math.isnan(reward)))
+            if made.tokens:
+                row = row.turn(0, observation, reward, matched)
+            rows.append(row)
+            if math.isnan(reward):
+                break
+            episode.act(response, matched, reward)
+        self.log("steps", len(rows))
+        self.log("patches", episode.patches)
+        return [row.noted(progress=episode.progress) for row in rows]
+
+    def _messages(self, prompt: Prompt, history: list[tuple[Any, Any]], observation: Any) -> list[dict[str, Any]]:
+        given = prompt.messages
+        begun = [{"role": "user", "content": given}] if isinstance(given, str) else [dict(m) for m in given]
+        if self.params.write is not None:
+            return list(self.params.write(begun, history, observation))
+        for seen, response in history:
+            begun += [{"role": "user", "content": str(seen)}, {"role": "assistant", "content": str(response)}]
+        return [*begun, {"role": "user", "content": str(observation)}]
+
+
+def recorded_steps(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
+    """The recorded steps of a dataset row.
+
+    Raises:
+        MethodError: none, too many, or in another form.
+    """
+    found = columns.get(column)
+    if not found:
+        raise MethodError(f"the row has no recorded steps in the column `{column}` (columns: {', '.join(columns)}).")
+    if len(found) > most:
+        raise MethodError(f"a task has {len(found)} recorded steps, `max_steps` is {most}. Set it to the longest task.")
+    steps = []
+    for step in found:
+        pair = (step.get("observation"), step.get("response")) if isinstance(step, Mapping) else tuple(step)
+        if len(pair) != 2 or pair[1] is None:
+            raise MethodError(f"a recorded step needs an observation and a response, it is {step!r}.")
+        steps.append(ExpertStep(*pair))
+    return steps
+
+
+def same_text(response: str, expert: Any, columns: Mapping[str, Any]) -> tuple[bool, float]:
+    """Whether the response is the expert's, white space at its ends aside; reward 1 or 0."""
+    matched = response.strip() == str(expert).strip()
+    return matched, float(matched)
+
+
+def _verdict(called: Called) -> tuple[bool, float]:
+    """(matched, reward) of a call of `match`; NaN where it gave none."""
+    try:
+        matched, reward = called.value
+        return bool(matched), float(reward)
+    except (TypeError, ValueError):
+        return False, math.nan

@@ -1,0 +1,227 @@
+"""The rollouts of UI-S1 and M-GRPO: rows, books and faults on the fake engine, and what their methods make of them."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from rl_plugins.errors import MethodError
+from rl_plugins.methods.m_grpo import MGrpo, MGrpoRollout
+from rl_plugins.methods.ui_s1 import UiS1, UiS1Rollout
+from rl_plugins.requests import Kind
+from rl_plugins.steps import steps_table
+from rl_plugins.testing import make_rollouts, one_step, start_stack
+from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
+
+
+def scripted(answers, otherwise=EOS):
+    """A model that answers a context that ends in a key with the value, character by character."""
+
+    def model(text):
+        for end, answer in answers.items():
+            for k in range(len(answer) + 1):
+                if text.endswith(end + answer[:k]):
+                    return {answer[k] if k < len(answer) else EOS: 1.0}
+        return {otherwise: 1.0}
+
+    return TableEngine(model)
+
+
+# ---- UI-S1
+
+EXPERT = [["s0", "a"], ["s1", "b"], {"observation": "s2", "response": "c"}]
+
+
+def ui(engine, n=1, params=None, training=True, expert=EXPERT):
+    method = UiS1Rollout(UiS1Rollout.Params(**(params or {})))
+    prompt = make_prompt(engine.chat, "task", n=n, columns={"expert": expert}, training=training)
+    logged: dict[str, float] = {}
+    return run_program(method, prompt, engine, logged), logged
+
+
+def texts(engine, rows):
+    return [(engine.chat.decode(r.prompt, True), engine.chat.decode(r.tokens)) for r in rows]
+
+
+def test_right_actions_walk_the_recording():
+    engine = scripted({"<s0>": "a", "<s1>": "b", "<s2>": "c"})
+    (rows,), logged = ui(engine)
+    assert texts(engine, rows) == [
+        ("<task><s0>", "a"),
+        ("<task><s0>a<eos><s1>", "b"),
+        ("<task><s0>a<eos><s1>b<eos><s2>", "c"),
+    ]
+    assert [(t.anchor, t.reward, t.valid) for r in rows for t in r.turns] == [
+        ("s0", 1, True),
+        ("s1", 1, True),
+        ("s2", 1, True),
+    ]
+    assert all(set(r.kinds) == {Kind.SAMPLED} for r in rows) and rows[0].meta["progress"] == 1.0
+    assert logged["ui_s1_rollout/steps"] == 3 and logged["ui_s1_rollout/patches"] == 0
+
+
+def test_a_wrong_action_is_patched_in_the_history_and_trained_as_it_is():
+    engine = scripted({"<s0>": "x", "<s1>": "b", "<s2>": "y"})
+    (rows,), logged = ui(engine)
+    assert texts(engine, rows) == [
+        ("<task><s0>", "x"),
+        ("<task><s0>a<eos><s1>", "b"),
+        ("<task><s0>a<eos><s1>b<eos><s2>", "y"),
+    ]
+    assert [t.valid for r in rows for t in r.turns] == [False, True, False]
+    assert logged["ui_s1_rollout/patches"] == 1 and rows[0].meta["progress"] == 0
+
+
+@pytest.mark.parametrize(("patches", "training", "steps"), [(0, True, 1), (1, True, 2), (2, True, 3), (2, False, 1)])
+def test_patches_run_out(patches, training, steps):
+    engine = scripted({"<s0>": "x", "<s1>": "x", "<s2>": "x"})
+    (rows,), _ = ui(engine, params={"max_patches": patches}, training=training)
+    assert len(rows) == steps
+
+
+def test_a_matcher_that_fails_or_hangs_ends_the_rollout_without_a_reward():
+    def hang(*_):
+        time.sleep(0.3)
+
+    engine = scripted({"<s0>": "a"})
+    for match in (lambda *_: 1 / 0, lambda *_: "nonsense", hang):
+        (rows,), logged = ui(engine, params={"match": match, "timeout": 0.05})
+        assert len(rows) == 1 and math.isnan(rows[0].turns[0].reward) and logged["ui_s1_rollout/match_failed"] == 1
+
+
+def test_own_matcher_and_writer():
+    engine = scripted({"<3 s1>": "b", "<1 s0>": "a", "<5 s2>": "c"})
+
+    def write(messages, history, observation):
+        return [*messages, {"role": "user", "content": f"{2 * len(history) + 1} {observation}"}]
+
+    def match(response, expert, columns):
+        return response == expert, 0.9 if columns["expert"] else 0
+
+    (rows,), _ = ui(engine, params={"write": write, "match": match})
+    assert [engine.chat.decode(r.prompt) for r in rows] == ["<task><1 s0>", "<task><3 s1>", "<task><5 s2>"]
+    assert [t.reward for r in rows for t in r.turns] == [0.9] * 3
+
+
+@pytest.mark.parametrize(
+    ("expert", "why"),
+    [
+        ([], "no recorded steps in the column `expert`"),
+        ([["a", "b"]] * 17, "has 17 recorded"),
+        ([["a"]], "needs an obs"),
+    ],
+)
+def test_wrong_recordings(expert, why):
+    with pytest.raises(MethodError, match=why):
+        ui(scripted({}), expert=expert)
+
+
+def test_a_response_of_no_token_is_a_wrong_action():
+    engine = TableEngine({">": {"a": 1.0}}, abort_after=0)
+    (rows,), _ = ui(engine)
+    assert [len(r) for r in rows] == [0, 0] and not rows[0].turns
+
+
+def test_rows_reach_the_advantages_of_ui_s1():
+    """A good rollout and one that fails at its second step: the first step is told apart by what follows it."""
+    engine = TableEngine(lambda text: {"a": 0.5, "b": 0.5} if text.endswith(">") else {EOS: 1.0}, seed=5)
+    (rollouts), _ = ui(engine, n=6, expert=[["s0", "a"], ["s1", "b"]], params={"max_patches": 0})
+    flat = [(k, i, row) for k, rows in enumerate(rollouts) for i, row in enumerate(rows)]
+    made = make_rollouts([1.0] * len(flat)).replace(
+        group=torch.zeros(len(flat), dtype=torch.int64),
+        rollout=torch.tensor([k for k, _, _ in flat]),
+        index=torch.tensor([i for _, i, _ in flat]),
+    )
+    made = made.replace(steps=steps_table(made, [row.turns for _, _, row in flat]))
+    method = UiS1(UiS1.Params(filter_by="none"))
+    start_stack(method)
+    advantages = method.advantages(made)
+    assert made.steps.turn.tolist() == [i for _, i, _ in flat]
+    right = [
+        a
+        for a, v, t in zip(advantages.tolist(), made.steps.valid.tolist(), made.steps.turn.tolist(), strict=True)
+        if v and t == 0
+    ]
+    wrong = [
+        a
+        for a, v, t in zip(advantages.tolist(), made.steps.valid.tolist(), made.steps.turn.tolist(), strict=True)
+        if not v and t == 0
+    ]
+    assert right and wrong and min(right) > max(wrong)
+
+
+# ---- M-GRPO
+
+
+def team(engine, n=1, max_tokens=200, **params):
+    logged: dict[str, float] = {}
+    method = MGrpoRollout(MGrpoRollout.Params(**params))
+    return run_program(method, make_prompt(engine.chat, "q", n=n, max_tokens=max_tokens), engine, logged), logged
+
+
+CALL = "<tool_call>x</tool_call><tool_call>y</tool_call>"
+
+
+def test_calls_become_rows_of_their_own():
+    engine = scripted(
+        {"<q>": CALL, "<x>": "ok <result>7</result>", "<y>": "8", "<tool_response>8</tool_response>>": "15"}
+    )
+    (rows,), logged = team(engine)
+    main, first, second = rows
+    assert engine.chat.decode(main.tokens) == (
+        f"{CALL}<<tool_response>7</tool_response>\n<tool_response>8</tool_response>>15"
+    )
+    assert [r.meta["agent"] for r in rows] == ["main", "sub", "sub"]
+    assert engine.chat.decode(first.prompt) == "<x>" and engine.chat.decode(second.tokens) == "8"
+    trained = engine.chat.decode([t for t, m in zip(main.tokens, main.trained, strict=True) if m])
+    assert trained == f"{CALL}15", "what the sub-agents said is not trained in the main agent's row"
+    assert [(t.start, engine.chat.decode(main.tokens[t.start : t.stop])) for t in main.turns] == [
+        (0, CALL),
+        (main.turns[1].start, "15"),
+    ]
+    assert logged == {"m_grpo_rollout/calls": 2, "m_grpo_rollout/turns": 2, "m_grpo_rollout/parse_failed": 0}
+
+
+def test_limits_of_calls_turns_and_room():
+    engine = scripted({"<q>": CALL, "</tool_response>>": CALL, "<x>": "1", "<y>": "2"})
+    (rows,), _ = team(engine, max_calls=3)
+    assert len(rows) == 4
+    (rows,), _ = team(engine, max_turns=2, max_calls=100)
+    assert len(rows) == 3, "after its last turn nobody reads a result, so nobody is called"
+    (rows,), _ = team(engine, max_calls=100, max_tokens=60)
+    assert len(rows[0]) <= 60 and rows[0].finish == "eos"
+
+
+def test_no_call_and_a_parser_that_fails():
+    engine = scripted({"<q>": "42"})
+    (rows,), _ = team(engine)
+    assert len(rows) == 1 and engine.chat.decode(rows[0].tokens) == "42"
+    (rows,), logged = team(scripted({"<q>": CALL}), parse=lambda text: 1 / 0)
+    assert len(rows) == 1 and logged["m_grpo_rollout/parse_failed"] == 1
+
+
+def test_rows_reach_the_groups_of_m_grpo():
+    engine = TableEngine(
+        lambda text: (
+            {"<tool_call>x</tool_call>"[0]: 0.5, "4": 0.5}
+            if text.endswith("<q>")
+            else {"<tool_call>x</tool_call>"[len(text) - 3]: 1.0}
+            if text.startswith("<q><") and len(text) - 3 < 24 and "_response" not in text
+            else {EOS: 1.0}
+        ),
+        seed=1,
+    )
+    rollouts, logged = team(engine, n=8)
+    flat = [(k, i, row) for k, rows in enumerate(rollouts) for i, row in enumerate(rows)]
+    assert 0 < logged["m_grpo_rollout/calls"] < 1
+    made = make_rollouts([float(k % 2) for k, _, _ in flat]).replace(
+        group=torch.zeros(len(flat), dtype=torch.int64),
+        rollout=torch.tensor([k for k, _, _ in flat]),
+        index=torch.tensor([i for _, i, _ in flat]),
+        meta={"agent": [row.meta["agent"] for _, _, row in flat]},
+    )
+    decision = one_step(start_stack(MGrpo(MGrpo.Params(sub_per_rollout=1))), made)
+    assert decision.trained.any()
