@@ -24,7 +24,9 @@ from transformers.trainer_callback import PrinterCallback
 
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.requests import Generated
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
+from rl_plugins.trl.engine import TrlEngine
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
@@ -145,11 +147,25 @@ def stub_sampling(longest: int = 13):
                     out.append(tokens + ([self._tokenizer.eos_token_id] if rng.random() < 0.8 else []))
         return out, None
 
-    trl.GRPOTrainer._generate_single_turn = fake
+    seen_by_programs: Counter[Any] = Counter()
+
+    def call(self: Any, options: Any, requests: Any, most: int) -> Any:
+        """The same for rollout programs: a function of the context and of how often it was continued in the step."""
+        out = []
+        for request in requests:
+            key = (request.trajectory.context, self.trainer.state.global_step)
+            rng = random.Random(zlib.crc32(repr((key, seen_by_programs[key])).encode()))
+            seen_by_programs[key] += 1
+            tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))][: request.max_tokens]
+            out.append(Generated(tuple(tokens), (-1.0,) * len(tokens), "stop"))
+        return out
+
+    own = TrlEngine._call
+    trl.GRPOTrainer._generate_single_turn, TrlEngine._call = fake, call
     try:
         yield
     finally:
-        trl.GRPOTrainer._generate_single_turn = original
+        trl.GRPOTrainer._generate_single_turn, TrlEngine._call = original, own
 
 
 def weights(trainer: Any) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Rows(Probe):
 
     def rollout(self, prompt):
         made = yield Generate(prompt.start(), n=prompt.n)
-        own = Trajectory(prompt.chat.prompt([{"role": "user", "content": "u:12"}]))
+        own = Trajectory(prompt.chat.prompt([{"role": "user", "content": f"u{prompt.messages[0]['content']}"}]))
         more = yield [Generate(own, max_tokens=3) for _ in made]
         return [
             [prompt.start().add(g).noted(agent="main"), own.add(s[0]).noted(agent="sub")]

@@ -30,6 +30,12 @@ CASES = [
     ["small", ["small"], ROWS],
     ["per token", ["per_token", "corridor"], {**ROWS, "loss_type": "dapo"}],
     ["minpro", ["vade", "minpro"], OFF],
+    ["talk", ["talk", "gigpo"], dict(max_steps=2, learning_rate=0.05)],
+    ["talk scored", ["talk"], {**ROWS, "method_params": {"talk": {"score": True}}}],
+    ["rows", ["rows"], ROWS],
+    ["labels", ["labels"], ROWS],
+    ["zero", ["zero"], ROWS],
+    ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
 ]
 
 
