@@ -1,0 +1,78 @@
+"""Parameters of LATR."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
+from rl_plugins.params import MethodParams, param
+
+
+@dataclass(frozen=True)
+class LatrParams(MethodParams):
+    eta: tuple[float, ...] = param(
+        (1.0, 0.75, 0.5, 0.25, 0.0), "shares of the rollouts that come from the tree, one after the other", ge=0, le=1
+    )
+    eta_steps: tuple[int, ...] = param(
+        (0, 10, 20, 80, 200), "generation batch (from 0) from which on each share holds", ge=0
+    )
+    candidates: int = param(2, "most likely tokens looked at in each place (m)", ge=2)
+    tau_abs: float = param(0.25, "a candidate's probability must exceed this", ge=0, le=1)
+    tau_rel: float = param(0.15, "the distance to the most likely token's probability is compared to this", ge=0, le=1)
+    rel_test: Literal["close", "far"] = param(
+        "close", "the distance must be below tau_rel; far: above it (the code before January 2026)"
+    )
+    lookahead: tuple[int, ...] = param((20, 30, 50), "ages in tokens at which a branch is compared to its parent", ge=1)
+    tau_ed: float | None = param(0.4, "pruned if edit distance / age is below this; none: not tested", ge=0, le=1)
+    tau_sm: float | None = param(None, "pruned if suffix match / age is above this; none: not tested", ge=0, le=1)
+    tau_rl: float | None = param(None, "pruned if ROUGE-L is above this; none: not tested", ge=0, le=1)
+    sample_nk: Literal["none", "full", "always"] = param(
+        "none", "tokens of the tree that are sampled instead of argmax: where nothing branches (always), if also full"
+    )
+    stop_when_full: bool = param(True, "the tree ends when it has its branches and all are older than any lookahead")
+    full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1)
+    full_decay: float = param(0.05, "fall of that share over the length of a completion", ge=0, le=1)
+    max_tree_tokens: int | None = param(512, "length of the tree at most; none: the completion's", ge=1)
+    decode_ahead: int = param(64, "tokens asked for in one request; changes the cost, not the tree", ge=1)
+
+    def check(self) -> None:
+        if len(self.eta) != len(self.eta_steps) or not self.eta:
+            raise ConfigError(
+                f"`eta` has {len(self.eta)} shares and `eta_steps` {len(self.eta_steps)} steps; give one step for "
+                f"each share."
+            )
+        if self.eta_steps[0] != 0 or any(b <= a for a, b in itertools.pairwise(self.eta_steps)):
+            raise ConfigError(f"`eta_steps` is {list(self.eta_steps)}; it must begin with 0 and rise.")
+        if not self.lookahead:
+            raise ConfigError("`lookahead` is empty; name at least one age, or turn off the tests (`tau_ed=none`).")
+
+    def eta_at(self, step: int) -> float:
+        """The share that holds in a generation batch."""
+        return [e for e, first in zip(self.eta, self.eta_steps, strict=True) if first <= step][-1]
+
+    def branches(self, best: float, other: float) -> bool:
+        """Whether a candidate of probability `other`, next to the most likely one of `best`, opens a branch."""
+        distance = best - other
+        near = distance < self.tau_rel if self.rel_test == "close" else distance > self.tau_rel
+        return other > self.tau_abs and near
+
+    def alike(self, a: Sequence[int], b: Sequence[int]) -> bool:
+        """Whether a branch `a` tells nearly the same as its parent `b`: their tokens since the branch was born."""
+        r = len(a)
+        return (
+            (self.tau_ed is not None and edit_distance(a, b) / r < self.tau_ed)
+            or (self.tau_sm is not None and suffix_match(a, b) / r > self.tau_sm)
+            or (self.tau_rl is not None and common_subsequence(a, b) / r > self.tau_rl)  # F1 of equal lengths
+        )
+
+    def full(self, branches: int, n: int, progress: float) -> bool:
+        """Whether so many branches of n count as all of them; `progress` is the share of the completion behind."""
+        return branches >= round(n * (self.full_share - self.full_decay * progress))
+
+    def samples(self, branches: int, n: int) -> bool:
+        """Whether a row that does not branch takes a sampled token."""
+        return self.sample_nk == "always" or (self.sample_nk == "full" and branches == n)
