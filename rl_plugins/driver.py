@@ -89,6 +89,22 @@ def first_plan(
     return Plan(tuple(rows), group_size, budget - sum(r.n for r in rows), step=stack.step)
 
 
+def admitted_prompts(
+    stack: MethodStack, proposal: Sequence[int], n: int, group_size: int, pool_size: int | None, dataset: Any
+) -> list[PlanRow]:
+    """Plan rows of `n` new groups beside those that wait: of other prompts, those `select_prompts` names, else the next
+    of the driver's own permutation (of a stream: the proposal's). The plan hooks see them and keep their number."""
+    stack.draw += 1
+    waiting = tuple(dict.fromkeys(int(g["row"]["prompt"]) for g in stack.carried if g["row"]["prompt"] >= 0))
+    if pool_size is None:
+        prompts = list(proposal)[:n]
+    else:
+        prompts = _select(stack, (), waiting, min(n, pool_size - len(waiting)), pool_size, dataset)
+    rows = tuple(PlanRow(p, i, group_size) for i, p in enumerate(prompts))
+    plan = Plan(rows, group_size, len(rows) * group_size, step=stack.step)
+    return list(_chain_plan(stack, plan, stack.claims["plan"], pool_size).rows)
+
+
 def _rollout_budget(
     stack: MethodStack, proposal: Sequence[int], group_size: int, budget: int, pool_size: int | None
 ) -> tuple[int, Sequence[int]]:

@@ -5,7 +5,7 @@ Start reading here. The hooks in the order of one training step:
     hook             place       decides                                                                kind
     select_prompts   driver      dataset rows that come next                                            exclusive
     plan             driver      rollouts per prompt, edits, limits, completions given                  chain
-    admit            driver      asynchronous generation: which finished groups are trained             exclusive
+    admit            driver      over-provisioned generation: which groups begin, go on, are given up   exclusive
     rollout          generation  how the completions of one prompt are made: a program                  exclusive
     rewards          driver      new, shaped or withdrawn (NaN) rewards                                 chain
     select           driver      rows that leave before the advantages, out of every statistic          chain (and)
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_plugins.requests import Program, Prompt
-    from rl_plugins.rollouts import Plan, PromptPool, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
+    from rl_plugins.rollouts import Admission, Plan, PromptPool, Queue, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 logger = logging.getLogger("rl_plugins")
 
@@ -182,8 +182,9 @@ class Method:
         """Returns the plan to use, changed relative to what is given; None leaves it."""
         raise MethodError(self._unclaimed("plan"))
 
-    def admit(self, queue: Any) -> Any:
-        """Decides which finished groups of an asynchronous queue are trained, carried over or dropped."""
+    def admit(self, queue: Queue) -> Admission:
+        """Over-provisioned generation: returns which waiting groups go on and how many new ones begin. Generation stops
+        when as many groups are complete as the batch trains; the others wait, with what they have, for a later batch."""
         raise MethodError(self._unclaimed("admit"))
 
     def rollout(self, prompt: Prompt) -> Program:

@@ -110,6 +110,61 @@ class Plan(Replaceable):
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A group that was begun in an earlier batch and waits to go on.
+
+    Args:
+        prompt: dataset row.
+        size: its rollouts.
+        drawn: generation batch in which it was begun.
+        tokens: of each rollout so far.
+        finished: of each rollout, whether it needs no further token.
+        versions: of each rollout, optimizer step of the policy that made its oldest token; -1 without a token.
+    """
+
+    prompt: int
+    size: int
+    drawn: int
+    tokens: tuple[int, ...]
+    finished: tuple[bool, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What `admit` decides on, before a batch is generated.
+
+    Args:
+        carried: groups that wait, those that waited longest first.
+        groups: groups the batch trains: generation stops when so many are complete.
+        group_size: rollouts per prompt.
+        step: generation batch, counted from 0.
+    """
+
+    carried: tuple[Carried, ...]
+    groups: int
+    group_size: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What `admit` returns: which groups are generated now. Waiting groups it does not name go on waiting.
+
+    Args:
+        fresh: new groups to begin.
+        resume: places in `queue.carried` of groups that go on.
+        restart: of groups that begin anew, without their tokens.
+        drop: of groups that are given up.
+    """
+
+    fresh: int
+    resume: tuple[int, ...] = ()
+    restart: tuple[int, ...] = ()
+    drop: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class PromptPool:
     """Where `select_prompts` chooses from.
 
@@ -293,6 +348,7 @@ class Tokens(Replaceable):
         position: (tokens,) int64 place in the completion.
         step: (tokens,) int64 entry of `rollouts.steps`, or None.
         forced: (tokens,) bool, put in the policy's place (prefix, given completion) instead of sampled.
+        version: (tokens,) int64 optimizer step of the policy that made each token, or None where the host does not know.
         advantages: (tokens,) float64.
         keep: (tokens,) bool, False for tokens an earlier `shape` took out of the update.
         old_logprobs: (tokens,) float32 of the policy at the start of the step.
@@ -307,6 +363,7 @@ class Tokens(Replaceable):
     keep: Tensor
     forced: Tensor
     step: Tensor | None = None
+    version: Tensor | None = None
     old_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

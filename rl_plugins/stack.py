@@ -46,6 +46,7 @@ class MethodStack(Context):
         step: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
+        carried: groups that wait to go on in a later batch (`rl_plugins.queue`), as plain data; part of the saved state.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
 
@@ -60,6 +61,7 @@ class MethodStack(Context):
         self.step = 0
         self.extra_prompts = 0
         self.draw = 0
+        self.carried: list[dict[str, Any]] = []
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self._warned: set[str] = set()
@@ -162,6 +164,7 @@ class MethodStack(Context):
             "step": self.step,
             "extra_prompts": self.extra_prompts,
             "draw": self.draw,
+            "carried": copy_plain(self.carried),
             "stats": dict(self.stats),
             "fingerprint": fingerprint,
             "methods": {
@@ -181,7 +184,7 @@ class MethodStack(Context):
             StateError: of other methods, another version or parameters of a method that keeps state, or another
                 dataset. Nothing is taken over then.
         """
-        missing = {"step", "extra_prompts", "draw", "stats", "fingerprint", "methods"} - set(saved)
+        missing = {"step", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
                 f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
@@ -225,6 +228,7 @@ class MethodStack(Context):
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
         self.step, self.extra_prompts, self.draw = saved["step"], saved["extra_prompts"], saved["draw"]
+        self.carried = copy_plain(saved["carried"])
         self.stats = dict(saved["stats"])
 
 

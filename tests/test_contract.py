@@ -22,11 +22,39 @@ from rl_plugins.testing import check_method
 
 # Methods whose parameters have no default, and what to test them with.
 PARAMS: dict[str, dict[str, Any]] = {
+    "fission_grpo_reward": {"format": "format", "correctness": "accuracy"},
+    "scope": {"prm": lambda messages, steps, columns: [1.0] * len(steps)},
+    "aepo_rollout": {"environment": dict},
+    "arrol": {"cold_start": 1},
     "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
     "drpo": {"threshold": 0.5},
+    "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
+    "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},
+    "training_free_grpo": {
+        "llm": lambda text: '<Experiences>a: b</Experiences> ```json\n[{"operation": "ADD", "content": "a: b"}]\n```'
+    },
 }
 # Methods whose data cannot be guessed from `needs`.
 PREPARE: dict[str, Callable[..., Any]] = {
+    "fission_grpo_reward": lambda r: r.replace(reward_names=("format", "accuracy")),
+    "scope": lambda r: r.replace(meta={**r.meta, "scope": [[1, 3] if n % 2 else None for n in r.length.tolist()]}),
+    # episodes of 1 to 4 turns, the longest ones cut off
+    "turn_control": lambda r: r.replace(
+        meta={
+            "turns": r.length.tolist(),
+            "stop_reason": ["limit" if n > 3 else "done" for n in r.length.tolist()],
+            "extended": [False] * len(r),
+        },
+    ),
+    # what its own program notes of every rollout
+    "arrol": lambda r: r.replace(
+        meta={
+            **r.meta,
+            "arrol": [
+                {"features": [n / 9, (n % 7) / 7], "keep": 0.5 + n % 2 / 2, "q": None} for n in r.length.tolist()
+            ],
+        }
+    ),
     # a main agent's row and one of a sub-agent it called
     "m_grpo": lambda r: r.replace(
         index=(index := r.index if r.index.any() else r.rollout % 2),
@@ -43,7 +71,7 @@ def test_built_in(name):
     found = registry.load(name)
     if isinstance(found, Bundle):
         for part, params in found.parts.items():
-            build_params(registry.load(part).Params, params, part)
+            build_params(registry.load(part).Params, {**PARAMS.get(part, {}), **params}, part)
         assert found.about.strip()
         return
     report = check_method(found, prepare=PREPARE.get(name), **PARAMS.get(name, {}))

@@ -1,0 +1,225 @@
+"""Turn control's mechanism, measured: what do limits, reminders and extensions save, and what do they cost?
+
+    python examples/evidence/turn_control.py --seeds 5 --out evidence-results
+
+An agent solves a task by enough useful turns; how many is drawn from a log-normal distribution. Every turn is useful
+with a certain probability and dithers otherwise. Two agents: one is deaf to reminders (half of its turns are useful),
+one hurries (the fewer turns it is told to have left, the more of them are useful, up to 95 %; half without a reminder).
+The unrestricted agent has at most 40 turns; limits are calibrated on 64 of its episodes, then 96 tasks are solved under
+each strategy, the same ones. Cost is what the engine reads over all turns if each adds the same number of tokens,
+turns (turns + 1) / 2, as a share of `unlimited`; the reminder itself is not counted.
+
+The spread: calibration that goes on while limits are in force. Turns wanted are geometric (10 % end every turn, T_75 =
+13); the last 64 episodes count. The library's rule (an episode that was cut off is longer than all others) against the
+two simple ones: its turns as they are, and leaving it out. Reported is the limit after 150 batches of 32 episodes.
+
+The method comes from the library and runs on the fake engine. Intervals are 95 % Student intervals over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from rl_plugins.compare.report import Interval
+from rl_plugins.environments import Observation
+from rl_plugins.methods.turn_control import TurnControl
+from rl_plugins.rollouts import Rollouts
+from rl_plugins.stack import MethodStack
+from rl_plugins.testing import make_plan, make_rollouts, make_tokens, start_stack
+from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
+
+CAP, CALIBRATION, TASKS = 40, 64, 96
+ARMS: dict[str, dict[str, Any]] = {
+    "unlimited": {"strategy": "unlimited"},
+    "fixed T75": {"strategy": "fixed"},
+    "fixed T50": {"strategy": "fixed", "percentile": 50},
+    "dynamic T50 to T75": {"strategy": "dynamic"},
+    "dynamic, not told": {"strategy": "dynamic", "remind_from": 0, "extension_text": ""},
+}
+AGENTS = ("deaf", "hurrying")
+WINDOW, BATCHES, BATCH, TRUE = 64, 150, 32, 13
+
+
+class Task:
+    """Done after `need` useful turns."""
+
+    def reset(self, columns: Any) -> Observation:
+        self.left = int(columns["need"])
+        return Observation("")
+
+    def act(self, action: str) -> Observation:
+        self.left -= action == "w"
+        return Observation("ok", done=self.left <= 0)
+
+    def score(self) -> float:
+        return float(self.left <= 0)
+
+    def close(self) -> None: ...
+
+
+def engine_of(agent: str, seed: int) -> TableEngine:
+    def model(text: str) -> dict[str, float]:
+        if text[-1] in "wd":
+            return {EOS: 1.0}
+        told = re.findall(r"(\d+) turns left", text)
+        useful = 0.5 if agent == "deaf" or not told else 0.5 + 0.45 * math.exp(-(int(told[-1]) - 1) / 6)
+        return {"w": useful, "d": 1 - useful}
+
+    return TableEngine(model, seed=seed)
+
+
+def method_of(arm: str) -> TurnControl:
+    options = {"calibration_episodes": CALIBRATION} | ARMS[arm]
+    return TurnControl(TurnControl.Params(environment=Task, hard_cap=CAP, reminder="{remaining} turns left", **options))
+
+
+def observe(stack: MethodStack, turns: list[int], reasons: list[str]) -> None:
+    n = len(turns)
+    meta = {"turns": turns, "stop_reason": reasons, "extended": [False] * n}
+    rollouts: Rollouts = make_rollouts(torch.zeros(n), lengths=[1] * n, meta=meta)
+    stack.call("observe", stack.methods[0], rollouts, make_tokens(rollouts), {})
+
+
+def payload_of(stack: MethodStack) -> Any:
+    plan = stack.call("plan", stack.methods[0], make_plan(1, 1))
+    return None if plan is None else plan.rows[0].payload
+
+
+def episodes(method: TurnControl, agent: str, needs: np.ndarray, seed: int, payload: Any) -> tuple[list[Any], float]:
+    """`meta` of an episode per task, and the cost of all."""
+    engine = engine_of(agent, seed)
+    prompts = [
+        make_prompt(engine.chat, f"task {i}", n=1, max_tokens=4000, columns={"need": int(n)}, payload=payload)
+        for i, n in enumerate(needs)
+    ]
+    made = [rollouts[0][0] for rollouts in run_program(method, prompts, engine)]
+    return [t.meta for t in made], sum(t.meta["turns"] * (t.meta["turns"] + 1) / 2 for t in made)
+
+
+def strategy(arm: str, agent: str, seed: int) -> dict[str, float]:
+    rng = np.random.default_rng(seed)
+    needs = np.ceil(rng.lognormal(1.6, 0.6, CALIBRATION + TASKS)).astype(int)
+    method = method_of(arm)
+    stack = start_stack(method)
+    meta, _ = episodes(method, agent, needs[:CALIBRATION], 1000 + seed, None)
+    observe(stack, [m["turns"] for m in meta], [m["stop_reason"] for m in meta])
+    meta, cost = episodes(method, agent, needs[CALIBRATION:], seed, payload_of(stack))
+    return {
+        "solved": 100 * float(np.mean([m["score"] for m in meta])),
+        "turns": float(np.mean([m["turns"] for m in meta])),
+        "extended": 100 * float(np.mean([m["extended"] for m in meta])),
+        "cost": cost,
+    }
+
+
+def limits(rule: str, seed: int) -> list[float]:
+    """The limit before every batch."""
+    rng = np.random.default_rng([seed, 3])
+    params = dict(calibration="rolling", calibration_episodes=WINDOW, window=WINDOW, update_every=1, hard_cap=50)
+    stack = start_stack(TurnControl(TurnControl.Params(environment=Task, **params)))
+    limit, curve = 50, []
+    turns: list[int] = []
+    for _ in range(BATCHES):
+        curve.append(float(limit))
+        wanted = rng.geometric(0.1, BATCH)
+        used = np.minimum(wanted, limit)
+        if rule == "longer than all":
+            observe(stack, used.tolist(), np.where(wanted > limit, "limit", "done").tolist())
+            given = payload_of(stack)
+            limit = given["turn_control"]["limit"] if given else limit
+        else:
+            counted = used if rule == "as they are" else used[wanted <= limit]
+            turns = [*turns, *counted.tolist()][-WINDOW:]
+            limit = math.ceil(np.percentile(turns, 75)) if len(turns) >= WINDOW else limit
+    return curve
+
+
+def summary(found: list[float]) -> dict[str, float]:
+    interval = Interval.of(found)
+    return {"mean": interval.mean, "ci95": interval.half}
+
+
+def _pm(cell: dict[str, float]) -> str:
+    return f"{cell['mean']:.1f} +-{cell['ci95']:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("rl_plugins").setLevel(logging.ERROR)
+    start = time.time()
+    result: dict[str, Any] = {"seeds": args.seeds, "strategies": {}, "limits": {}}
+    print(f"{'agent, strategy':32}{'cost, % of unlimited':>24}{'solved, %':>18}{'turns':>16}{'extended, %':>16}")
+    for agent in AGENTS:
+        runs = {arm: [strategy(arm, agent, seed) for seed in range(args.seeds)] for arm in ARMS}
+        for arm, of_arm in runs.items():
+            for run, free in zip(of_arm, runs["unlimited"], strict=True):
+                run["cost_share"] = 100 * run["cost"] / free["cost"]
+            names = ("cost_share", "solved", "turns", "extended")
+            cells = {name: summary([run[name] for run in of_arm]) for name in names}
+            result["strategies"][f"{agent}, {arm}"] = cells
+            shown = [_pm(cells[n]) for n in names]
+            print(
+                f"{f'{agent}, {arm}':32}" + "".join(f"{s:>{w}}" for s, w in zip(shown, (24, 18, 16, 16), strict=True))
+            )
+    print(f"\n{'episodes that were cut off count':34}{f'limit at the end (T75 = {TRUE})':>34}")
+    for rule in ("longer than all", "as they are", "left out"):
+        curves = np.array([limits(rule, seed) for seed in range(args.seeds)])
+        end = summary(curves[:, -30:].mean(1).tolist())
+        result["limits"][rule] = {"end": end, "mean": curves.mean(0).tolist()}
+        print(f"{rule:34}{_pm(end):>34}")
+    result["seconds"] = time.time() - start
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "turn_control.json").write_text(json.dumps(result, indent=1))
+    plot(result, args.out / "turn_control.png")
+    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'turn_control.json'}, {args.out / 'turn_control.png'}")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    figure, (trade, ratchet) = plt.subplots(1, 2, figsize=(12, 4.4))
+    for agent, marker in zip(AGENTS, ("o", "s"), strict=True):
+        for arm, color in zip(ARMS, ("black", "tab:blue", "tab:cyan", "tab:orange", "tab:gray"), strict=True):
+            cells = result["strategies"][f"{agent}, {arm}"]
+            trade.errorbar(
+                cells["cost_share"]["mean"],
+                cells["solved"]["mean"],
+                xerr=cells["cost_share"]["ci95"],
+                yerr=cells["solved"]["ci95"],
+                marker=marker,
+                color=color,
+                capsize=2,
+                linestyle="none",
+                label=f"{agent}, {arm}",
+            )
+    trade.set(title="cost and success", xlabel="tokens read (% of unlimited)", ylabel="solved (%)")
+    trade.legend(fontsize=7)
+    for rule, color in zip(result["limits"], ("tab:orange", "tab:blue", "tab:red"), strict=True):
+        ratchet.plot(result["limits"][rule]["mean"], color=color, label=rule)
+    ratchet.axhline(TRUE, color="black", linewidth=0.6, linestyle=":", label="T_75 of the unrestricted agent")
+    ratchet.set(title="rolling calibration: episodes that were cut off count", xlabel="batch", ylabel="turn limit")
+    ratchet.set_ylim(0, 25)
+    ratchet.legend(fontsize=8)
+    figure.suptitle("Turn control (arXiv 2510.16786) on simulated agents: mean over seeds, 95 % intervals")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""CLEANER (arXiv 2601.15141): a failed tool call is repaired while the rollout is made, and the failure is erased."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from functools import partial
+from typing import Any, Literal
+
+from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory, together
+
+PATTERNS = (
+    *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
+    *("worker_timeout", "NotImplementedError", "ValueError", "ZeroDivisionError"),
+)
+SUCCESS = "Tool call success"
+NOTE = "Note: this has failed {retries} times in a row. Try another approach."
+
+
+class Cleaner(Method):
+    """Similarity-aware adaptive rollback: the policy is trained on the call it should have made the first time.
+
+    A turn is reasoning and a call, which begins at `marker`. When the call o of a turn fails:
+
+        aside, behind the failed turn and its error, the policy generates another turn with a call n
+        s = difflib ratio of the texts of o and n, 0 to 1
+        s >= gamma:  reasoning of o + call of n      (shallow: the call is swapped)
+        s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
+        the error and the failed call are gone; the environment takes the repaired turn; again up to K times
+
+    No failure: token for token the plain agent loop. So it is with probability 1 - rollback_probability, drawn once per
+    rollout. After K retries the last failed call and its error stay, with a `note` if there were two retries or more,
+    and nothing is repaired in this rollout any more. The same holds after `max_attempts` calls. If the other turn has
+    no call, the error and that turn stay in the trajectory, as they were sampled, and repairs end. An empty one counts
+    as a retry. At the last of `max_turns` nothing is repaired; a repaired turn counts once. The turn aside may be
+    longer than the completion has room for; a repaired turn that is too long is cut, and ends the rollout.
+
+    Books: tokens of n were sampled in another context, so they are *forced*: trained, without a behavior log-prob
+    (NaN). Reasoning of o and everything generated after a repair were sampled in the merged context and keep theirs.
+    The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the ratio of the grafted
+    tokens starts at 1 although they are off-policy: a bias the method accepts. Corrections by rollout log-probs are
+    refused beside it.
+
+    A call has failed where the environment says so (`Observation.valid` is False; `errors: invalid`), or, as in the
+    authors' harness, where its text is not empty and does not contain `success_marker` (`errors: text`; `patterns`
+    only names the error). Of several calls in a turn the environment decides; all are repaired together. A turn without
+    `marker` is no call; with an empty marker every turn is one, without reasoning.
+
+    Environments with side effects. The repaired call must meet the environment as it was before the failed one. By
+    default failed calls are assumed to have no effect. Otherwise set `copy_environment`: the environment is copied
+    (copy.deepcopy) before each call, and the copy takes the repaired one; then an environment that raises or hangs is a
+    failed call, too, and a failed call that ends the episode can be repaired. Without it such an episode ends. Copies
+    are closed with the episode.
+
+    Shapes: `meta` of a row, counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered` (of
+    those, in the end), `given_up` (failed for good), `retries` (extra generations), `repairs`, `deep_repairs`; and
+    `error_types` of the failed first attempts ("invalid", or one of `patterns`, or "unknown_error"), `stop_reason`
+    ("done", "limit", "length", "aborted", "error"), `score`, `turns`, `done` and `error` of the environment.
+
+    Logged (training): failed_calls (share of the first attempts, repaired ones included), recovered (share of those),
+    deep (share of the repairs), retries (per rollout), grafted (share of the trained tokens that are forced).
+
+    State: none. Randomness: the draw, and the sampling.
+
+    Raises:
+        ConfigError: no environment, a parameter out of range, a note that cannot be filled in.
+        MethodError: the environment cannot be copied, or that of no rollout of a prompt can be reset.
+
+    Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER,
+    verl/verl/experimental/agent_loop/tool_agent_loop.py (commit 91e40ad7), whose merges the golden cases are.
+    """
+
+    name = "cleaner"
+    paper = Paper(
+        "2601.15141",
+        "CLEANER: Self-Purified Trajectories Boost Agentic Reinforcement Learning",
+        "Tianshi Xu and Yuteng Chen and Meng Li",
+        2026,
+        code="Tianshi-Xu/Open-CLEANER",
+    )
+    fidelity = "code"
+    use_when = "A small model's tool calls often fail and are right at the second try."
+    avoid_when = (
+        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to recover by "
+        "itself: errors are hardly ever seen in training."
+    )
+    cost = (
+        "At most max_tool_retries extra generations per turn, made one after the other; needs no feature of the engine."
+    )
+    disagreements = (
+        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON wrapper and "
+        "markers included, so unrelated short snippets reach about 0.6. compare='code' compares the arguments alone.",
+        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which doubles "
+        "them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' does not.",
+        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the books of "
+        "all others are kept.",
+    )
+    forces_tokens = True
+    in_eval = ("rollout",)
+    example_params = {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
+        gamma: float = param(0.5, "similarity from which only the call is swapped; 0: always, above 1: never", ge=0)
+        max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
+        rollback_probability: float = param(1.0, "of a rollout to be repaired at all", ge=0, le=1)
+        max_attempts: int = param(30, "calls of a rollout, retries counted, after which nothing is repaired", ge=1)
+        marker: str = param("<tool_call>", "text a call begins with; empty: the whole turn is the call")
+        compare: Literal["call_text", "code"] = param("call_text", "what is compared: the call as it is, or its code")
+        boundary: Literal["exact", "code_compat"] = param("exact", "where a marker of several tokens begins")
+        errors: Literal["invalid", "text"] = param("invalid", "how a failed call is known: by `valid`, or by the text")
+        success_marker: str = param(SUCCESS, "errors=text: what the text of a call that succeeded contains")
+        patterns: tuple[str, ...] = param(PATTERNS, "errors=text: names of errors, counted in the row's `meta`")
+        copy_environment: bool = param(False, "copy the environment before each call, for calls that change it")
+        note: str = param(NOTE, "added to the error after {retries} >= 2 retries")
+        max_turns: int = param(16, "of the agent", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
+        role: str = param("user", "of the messages that hold what the environment says")
+
+        def check(self) -> None:
+            if self.environment is None:
+                raise ConfigError(
+                    "no `environment` is given: a class or function without arguments that makes what the agent acts "
+                    "in, as module:attribute (the demo's: rl_plugins.demo.environments:Calculator)."
+                )
+            try:
+                self.note.format(retries=2)
+            except (KeyError, IndexError, ValueError, AttributeError) as e:
+                raise ConfigError(
+                    f"`note` is {self.note!r} and cannot be filled in ({type(e).__name__}: {e}). It may hold "
+                    f"{{retries}}; other braces are written twice."
+                ) from None
+
+    def rollout(self, prompt: Prompt) -> Program:
+        made = yield from together([self._episode(prompt, number) for number in range(prompt.n)])
+        trajectories = [t for t in made if t is not None]
+        if not trajectories:
+            raise MethodError("the environment of no rollout of a prompt could be reset; see the warnings above.")
+        if prompt.training:
+            self._report(trajectories)
+        return trajectories
+
+    def _episode(self, prompt: Prompt, number: int) -> Generator[Any, Any, Trajectory | None]:
+        """One rollout; None if its environment cannot be reset."""
+        p = self.params
+        book = _Book(off=bool(prompt.rng("rollback", number).random() >= p.rollback_probability))
+        book.environments.append(p.environment())
+        try:
+            try:
+                episode = yield from open_episode(prompt, book.environments[0], p.timeout)
+            except MethodError as e:
+                self.warn(f"a rollout is left out, {e}")
+                return None
+            stop = ""
+            while not stop:
+                turn = yield from generate(episode.trajectory, p.turn_tokens)
+                if len(turn) == len(episode.trajectory):
+                    stop = "length" if turn.finish == "length" else "aborted"
+                    break
+                episode, note = yield from self._take(prompt, episode, turn, book)
+                if episode.done:
+                    stop = "error" if episode.broken else "done"
+                elif book.too_long:
+                    stop = "length"
+                elif episode.turns >= p.max_turns:
+                    stop = "limit"
+                else:
+                    following = reply(prompt, episode, note, p.role)
+                    if prompt.room(following.trajectory):
+                        episode = following
+                    else:
+                        stop = "length"
+            made = finish(episode, stop_reason=stop, error_types=list(book.error_types), **book.counts)
+            return replace(made, finish="length") if stop == "length" else made
+        finally:
+            for environment in book.environments:
+                environment.close()
+
+    def _take(
+        self, prompt: Prompt, episode: Episode, turn: Trajectory, book: _Book
+    ) -> Generator[Any, Any, tuple[Episode, str]]:
+        """Lets the environment take a turn, and repairs its call where that fails.
+
+        Args:
+            episode: before the turn.
+            turn: the trajectory of `episode` with the turn.
+
+        Returns:
+            The episode after the turn, as it will be trained, and a note to the agent.
+        """
+        p, start, retries = self.params, len(episode.trajectory), 0
+        while True:
+            is_call = p.marker in prompt.chat.decode(turn.tokens[start:], special=True)
+            backup = None
+            if p.copy_environment and is_call and not book.off:
+                backup = yield from self._copy(episode.environment, book)
+            after = yield from act(prompt, episode, turn, p.timeout)
+            if backup is not None and after.broken:
+                after = replace(after, environment=backup, broken="")
+            wrong = self._error(after) if is_call else ""
+            book.count(calls=is_call and not retries, failed_calls=bool(wrong) and not retries)
+            book.error_types += [wrong] if wrong and not retries else []
+            book.attempts += is_call
+            book.off |= book.attempts >= p.max_attempts
+            if not wrong:
+                book.count(recovered=retries > 0)
+                return after, ""
+            if book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns:
+                break
+            if after.done and backup is None:
+                break
+            error = reply(prompt, after, role=p.role)
+            made = Trajectory(error.trajectory.context)  # aside, where the limit of the completion does not count
+            if not prompt.room(made):
+                break
+            while not made.tokens and retries < p.max_tool_retries:
+                retries += 1
+                book.count(retries=1)
+                made = yield from generate(made, p.turn_tokens)
+            if not made.tokens:
+                break
+            if p.marker not in prompt.chat.decode(made.tokens, special=True):
+                book.off = True
+                book.count(given_up=1)
+                if not prompt.room(error.trajectory):
+                    book.too_long = True
+                    return after, ""
+                episode, turn, start, retries = error, _joined(error.trajectory, made), len(error.trajectory), 0
+            else:
+                merge = merge_turns(turn.tokens[start:], made.tokens, partial(prompt.chat.decode, special=True), p)
+                turn = _joined(turn.cut(start + merge.keep), made.forget_sampling(), merge.begin)
+                book.count(repairs=1, deep_repairs=merge.deep)
+                episode = episode if backup is None else replace(episode, environment=backup)
+            fits = min(prompt.max_tokens, prompt.max_context - len(turn.prompt))
+            if len(turn) > fits:
+                book.too_long = True
+                cut = turn.cut(fits).turn(start, episode.anchor, valid=False)
+                return replace(episode, trajectory=cut, turns=episode.turns + 1), ""
+        book.off = True
+        book.count(given_up=1)
+        return after, p.note.format(retries=retries) if retries >= 2 else ""
+
+    def _error(self, episode: Episode) -> str:
+        """What is wrong with the call that was just made; empty if nothing is."""
+        p, said = self.params, episode.observation
+        if p.errors == "invalid" or episode.broken:
+            return "" if said.valid else "invalid"
+        return error_type(said.text, p.success_marker, p.patterns) or ""
+
+    def _copy(self, environment: Any, book: _Book) -> Generator[Any, Any, Any]:
+        name = type(environment).__name__
+        called = yield Call(copy.deepcopy, (environment,), self.params.timeout, f"the copy of the environment {name}")
+        if called.error:
+            raise MethodError(
+                f"the environment {name} cannot be copied with copy.deepcopy ({called.error}). Give it a __deepcopy__, "
+                f"or set `copy_environment` to false, which is right where a failed call changes nothing."
+            )
+        book.environments.append(called.value)
+        return called.value
+
+    def _report(self, trajectories: Sequence[Trajectory]) -> None:
+        total = {name: sum(t.meta[name] for t in trajectories) for name in COUNTS}
+        trained = sum(sum(t.trained) for t in trajectories)
+        for name, part, of in (
+            ("failed_calls", total["failed_calls"], total["calls"]),
+            ("recovered", total["recovered"], total["failed_calls"]),
+            ("deep", total["deep_repairs"], total["repairs"]),
+            ("retries", total["retries"], len(trajectories)),
+            ("grafted", sum(t.kinds.count(Kind.FORCED) for t in trajectories), trained),
+        ):
+            if of:
+                self.log(name, part / of, weight=of)
+
+
+COUNTS = ("calls", "failed_calls", "recovered", "given_up", "retries", "repairs", "deep_repairs")
+
+
+@dataclass
+class _Book:
+    """What happened in one rollout so far.
+
+    Args:
+        off: nothing is repaired any more.
+        attempts: calls made, retries counted.
+        too_long: a turn did not fit.
+        environments: all that must be closed.
+    """
+
+    off: bool
+    attempts: int = 0
+    too_long: bool = False
+    environments: list[Any] = field(default_factory=list)
+    error_types: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+
+    def count(self, **more: int) -> None:
+        for name, n in more.items():
+            self.counts[name] += int(n)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How a failed turn and the one after it become one: tokens 0..keep-1 of the failed turn, and those of the other
+    from `begin` on.
+
+    Args:
+        keep, begin: 0 and 0 where the whole turn is replaced.
+        similarity: of the calls, 0 to 1; None if one of the turns has none.
+        deep: the whole turn is replaced.
+    """
+
+    keep: int
+    begin: int
+    similarity: float | None
+    deep: bool
+
+
+def merge_turns(old: Sequence[int], new: Sequence[int], decode: Callable[[Sequence[int]], str], p: Any) -> Merge:
+    """The merge of a failed turn `old` with `new` (token ids).
+
+    Args:
+        decode: text of tokens, special ones included.
+        p: parameters `gamma`, `marker`, `boundary` and `compare`.
+    """
+    keep, begin = call_start(old, decode, p.marker, p.boundary), call_start(new, decode, p.marker, p.boundary)
+    if keep is None or begin is None:
+        return Merge(0, 0, None, True)
+    was, becomes = decode(old[keep:]), decode(new[begin:])
+    if p.compare == "code":
+        was, becomes = code_of(was), code_of(becomes)
+    similarity = SequenceMatcher(None, was, becomes).ratio()
+    return Merge(0, 0, similarity, True) if similarity < p.gamma else Merge(keep, begin, similarity, False)
+
+
+def call_start(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], marker: str, boundary: str) -> int | None:
+    """Number of the token with which the call begins: the one that holds the marker's first character ("exact"), or the
+    one with which the marker is complete ("code_compat"); None without a marker. The text grows with the tokens, so
+    both are found by bisection."""
+    text = decode(tokens)
+    place = text.find(marker)
+    if place < 0 or not marker:
+        return 0 if not marker else None
+    head = text[: place + (1 if boundary == "exact" else len(marker))]
+    return bisect_left(range(len(tokens)), True, key=lambda i: decode(tokens[: i + 1]).startswith(head))
+
+
+def code_of(call: str) -> str:
+    """The arguments of a call that is written as a JSON object with `arguments`, one per line; else the call."""
+    found = re.search(r"\{.*\}", call, re.DOTALL)
+    try:
+        arguments = json.loads(found.group())["arguments"] if found else None
+    except (ValueError, KeyError, TypeError):
+        return call
+    if isinstance(arguments, dict):
+        return "\n".join(str(value) for value in arguments.values())
+    return arguments if isinstance(arguments, str) else call
+
+
+def error_type(text: str, success_marker: str = SUCCESS, patterns: Sequence[str] = PATTERNS) -> str | None:
+    """The error a tool's text tells of: the first pattern in it, else "unknown_error"; None if it is empty or tells of
+    success."""
+    if not text or success_marker in text:
+        return None
+    return next((pattern for pattern in patterns if pattern in text), "unknown_error")
+
+
+def _joined(trajectory: Trajectory, made: Trajectory, begin: int = 0) -> Trajectory:
+    """With the tokens of another trajectory from `begin` on, and all that is known of them."""
+    return replace(
+        trajectory,
+        tokens=trajectory.tokens + made.tokens[begin:],
+        kinds=trajectory.kinds + made.kinds[begin:],
+        logprobs=trajectory.logprobs + made.logprobs[begin:],
+        versions=trajectory.versions + made.versions[begin:],
+        finish=made.finish,
+        rewards=None,
+    )

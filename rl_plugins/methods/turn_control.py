@@ -1,0 +1,336 @@
+"""Turn control (arXiv 2510.16786): how many turns an agent has, whether it is told, and who gets more.
+
+With `strategy: unlimited` this is the plain agent loop in an environment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rl_plugins.agents import act, finish, generate, open_episode, reply
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Program, Prompt, Trajectory, together
+from rl_plugins.rollouts import Plan, Rollouts, Run, Shape, Tokens
+
+REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
+EXTENSION = "ENVIRONMENT REMINDER: The task is not finished yet. You get {extension} more turns."
+CUT = ("limit", "extended_limit", "length", "aborted")  # the agent would have gone on
+
+
+class TurnControl(Method):
+    """Agent loop with a turn limit L that the agent is told, and an extension E for those that are not done by then.
+
+        used = 0
+        while used < L and not done:
+            the latest message the agent reads ends with "<L - used> turns left"
+            the agent generates a turn, the environment takes it, used += 1
+            if used = L, not done, extensions left, should_extend:  L += E, and the agent is told
+
+        unlimited   L = hard_cap, nothing is told: the plain agent loop
+        fixed       L = T_75
+        dynamic     L = T_50, E = T_75 - T_50
+
+        T_q = ceil(percentile_q of the turns of the unrestricted agent), linear interpolation, solved or not
+
+    A turn is one generation and what the environment makes of it. The last one is taken by the environment like any
+    other: what is there when the turns are used up is what is graded. Token cost grows about quadratically in turns.
+
+    Calibration. Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) until `calibration_episodes`
+    have been seen; then T_q comes from them, for good (`freeze`, the default) or anew every `update_every` batches from
+    the last `window` episodes (`rolling`), between `min_turns` and `hard_cap`. An episode that was cut off counts as
+    longer than every one that was not, for nobody knows how long it would have been: with its turns as they are (or
+    without it) limits would be learned from what limits left, and sink batch by batch. Where T_q lies among those that
+    were cut off it is one more than the longest seen. Episodes whose environment broke do not count. Limits are
+    computed on the driver and travel to the rollouts as a payload of the plan. In evaluation there is no plan: there
+    the `limit` of the parameters holds, or none.
+
+    Reminders are tokens of the trajectory that carry no gradient, and stay where they are: the policy has read them,
+    so log-probs are those of what was trained on, and caches of prefixes hold. The first one is part of the prompt.
+
+    Shapes: turns are whole numbers. `meta` of a row: `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and
+    `score`, `done`, `error` of the environment. stop_reason: "done" (also at used = L), "limit", "extended_limit",
+    "length" (nothing more fits into the completion; the row counts as truncated), "aborted" (the engine made no token),
+    "error" (the environment raised or took too long; its turn is invalid). A rollout whose environment cannot be reset
+    is left out with a warning.
+
+    Rewards are those of the run's reward functions. `unfinished: mask` takes rows that were cut off out of the update
+    (overlong filtering); they stay in the statistics of their group.
+
+    Logged: turns, done, limited, length, failed (shares of the episodes), extended (share), turns_25, turns_50,
+    turns_75 (T_q of the batch), limit and last_limit that are in force for the next batch.
+
+    State: turns and cut (whether cut off) of the episodes of the window, and the limit; nothing where no limit is
+    calibrated. Randomness: none but the sampling.
+
+    Raises:
+        ConfigError: no environment, a reminder that cannot be filled in, a combination of parameters without effect.
+        MethodError: the environment of no rollout of a prompt can be reset.
+
+    Source: the paper's abstract and others' reviews of it; no code was published. Wording and place of the reminder are
+    those of related agents. The rule and the sizes of the extension are a reconstruction, and so is what happens with
+    episodes that were cut off: the paper calibrates once, before anything is limited.
+    """
+
+    name = "turn_control"
+    paper = Paper(
+        "2510.16786",
+        "More with Less: An Empirical Study of Turn-Control Strategies for Efficient Coding Agents",
+        "Pengfei Gao and Chao Peng",
+        2025,
+    )
+    fidelity = "paper"
+    use_when = "An agent acts in an environment over several turns: `unlimited` is the plain loop, the others bound it."
+    avoid_when = "Tasks differ widely in the turns they need: the 75th percentile of all is too few for the longest."
+    cost = (
+        "One engine call and one call of the environment per turn; no rollout is longer than its limit. Needs no "
+        "feature of the engine."
+    )
+    disagreements = (
+        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who is not "
+        "done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and `max_extensions` select.",
+        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and solves "
+        "exactly what `fixed` does: the paper's saving comes from agents that hurry.",
+    )
+    needs = frozenset({"column:turns", "column:stop_reason", "column:extended"})
+    in_eval = ("rollout",)
+    example_params = {"environment": "rl_plugins.demo.environments:Grid"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
+        strategy: Literal["unlimited", "fixed", "dynamic"] = param("fixed", "how turns are limited")
+        hard_cap: int = param(50, "turns of the unrestricted agent, and the largest limit that is calibrated", ge=1)
+        limit: int | None = param(None, "turns (before an extension); none: from the calibration", ge=1)
+        extension: int | None = param(None, "dynamic: further turns; none: up to T of `last_percentile`", ge=0)
+        max_extensions: int = param(1, "dynamic: extensions of an episode", ge=0)
+        should_extend: Callable[..., Any] | None = param(
+            None, "dynamic: should_extend(environment) at the limit; none: whoever is not done. A failure means no"
+        )
+        calibration: Literal["off", "freeze", "rolling"] | None = param(
+            None, "how the limit is learned from episodes; none: off with a `limit`, else freeze"
+        )
+        percentile: float | None = param(None, "of the turns, the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100)
+        last_percentile: float = param(75.0, "dynamic: of the turns, the limit after an extension", ge=0, le=100)
+        calibration_episodes: int = param(64, "episodes before the first calibration", ge=1)
+        window: int = param(512, "latest episodes that count", ge=1)
+        update_every: int = param(10, "rolling: batches between two calibrations", ge=1)
+        min_turns: int = param(1, "smallest limit that is calibrated", ge=1)
+        remind_from: int | None = param(
+            None, "turns left from which on the agent is reminded; none: from the first turn; 0: never", ge=0
+        )
+        reminder: str = param(REMINDER, "text with {remaining}, and perhaps {used} and {limit}")
+        extension_text: str = param(EXTENSION, "what an agent is told that gets {extension} more turns, or nothing")
+        unfinished: Literal["grade", "mask"] = param("grade", "rows that were cut off: graded as they are, or masked")
+        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
+        role: str = param("user", "of the messages that hold what the environment says")
+
+        def check(self) -> None:
+            if self.environment is None:
+                raise ConfigError(
+                    "no `environment` is given: a class or function without arguments that makes what the agent acts "
+                    "in, as module:attribute (the demo's: rl_plugins.demo.environments:Grid)."
+                )
+            if self.strategy == "unlimited":
+                idle = [n for n in ("limit", "extension", "percentile", "calibration") if getattr(self, n) is not None]
+                if idle:
+                    raise ConfigError(
+                        f"{', '.join(f'`{n}`' for n in idle)} has no effect with `strategy` unlimited. Remove it, or "
+                        f"choose fixed or dynamic; the longest episode of all is `hard_cap`."
+                    )
+            elif self.how == "off" and self.limit is None:
+                raise ConfigError("`calibration` is off, so `limit` must be given; or choose freeze or rolling.")
+            if self.strategy != "dynamic" and (self.extension is not None or self.should_extend is not None):
+                raise ConfigError("`extension` and `should_extend` have an effect with `strategy` dynamic only.")
+            if self.strategy == "dynamic" and self.first_percentile > self.last_percentile:
+                raise ConfigError(
+                    f"`percentile` is {self.first_percentile:g}, above `last_percentile` = {self.last_percentile:g}; "
+                    f"the limit after an extension cannot be the lower one."
+                )
+            if self.calibration_episodes > self.window:
+                raise ConfigError(
+                    f"`calibration_episodes` is {self.calibration_episodes}, but only the last `window` = "
+                    f"{self.window} episodes are kept. Raise `window` or lower `calibration_episodes`."
+                )
+            if self.min_turns > self.hard_cap:
+                raise ConfigError(f"`min_turns` is {self.min_turns}, above `hard_cap` = {self.hard_cap}.")
+            for name, text, known in (
+                ("reminder", self.reminder, {"remaining": 1, "used": 0, "limit": 1}),
+                ("extension_text", self.extension_text, {"extension": 1}),
+            ):
+                try:
+                    text.format(**known)
+                except (KeyError, IndexError, ValueError, AttributeError) as e:
+                    raise ConfigError(
+                        f"`{name}` is {text!r} and cannot be filled in ({type(e).__name__}: {e}). It may hold "
+                        f"{', '.join(f'{{{k}}}' for k in known)}; other braces are written twice."
+                    ) from None
+
+        @property
+        def how(self) -> str:
+            """How limits are calibrated."""
+            if self.strategy == "unlimited":
+                return "off"
+            return self.calibration or ("freeze" if self.limit is None else "off")
+
+        @property
+        def first_percentile(self) -> float:
+            return (50.0 if self.strategy == "dynamic" else 75.0) if self.percentile is None else self.percentile
+
+    # ---- the driver: limits
+
+    def start(self, run: Run) -> None:
+        if self.params.how != "off":
+            self.state = {"turns": [], "cut": [], "batches": 0, "limit": 0, "extension": 0}
+
+    def plan(self, plan: Plan) -> Plan | None:
+        if not self.state.get("limit"):
+            return None
+        mine = {self.name: {"limit": self.state["limit"], "extension": self.state["extension"]}}
+        return plan.replace(rows=tuple(row.replace(payload={**(row.payload or {}), **mine}) for row in plan.rows))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        columns = (rollouts.meta["turns"], rollouts.meta["stop_reason"], rollouts.meta["extended"])
+        first = (rollouts.index == 0).tolist()
+        episodes = [e for e, is_first in zip(zip(*columns, strict=True), first, strict=True) if is_first and e[1]]
+        if episodes:
+            turns = [int(t) for t, _, _ in episodes]
+            reasons = [reason for _, reason, _ in episodes]
+            self.log("turns", float(np.mean(turns)))
+            self.log("extended", float(np.mean([bool(e) for _, _, e in episodes])))
+            for name, of in (("done", ("done",)), ("limited", CUT[:2]), ("length", CUT[2:]), ("failed", ("error",))):
+                self.log(name, sum(r in of for r in reasons) / len(reasons))
+            cut = [reason in CUT for reason in reasons]
+            counted = [i for i, reason in enumerate(reasons) if reason != "error"]
+            turns, cut = [turns[i] for i in counted], [cut[i] for i in counted]
+            for q in (25, 50, 75) if turns else ():
+                self.log(f"turns_{q}", turns_at(q, turns, cut))
+            self._calibrate(turns, cut)
+        limit, extension = self._limits(self.state)
+        self.log("limit", limit)
+        self.log("last_limit", limit + extension * self.params.max_extensions)
+
+    def _calibrate(self, turns: Sequence[int], cut: Sequence[bool]) -> None:
+        """Adds the episodes of a batch to the window, and computes the limit where it is time to."""
+        p, state = self.params, self.state
+        if p.how == "off" or (p.how == "freeze" and state["limit"]):
+            return
+        window = {"turns": [*state["turns"], *turns][-p.window :], "cut": [*state["cut"], *cut][-p.window :]}
+        batches = state["batches"] + 1
+        self.state = {**state, **window, "batches": batches}
+        due = not state["limit"] or batches % p.update_every == 0
+        if due and len(window["turns"]) >= p.calibration_episodes:
+            first, last = (
+                min(max(turns_at(q, **window), p.min_turns), p.hard_cap)
+                for q in (p.first_percentile, p.last_percentile)
+            )
+            extension = last - first if p.extension is None else p.extension
+            self.state = {**self.state, "limit": first, "extension": extension if p.strategy == "dynamic" else 0}
+
+    def _limits(self, given: Mapping[str, int]) -> tuple[int, int]:
+        """Limit and extension: of a calibration, of the parameters, or none but the cap."""
+        p = self.params
+        if given.get("limit"):
+            return given["limit"], given["extension"]
+        if p.strategy == "unlimited" or p.limit is None:
+            return p.hard_cap, 0
+        if p.strategy == "fixed":
+            return p.limit, 0
+        return p.limit, math.ceil(p.limit / 2) if p.extension is None else p.extension
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
+        if self.params.unfinished == "grade":
+            return None
+        return Shape(keep_rows=torch.tensor([reason not in CUT for reason in rollouts.meta["stop_reason"]]))
+
+    # ---- the rollouts
+
+    def rollout(self, prompt: Prompt) -> Program:
+        made = yield from together([self._episode(prompt) for _ in range(prompt.n)])
+        trajectories = [t for t in made if t is not None]
+        if not trajectories:
+            raise MethodError("the environment of no rollout of a prompt could be reset; see the warnings above.")
+        return trajectories
+
+    def _episode(self, prompt: Prompt) -> Generator[Any, Any, Trajectory | None]:
+        """One rollout; None if its environment cannot be reset."""
+        p = self.params
+        given = (prompt.payload or {}).get(self.name, {}) if isinstance(prompt.payload, Mapping | None) else {}
+        limit, extension = self._limits(given)
+        told = p.strategy != "unlimited" and (bool(given) or p.limit is not None)  # not while turns are calibrated
+        granted = 0
+        environment = p.environment()
+        try:
+            try:
+                first = self._reminder(0, limit) if told else ""
+                episode = yield from open_episode(prompt, environment, p.timeout, first)
+            except MethodError as e:
+                self.warn(f"a rollout is left out, {e}")
+                return None
+            while True:
+                trajectory = yield from generate(episode.trajectory, p.turn_tokens)
+                if len(trajectory) == len(episode.trajectory):
+                    stop = "length" if trajectory.finish == "length" else "aborted"
+                    break
+                episode = yield from act(prompt, episode, trajectory, p.timeout)
+                if episode.done:
+                    stop = "error" if episode.broken else "done"
+                    break
+                news = ""
+                if episode.turns >= limit:
+                    more = extension > 0 and granted < p.max_extensions
+                    if not (more and (yield from self._extend(environment))):
+                        stop = "extended_limit" if granted else "limit"
+                        break
+                    granted, limit = granted + 1, limit + extension
+                    news = p.extension_text.format(extension=extension)
+                reminder = self._reminder(episode.turns, limit) if told else ""
+                following = reply(prompt, episode, "\n".join(filter(None, (news, reminder))), p.role)
+                if not prompt.room(following.trajectory):
+                    stop = "length"
+                    break
+                episode = following
+            made = finish(episode, stop_reason=stop, limit_final=limit, extended=granted > 0)
+            return replace(made, finish="length") if stop == "length" else made
+        finally:
+            environment.close()
+
+    def _reminder(self, used: int, limit: int) -> str:
+        p, remaining = self.params, limit - used
+        if p.remind_from is not None and remaining > p.remind_from:
+            return ""
+        return str(p.reminder.format(remaining=remaining, used=used, limit=limit))
+
+    def _extend(self, environment: Any) -> Generator[Any, Any, bool]:
+        if self.params.should_extend is None:
+            return True
+        called = yield Call(self.params.should_extend, (environment,), self.params.timeout, "should_extend")
+        if called.error:
+            self.warn(f"should_extend failed, which counts as no: {called.error}")
+        return bool(called.value)
+
+
+def turns_at(q: float, turns: Sequence[int], cut: Sequence[bool]) -> int:
+    """T_q: percentile q (0 to 100) of the turns, linearly interpolated and rounded up.
+
+    Episodes that were cut off are longer than all others by an unknown amount; where q lies among them the answer is
+    one more than the longest of all.
+
+    Args:
+        turns: of each episode, at least one.
+        cut: whether it was cut off.
+    """
+    known = np.sort(np.where(cut, np.inf, np.asarray(turns, dtype=float)))
+    place = (len(known) - 1) * q / 100
+    low, high = known[math.floor(place)], known[math.ceil(place)]
+    if math.isinf(high):
+        return max(turns) + 1
+    return math.ceil(low + (place - math.floor(place)) * (high - low) - 1e-9)
