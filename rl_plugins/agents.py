@@ -99,10 +99,13 @@ def act(prompt: Prompt, episode: Episode, trajectory: Trajectory, timeout: float
 
 
 def reply(prompt: Prompt, episode: Episode, extra: str = "", role: str = "user") -> Episode:
-    """With the observation, and `extra` behind it, as a message the agent reads next."""
+    """With the observation, and `extra` behind it, as a message the agent reads next. A turn that was cut off is ended
+    first, with a token the agent only reads."""
     text = "\n".join(part for part in (episode.observation.text, extra) if part)
     tokens = prompt.chat.reply([{"role": role, "content": text}])
-    return replace(episode, trajectory=episode.trajectory.observe(tokens))
+    spoken = episode.trajectory.tokens
+    end = prompt.chat.eos[:1] if spoken and spoken[-1] not in prompt.chat.eos else ()
+    return replace(episode, trajectory=episode.trajectory.observe((*end, *tokens)))
 
 
 def play(

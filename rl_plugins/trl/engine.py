@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from rl_plugins.chat import TokenizerChat
+from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.trl.ranks import gather
@@ -71,6 +72,38 @@ class TrlEngine:
                 results[i].append(one)
         return results
 
+    def race(
+        self, requests: Sequence[Generate], group: Sequence[int], enough: int
+    ) -> tuple[list[Generated], list[int]]:
+        """One completion for each request, all decoded together until `enough` groups are complete on this rank; the
+        others come back as they are, with finish "abort".
+
+        Args:
+            group: number of each request's group, from 0; a group is complete when all its requests have ended.
+            enough: groups; 0 decodes nothing.
+
+        Returns:
+            The completions, and after how many tokens each ended (of those that were aborted: the last one).
+        """
+        t = self.trainer
+        if t.use_vllm:
+            raise ConfigError("Over-provisioned generation interrupts the engine, which is served with use_vllm=False.")
+        if not requests or not enough:
+            return [Generated((), (), "abort", t.state.global_step) for _ in requests], [0] * len(requests)
+        options = _Options(float(t.temperature), (), 0, 0)
+        limits = torch.tensor([r.max_tokens or 1 for r in requests])
+        groups = torch.tensor(group)
+        with self._transformers(options, limits, (groups, enough)) as watch:
+            ids, _ = self._host([list(r.trajectory.context) for r in requests], None, {}, 1)
+        eos = set(t.eos_token_ids)
+        made = []
+        for k, (request, tokens) in enumerate(zip(requests, ids, strict=True)):
+            g = watch.generated(k, list(tokens))
+            ended = bool(g.tokens) and g.tokens[-1] in eos
+            finish: Finish = "eos" if ended else "length" if len(g.tokens) >= (request.max_tokens or 1) else "abort"
+            made.append(replace(g, finish=finish, version=t.state.global_step))
+        return made, [len(g.tokens) for g in made]
+
     def _options(self, request: Generate) -> _Options:
         temperature = self.trainer.temperature if request.temperature is None else request.temperature
         limit = request.max_tokens or 1
@@ -106,8 +139,11 @@ class TrlEngine:
         return Generated(g.tokens, g.logprobs, finish, version, g.top, options.temperature != 0)
 
     @contextlib.contextmanager
-    def _transformers(self, options: _Options, limits: Tensor) -> Iterator[_Watch]:
-        """`generate` of the policy with the options of a call."""
+    def _transformers(
+        self, options: _Options, limits: Tensor, race: tuple[Tensor, int] | None = None
+    ) -> Iterator[_Watch]:
+        """`generate` of the policy with the options of a call. `race`: group of each row, and how many groups must be
+        complete for all to stop."""
         t = self.trainer
         model = t.accelerator.unwrap_model(t.model_wrapped)
         before = model.__dict__.get("generate")
@@ -126,7 +162,7 @@ class TrlEngine:
                 *args,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([watch]),
-                stopping_criteria=StoppingCriteriaList([_Stop(watch)]),
+                stopping_criteria=StoppingCriteriaList([_Stop(watch, race, t.eos_token_ids)]),
                 **kwargs,
             )
             watch.finish(out)
@@ -259,11 +295,13 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Every row has its own limit of tokens, and stops after a stop text."""
+    """Every row has its own limit of tokens, and stops after a stop text; in a race all stop when enough groups are
+    complete."""
 
-    def __init__(self, watch: _Watch) -> None:
-        self.watch = watch
+    def __init__(self, watch: _Watch, race: tuple[Tensor, int] | None, eos: Sequence[int]) -> None:
+        self.watch, self.race, self.eos = watch, race, torch.tensor(list(eos))
         self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
+        self.ended = self.done.clone()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         w = self.watch
@@ -272,6 +310,12 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         if w.options.stop:
             texts = w.tokenizer.batch_decode(input_ids[:, w.start :][:, -_window(w.options.stop) :])
             now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts])
+        if self.race is not None:
+            group, enough = self.race
+            self.ended |= now | torch.isin(input_ids[:, -1].cpu(), self.eos)
+            running = torch.zeros(int(group.max()) + 1).index_add(0, group, (~self.ended).float())
+            if int((running == 0).sum()) >= enough:
+                now = torch.ones_like(now)
         first = now & ~self.done
         w.length[first] = made
         self.done |= now

@@ -94,11 +94,22 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
     """What this run offers."""
     import trl
 
-    missing_hooks = {
-        "admit": "TRL generates and trains in turn; there is no queue to admit from.",
-    }
+    missing_hooks: dict[str, str] = {}
+    if args.use_vllm or stack.claims["rollout"] or any(m.rounds for m in stack.methods) or inputs.has_images:
+        what = (
+            "vLLM, which TRL does not let interrupt"
+            if args.use_vllm
+            else "images"
+            if inputs.has_images
+            else "a method that makes rollouts with a program or in rounds"
+        )
+        missing_hooks["admit"] = (
+            f"groups that go on in a later batch are decoded by transformers' generate, and the run has {what}. Set "
+            f"use_vllm=False, or remove one of the methods."
+        )
     brings = "rollout_func" if inputs.rollout_func else "tools or environments of its own" if inputs.tools else ""
     if brings:
+        missing_hooks["admit"] = f"the trainer has {brings}, which generates by itself. Remove {brings}."
         missing_hooks["rollout"] = (
             f"the trainer has {brings}, and a rollout program makes the completions itself. Give what it needs as "
             f"parameters of the method, and remove {brings}."

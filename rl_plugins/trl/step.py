@@ -27,6 +27,7 @@ from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.programs import ProgramRow, host_turns, run_programs, served
 from rl_plugins.trl.prompts import ROW, Prompts, strip
+from rl_plugins.trl.queue import run_queue
 from rl_plugins.trl.ranks import deal, gather, on_driver
 
 T = TypeVar("T")
@@ -105,12 +106,15 @@ class GenerationStep:
         self.prompts = Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
         self.mine: list[Row] = []
         self.regular = self.as_proposed = False
-        self.programs = bool(self.stack.claims["rollout"])
+        self.programs = self.stack.claimed("rollout", "admit")  # rows are made before TRL's own method runs
 
     # ---- what is generated
 
     def plan(self) -> None:
         """Decides the rows of every rank; with rounds, they are generated and scored here."""
+        if self.stack.claims["admit"]:
+            self._serve_made(run_queue(self))
+            return
         rounds = any(m.rounds for m in self.stack.methods)
 
         def first() -> tuple[PlanRow, ...]:
@@ -140,9 +144,14 @@ class GenerationStep:
         if rounds:
             rows = self._rounds(rows)
         elif self.programs:
-            made = run_programs(self.trainer, plan, self.prompts.row)
-            rows = [Row(m.plan, m.rollout, made=m) for m in made]
-            self.payload = [m.plan.payload for m in made]
+            self._serve_made(run_programs(self.trainer, plan, self.prompts.row))
+            return
+        self.rows = deal(rows, self.accelerator.num_processes, self.local_batch, FILLER)
+
+    def _serve_made(self, made: Sequence[ProgramRow]) -> None:
+        """Rows that exist already; TRL's own method gets them instead of generating."""
+        self.payload = [m.plan.payload for m in made]
+        rows = [Row(m.plan, m.rollout, made=m) for m in made]
         self.rows = deal(rows, self.accelerator.num_processes, self.local_batch, FILLER)
 
     def _keep_payload(self, rows: Sequence[PlanRow]) -> tuple[PlanRow, ...]:
@@ -167,13 +176,18 @@ class GenerationStep:
                 f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
             )
         for p in special:
-            limit = min(p.max_tokens or t.max_completion_length, t.max_completion_length)
-            longest = max([len(c.tokens) for c in p.given], default=0)
-            if len(p.prefix) >= limit or longest > t.max_completion_length:
-                raise MethodError(
-                    f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
-                    f"tokens; the completion length is {limit}."
-                )
+            self._check_plan_row(p)
+
+    def _check_plan_row(self, p: PlanRow) -> None:
+        """Refuses what does not fit into a completion."""
+        t = self.trainer
+        limit = min(p.max_tokens or t.max_completion_length, t.max_completion_length)
+        longest = max([len(c.tokens) for c in p.given], default=0)
+        if len(p.prefix) >= limit or longest > t.max_completion_length:
+            raise MethodError(
+                f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
+                f"tokens; the completion length is {limit}."
+            )
 
     def _rounds(self, rows: list[Row]) -> list[Row]:
         """Generates and scores round by round until no method asks for more; TRL is then served from what is there."""
@@ -503,6 +517,7 @@ class GenerationStep:
             assert out is not None
             part[name] = out[_COLUMN_KEYS[name]].detach().cpu()[real][:, : len(place)][inside]
         if self.programs:
+            part["version"] = self._versions(real, inside)
             part["meta"] = [dict(self._trajectory(i).meta) for i in real]
         if "steps" in needs:
             part["turns"] = self._turns(real, tool_mask, ids)
@@ -521,6 +536,15 @@ class GenerationStep:
             return torch.tensor([k == Kind.FORCED for k in row.made.trajectory.kinds] or [False])
         first = length if row.number < len(row.plan.given) else len(row.plan.prefix)
         return torch.arange(length) < first
+
+    def _versions(self, real: list[int], inside: Tensor) -> Tensor:
+        """(tokens,) optimizer step of the policy that made each token; of tokens no policy made, this one."""
+        now = self.trainer.state.global_step
+        versions = torch.full(inside.shape, now, dtype=torch.int64)
+        for k, i in enumerate(real):
+            own = torch.tensor(self._trajectory(i).versions, dtype=torch.int64)
+            versions[k, : len(own)] = torch.where(own < 0, now, own)
+        return versions[inside]
 
     def _trajectory(self, i: int) -> Trajectory:
         made = self.mine[i].made
@@ -572,7 +596,7 @@ class GenerationStep:
             length=length,
             truncated=cat("truncated"),
             kept=torch.ones(len(rows), dtype=torch.bool),
-            version=torch.full((len(rows),), t.state.global_step, dtype=torch.int64),
+            version=torch.full((len(rows),), t.state.global_step, dtype=torch.int64),  # the oldest is filled in below
             text=listed("text"),
             raw_text=listed("raw_text"),
             messages=listed("messages"),
@@ -592,6 +616,10 @@ class GenerationStep:
             **{name: cat(name) for name in self.columns_wanted},
         )
         self.completion_length = cat("completion_length")
+        if self.programs:
+            version = cat("version")
+            oldest = rollouts.version.scatter_reduce(0, row, version, "amin") if len(row) else rollouts.version
+            rollouts, tokens = rollouts.replace(version=oldest), tokens.replace(version=version)
         turns = listed("turns")
         if turns is not None:
             rollouts, tokens = with_steps(rollouts, tokens, turns)

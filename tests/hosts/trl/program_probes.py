@@ -10,6 +10,7 @@ from probes import Probe
 
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.rollouts import Admission
 
 SEEN: dict[str, Any] = {}
 
@@ -165,3 +166,23 @@ class Evaluated(Probe):
         SEEN.setdefault("training", []).append((prompt.training, prompt.messages[0]["content"], prompt.n))
         made = yield Generate(prompt.start().force((7,)), n=prompt.n)
         return [prompt.start().force((7,)).add(g) for g in made]
+
+
+class Over(Probe):
+    """Begins `factor` times as many groups as are trained; everything that waits goes on first."""
+
+    name = "over_begin"
+    needs = {"rollout_logprobs", "old_logprobs"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        factor: float = param(2.0, "groups begun per group trained")
+
+    def admit(self, queue):
+        SEEN.setdefault("queues", []).append(queue)
+        total = round(queue.groups * self.params.factor)
+        resume = tuple(range(min(len(queue.carried), total)))
+        return Admission(fresh=total - len(resume), resume=resume)
+
+    def observe(self, rollouts, tokens, stats):
+        SEEN.setdefault("batches", []).append((rollouts, tokens))

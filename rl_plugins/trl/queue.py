@@ -1,0 +1,101 @@
+"""Over-provisioned generation in TRL: all admitted groups are decoded together until enough are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rl_plugins.queue import Group, admit, finished, settle_queue
+from rl_plugins.requests import Generate, Prompt, Trajectory
+from rl_plugins.trl.programs import ProgramRow
+from rl_plugins.trl.ranks import gather, on_driver
+
+
+def run_queue(step: Any) -> list[ProgramRow]:
+    """Generates, puts what is not trained back into the queue, and returns the rows of the groups that are.
+
+    On several ranks every rank decodes whole groups of its own and stops at its share of complete ones; there is no
+    exchange for every token.
+
+    Args:
+        step: the `GenerationStep`.
+    """
+    trainer, stack, accelerator = step.trainer, step.stack, step.accelerator
+    enough, ranks = step.batch_rows // step.group_size, accelerator.num_processes
+
+    def begin() -> list[Group]:
+        prompts = step.prompts
+        groups = admit(stack, prompts.proposal, enough, step.group_size, prompts.size, prompts.dataset)
+        for g in groups:
+            step._check_plan_row(g.row)
+        return groups
+
+    groups = on_driver(accelerator, begin)
+    shares = [list(range(k, len(groups), ranks)) for k in range(ranks)]  # the oldest first on every rank
+    wanted = [enough // ranks + (k < enough % ranks) for k in range(ranks)]
+    k = accelerator.process_index
+    mine, ticks = decode(trainer, [groups[i] for i in shares[k]], wanted[k], step.prompts.row)
+    parts = gather(accelerator, (mine, ticks))
+    after: list[Group] = list(groups)
+    tick = [0] * len(groups)
+    for share, (made, when) in zip(shares, parts, strict=True):
+        for place, group, at in zip(share, made, when, strict=True):
+            after[place], tick[place] = group, at
+
+    def end() -> list[Group]:
+        order = sorted((i for i, g in enumerate(after) if g.complete), key=lambda i: (tick[i], i))
+        return settle_queue(stack, after, order, enough)[0]
+
+    trained = on_driver(accelerator, end)
+    return [ProgramRow(g.row, g.row.group, n, 0, t) for g in trained for n, t in enumerate(g.rollouts)]
+
+
+def decode(trainer: Any, groups: Sequence[Group], enough: int, row_of: Any) -> tuple[list[Group], list[int]]:
+    """Decodes groups until `enough` are complete.
+
+    Returns:
+        The groups with their tokens, and for each after how many tokens its last rollout ended.
+    """
+    engine = trainer._program_engine(lambda prompt: {})
+    fresh = [g for g in groups if not g.rollouts]
+    tokens = trainer._tokenize_prompts([row_of(g.row)["prompt"] for g in fresh])[0] if fresh else []
+    prompts = {id(g): tuple(ids) for g, ids in zip(fresh, tokens, strict=True)}
+    begun = [
+        replace(g, rollouts=tuple(Trajectory(prompts[id(g)]).force(g.row.prefix) for _ in range(g.size)))
+        if id(g) in prompts
+        else g
+        for g in groups
+    ]
+    ready = sum(g.complete for g in begun)
+    requests: list[Generate] = []
+    place: list[tuple[int, int]] = []
+    whole: list[list[Trajectory]] = [list(g.rollouts) for g in begun]
+    for i, g in enumerate(begun):
+        room = Prompt(
+            tokens=g.rollouts[0].prompt,
+            messages=None,
+            columns={},
+            n=g.size,
+            max_tokens=min(g.row.max_tokens or trainer.max_completion_length, trainer.max_completion_length),
+            max_context=engine.context,
+            chat=engine.chat,
+        )
+        for n, t in enumerate(g.rollouts):
+            left = room.room(t)
+            if finished(t):
+                continue
+            if not left:
+                whole[i][n] = replace(t, finish="length")
+                continue
+            requests.append(Generate(t, max_tokens=left))
+            place.append((i, n))
+    ready = sum(all(finished(t) for t in of) for of in whole)
+    numbers = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in place))}
+    made, lengths = engine.race(requests, [numbers[i] for i, _ in place], max(0, enough - ready))
+    ticks = [0] * len(begun)
+    for (i, n), g, length in zip(place, made, lengths, strict=True):
+        t = whole[i][n]
+        whole[i][n] = t.add(g) if g.tokens else replace(t, finish=t.finish or "abort")
+        ticks[i] = max(ticks[i], length)
+    return [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)], ticks
