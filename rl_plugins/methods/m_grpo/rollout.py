@@ -74,7 +74,8 @@ class MGrpoRollout(Method):
 
     def _one(self, prompt: Prompt) -> Any:
         p, chat = self.params, prompt.chat
-        main, subs, turns = prompt.start(), [], 0
+        main, turns = prompt.start(), 0
+        subs: list[Trajectory] = []
         while True:
             start = len(main) if turns else 0
             (made,) = yield Generate(main)
