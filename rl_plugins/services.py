@@ -5,7 +5,8 @@
     scores = judge.ask(items, strict=False)  # a `Failure` in the place of each answer that could not be had
 
 A callable may be a function or `async def`. Every try runs outside of the trainer's thread, so one that never returns
-costs its time-out and no more. `Endpoint` is such a callable for servers that speak the OpenAI chat protocol.
+costs its time-out and no more. For servers that speak the OpenAI chat protocol there are two such callables:
+`ChatEndpoint` answers with the reply as text, `Endpoint` with the numbers in it.
 """
 
 from __future__ import annotations
@@ -252,20 +253,72 @@ class Service:
         )
 
 
-class Endpoint:
-    """A callable that fills a template, asks an OpenAI-compatible chat endpoint, and reads the scores of its reply.
+class ChatEndpoint:
+    """A callable that sends a text to an OpenAI-compatible chat endpoint and returns the reply as text.
 
     Args:
         url: up to the version, "http://localhost:8000/v1".
         model: the name under which the server offers it.
-        template: the user message; `{name}` stands for the field of that name. Other braces are left as they are.
-        pattern: regular expression with a group for each number that is wanted; its last match in the reply counts.
         api_key_env: environment variable that holds the key; empty: none is sent.
         temperature, max_tokens: of the request.
         timeout: seconds of one request, so that it ends by itself.
 
     Raises:
-        ConfigError: httpx is not installed, the URL is none, the pattern has no group, or the variable is not set.
+        ConfigError: httpx is not installed, the URL is none, or the variable is not set.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key_env: str = "",
+        temperature: float = 0.0,
+        max_tokens: int = 1024,
+        timeout: float = 60.0,
+    ) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise ConfigError("An endpoint is called with httpx, which is not installed: pip install httpx.") from None
+        if not re.match("https?://.", url):
+            raise ConfigError(f"The endpoint is {url!r}; it must be a URL such as http://localhost:8000/v1.")
+        headers = {}
+        if api_key_env:
+            if not os.environ.get(api_key_env):
+                raise ConfigError(f"The environment variable {api_key_env}, which should hold the key, is not set.")
+            headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+        self.url = f"{url.rstrip('/')}/chat/completions"
+        self.options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
+        self._client = httpx.Client(headers=headers, timeout=timeout)  # may be used from several threads
+
+    def __call__(self, content: str) -> str:
+        """The reply to a user message with this content; empty if the server gives none.
+
+        Raises:
+            MethodError: the server refuses the request as such (status 4xx), so that trying again is no use.
+            ValueError: what it answers is no chat completion.
+        """
+        reply = self._client.post(self.url, json={**self.options, "messages": [{"role": "user", "content": content}]})
+        if 400 <= reply.status_code < 500 and reply.status_code not in (408, 409, 425, 429):
+            raise MethodError(f"{self.url} refuses the request with status {reply.status_code}: {_short(reply.text)}.")
+        reply.raise_for_status()
+        try:
+            return str(reply.json()["choices"][0]["message"]["content"] or "")
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f"{self.url} gave no chat completion: {_short(reply.text)}.") from None
+
+
+class Endpoint:
+    """A callable that fills a template, asks an OpenAI-compatible chat endpoint, and reads the scores of its reply.
+
+    Args:
+        url, model: as of `ChatEndpoint`, and so are the keywords.
+        template: the user message; `{name}` stands for the field of that name. Other braces are left as they are.
+        pattern: regular expression with a group for each number that is wanted; its last match in the reply counts.
+
+    Raises:
+        ConfigError: as `ChatEndpoint`, or the pattern has no group.
     """
 
     def __init__(
@@ -280,23 +333,12 @@ class Endpoint:
         max_tokens: int = 1024,
         timeout: float = 60.0,
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise ConfigError("An endpoint is called with httpx, which is not installed: pip install httpx.") from None
-        if not re.match("https?://.", url):
-            raise ConfigError(f"The endpoint is {url!r}; it must be a URL such as http://localhost:8000/v1.")
-        self.pattern = re.compile(pattern)
+        self._chat = ChatEndpoint(
+            url, model, api_key_env=api_key_env, temperature=temperature, max_tokens=max_tokens, timeout=timeout
+        )
+        self.pattern, self.template = re.compile(pattern), template
         if not self.pattern.groups:
             raise ConfigError(f"The pattern {pattern!r} has no group; put the number that is wanted in parentheses.")
-        headers = {}
-        if api_key_env:
-            if not os.environ.get(api_key_env):
-                raise ConfigError(f"The environment variable {api_key_env}, which should hold the key, is not set.")
-            headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
-        self.url, self.template = f"{url.rstrip('/')}/chat/completions", template
-        self.options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._client = httpx.Client(headers=headers, timeout=timeout)  # may be used from several threads
 
     def __call__(self, fields: Mapping[str, Any]) -> float | tuple[float, ...]:
         """The number of the reply, or a tuple of them where the pattern has several groups.
@@ -305,15 +347,7 @@ class Endpoint:
             MethodError: the server refuses the request as such (status 4xx), so that trying again is no use.
             ValueError: the reply has no such number.
         """
-        content = fill(self.template, fields)
-        reply = self._client.post(self.url, json={**self.options, "messages": [{"role": "user", "content": content}]})
-        if 400 <= reply.status_code < 500 and reply.status_code not in (408, 409, 425, 429):
-            raise MethodError(f"{self.url} refuses the request with status {reply.status_code}: {_short(reply.text)}.")
-        reply.raise_for_status()
-        try:
-            text = reply.json()["choices"][0]["message"]["content"] or ""
-        except (ValueError, KeyError, IndexError, TypeError):
-            raise ValueError(f"{self.url} gave no chat completion: {_short(reply.text)}.") from None
+        text = self._chat(fill(self.template, fields))
         match = deque(self.pattern.finditer(text), maxlen=1)
         if not match:
             raise ValueError(f"the reply does not match {self.pattern.pattern!r}: {_short(text)}.")
@@ -334,6 +368,23 @@ def prompt_text(prompt: Any) -> str:
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n\n".join(f"{m.get('role', 'user')}: {m.get('content', '')}" for m in messages)
+
+
+def with_task(prompt: Any, change: Callable[[str], str]) -> Any:
+    """A prompt, text or messages, whose task is changed: the text, or that of the user's last message, whose other
+    parts (images) stay and come first. A new object."""
+    if isinstance(prompt, str):
+        return change(prompt)
+    messages = [dict(message) for message in prompt]
+    last = max((i for i, m in enumerate(messages) if m.get("role") == "user"), default=len(messages) - 1)
+    content = messages[last].get("content") or ""
+    if isinstance(content, str):
+        messages[last]["content"] = change(content)
+    else:
+        others = [part for part in content if part.get("type") != "text"]
+        text = "\n".join(part["text"] for part in content if part.get("type") == "text")
+        messages[last]["content"] = [*others, {"type": "text", "text": change(text)}]
+    return messages
 
 
 # ---- the event loop all services share, in a thread of its own

@@ -21,7 +21,7 @@ import torch
 
 from rl_plugins import services
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.services import Endpoint, Failure, Service, fill, number, prompt_text
+from rl_plugins.services import ChatEndpoint, Endpoint, Failure, Service, fill, number, prompt_text, with_task
 
 
 def service(function: Any, **options: Any) -> Service:
@@ -457,6 +457,22 @@ def test_endpoint_that_is_slow_or_not_there(server: Server) -> None:
         service(Endpoint("http://127.0.0.1:9/v1", "m", "{a}"), retries=0).ask([{"a": 1}])
 
 
+def test_chat_endpoint_answers_with_the_reply(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    server.replies = [(200, "one {a}\ntwo"), (200, None), (200, {"error": "x"})]
+    endpoint = ChatEndpoint(server.url, "m", api_key_env="JUDGE_KEY", temperature=0.7, max_tokens=5)
+    assert endpoint("say {a}") == "one {a}\ntwo"
+    path, headers, body = server.seen[0]
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer secret"
+    assert body["messages"] == [{"role": "user", "content": "say {a}"}]  # nothing is filled in
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("m", 0.7, 5)
+    assert endpoint("again") == ""
+    with pytest.raises(ValueError, match="gave no chat completion"):
+        endpoint("and again")
+    with pytest.raises(ConfigError, match="it must be a URL"):
+        ChatEndpoint("localhost:8000", "m")
+
+
 def test_endpoint_is_refused_before_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="it must be a URL"):
         Endpoint("localhost:8000", "m", "{a}")
@@ -482,3 +498,17 @@ def test_fill_and_prompt_text() -> None:
     assert prompt_text("hello") == "hello"
     assert prompt_text([{"role": "user", "content": "a:53"}]) == "a:53"
     assert prompt_text([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]) == "system: s\n\nuser: u"
+
+
+def test_with_task() -> None:
+    assert with_task("hello", str.upper) == "HELLO"
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "begun"},
+    ]
+    changed = with_task(messages, lambda text: f"<{text}>")
+    assert changed[1]["content"] == [{"type": "image"}, {"type": "text", "text": "<a\nb>"}]
+    assert (changed[0], changed[2]) == (messages[0], messages[2])
+    assert messages[1]["content"][0] == {"type": "text", "text": "a"}
+    assert with_task([{"role": "system", "content": "s"}], str.upper) == [{"role": "system", "content": "S"}]

@@ -1,0 +1,260 @@
+"""AEPO's mechanisms, measured: where chains branch, how the probe splits the budget, and what clip and advantages do.
+
+    python examples/evidence/aepo.py --seeds 3 --out evidence-results
+
+Branching. An agent of 8 turns in a simple environment; most chains of a prompt are calm (sharp tokens), some get into
+stretches of uncertain turns. 12 rollouts for each of 40 prompts. Arms: the paper's penalty for new chains in a row;
+none; and no entropy in the decision. Shown are the Gini index of how many chains descend from each of those that started
+from the prompt (0: equally many), the share of the copies made behind uncertain turns, and different answers.
+
+Probe. Chains that start from the prompt (of 12) where the turns are as uncertain as the start, more and less so.
+
+Learning. Bandits of 10 arms for each of 64 prompts whose best arm starts with a probability of 1 %; groups of 8
+rollouts, 8 updates per batch. Arms: PPO; with the clip; with the advantages; with both. Shown are the success rate
+after 25 and 100 batches and the gain over PPO.
+
+Everything is the methods themselves, through the fake engine or through the driver. Intervals are 95 % Student
+intervals over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+from rl_plugins.compare.report import Interval
+from rl_plugins.environments import Observation
+from rl_plugins.losses import ppo_clip
+from rl_plugins.methods.aepo import AepoRollout
+from rl_plugins.params import build_params
+from rl_plugins.rollouts import Terms
+from rl_plugins.stack import build_stack
+from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step
+from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
+
+K, TURNS, TREE_PROMPTS = 12, 8, 40
+BRANCHING: dict[str, dict[str, float]] = {
+    "penalty 0.05 (paper)": {},
+    "no penalty": {"penalty": 0.0},
+    "penalty 0.2": {"penalty": 0.2},
+    "no entropy": {"entropy_weight": 0.0},
+}
+LETTERS = "abcdefgh"
+SHARP = {"a": 0.93, **dict.fromkeys(LETTERS[1:], 0.01)}
+FLAT = dict.fromkeys(LETTERS, 0.125)
+PROMPTS, VALUES, BATCH, GROUP, UPDATES, STEPS = 64, 10, 16, 8, 8, 100
+ARMS: dict[str, list[str]] = {
+    "PPO": [],
+    "clip": ["aepo_clip"],
+    "advantages": ["aepo_advantages"],
+    "both": ["aepo_clip", "aepo_advantages"],
+}
+COLORS = dict(zip(ARMS, ("black", "tab:blue", "tab:green", "tab:orange"), strict=True))
+
+
+# ---- branching
+
+_NUMBERS = itertools.count()
+
+
+class Walk:
+    """Answers every turn with "u" or "s": whether the next one is uncertain. Uncertainty begins at a letter that is not
+    "a" and lasts for three turns. Its score is the number of the chain it was first made for, which copies share."""
+
+    def __init__(self) -> None:
+        self.turns, self.left, self.root = 0, 0, next(_NUMBERS)
+
+    def reset(self, columns: Mapping[str, Any]) -> Observation:
+        return Observation("")
+
+    def act(self, action: str) -> Observation:
+        self.turns += 1
+        self.left = self.left - 1 if self.left else 3 * (action[:1] != "a")
+        return Observation("u" if self.left else "s", done=self.turns >= TURNS)
+
+    def score(self) -> float:
+        return float(self.root)
+
+    def close(self) -> None:
+        pass
+
+
+def agent(text: str) -> Mapping[str, float]:
+    said = text.rsplit(">", 1)[-1]
+    if len(said) >= 3:
+        return {EOS: 1.0}
+    return FLAT if text.rsplit(">", 2)[-2].endswith("<u") else SHARP
+
+
+def branch(arm: str, seed: int) -> dict[str, float]:
+    gini, uncertain, answers = [], [], []
+    given = {"environment": Walk, "vocabulary": 8, "max_turns": TURNS, "entropy_weight": 0.2, **BRANCHING[arm]}
+    method = AepoRollout(build_params(AepoRollout.Params, given, "aepo_rollout"))
+    for i in range(TREE_PROMPTS):
+        engine = TableEngine(agent, seed=1000 * seed + i)
+        prompt = make_prompt(engine.chat, f"{i}", n=K, max_tokens=200, seed=f"{seed}|{i}")
+        rows = [row for (row,) in run_program(method, prompt, engine)]
+        answers.append(len({row.tokens for row in rows}))
+        copies = {row.meta["score"]: 0 for row in rows}
+        for row in rows:
+            at = row.meta["aepo_branch"]
+            if at is None:
+                continue
+            copies[row.meta["score"]] += 1
+            turn = engine.chat.decode(row.tokens[: row.turns[at - 1].start])
+            uncertain.append(100 * turn.endswith("<u>"))
+        made = sorted(copies.values())
+        n, total = len(made), sum(made)
+        if total:
+            gini.append(sum((2 * (j + 1) - n - 1) * x for j, x in enumerate(made)) / (n * total))
+    return {
+        "gini": float(np.mean(gini)),
+        "behind uncertain turns %": float(np.mean(uncertain)),
+        "different chains": float(np.mean(answers)),
+    }
+
+
+def probe(first: Mapping[str, float], later: Mapping[str, float], length: int, seed: int) -> float:
+    """Mean number of chains that start from the prompt."""
+
+    def policy(text: str) -> Mapping[str, float]:
+        said = text.rsplit(">", 1)[-1]
+        return {EOS: 1.0} if len(said) >= length else (first if text.count("<") == 1 else later)
+
+    given = {"environment": Walk, "vocabulary": 8, "max_turns": TURNS, "probe": True}
+    method = AepoRollout(build_params(AepoRollout.Params, given, "aepo_rollout"))
+    found = []
+    for i in range(10):
+        logged: dict[str, float] = {}
+        engine = TableEngine(policy, seed=1000 * seed + i)
+        run_program(method, make_prompt(engine.chat, f"{i}", n=K, max_tokens=400, seed=f"{seed}|{i}"), engine, logged)
+        found.append(logged["aepo_rollout/initial"])
+    return float(np.mean(found))
+
+
+# ---- learning
+
+
+def learn(arm: str, seed: int) -> list[float]:
+    """Success rate over all prompts in percent, over batches."""
+    rng = np.random.default_rng([seed, 3])
+    stack = build_stack(ARMS[arm], {}, seed)
+    stack.start(make_run(dataset_size=PROMPTS, group_size=GROUP))
+    best = torch.from_numpy(rng.integers(0, VALUES, PROMPTS))
+    logits = torch.from_numpy(rng.normal(size=(PROMPTS, VALUES)) * 0.3)
+    rows = torch.arange(PROMPTS)
+    logits[rows, best] = -np.inf
+    logits[rows, best] = logits.logsumexp(1) + math.log(0.01 / 0.99)
+    logits.requires_grad_()
+    adam = torch.optim.Adam([logits], lr=0.1)
+    success = []
+    for step in range(STEPS):
+        prompt = torch.from_numpy(rng.choice(PROMPTS, BATCH, replace=False)).repeat_interleave(GROUP)
+        with torch.no_grad():
+            p = torch.softmax(logits[prompt], 1)
+            action = torch.from_numpy((rng.random((len(prompt), 1)) > p.cumsum(1).numpy()).sum(1))
+            action = action.clamp(max=VALUES - 1)
+            old = p.gather(1, action[:, None]).log()
+            entropies = -(p * p.log()).sum(1)
+        reward = (action == best[prompt]).double()
+        rollouts = make_rollouts(reward, group_size=GROUP, lengths=[1] * len(prompt), step=step)
+        tokens = make_tokens(rollouts, old_logprobs=old[:, 0].float(), entropies=entropies.float())
+        advantages = one_step(stack, rollouts, tokens).advantages[:, None]
+        for _ in range(UPDATES):
+            lp = torch.log_softmax(logits, 1)[prompt, action][:, None]
+            if stack.claims["policy_loss"]:
+                count = torch.tensor(float(len(lp)))
+                loss = stack.one("policy_loss", Terms(torch.ones_like(lp), lp, advantages, old, count, count, 1))
+            else:
+                loss = ppo_clip(lp, old, advantages, 0.2, 0.2, 3.0)
+            adam.zero_grad()
+            loss.mean().backward()
+            adam.step()
+        stack.metrics.take()
+        success.append(100 * float(torch.softmax(logits.detach(), 1)[rows, best].mean()))
+    return success
+
+
+# ---- report
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Mean and half width of the 95 % interval."""
+    found = Interval.of(values)
+    return {"mean": found.mean, "ci95": found.half}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    start, seeds = time.time(), range(args.seeds)
+    result: dict[str, Any] = {"seeds": args.seeds, "branching": {}, "probe": {}, "learning": {}, "curves": {}}
+    for arm in BRANCHING:
+        runs = [branch(arm, seed) for seed in seeds]
+        result["branching"][arm] = {key: summary([run[key] for run in runs]) for key in runs[0]}
+        cells = (f"{key} {c['mean']:.2f} +-{c['ci95']:.2f}" for key, c in result["branching"][arm].items())
+        print(f"{arm:22}" + ",  ".join(cells))
+    print(f"\n{'turns of':10}{'tokens; start / later':>26}{'chains from the prompt':>26}")
+    for length in (1, 5, 20):
+        for name, first, later in (("sharp / flat", SHARP, FLAT), ("equal", FLAT, FLAT), ("flat / sharp", FLAT, SHARP)):
+            cell = summary([probe(first, later, length, seed) for seed in seeds])
+            result["probe"][f"{length} | {name}"] = cell
+            print(f"{length:<10}{name:>26}{cell['mean']:>18.1f} +-{cell['ci95']:.1f}")
+    print(f"\n{'arm':22}{'success after 25 %':>22}{'after 100 %':>18}{'after 25, less PPO':>24}")
+    every: dict[str, list[list[float]]] = {}
+    for arm in ARMS:
+        every[arm] = [learn(arm, seed) for seed in seeds]
+        cells = [summary([run[k] for run in every[arm]]) for k in (24, -1)]
+        cells.append(summary([run[24] - plain[24] for run, plain in zip(every[arm], every["PPO"], strict=True)]))
+        result["learning"][arm] = dict(zip(("after 25", "after 100", "after 25, less PPO"), cells, strict=True))
+        result["curves"][arm] = np.mean(every[arm], axis=0).tolist()
+        print(f"{arm:22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<5.1f}" for c in cells))
+    result["seconds"] = time.time() - start
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "aepo.json").write_text(json.dumps(result, indent=1))
+    plot(result, args.out / "aepo.png")
+    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'aepo.json'}, {args.out / 'aepo.png'}")
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
+    for key, scale, label in (("gini", 100, "Gini index of copies x 100"), ("behind uncertain turns %", 1, None)):
+        cells = [of[key] for of in result["branching"].values()]
+        x = np.arange(len(cells)) + (0.2 if scale == 1 else -0.2)
+        height, error = ([scale * c[of] for c in cells] for of in ("mean", "ci95"))
+        left.bar(x, height, 0.36, yerr=error, capsize=3, label=label or "copies behind uncertain turns (%)")
+    left.set_xticks(range(len(result["branching"])), result["branching"], rotation=12)
+    left.set(title=f"Branching, {K} rollouts")
+    left.legend(fontsize=8)
+    names = list(result["probe"])
+    cells = list(result["probe"].values())
+    middle.bar(range(len(cells)), [c["mean"] for c in cells], yerr=[c["ci95"] for c in cells], capsize=3)
+    middle.set_xticks(range(len(cells)), names, rotation=60, fontsize=7)
+    middle.set(ylabel=f"chains from the prompt, of {K}", title="Probe: tokens per turn | entropy of start / later")
+    for arm in ARMS:
+        right.plot(result["curves"][arm], color=COLORS[arm], label=arm)
+    right.set(xlabel=f"batches of {UPDATES} updates", ylabel="success rate over all prompts (%)", title="Learning")
+    right.legend(fontsize=8)
+    figure.suptitle("AEPO (arXiv 2510.14545): mean over seeds, bars with 95 % interval")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""RTV and PDR (arXiv 2604.16529): attempts are summarized, compared in a tournament, and refined in a second wave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_plugins.agents import play
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method, Paper
+from rl_plugins.methods.rtv_pdr import texts
+from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
+from rl_plugins.services import fill, prompt_text, with_task
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Part = Generator[Any, Any, Any]
+
+
+class RtvPdr(Method):
+    """The answer to a prompt is the winner of a tournament among many attempts, after waves that read each other.
+
+    For evaluation (and optionally to explore in training); the weights are not its business. With N attempts, T waves,
+    K summaries, groups of G and V votes:
+
+        wave 0:    tau_1 .. tau_N ~ pi(. | p);  s_i = Sum(p, tau_i)
+        wave w:    C = RTV(s of wave w-1, down to K);  tau_i ~ pi(. | p + C), N of them, environments reset
+        answer:    RTV(s of wave T-1, down to 1)                         (`final_pool: all`: of all waves)
+
+        RTV:  while more than wanted are left: deal them to groups of G at random; in each the V votes of the judge
+              decide (a group of one goes on unasked); the winners are left
+
+    The judge sees the problem and the summaries of a group in a random order per vote and names the best. N = 16, G = 2
+    takes V 15 votes, whichever way the groups fall. Down to K: the rounds end as soon as at most K are left; if fewer
+    are, the losers of that round with most votes come back. T = 1 is RTV alone, N = 1 asks nobody.
+
+    Summarizer and judge are the policy itself, asked in conversations of their own, or callables:
+    `summarizer(problem, attempt) -> text`, `judge(problem, summaries) -> number from 1 on` (or a text with "Best: 2").
+    With `environment` every attempt is an agent's in a new environment. Summaries are made from what the agent saw and
+    did; rewards and reference answers are never shown to anybody.
+
+    In evaluation one rollout per prompt is returned, the selected one, with the prompt it was made from: let the host
+    evaluate one rollout per prompt, N are made inside. In training (`training`):
+
+        plain     ordinary rollouts; the method acts in evaluation only
+        refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
+        hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n rollouts of p + C
+                  replace them
+
+    n is the host's group size. Refined rollouts are a group of their own whose prompt holds the summaries: nothing
+    is trained on a prompt it was not sampled from.
+
+    What fails: a summary that fails or is empty is the end of the attempt itself; it is cut to `summary_chars`. A vote
+    that fails or cannot be read does not count; with no vote at all the winner is drawn. An attempt too long for the
+    summarizer is shown from its end. Summaries that would leave less than half of the room for an answer are left out,
+    the last ones first.
+
+    Randomness: dealing, ties and orders, from the prompt's generator; sampling is the engine's. State: none.
+
+    Logs: `votes`, asked; `unparsable`, share of them that named nobody; `agreement`, share of the votes that the winner
+    of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
+
+    Raises:
+        ConfigError: a parameter out of range or without effect.
+        MethodError: an environment that cannot be reset.
+
+    Source: no code of the authors. N, T, K, G, V as reported for the paper by independent readers and an unofficial
+    implementation (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6), whose tournament is that of
+    `shuffle: false`, `permute: false`, `ties: first`, `unparsable: first`. Prompts are ours.
+    """
+
+    name = "rtv_pdr"
+    paper = Paper(
+        "2604.16529",
+        "Scaling Test-Time Compute for Agentic Coding",
+        "Joongwon Kim and Wannan Yang and Kelvin Niu and Hongming Zhang and Yun Zhu and Eryk Helenowski and Ruan Silva "
+        "and Zhengxing Chen and Srinivasan Iyer and Manzil Zaheer and Daniel Fried and Hannaneh Hajishirzi and Sanjeev "
+        "Arora and Gabriel Synnaeve and Ruslan Salakhutdinov and Anirudh Goyal",
+        2026,
+    )
+    fidelity = "paper"
+    use_when = "Answers may cost many attempts, cannot be verified, and comparing two is easier than making one."
+    avoid_when = "A verifier exists (take the best it accepts), or attempts are wrong alike: a wrong majority is kept."
+    cost = (
+        "Per prompt in evaluation N T attempts, as many summaries, and V (N - K) + V (N - 1) votes at G = 2, T = 2 (at "
+        "the defaults 32, 32 and 216). No special feature of the engine; a context that holds K summaries."
+    )
+    disagreements = (
+        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable votes to "
+        "the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The paper's rules are not "
+        "known.",
+        "What happens when the last round leaves fewer than K is not known: here the best losers come back.",
+    )
+    in_eval = ("rollout",)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        attempts: int = param(16, "N, rollouts of a wave", ge=1)
+        waves: int = param(2, "T, waves in all; 1: a tournament alone", ge=1)
+        keep: int = param(4, "K, summaries that the next wave reads", ge=1)
+        group_size: int = param(2, "G, candidates of one comparison", ge=2)
+        votes: int = param(8, "V, votes per comparison", ge=1)
+        final_pool: Literal["last", "all"] = param("last", "waves whose rollouts are candidates for the answer")
+        training: Literal["plain", "refined", "hard"] = param("plain", "what training rollouts are")
+        hard_below: float = param(0.0, "training: hard; a prompt with no reward above it gets another wave")
+        environment: Callable[..., Any] | None = param(None, "makes an environment for an agent; none: one answer")
+        max_turns: int = param(16, "of an agent", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of one turn of an agent", ge=1)
+        summarizer: Callable[..., Any] | None = param(None, "summarizer(problem, attempt): text; none: the policy")
+        judge: Callable[..., Any] | None = param(None, "judge(problem, summaries): number from 1; none: the policy")
+        call_timeout: float = param(120.0, "seconds of a call of environment, summarizer or judge", gt=0)
+        summary_chars: int = param(4000, "of a summary at most", ge=1)
+        summary_tokens: int = param(1024, "of a summary by the policy at most", ge=1)
+        judge_tokens: int = param(1024, "of a vote by the policy at most", ge=1)
+        judge_temperature: float = param(1.0, "of the policy as judge; votes must differ", gt=0)
+        shuffle: bool = param(True, "deal candidates to groups at random (ours)")
+        permute: bool = param(True, "show them in a random order for each vote (ours)")
+        ties: Literal["random", "first"] = param("random", "who wins among equal votes (random is ours)")
+        unparsable: Literal["discard", "first"] = param("discard", "what an unreadable vote counts for (ours)")
+
+        def check(self) -> None:
+            if self.environment is None and self.turn_tokens is not None:
+                raise ConfigError("`turn_tokens` has no effect without `environment`. Remove it.")
+            if self.training != "plain" and self.waves < 2:
+                raise ConfigError(
+                    f"`training` is {self.training}, which needs a wave that reads summaries, and `waves` is "
+                    f"{self.waves}. Set waves: 2, or training: plain."
+                )
+            if self.hard_below and self.training != "hard":
+                raise ConfigError("`hard_below` has no effect unless `training` is hard. Remove it.")
+
+    def rollout(self, prompt: Prompt) -> Program:
+        p = self.params
+        if not prompt.training:
+            return (yield from self._answer(prompt))
+        if p.training == "plain":
+            return (yield from self._attempts(prompt, prompt.n))
+        return (yield from self._explore(prompt))
+
+    def _answer(self, prompt: Prompt) -> Part:
+        """The selected rollout."""
+        p, context, problem = self.params, prompt, ""
+        pool: list[Trajectory] = []
+        said: list[str] = []
+        for wave in range(p.waves):
+            made = yield from self._attempts(context, p.attempts)
+            keep = p.final_pool == "all"
+            pool, said = [*pool, *made] if keep else made, said if keep else []
+            if wave < p.waves - 1 or len(pool) > 1:
+                problem = self._problem(prompt, made) if wave == 0 else problem
+                new = yield from self._summaries(prompt, problem, made)
+                said = [*said, *new]
+                if wave < p.waves - 1:
+                    best = yield from self._tournament(prompt, problem, new, p.keep, f"wave {wave}")
+                    context = self._refined(prompt, [new[i] for i in best])
+        (winner,) = yield from self._tournament(prompt, problem, said or [""], 1, "answer")
+        return [pool[winner]]
+
+    def _explore(self, prompt: Prompt) -> Part:
+        """Rollouts of the prompt with summaries; in `hard` those of the prompt itself where some succeed."""
+        p, context = self.params, prompt
+        made = yield from self._attempts(prompt, prompt.n if p.training == "hard" else p.attempts)
+        if p.training == "hard":
+            scores = yield [Score(t) for t in made]
+            hard = not any(s.reward > p.hard_below for s in scores)
+            self.log("refined", float(hard))
+            if not hard:
+                return [t.scored(s) for t, s in zip(made, scores, strict=True)]
+        problem = self._problem(prompt, made)
+        for wave in range(p.waves - 1):
+            said = yield from self._summaries(prompt, problem, made)
+            best = yield from self._tournament(prompt, problem, said, p.keep, f"wave {wave}")
+            context = self._refined(prompt, [said[i] for i in best])
+            made = yield from self._attempts(context, p.attempts if wave < p.waves - 2 else prompt.n)
+        return [replace(t, group="refined") for t in made]
+
+    def _attempts(self, prompt: Prompt, n: int) -> Part:
+        p = self.params
+        if p.environment is None:
+            start = prompt.start()
+            return [start.add(g) for g in (yield Generate(start, n=n))]
+        episode = partial(play, prompt, p.environment, p.max_turns, p.call_timeout, p.turn_tokens)
+        return (yield from together([episode() for _ in range(n)]))
+
+    # ---- summaries
+
+    def _problem(self, prompt: Prompt, made: Sequence[Trajectory]) -> str:
+        """What summarizer and judge are told of the task: with an environment also what it showed first."""
+        return prompt.chat.decode(made[0].prompt) if self.params.environment else prompt_text(prompt.messages)
+
+    def _summaries(self, prompt: Prompt, problem: str, made: Sequence[Trajectory]) -> Part:
+        """A text for each rollout."""
+        p = self.params
+        attempts = [prompt.chat.decode(t.tokens).strip() for t in made]
+        if p.summarizer is not None:
+            answers = yield [Call(p.summarizer, (problem, a), p.call_timeout, "the summarizer") for a in attempts]
+            said = [a.value.strip() if isinstance(a.value, str) else "" for a in answers]
+        else:
+            asked = [Generate(self._about(prompt, problem, a), max_tokens=p.summary_tokens) for a in attempts]
+            said = [prompt.chat.decode(g.tokens).strip() for (g,) in (yield asked)]
+        self.log("summaries_failed", sum(not s for s in said) / len(said), weight=len(said))
+        size = p.summary_chars
+        return [s[:size] or a[-size:] for s, a in zip(said, attempts, strict=True)]
+
+    def _about(self, prompt: Prompt, problem: str, attempt: str) -> Trajectory:
+        """The summarizer's conversation, with as much of the end of the attempt as leaves room for the summary."""
+        needed = min(self.params.summary_tokens, prompt.max_tokens)
+        while True:
+            fields = {"problem": problem, "attempt": attempt, "chars": self.params.summary_chars}
+            asked = _asked(prompt, fill(texts.SUMMARY, fields))
+            if prompt.room(asked) >= needed or not attempt:
+                return asked
+            attempt = attempt[len(attempt) // 4 + 1 :]
+
+    def _refined(self, prompt: Prompt, summaries: Sequence[str]) -> Prompt:
+        """The prompt with summaries, for the next wave."""
+        room = prompt.room(prompt.start())
+        for count in range(len(summaries), 0, -1):
+            shown = texts.numbered(summaries[:count])
+
+            def told(problem: str, shown: str = shown) -> str:
+                return fill(texts.REFINE, {"problem": problem, "summaries": shown})
+
+            messages = with_task(prompt.messages, told)
+            messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+            context = replace(prompt, messages=messages, tokens=prompt.chat.prompt(messages))
+            if 2 * context.room(context.start()) >= room:
+                return context
+        self.warn("summaries leave too little room for an answer; a wave goes without. Raise the context length.")
+        return prompt
+
+    # ---- the tournament
+
+    def _tournament(self, prompt: Prompt, problem: str, said: Sequence[str], stop: int, purpose: str) -> Part:
+        """Numbers of the summaries that are left."""
+        p = self.params
+
+        def rng(what: str) -> np.random.Generator:
+            return prompt.rng(f"{purpose} {what}")
+
+        rounds = rtv_rounds(
+            len(said),
+            stop=stop,
+            group_size=p.group_size,
+            ties=p.ties,
+            unparsable=p.unparsable,
+            rng=rng,
+            shuffle=p.shuffle,
+        )
+        number, votes = 0, None
+        while True:
+            try:
+                groups = rounds.send(votes)  # type: ignore[arg-type]
+            except StopIteration as done:
+                return done.value
+            shown = [
+                orders(group, p.votes, rng if p.permute else None, f"round {number} group {g}")
+                for g, group in enumerate(groups)
+            ]
+            votes = yield from self._votes(prompt, problem, said, shown)
+            number += 1
+
+    def _votes(self, prompt: Prompt, problem: str, said: Sequence[str], shown: Sequence[Sequence[Group]]) -> Part:
+        """The votes of every group, all asked for at the same time."""
+        p = self.params
+        asked = [(g, order, n) for g, of_group in enumerate(shown) for order, n in Counter(of_group).items()]
+        if p.judge is not None:
+            calls = [
+                Call(p.judge, (problem, [said[c] for c in order]), p.call_timeout, "the judge")
+                for _, order, n in asked
+                for _ in range(n)
+            ]
+            answers: list[Called] = yield calls
+            replies = [a.value for a in answers]
+        else:
+            questions = [
+                fill(texts.JUDGE, {"problem": problem, "summaries": texts.numbered([said[c] for c in order])})
+                for _, order, _ in asked
+            ]
+            generated: list[list[Generated]] = yield [
+                Generate(_asked(prompt, q), n=n, max_tokens=p.judge_tokens, temperature=p.judge_temperature)
+                for q, (_, _, n) in zip(questions, asked, strict=True)
+            ]
+            replies = [_reply(prompt, one) for many in generated for one in many]
+        votes: list[list[Vote]] = [[] for _ in shown]
+        places = [(g, order) for g, order, n in asked for _ in range(n)]
+        for (g, order), reply in zip(places, replies, strict=True):
+            place = parse_vote(reply, len(order))
+            votes[g].append(None if place is None else order[place])
+        for given in votes:
+            counted = Counter(v for v in given if v is not None)
+            self.log("votes", len(given), "sum")
+            self.log("unparsable", given.count(None) / len(given), weight=len(given))
+            if counted:
+                self.log("agreement", max(counted.values()) / counted.total())
+        return votes
+
+
+def _asked(prompt: Prompt, question: str) -> Trajectory:
+    """A conversation of its own."""
+    return Trajectory(prompt.chat.prompt([{"role": "user", "content": question}]))
+
+
+def _reply(prompt: Prompt, made: Generated) -> str:
+    """A vote's text; nothing of one that was cut off before its verdict, where a number may be anything."""
+    text = prompt.chat.decode(made.tokens)
+    return text if made.finish in ("eos", "stop") or "best" in text.lower() else ""

@@ -1,0 +1,181 @@
+"""The library of experiences: what a language model answered, how it changes the library, and the library as a file.
+
+Pure functions but for `read_library` and `write_library`. Experiences are texts under their ids, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError
+
+FORMAT = 1
+Experiences = Mapping[str, str]
+Operation = Mapping[str, Any]
+
+
+# ---- replies
+
+
+def parse_operations(reply: str) -> list[dict[str, Any]]:
+    """The JSON list of a reply: what stands in its last ```json block, or the whole reply if it has none. Entries that
+    are no objects are left out.
+
+    Raises:
+        ValueError: that is no JSON, or no list.
+    """
+    found = json.loads(reply.split("```json")[-1].split("```")[0])
+    if not isinstance(found, list):
+        raise ValueError(f"the JSON is a {type(found).__name__}, not a list.")
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def parse_experiences(reply: str) -> str:
+    """What stands between <Experiences> and </Experiences>; empty without them."""
+    found = re.search(r"<Experiences>(.*?)</Experiences>", reply, re.IGNORECASE | re.DOTALL)
+    return found[1].strip() if found else ""
+
+
+# ---- what is shown
+
+
+def listed(experiences: Experiences) -> str:
+    """The experiences, one per line, "[id]. text"; "None" if there is none."""
+    return "\n".join(f"[{i}]. {text}" for i, text in experiences.items()) or "None"
+
+
+def by_experience(experiences: Experiences, operations: Sequence[Operation]) -> str:
+    """Every experience with the operations that name it; at the end those that name none, or none that exists."""
+
+    def shown(some: Sequence[Operation]) -> str:
+        return "\n".join(json.dumps(o, indent=2, ensure_ascii=False) for o in some) or "None"
+
+    blocks = [
+        f"Experience {i}:\nContent: {text}\nRelated Operations:\n{shown([o for o in operations if o.get('id') == i])}"
+        for i, text in experiences.items()
+    ]
+    others = [o for o in operations if _text(o.get("id")) not in experiences]
+    if others:
+        blocks.append(f"Operations without specific Experience ID:\n{shown(others)}")
+    return "\n\n".join(blocks)
+
+
+# ---- changes
+
+
+def revise(experiences: Experiences, plan: Sequence[Operation]) -> dict[str, str]:
+    """Applies a revision plan of {operation, id, content}, in order.
+
+    Without content an operation does nothing, a DELETE neither. ADD (the default) appends; UPDATE replaces in its
+    place, or appends if the id is unknown; DELETE removes; anything else does nothing.
+    """
+    found, number = dict(experiences), len(experiences)
+    for operation in plan:
+        content, known = _text(operation.get("content")), _text(operation.get("id"))
+        kind = operation.get("operation", "ADD")
+        if not content:
+            continue
+        if kind == "DELETE":
+            found.pop(known, None)
+        elif kind == "UPDATE" and known in found:
+            found[known] = content
+        elif kind in ("ADD", "UPDATE"):
+            found[str(number)] = content
+            number += 1
+    return found
+
+
+def candidates(
+    experiences: Experiences, operations: Sequence[Operation]
+) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """The experiences with everything that is to be added under new ids C0, C1, .., and the modifications of those
+    that exist. Operations are {option: add | modify, experience, modified_from}; others are left out."""
+    added = [text for o in operations if o.get("option") == "add" and (text := _text(o.get("experience")))]
+    found = {**experiences, **{f"C{i}": text for i, text in enumerate(added)}}
+    changes = [dict(o) for o in operations if o.get("option") == "modify" and _text(o.get("modified_from")) in found]
+    return found, changes
+
+
+def merge(
+    experiences: Experiences, plan: Sequence[Operation], without_text: Literal["skip", "delete"] = "skip"
+) -> dict[str, str]:
+    """Applies a revision plan of {option: modify | merge, experience, modified_from, merged_from} to candidates.
+
+    modify sets a text, of an unknown id too; merge removes what it names and appends its text under the next C id.
+
+    Args:
+        without_text: a merge without a text does nothing, or removes what it names all the same (authors' code).
+    """
+    found, number = dict(experiences), sum(i.startswith("C") for i in experiences)
+    for operation in plan:
+        text, option = _text(operation.get("experience")), operation.get("option")
+        target, sources = _text(operation.get("modified_from")), operation.get("merged_from")
+        if option == "modify" and text and target:
+            found[target] = text
+        elif option == "merge" and isinstance(sources, list) and (text or without_text == "delete"):
+            for source in sources:
+                found.pop(_text(source), None)
+            if text:
+                found[f"C{number}"] = text
+                number += 1
+    return found
+
+
+def renumber(experiences: Experiences) -> dict[str, str]:
+    """The same texts in the same order under the ids G0, G1, .."""
+    return {f"G{i}": text for i, text in enumerate(experiences.values())}
+
+
+def _text(value: Any) -> str:
+    """A text as it is, anything else as none."""
+    return value if isinstance(value, str) and value.strip() else ""
+
+
+# ---- the file
+
+
+def write_library(path: str | os.PathLike[str], experiences: Experiences, step: int, variant: str) -> None:
+    """Writes a library; a crash leaves the file of before. Folders are made.
+
+    Args:
+        step: generation batches it was learned from.
+        variant: that wrote it.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "format": FORMAT,
+        "method": "training_free_grpo",
+        "variant": variant,
+        "step": step,
+        "experiences": dict(experiences),
+    }
+    scratch = target.with_name(f"{target.name}.writing")
+    scratch.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(scratch, target)
+
+
+def read_library(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The experiences of a file that `write_library` or a person wrote, renumbered.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, this version of rl-plugins reads {FORMAT}")
+        texts = list(content["experiences"].values())
+        if not all(_text(text) for text in texts):
+            raise ValueError("an experience is no text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ConfigError(
+            f"the library {os.fspath(path)} cannot be read: {type(e).__name__}: {e}. It must hold "
+            f'{{"format": {FORMAT}, "experiences": {{"G0": "text", ..}}}}; repair it, or name another file.'
+        ) from e
+    return {f"G{i}": text for i, text in enumerate(texts)}

@@ -1,0 +1,286 @@
+"""Training-Free GRPO (arXiv 2510.08191): groups of rollouts are compared in words, and the words go into the prompt."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.method import Method, Paper
+from rl_plugins.methods.training_free_grpo import library, texts
+from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
+
+
+class TrainingFreeGrpo(Method):
+    """A language model compares the rollouts of a group and edits a short list of experiences; nothing is trained.
+
+    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout:
+
+        o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
+        group g is compared if reward_low < mean(r) < reward_high     (without `ground_truth`: always)
+        s_i = LLM(q, o_i, r_i, answer)                                summary of each rollout
+        variant `practice`:  A_g = LLM(s_1 .. s_G, r)                 "semantic advantage": `per_group` rules at most
+                             D_g = LLM(E, A_g)                        operations ADD, UPDATE, DELETE on E
+                             E  <- apply(LLM(E, all D_g))             one consistent plan, carried out in order
+        variant `paper`:     D_g = LLM(E, s_1 .. s_G, r), cut to `per_group` operations add, modify
+                             E  <- E + all adds; apply(LLM(E, modifications)), a plan of modify and merge
+        E  <- renumbered G0, G1, ..
+
+    A generation batch is one step of this; its size is the host's, and so are the temperature (paper 0.7), the group
+    size (5) and the epochs (2 or 3 over about 100 prompts). The language model is `llm(text) -> text`, `async` or not,
+    or `llm_url` and `llm_model` of an OpenAI-compatible endpoint. The policy can be that itself: its weights do not
+    change, so a server with the same weights is the policy.
+
+    In evaluation prompts have the experiences, too. E is part of the checkpoint, and of the file `library`, which is
+    written after each step, can be read and corrected by hand, and is what a later run begins with. `learn: false` only
+    uses it. A task is put in place of {problem} in `prompt_template`, in the last message of the user. While E is empty
+    that says "None" (variant `paper`: the prompt is left as it is). Every experience makes prompts longer: leave room.
+
+    Where the language model fails, the step does without: no summary, the rollout is left out, and its group if that
+    makes it uniform; no comparison or no JSON, the group is left out; no plan after all tries, E is unchanged (variant
+    `paper`: additions stay). If not a single rollout of a batch can be summarized it is an error. All ranks wait for
+    the language model, so the distributed time-out must be longer than it takes for a whole batch.
+
+    Shapes: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last. Rows
+    without a reward (NaN), and rows that `select` took out, are left out. A group of one is compared only if its reward
+    lies between the bounds. Texts are handled in a Python loop over rollouts: the language model takes longer.
+
+    State: the texts of E. Randomness: none.
+
+    Logs: `experiences`, how many there are; `mixed`, share of the groups that were compared; `operations`, proposed;
+    `revised`, 1 if the plan of the batch could be had, 0 if not; `calls`, questions to the language model; `failed`,
+    share of them without a usable answer.
+
+    Raises:
+        ConfigError: no language model or two, a template without its fields, an unreadable library.
+        MethodError: nothing of a batch could be summarized, or a prompt is not known.
+
+    Source: TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper` training_free_grpo of the
+    branch training_free_GRPO (7612f86). Prompts are our own words. What the authors do with two operations on one
+    experience in the text of the revision is not established (one under the other here).
+    """
+
+    name = "training_free_grpo"
+    paper = Paper(
+        "2510.08191",
+        "Training-Free Group Relative Policy Optimization",
+        "Yuzheng Cai and Siqi Cai and Yuchen Shi and Zihan Xu and Lichao Chen and Yulei Qin and Xiaoyu Tan and Gang Li "
+        "and Zongyi Li and Haojia Lin and Yong Mao and Ke Li and Xing Sun",
+        2025,
+        "TencentCloudADP/youtu-agent",
+    )
+    fidelity = "code"
+    use_when = (
+        "The policy is strong, a few dozen prompts are all there is, and its weights shall or can not be changed."
+    )
+    avoid_when = "The policy fails for lack of skill and not of advice, or no language model can tell why it failed."
+    cost = (
+        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), one "
+        "per batch. Prompts grow with the list."
+    )
+    disagreements = (
+        "The published code and the code behind the paper update the list differently: `variant`.",
+        "In the paper's code a merge without a text removes what it names; here it does nothing: `merge_without_text`.",
+        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others of its "
+        "group are compared.",
+        "The authors take operations as calls finish, here in the order of the groups. Without operations they ask for "
+        "a revision all the same; here nobody is asked, and no group update without findings.",
+    )
+    needs = frozenset({"text", "column:prompt"})
+    in_eval = ("plan",)
+    trains = False
+    example_params = {"llm": "rl_plugins.demo.advisor:canned"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        llm: Callable[..., Any] | None = param(None, "llm(text): the reply as text; none: an endpoint answers")
+        llm_url: str | None = param(None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1")
+        llm_model: str | None = param(None, "name of the model at the endpoint")
+        llm_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
+        llm_temperature: float = param(0.7, "of the endpoint", ge=0)
+        llm_max_tokens: int = param(4096, "of the endpoint's reply", ge=1)
+        llm_timeout: float = param(300.0, "seconds of one try", gt=0)
+        llm_retries: int = param(2, "further tries of a call that failed or gave no usable answer", ge=0)
+        llm_concurrency: int = param(16, "calls at a time", ge=1)
+        variant: Literal["practice", "paper"] = param("practice", "update of the published code, or of the paper's")
+        library: str | None = param(None, "JSON file of the experiences: begun with, written after each step")
+        learn: bool = param(True, "false: the library is used and not changed")
+        per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
+        max_words: int = param(32, "of an experience, as the language model is told", ge=1)
+        ground_truth: bool = param(True, "compare only groups with some success; false: all, answers hidden")
+        answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
+        reward_low: float = param(0.0, "reward of a failure (ours)")
+        reward_high: float = param(1.0, "reward of a success (ours)")
+        objective: str = param("It solves the task it is given.", "what the agent is for, for the language model")
+        learning_objective: str = param("How to solve such tasks more often.", "what shall be learned")
+        prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {problem} and {experiences}")
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        merge_without_text: Literal["skip", "delete"] = param(
+            "skip", "a merge without text; delete: as the paper's code"
+        )
+
+        def check(self) -> None:
+            if not self.learn and self.library is None:
+                raise ConfigError(
+                    "`learn` is false and there is no `library`, so nothing is left to do. Name its file."
+                )
+            if self.learn and self.llm is None and self.llm_url is None:
+                raise ConfigError(
+                    "no language model compares the rollouts. Give the parameter `llm`, a function llm(text) as "
+                    "module:attribute (to try a run: rl_plugins.demo.advisor:canned), or `llm_url` and `llm_model` of "
+                    "an endpoint, which may serve the policy itself."
+                )
+            if self.llm is not None and self.llm_url is not None:
+                raise ConfigError(f"`llm` and `llm_url` ({self.llm_url}) are given; only one of them can be asked.")
+            ours = ("llm_model", "llm_key_env", "llm_temperature", "llm_max_tokens") * (self.llm_url is None)
+            ours += ("merge_without_text",) * (self.variant == "practice")
+            idle = [name for name in ours if getattr(self, name) != type(self).__dataclass_fields__[name].default]
+            if idle:
+                raise ConfigError(
+                    f"{', '.join(f'`{n}`' for n in idle)} has no effect here (`llm_..` need `llm_url`, "
+                    f"`merge_without_text` needs variant: paper). Remove it."
+                )
+            if self.llm_url is not None and not self.llm_model:
+                raise ConfigError("`llm_url` is given without `llm_model`, the name of the model that is asked.")
+            missing = [f for f in ("{problem}", "{experiences}") if f not in self.prompt_template]
+            if missing:
+                raise ConfigError(f"`prompt_template` lacks {' and '.join(missing)}; the policy must see both.")
+            if self.reward_low >= self.reward_high:
+                raise ConfigError(
+                    f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
+                    f"lower. They are the rewards of a failure and of a success."
+                )
+            if self.answer_column and not self.ground_truth:
+                raise ConfigError("`answer_column` has no effect without `ground_truth`. Remove one of them.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        columns = [p.prompt_column, *([p.answer_column] if p.answer_column else [])]
+        self.needs = frozenset({"text", *(f"column:{name}" for name in columns)})
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        self._dataset, self._group_size = run.dataset, run.group_size
+        found = {}
+        if p.library is not None and Path(p.library).exists():
+            found = library.read_library(p.library)
+            self.warn(f"begins with the {len(found)} experiences of {p.library}.")
+        elif not p.learn:
+            raise ConfigError(f"there is no library {p.library}, and `learn` is false. Name a file that exists.")
+        self.state = {"experiences": list(found.values())}
+        if p.learn:
+            ask = p.llm or ChatEndpoint(
+                p.llm_url,
+                p.llm_model,
+                api_key_env=p.llm_key_env or "",
+                temperature=p.llm_temperature,
+                max_tokens=p.llm_max_tokens,
+                timeout=p.llm_timeout,
+            )
+            self._advisor = Advisor(p, ask, self.log, self.warn)
+
+    @property
+    def experiences(self) -> dict[str, str]:
+        """The library, by id. On the driver only."""
+        return {f"G{i}": text for i, text in enumerate(self.state["experiences"])}
+
+    # ---- the prompt
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Puts the experiences into every prompt."""
+        experiences = self.experiences
+        if not experiences and self.params.variant == "paper":
+            return None
+        shown = library.listed(experiences)
+        return plan.replace(rows=tuple(self._with_experiences(row, shown) for row in plan.rows))
+
+    def _with_experiences(self, row: PlanRow, shown: str) -> PlanRow:
+        column, edit = self.params.prompt_column, dict(row.edit or {})
+        prompt = edit[column] if column in edit else self._cell(row.prompt)
+
+        def told(problem: str) -> str:
+            return fill(self.params.prompt_template, {"problem": problem, "experiences": shown})
+
+        return row.replace(edit={**edit, column: with_task(prompt, told)})
+
+    def _cell(self, prompt: int) -> Any:
+        """The prompt of a dataset row.
+
+        Raises:
+            MethodError: it is not known.
+        """
+        column = self.params.prompt_column
+        if prompt < 0 or self._dataset is None:
+            raise MethodError(
+                f"the prompt of row {prompt} is not known: the dataset is a stream, or the row is foreign and its "
+                f"`edit` lacks the column `{column}`. Use a dataset with random access."
+            )
+        row = self._dataset[prompt]
+        if column not in row:
+            raise MethodError(
+                f"the dataset has no column `{column}` (it has: {', '.join(sorted(row))}). Set `prompt_column`."
+            )
+        return row[column]
+
+    # ---- the update
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """One step: summaries, comparison of each mixed group, one revision of the library."""
+        p = self.params
+        if not p.learn:
+            return
+        groups = self._attempts(rollouts)
+        mixed = [group for group in groups if self._compared(group)]
+        self.log("mixed", len(mixed) / len(groups) if groups else math.nan)
+        operations = []
+        if mixed:
+            summarized = self._advisor.summarize(mixed)
+            comparable = [group for group in summarized if self._compared([attempt for attempt, _ in group])]
+            operations = self._advisor.propose(self.experiences, comparable)
+        self.log("operations", len(operations), "sum")
+        if operations:
+            self.state["experiences"] = self._advisor.revise(self.experiences, operations)
+        self.log("experiences", len(self.state["experiences"]))
+        if p.library is not None:
+            library.write_library(p.library, self.experiences, rollouts.step + 1, p.variant)
+
+    def _attempts(self, rollouts: Rollouts) -> list[list[Attempt]]:
+        """The rollouts with a reward, group by group in the order of their numbers."""
+        p = self.params
+        assert rollouts.text is not None  # it is in `needs`
+        order = sorted(
+            (rollouts.kept & ~rollouts.reward.isnan()).nonzero()[:, 0].tolist(),
+            key=lambda i: (int(rollouts.group[i]), int(rollouts.rollout[i]), int(rollouts.index[i])),
+        )
+        rows: dict[tuple[int, int], list[int]] = {}
+        for i in order:
+            rows.setdefault((int(rollouts.group[i]), int(rollouts.rollout[i])), []).append(i)
+        groups: dict[int, list[Attempt]] = {}
+        for (group, _), mine in rows.items():
+            last = mine[-1]
+            index = int(rollouts.prompt_index[last])
+            known = index >= 0 and self._dataset is not None
+            prompt = self._cell(index) if known else rollouts.meta[p.prompt_column][last]  # the latter with our edit
+            groups.setdefault(group, []).append(
+                Attempt(
+                    question=prompt_text(prompt),
+                    answer=str(rollouts.meta[p.answer_column][last]) if p.answer_column else HIDDEN,
+                    text="\n".join(rollouts.text[i] for i in mine),
+                    reward=float(rollouts.reward[last]),
+                )
+            )
+        return list(groups.values())
+
+    def _compared(self, group: Sequence[Attempt]) -> bool:
+        """Whether a group tells success from failure."""
+        p = self.params
+        if not p.ground_truth or (p.variant == "paper" and self._group_size == 1):
+            return bool(group)
+        return bool(group) and p.reward_low < sum(a.reward for a in group) / len(group) < p.reward_high
