@@ -1,11 +1,12 @@
 """GiGPO and HGPO at 960 to 102,400 turns against the algorithm of the authors' code, which looks for every turn's
 rollout in the whole batch.
 
-Equal results first, then both take turns in one process, one thread: minimum and median over repetitions. The reference
-gets whole numbers as ids where the authors have texts (faster), and stops at 25,600 turns. Growth is CPU time per turn
-and binary digit of their number, which is constant for n log n. Memory is the largest tensor any operation makes, in
-numbers per turn, on a batch in which one rollout has half of all turns, so that padding to rollouts x turns would show.
-Similar texts: seconds and difflib comparisons against comparing every text with the first text of every cluster.
+Equal results first, then both take turns in one process, one thread: minimum and median CPU time. The reference gets
+whole numbers as ids where the authors have texts (faster), and is timed three times where it takes more than a second.
+Growth is CPU time per turn and binary digit of their number, which is constant for n log n. Memory is the largest
+tensor any operation makes, in numbers per turn, on a batch in which one rollout has half of all turns, so that padding
+to rollouts x turns would show. Similar texts: seconds and difflib comparisons against comparing every text with the
+first text of every cluster.
 
     python benchmarks/gigpo.py --repeat 9
 """
@@ -35,7 +36,6 @@ from rl_plugins.rollouts import Rollouts
 from rl_plugins.testing import make_rollouts, make_steps
 
 SIZES = (960, 3840, 6400, 12800, 25600, 51200, 102400)
-LARGEST_REFERENCE = 25600
 GAMMA = 0.95
 
 
@@ -49,16 +49,16 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     for turns in SIZES:
         rollouts = make_batch(turns)
+        inputs = plain(rollouts)
         arms: dict[str, Any] = {
             "gigpo": lambda r=rollouts: gigpo.advantages(r),
             "hgpo": lambda r=rollouts: hgpo.advantages(r),
+            "reference": lambda i=inputs: reference(*i),
         }
-        if turns <= LARGEST_REFERENCE:
-            inputs = plain(rollouts)
-            arms["reference"] = lambda i=inputs: reference(*i)
-            assert torch.allclose(arms["gigpo"](), reference(*inputs), rtol=1e-6, atol=1e-6)
+        difference = float((arms["gigpo"]() - arms["reference"]()).abs().max())
+        assert difference <= 1e-5, difference
         timed = in_turns(arms, arguments.repeat)
-        cases.append({"turns": turns, "arms": timed})
+        cases.append({"turns": turns, "largest_difference": difference, "arms": timed})
         line = "".join(
             f"  {name} {1e3 * a['min']:9.1f} / {1e3 * a['median']:9.1f} ms ({a['ratio']:7.1f}x)"
             for name, a in timed.items()
@@ -96,7 +96,9 @@ def make_batch(turns: int, longest: int | None = None) -> Rollouts:
     texts = [
         f"You are in room {i}. Looking quickly around you, you see " + "a cabinet, " * (5 + i % 4) for i in range(30)
     ]
-    anchors = [[texts[i] for i in rng.integers(0, 30, size=n)] for n in lengths]
+    anchors = [
+        ["".join((texts[i][:-1], texts[i][-1])) for i in rng.integers(0, 30, size=n)] for n in lengths
+    ]  # new ones
     success = rng.integers(0, 2, size=len(lengths))
     rewards = [[0.0] * (n - 1) + [10.0 * s] for n, s in zip(lengths, success, strict=True)]
     group = np.arange(len(lengths)) // 8

@@ -112,6 +112,12 @@ class _Tools:
         return self._last.text
 
 
+class _ScoredTools(_Tools):
+    def get_reward(self) -> float:
+        """The reward of the episode so far."""
+        return float(self._environment.score())  # type: ignore[attr-defined]
+
+
 def as_tools(factory: Callable[[], Environment]) -> type:
     """A class for TRL's `environment_factory`, whose one tool is `act(action: str) -> str`.
 
@@ -141,20 +147,18 @@ def as_tools(factory: Callable[[], Environment]) -> type:
             "has reset(columns), act(action) and close(), see rl_plugins.environments.Environment."
         )
 
-    def act(self: _Tools, action: str) -> str:
-        return self._act(action)
+    base: type[_Tools] = _ScoredTools if callable(getattr(kind, "score", None)) else _Tools
+
+    class Tools(base):  # type: ignore[misc, valid-type]
+        def act(self, action: str) -> str:
+            return str(self._act(action))
 
     described = inspect.getdoc(kind.act) or ""  # type: ignore[attr-defined]
-    act.__doc__ = described if "Args:" in described and "action:" in described else _ACT
-    members: dict[str, Any] = {"_factory": staticmethod(factory), "act": act, "__doc__": kind.__doc__}
-    if callable(getattr(kind, "score", None)):
-
-        def get_reward(self: Any) -> float:
-            """The reward of the episode so far."""
-            return float(self._environment.score())
-
-        members["get_reward"] = get_reward
-    return type(kind.__name__, (_Tools,), members)
+    Tools.act.__doc__ = described if "Args:" in described and "action:" in described else _ACT
+    Tools.__name__ = Tools.__qualname__ = kind.__name__
+    Tools.__doc__ = kind.__doc__
+    Tools._factory = staticmethod(factory)
+    return Tools
 
 
 _ACT = """Act in the environment.

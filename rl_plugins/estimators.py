@@ -32,12 +32,12 @@ def grpo_advantages(rollouts: Rollouts, scale: Scale = "group", eps: float = 1e-
     if scale not in get_args(Scale):
         raise ValueError(f"scale is {scale!r}; allowed: {', '.join(get_args(Scale))}.")
     reward, groups = rollouts.reward, rollouts.groups
-    centered = reward - groups.rows(groups.mean(reward))
+    centered, std = groups.center_and_std(reward)
     if scale == "group":
-        centered = centered / (groups.rows(groups.std(reward)) + eps)
+        centered /= groups.rows(std + eps)
     elif scale == "batch":
-        centered = centered / (batch_std(reward) + eps)
-    return torch.nan_to_num(centered, nan=0.0)
+        centered /= batch_std(reward) + eps
+    return centered.nan_to_num_(nan=0.0)
 
 
 def batch_std(x: Tensor) -> Tensor:

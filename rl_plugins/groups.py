@@ -13,6 +13,9 @@ There is no Python loop over rows. Equal groups that lie contiguously are reshap
 
 from __future__ import annotations
 
+import math
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -25,55 +28,71 @@ class Groups:
         count: if given, `ids` are already 0..count-1 and groups without a row exist (their statistics are NaN).
 
     Attributes:
-        ids: (count,) the group numbers, ascending.
-        index: (rows,) the position of each row's group in `ids`.
-        size: (count,) rows per group, NaN rows included.
+        ids: (count,) int64 the group numbers, ascending.
+        count: number of groups.
+        width: rows per group if every group has as many and lies contiguously, in ascending order; else None.
     """
 
     def __init__(self, ids: Tensor, count: int | None = None) -> None:
         if ids.ndim != 1 or ids.is_floating_point():
             raise ValueError(f"group ids must be one integer per row, got shape {tuple(ids.shape)} of {ids.dtype}.")
-        self.width: int | None = None  # rows per group if every group has as many and lies contiguously
-        if count is None:
-            self.width = _regular_width(ids)
-            if self.width:
-                self.ids = ids[:: self.width]
-                self.index = torch.arange(len(self.ids), device=ids.device).repeat_interleave(self.width)
-            else:
-                self.ids, self.index = torch.unique(ids, return_inverse=True)
-            count = len(self.ids)
+        self._shape, ids = ids.shape, ids.long().contiguous()
+        self.width = _regular_width(ids) if count is None else None
+        if self.width:
+            self.ids = ids[:: self.width]
+        elif count is None:
+            self.ids, self.index, self.size = _numbered(ids)
         else:
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= count):
-                raise ValueError(f"group ids must lie in 0..{count - 1}, got {int(ids.min())}..{int(ids.max())}.")
-            self.ids, self.index = torch.arange(count, device=ids.device), ids.long()
-        self.count = count
-        self.size = torch.bincount(self.index, minlength=count)
+            low, high = _ends(ids)
+            if len(ids) and (low < 0 or high >= count):
+                raise ValueError(f"group ids must lie in 0..{count - 1}, got {low}..{high}.")
+            self.ids, self.index = torch.arange(count, device=ids.device), ids
+        self.count = len(self.ids)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """(rows,) the position of each row's group in `ids`."""
+        return self.rows(torch.arange(self.count, device=self.ids.device))
+
+    @cached_property
+    def size(self) -> Tensor:
+        """(count,) int64 rows per group, NaN rows included."""
+        if self.width:
+            return torch.full_like(self.ids, self.width)
+        return torch.bincount(self.index, minlength=self.count)
 
     def rows(self, statistic: Tensor) -> Tensor:
         """(count,) -> (rows,): every row gets the value of its group."""
-        return statistic[self.index]
+        return statistic.repeat_interleave(self.width, 0) if self.width else statistic.index_select(0, self.index)
 
     def n(self, x: Tensor) -> Tensor:
         """Number of values (rows that are not NaN) of each group, (count,) float64."""
-        return self._scatter((~torch.isnan(x)).double())
+        x, finite = self._checked(x)
+        return self.size.double() if finite else self._sum((~torch.isnan(x)).double())
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of the values; 0 for a group without any."""
-        return self._scatter(torch.nan_to_num(x.double(), nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+        return self._sum(*self._checked(x))
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean of the values."""
-        x = x.double()
-        anchor = self.min(x)  # a member: identical values give exactly that mean
-        anchor = torch.where(torch.isinf(anchor), 0.0, anchor)
-        return anchor + self.sum(x - self.rows(anchor)) / self.n(x)
+        n, anchor, deviation, finite = self._from_member(x)
+        return anchor + self._sum(deviation, finite) / n
 
     def std(self, x: Tensor, ddof: int = 1) -> Tensor:
         """Standard deviation with divisor n - ddof; 0 where n <= ddof (a group of one has no spread to divide by)."""
-        x = x.double()
-        n, square = self.n(x), self.sum((x - self.rows(self.mean(x))) ** 2)
-        std = torch.sqrt(square / (n - ddof).clamp(min=1))
-        return torch.where(n == 0, torch.nan, torch.where(n <= ddof, 0.0, std))
+        return self.center_and_std(x, ddof)[1]
+
+    def center_and_std(self, x: Tensor, ddof: int = 1) -> tuple[Tensor, Tensor]:
+        """(rows,) differences from the mean of the group, NaN for NaN, and (count,) `std`, for little more than one of
+        them costs."""
+        n, _, deviation, finite = self._from_member(x)
+        shift = self._sum(deviation, finite) / n
+        centered = self._minus(deviation, shift)
+        square = self._sum(centered * centered, finite)
+        if isinstance(n, int):
+            return centered, (square / (n - ddof)).sqrt_() if n > ddof else torch.zeros_like(square)
+        return centered, torch.where(n > ddof, (square / (n - ddof)).sqrt_(), shift - shift)  # 0, or NaN without values
 
     def min(self, x: Tensor) -> Tensor:
         return self._extreme(x, "amin")
@@ -128,14 +147,48 @@ class Groups:
         limit = self.rows(torch.as_tensor(k, device=x.device).expand(self.count))
         return (place < limit) & ~torch.isnan(x)
 
-    def _scatter(self, x: Tensor) -> Tensor:
+    def _checked(self, x: Tensor) -> tuple[Tensor, bool]:
+        """`x` in float64, and True if no value is NaN or infinite (one sum tells, without looking at each)."""
+        if x.shape != self._shape:
+            raise ValueError(f"values must be one per row, {tuple(self._shape)}, got shape {tuple(x.shape)}.")
+        x = x.double()
+        return x, math.isfinite(x.sum().item())
+
+    def _from_member(self, x: Tensor) -> tuple[Tensor | int, Tensor, Tensor, bool]:
+        """n, a number of each group, the differences of the rows from it, and whether all values are finite. The number
+        is the value of the last row that has one, so a NaN row changes nothing for the others; 0 if infinite."""
+        x, finite = self._checked(x)
+        n: Tensor | int
+        if finite:
+            n = self.width or self.size
+            anchor = (
+                x[self.width - 1 :: self.width] if self.width else x.new_zeros(self.count).scatter_(0, self.index, x)
+            )
+        else:
+            missing = torch.isnan(x)
+            n = self._sum((~missing).double())
+            index = self.index.masked_fill(missing, self.count)  # one group more, for NaN
+            anchor = x.new_zeros(self.count + 1).scatter_(0, index, x)[:-1].nan_to_num(posinf=0.0, neginf=0.0)
+        return n, anchor, self._minus(x, anchor), finite
+
+    def _minus(self, x: Tensor, statistic: Tensor) -> Tensor:
+        """`x - self.rows(statistic)`"""
         if self.width:
-            return x.view(self.count, self.width).sum(1)
-        return torch.bincount(self.index, x, minlength=self.count).double()
+            return (x.view(self.count, self.width) - statistic[:, None]).view(-1)
+        return x - self.rows(statistic)
+
+    def _sum(self, x: Tensor, finite: bool = True) -> Tensor:
+        """Sum per group, leaving NaN out if there can be one."""
+        if self.width:
+            x = x.view(self.count, self.width)
+            return x.sum(1) if finite else x.nansum(1)
+        x = x if finite else x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        return x.new_zeros(self.count).scatter_add_(0, self.index, x)
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
-        x, empty = x.double(), torch.inf if reduce == "amin" else -torch.inf
-        filled = torch.nan_to_num(x, nan=empty, posinf=torch.inf, neginf=-torch.inf)
+        x, finite = self._checked(x)
+        empty = torch.inf if reduce == "amin" else -torch.inf
+        filled = x if finite else x.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf)
         if self.width:
             out = getattr(filled.view(self.count, self.width), reduce)(1)
         else:
@@ -145,23 +198,45 @@ class Groups:
 
     def _sorted(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows ordered by (group, value), NaN last in its group, ties in row order; and where each group starts."""
-        start = torch.cumsum(self.size, 0) - self.size
+        x, start = self._checked(x)[0], torch.cumsum(self.size, 0) - self.size
         if self.width:
-            order = torch.sort(x.double().view(self.count, self.width), dim=1, stable=True).indices
+            order = torch.sort(x.view(self.count, self.width), dim=1, stable=True).indices
             return (order + start[:, None]).flatten(), start
-        by_value = torch.sort(x.double(), stable=True).indices
+        by_value = torch.sort(x, stable=True).indices
         return by_value[torch.sort(self.index[by_value], stable=True).indices], start
+
+
+def _ends(ids: Tensor) -> tuple[int, int]:
+    """Smallest and largest, (0, -1) of nothing."""
+    if not len(ids):
+        return 0, -1
+    low, high = torch.aminmax(ids)
+    return int(low.item()), int(high.item())
 
 
 def _regular_width(ids: Tensor) -> int | None:
     """Rows per group if `ids` is a, a, .., b, b, .. in strictly ascending equal blocks, else None."""
     if not len(ids):
         return None
-    if ids[0] == ids[-1]:
-        return len(ids) if bool((ids == ids[0]).all()) else None
-    width = int((ids != ids[0]).int().argmax())
-    if len(ids) % width:
+    # meaningless where ids are not in order, which is checked below
+    width = int(torch.searchsorted(ids, ids[0], right=True).item())
+    if not width or len(ids) % width:
         return None
-    blocks = ids.view(-1, width)
-    first = blocks[:, 0]
-    return width if bool((blocks == first[:, None]).all()) and bool((first[1:] > first[:-1]).all()) else None
+    first = ids[::width]
+    regular = bool((first[1:] > first[:-1]).all()) and torch.equal(ids, first.repeat_interleave(width))
+    return width if regular else None
+
+
+def _numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The different numbers ascending, (count,), the place among them of each row's, (rows,), and rows of each."""
+    low, high = _ends(ids)
+    span = high - low + 1
+    if span > 2 * len(ids):
+        return torch.unique(ids, return_inverse=True, return_counts=True)
+    # numbers close together are counted, not sorted
+    index = ids - low if low else ids
+    size = torch.bincount(index, minlength=span)
+    found = size.nonzero()[:, 0]
+    if len(found) < span:
+        index, size = (torch.cumsum(size > 0, 0) - 1).index_select(0, index), size[found]
+    return found + low if low else found, index, size

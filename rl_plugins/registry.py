@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -70,12 +71,7 @@ def parse_method_params(value: Any) -> dict[str, dict[str, Any]]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        import yaml
-
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError as e:
-            raise ConfigError(f"`method_params` is not readable as JSON or YAML: {e}.") from None
+        value = _parsed(value)
     good = isinstance(value, Mapping) and all(isinstance(v, Mapping) or v is None for v in value.values())
     if not good:
         raise ConfigError(
@@ -83,6 +79,19 @@ def parse_method_params(value: Any) -> dict[str, dict[str, Any]]:
             'e.g. {"mc_grpo": {"mad_eps": 0.001}}.'
         )
     return {str(k): dict(v or {}) for k, v in value.items()}
+
+
+def _parsed(text: str) -> Any:
+    """JSON first: PyYAML reads it too, but takes a number like 1e-07, which JSON writers make, for text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as e:
+            raise ConfigError(f"`method_params` is not readable as JSON or YAML: {e}.") from None
 
 
 def select(methods: Any, method_params: Any = None) -> Selection:

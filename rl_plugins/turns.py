@@ -93,10 +93,10 @@ class Turns:
 
 def joint(first: Tensor, *others: Tensor) -> Tensor:
     """(n,) int64: equal numbers, from 0, where all keys are equal. Numbers follow the order of the keys' values."""
-    index = torch.unique(first, return_inverse=True)[1]
+    index = Groups(first).index
     for key in others:
-        values, place = torch.unique(key, return_inverse=True)
-        index = torch.unique(index * len(values) + place, return_inverse=True)[1]
+        values = Groups(key)
+        index = Groups(index * values.count + values.index).index
     return index
 
 
@@ -108,9 +108,11 @@ def normalized(x: Tensor, groups: Groups, by_std: bool, eps: float, ddof: int = 
         ddof: of the standard deviation, whose divisor is n - ddof.
         of: values whose mean and deviation are taken instead of those of `x` (NaN: left out).
     """
-    of = x if of is None else of
-    centered = x - groups.rows(groups.mean(of))
-    return centered / (groups.rows(groups.std(of, ddof)) + eps) if by_std else centered
+    if of is None:
+        centered, std = groups.center_and_std(x, ddof)
+    else:
+        centered, std = x - groups.rows(groups.mean(of)), groups.std(of, ddof)
+    return centered / groups.rows(std + eps) if by_std else centered
 
 
 def state_ids(anchors: Sequence[Any]) -> Tensor:
@@ -127,10 +129,19 @@ def state_ids(anchors: Sequence[Any]) -> Tensor:
         MethodError: an observation of another type, whose equality would depend on the process.
     """
     ids = np.empty(len(anchors), dtype=np.int64)
+    texts: dict[str, int] = {}  # the same ones come again and again
     for i, anchor in enumerate(anchors):
-        form = b"?" + struct.pack("<q", i) if anchor is None else canonical_form(anchor)
-        ids[i] = int.from_bytes(hashlib.blake2b(form, digest_size=16).digest()[:8], "little", signed=True)
+        if type(anchor) is not str:
+            ids[i] = _hashed(b"?" + struct.pack("<q", i) if anchor is None else canonical_form(anchor))
+            continue
+        if anchor not in texts:
+            texts[anchor] = _hashed(canonical_form(anchor))
+        ids[i] = texts[anchor]
     return torch.from_numpy(ids)
+
+
+def _hashed(form: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(form, digest_size=16).digest()[:8], "little", signed=True)
 
 
 def canonical_form(value: Any) -> bytes:

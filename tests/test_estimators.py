@@ -63,6 +63,18 @@ def test_identical_rewards_and_groups_of_one_give_exactly_0(scale, reward):
     assert alone.tolist() == [0.0] * 3
 
 
+@pytest.mark.parametrize("group", [[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1, 1, 1]])
+def test_identical_rewards_far_from_0_are_0_beside_a_group_with_a_spread_and_rewards_stay_as_they_were(group):
+    rewards = [1e8 + 0.1 if g == 0 else 1e8 + i for i, g in enumerate(group)]
+    rollouts = make_rollouts(rewards, group)
+    out = grpo_advantages(rollouts, eps=1e-6).tolist()
+    assert rollouts.reward.tolist() == rewards
+    assert [a for a, g in zip(out, group, strict=True) if g == 0] == [0.0] * group.count(0)
+    small = [float(i) for i, g in enumerate(group) if g == 1]
+    expected = [(x - statistics.mean(small)) / (statistics.stdev(small) + 1e-6) for x in small]
+    assert [a for a, g in zip(out, group, strict=True) if g == 1] == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_row_without_a_reward_changes_nothing_for_the_others():
     for scale in ("group", "batch", "none"):
         without = grpo_advantages(make_rollouts([1.0, 0.0, 3.0], [0, 0, 0]), scale)

@@ -98,6 +98,12 @@ def check_everything(ids, values, count=None):
         assert row.tolist() == [r[p] if p >= 0 else -1 for r, p in zip(rows.values(), places, strict=True)]
         assert row.dtype == torch.int64
 
+    for ddof in (0, 1):
+        centered, std = groups.center_and_std(x, ddof)
+        assert std.tolist() == pytest.approx(groups.std(x, ddof).tolist(), rel=0, abs=0, nan_ok=True)
+        assert centered.shape == x.shape and centered.dtype == std.dtype == torch.float64
+    same(centered, [v - PER_GROUP["mean"](scored[list(rows).index(g)]) for v, g in zip(values, ids, strict=True)])
+
     def spread(per_member):
         out = [NAN] * len(ids)
         for r, v in zip(rows.values(), per_member, strict=True):
@@ -226,6 +232,88 @@ def test_the_usual_sums_would_leave_a_residue_where_ours_does_not(v):
             assert groups.std(x).item() == 0.0
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e8, -1e8])
+@pytest.mark.parametrize("layout", ["regular", "ragged", "interleaved"])
+@pytest.mark.parametrize("missing", [False, True])
+def test_groups_of_identical_values_are_exact_beside_others_far_away(offset, layout, missing):
+    ids = torch.tensor({"regular": [0] * 8 + [1] * 8, "ragged": [0] * 5 + [1] * 11, "interleaved": [0, 1] * 8}[layout])
+    generator = torch.Generator().manual_seed(0)
+    x = torch.where(ids == 0, offset + 0.1, offset + torch.rand(16, generator=generator).double())
+    if missing:
+        x[[1, 2, 15]] = NAN
+    groups = Groups(ids)
+    assert (groups.width == 8) == (layout == "regular")
+    centered, std = groups.center_and_std(x)
+    values = x[(ids == 0) & ~torch.isnan(x)]
+    assert groups.mean(x)[0] == values[0] and std[0] == 0 and len(values) > 2
+    assert set(centered[(ids == 0) & ~torch.isnan(x)].tolist()) == {0.0}
+    assert torch.isnan(centered).tolist() == torch.isnan(x).tolist()
+    others = [v - offset for v in x[ids == 1].tolist() if not math.isnan(v)]  # exact: these are near `offset`
+    assert std[1].item() == pytest.approx(statistics.stdev(others), rel=1e-12)
+    mean = math.fsum(others) / len(others)
+    same(centered[ids == 1], [v - offset - mean for v in x[ids == 1].tolist()])
+
+
+def test_a_value_that_is_missing_or_infinite_changes_no_other_group_by_a_bit():
+    x = torch.rand(60, generator=torch.Generator().manual_seed(1)).double()
+    for ids in (torch.arange(60) // 5, torch.arange(60) % 12, torch.arange(60) // 5 * 1000):
+        groups = Groups(ids)
+        for spoiler in (NAN, INF, -INF):
+            spoiled = x.clone()
+            spoiled[[0, 17]] = spoiler
+            clean = ~torch.isin(ids, ids[[0, 17]])
+            whole = ~torch.isin(groups.ids, ids[[0, 17]])
+            assert int(whole.sum()) == 10
+            for name in ("mean", "std", "sum", "n"):
+                assert torch.equal(per_group(name, groups, spoiled)[whole], per_group(name, groups, x)[whole]), name
+            assert torch.equal(groups.center_and_std(spoiled)[0][clean], groups.center_and_std(x)[0][clean])
+
+
+def test_a_row_without_a_value_changes_nothing_in_its_group_by_a_bit():
+    x = torch.rand(7, generator=torch.Generator().manual_seed(2)).double()
+    without = Groups(torch.tensor([0, 0, 0, 1, 1, 1, 1])).center_and_std(x)
+    for place in range(8):
+        beside = torch.cat([x[:place], torch.tensor([NAN]).double(), x[place:]])
+        ids = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+        index = torch.cat([ids[:place], torch.tensor([0]), ids[place:]])
+        centered, std = Groups(index).center_and_std(beside)
+        assert torch.equal(std, without[1])
+        assert torch.equal(centered[~torch.isnan(beside)], without[0])
+
+
+def test_sums_that_overflow_are_no_reason_to_drop_values():
+    large = sys.float_info.max
+    x = torch.tensor([large, large, 1.0, 3.0], dtype=torch.float64)
+    for ids in ([0, 0, 1, 1], [1, 1, 0, 0]):
+        groups = Groups(torch.tensor(ids))
+        other = groups.ids.tolist().index(ids[2])
+        assert groups.n(x).tolist() == [2, 2]
+        assert groups.mean(x)[1 - other] == large and groups.std(x)[1 - other] == 0
+        assert groups.mean(x)[other] == 2 and groups.std(x)[other].item() == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("step", [1, 3, 10**6, 2**40])
+@pytest.mark.parametrize("start", [0, -50, -(2**62), 2**61])
+def test_group_numbers_near_to_each_other_and_far_apart(step, start):
+    plain = torch.tensor([3, 0, 3, 5, 0, 3, 1, 5])
+    groups = Groups(start + step * plain)
+    assert groups.ids.tolist() == [start + step * g for g in (0, 1, 3, 5)]
+    assert groups.index.tolist() == [2, 0, 2, 3, 0, 2, 1, 3]
+    assert groups.size.tolist() == [2, 1, 3, 2]
+    assert groups.sum(torch.arange(8.0)).tolist() == [5.0, 6.0, 7.0, 10.0]
+    largest = torch.tensor([2**63 - 1, -(2**63), 2**63 - 1])
+    assert Groups(largest).ids.tolist() == [-(2**63), 2**63 - 1] and Groups(largest).size.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1], [0, 1, 1]])
+def test_values_that_are_not_one_per_row_are_refused(ids):
+    groups = Groups(torch.tensor(ids))
+    for shape in ((1,), (len(ids) + 1,), (2 * len(ids),), (len(ids), 1)):
+        for name in ("n", "sum", "mean", "std", "min", "median", "mad", "rank", "leave_one_out", "center_and_std"):
+            with pytest.raises(ValueError, match=rf"one per row, \({len(ids)},\), got shape"):
+                getattr(groups, name)(torch.zeros(shape))
+
+
 def test_too_few_values_for_the_divisor_have_no_deviation():
     groups = Groups(torch.tensor([0, 1, 1, 2, 2, 2]))
     x = torch.tensor([5.0, 0.0, 1.0, 0.0, 3.0, 3.0])
@@ -284,6 +372,9 @@ def test_infinite_values_keep_their_place():
     assert Groups(torch.tensor([0, 0])).rank(largest).tolist() == [2.0, 1.0]
     assert Groups(torch.tensor([0, 0])).mean(torch.tensor([INF, INF])).tolist() == [INF]
     assert Groups(torch.tensor([0, 0])).mean(torch.tensor([-INF, 1.0])).tolist() == [-INF]
+    for ids in ([0, 0, 1, 1], [1, 1, 0, 0]):
+        last = Groups(torch.tensor(ids)).mean(torch.tensor([1.0, INF, 1.0, -INF]))
+        assert last.tolist() == ([INF, -INF] if ids[0] == 0 else [-INF, INF])
 
 
 def test_a_column_of_a_larger_tensor_and_other_integer_types():

@@ -262,6 +262,26 @@ def test_forms_of_parameters(written):
     assert build_stack("mc_grpo", written).methods[0].params.mad_eps == 0.5
 
 
+@pytest.mark.parametrize("number", [1e-07, 1e-3, 2.5e22, 3])
+def test_json_text_gives_the_numbers_that_were_written(number):
+    values = {"mc_grpo": {"mad_eps": number, "nested": {"list": [number, "1e-07", True, None]}}}
+    assert registry.parse_method_params(json.dumps(values)) == values
+    assert registry.parse_method_params(json.dumps(values, indent=2)) == values
+
+
+@pytest.mark.parametrize("number", ["1e-07", "1e-3", "0.001", "1.0e-7"])
+@pytest.mark.parametrize(
+    "written", ['{"mc_grpo": {"mad_eps": %s}}', "{mc_grpo: {mad_eps: %s}}", "mc_grpo:\n  mad_eps: %s"]
+)
+def test_exponents_are_numbers_in_json_and_yaml(number, written):
+    assert build_stack("mc_grpo", written % number).methods[0].params.mad_eps == float(number)
+
+
+def test_a_quoted_text_that_looks_like_a_number_stays_text_in_json_and_yaml():
+    for written in ('{"m": {"a": "1e-07", "b": "3"}}', "m: {a: '1e-07', b: '3'}"):
+        assert registry.parse_method_params(written) == {"m": {"a": "1e-07", "b": "3"}}
+
+
 @pytest.mark.parametrize("written", [None, "", {}, {"mc_grpo": None}, {"mc_grpo": {}}])
 def test_no_parameters_are_the_defaults(written):
     assert build_stack("mc_grpo", written).methods[0].params == McGrpo.Params()

@@ -112,6 +112,13 @@ def test_numbers_of_observations_are_the_same_in_every_process():
     assert state_ids(["room", 3]).tolist() == [-8352345000260582269, -5770907377417606792]  # and in every version
 
 
+def test_texts_that_come_again_have_the_number_they_have_alone():
+    texts = ["room", "Room", "".join(["ro", "om"]), np.str_("room"), "", None, ["room"], "room", None]
+    ids = state_ids(texts).tolist()
+    assert [ids.index(i) for i in ids] == [0, 1, 0, 0, 4, 5, 6, 0, 8]
+    assert ids[:3] == [state_ids([t]).item() for t in texts[:3]]
+
+
 def test_an_observation_whose_equality_is_its_address_is_refused():
     for value in (object(), [object()], {"x": object()}, 1j, np.array([object()])):
         with pytest.raises(MethodError, match="cannot be compared the same way in every process"):
@@ -208,6 +215,14 @@ def test_joint_keys():
     a, b = torch.tensor([7, -3, 7, 7, -3]), torch.tensor([1, 1, 2, 1, 9])
     assert joint(a, b).tolist() == [2, 0, 3, 2, 1]
     assert joint(b).tolist() == [0, 0, 1, 0, 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, -5, 10**6, 2**62, -(2**62)])] * 3), min_size=1, max_size=12))
+def test_joint_keys_are_numbered_in_their_order(rows):
+    columns = torch.tensor(rows).T
+    order = sorted(set(rows))
+    assert joint(*columns).tolist() == [order.index(r) for r in rows]
 
 
 def test_normalized_differences():

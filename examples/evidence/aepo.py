@@ -4,8 +4,8 @@
 
 Branching. An agent of 8 turns in a simple environment; most chains of a prompt are calm (sharp tokens), some get into
 stretches of uncertain turns. 12 rollouts for each of 40 prompts. Arms: the paper's penalty for new chains in a row;
-none; and no entropy in the decision. Shown are the Gini index of how many chains descend from each of those that started
-from the prompt (0: equally many), the share of the copies made behind uncertain turns, and different answers.
+none; and no entropy in the decision. Shown are the Gini index of how many chains descend from each of those that
+started from the prompt (0: equally many), the share of the copies made behind uncertain turns, and different chains.
 
 Probe. Chains that start from the prompt (of 12) where the turns are as uncertain as the start, more and less so.
 

@@ -12,6 +12,7 @@ gives the same weights bit for bit. The global random number generators are left
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -60,16 +61,22 @@ MANIFEST = "manifest.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class WarmStart:
-    """Settings of the warm start: AdamW, linear warm-up, cosine decay to a twentieth, gradients clipped at norm 1."""
+class Fit:
+    """Supervised training: AdamW, linear warm-up, cosine decay to a twentieth, gradients clipped at norm 1."""
 
     steps: int = 400
     batch_size: int = 64
     learning_rate: float = 5e-3
     warmup_steps: int = 20
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart(Fit):
+    """Settings of the warm start."""
+
     sloppy: float = 0.8  # share of demonstrations with the mark "?"
     digit_noise: float = 0.2  # chance that such a demonstration replaces a digit by a random one
-    seed: int = 0
 
 
 WARM_START = WarmStart()
@@ -142,6 +149,18 @@ def warm_start(
     """
     settings = WARM_START if settings is None else settings
     rng = random.Random(settings.seed)
+    fit(model, lambda: _demonstrations(rng, tokenizer, settings), settings, progress)
+
+
+def fit(model: Qwen3ForCausalLM, batch: Callable[[], Any], settings: Fit, progress: Progress | None = None) -> None:
+    """Supervised training in place, in one thread.
+
+    Args:
+        model: Left in evaluation mode.
+        batch: Makes the next batch, see :func:`labeled`.
+        settings: Of the optimizer and the schedule.
+        progress: Called after every step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -153,9 +172,9 @@ def warm_start(
     with _one_thread():
         model.train()
         for step in range(settings.steps):
-            batch = _demonstrations(rng, tokenizer, settings)
-            labels = batch.pop("labels")
-            logits = model(**batch).logits
+            inputs = batch()
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits
             loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -169,8 +188,7 @@ def warm_start(
 
 def policy_path(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """Where :func:`load_policy` keeps the policy, whether it was built already or not."""
-    cache = Path(cache_dir or os.environ.get("RL_PLUGINS_CACHE") or platformdirs.user_cache_dir("rl-plugins"))
-    return cache / f"demo-policy-{_cache_key()}"
+    return cache_folder(cache_dir) / f"demo-policy-{cache_key(WARM_START, __file__, str(tasks.__file__))}"
 
 
 def load_policy(cache_dir: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
@@ -188,13 +206,36 @@ def load_policy(cache_dir: str | os.PathLike[str] | None = None, progress: Progr
     Raises:
         OSError: the cache cannot be written.
     """
-    policy = policy_path(cache_dir)
+    return cached(policy_path(cache_dir), functools.partial(_build, progress=progress))
+
+
+def cache_folder(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """Where policies are kept: `cache_dir`, else the environment variable, else the user's cache."""
+    return Path(cache_dir or os.environ.get("RL_PLUGINS_CACHE") or platformdirs.user_cache_dir("rl-plugins"))
+
+
+def cache_key(settings: Fit, *sources: str) -> str:
+    """A hash of what determines weights: settings, source files, and the versions of the libraries."""
+    determines = {
+        "settings": dataclasses.asdict(settings),
+        "sources": [hashlib.sha256(Path(source).read_bytes()).hexdigest() for source in sources],
+        "versions": [library.__version__ for library in (torch, transformers, tokenizers)],
+    }
+    return hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def cached(policy: Path, build: Callable[[Path], None]) -> Path:
+    """`policy`, a directory of the cache, once it is whole; `build(directory)` makes it when it is not.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
     cache = policy.parent
     damage = _damage(policy)
     if damage is None:
         return policy
     if policy.exists():
-        warnings.warn(f"The cached demo policy in {policy} is damaged ({damage}); it is built again.", stacklevel=2)
+        warnings.warn(f"The cached demo policy in {policy} is damaged ({damage}); it is built again.", stacklevel=3)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix="demo-policy-building-", dir=cache))
@@ -204,11 +245,20 @@ def load_policy(cache_dir: str | os.PathLike[str] | None = None, progress: Progr
             "or pass cache_dir, to a directory that can be written."
         ) from error
     try:
-        _build(scratch / "policy", progress)
+        build(scratch / "policy")
         _move_into_place(scratch / "policy", policy, scratch / "damaged")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return policy
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write a policy for :func:`cached`, with checksums."""
+    with _no_progress_bar():
+        model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
+    (directory / MANIFEST).write_text(json.dumps(checksums, indent=1))
 
 
 def evaluate(
@@ -268,33 +318,25 @@ def _demonstrations(rng: random.Random, tokenizer: PreTrainedTokenizerFast, sett
         completion = demonstration(rng, tasks.solve(prompt), settings)
         # What the chat template makes of the two messages; rendering it for every row would take most of the time.
         texts.append(f"<user>{prompt}<asst>{completion}<eos>")
+    return labeled(tokenizer, texts)
+
+
+def labeled(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Any:
+    """Model inputs with labels for rendered conversations, padded on the right; labels are what the assistant wrote."""
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", return_token_type_ids=False)
     ids = batch["input_ids"]
-    starts = (ids == tokenizer.convert_tokens_to_ids("<asst>")).cumsum(1).bool().roll(1, 1)
-    starts[:, 0] = False
-    batch["labels"] = ids.masked_fill(~starts | (batch["attention_mask"] == 0), -100)
+    asked = (ids == tokenizer.convert_tokens_to_ids("<user>")).cumsum(1)
+    turn = ids == tokenizer.convert_tokens_to_ids("<asst>")
+    written = turn.cumsum(1) - turn.long() == asked  # as many turns began before this token as messages were read
+    batch["labels"] = ids.masked_fill(~written | (batch["attention_mask"] == 0), -100)
     return batch
-
-
-def _cache_key() -> str:
-    sources = [Path(str(module)).read_bytes() for module in (__file__, tasks.__file__)]
-    determines = {
-        "settings": dataclasses.asdict(WARM_START),
-        "sources": [hashlib.sha256(source).hexdigest() for source in sources],
-        "versions": [library.__version__ for library in (torch, transformers, tokenizers)],
-    }
-    return hashlib.sha256(json.dumps(determines, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _build(directory: Path, progress: Progress | None) -> None:
     tokenizer = build_tokenizer()
     model = build_model(WARM_START.seed)
     warm_start(model, tokenizer, progress=progress)
-    with _no_progress_bar():
-        model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
-    (directory / MANIFEST).write_text(json.dumps(checksums, indent=1))
+    save(model, tokenizer, directory)
 
 
 def _damage(policy: Path) -> str | None:

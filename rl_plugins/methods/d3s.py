@@ -40,9 +40,11 @@ class D3s(Method):
     share of tokens is one of the whole batch, not of a row or a micro-batch, so a row may lose all of its tokens.
 
     Special cases: rows without a reward (NaN) leave as soon as rows are selected at all and do not count in the shares.
-    With all shares 1 the batch is untouched. A group of equal rewards has A = 0 and goes first in step 2 (unless the
-    advantages of the batch all have one sign: then A = 0 is an extreme). A batch of A = 0 keeps some rows and tokens,
-    and the loss is 0. Rows count one by one, also where a rollout is several of them.
+    With all shares 1 the batch is untouched. A group of equal rewards has A = 0: between rows of both signs these rows
+    usually go first in step 2, but nothing except the variance decides. Where all other advantages have one sign, or
+    lie far more to one side (-10, -9, 0, 0.1: of three rows, -9 goes), A = 0 is an extreme and stays while a row that
+    could teach goes. A batch of A = 0 keeps some rows and tokens, and the loss is 0. Rows count one by one, also where
+    a rollout is several of them.
 
     Logged: rows_kept and tokens_kept (shares of the batch), variance_gain (variance of A among kept rows / among all).
 

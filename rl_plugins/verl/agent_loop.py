@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, ranges
 
 
 class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
@@ -28,13 +28,14 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
             given = plan["given"][number]
             tokens, logprobs = list(given["tokens"]), given["logprobs"]
             output = await self._without_engine(kwargs, tokens, logprobs if want_logprobs else None)
-            unknown = len(tokens) if logprobs is None else 0
+            unknown = [True] * len(tokens) if logprobs is None else []
         else:
             output = await self._generated(sampling_params, kwargs, plan)
-            tokens, unknown = list(plan["prefix"]), len(plan["prefix"])
+            tokens = list(plan["prefix"])
+            unknown = [True] * len(tokens)
         if want_logprobs and output.response_logprobs is None:
             output.response_logprobs = [0.0] * len(output.response_ids)  # a place holder: see `UNKNOWN`
-        output.extra_fields |= {FORCED: len(tokens), UNKNOWN: unknown if want_logprobs else 0}
+        output.extra_fields |= {FORCED: ranges([True] * len(tokens)), UNKNOWN: ranges(unknown)}
         return output
 
     async def _without_engine(
@@ -78,17 +79,16 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
         return [*await super().ct_build_initial_tokens(*args, **kwargs), *self._prefix]
 
 
-def register_planned() -> None:
-    """Registers the agent loop with verl.
+def register_loop(name: str, loop: type) -> None:
+    """Registers an agent loop with verl.
 
     Raises:
         ConfigError: somebody else has the name (verl itself would replace it without a word).
     """
-    taken = _agent_loop_registry.get(PLANNED_AGENT)
-    mine = f"{PlannedAgentLoop.__module__}.{PlannedAgentLoop.__qualname__}"
-    if taken is not None and taken.get("_target_") != mine:
-        raise ConfigError(f"The agent loop `{PLANNED_AGENT}` is registered in verl by {taken}; remove that.")
-    register(PLANNED_AGENT)(PlannedAgentLoop)
+    taken = _agent_loop_registry.get(name)
+    if taken is not None and taken.get("_target_") != f"{loop.__module__}.{loop.__qualname__}":
+        raise ConfigError(f"The agent loop `{name}` is registered in verl by {taken}; remove that.")
+    register(name)(loop)
 
 
-register_planned()
+register_loop(PLANNED_AGENT, PlannedAgentLoop)

@@ -23,10 +23,11 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from rl_plugins.driver import Decision, Selection, select_rows, settle
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import Scale, batch_std, grpo_advantages
-from rl_plugins.metrics import combine
+from rl_plugins.metrics import Partial, combine
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.stack import MethodStack
-from rl_plugins.verl.prompts import COLUMN, UNKNOWN
+from rl_plugins.steps import steps_table, token_steps
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN
 from rl_plugins.verl.rows import (
     GROUP,
     REAL,
@@ -38,6 +39,7 @@ from rl_plugins.verl.rows import (
     plain,
     read_rollouts,
     read_tokens,
+    read_turns,
     sort_key,
     split,
 )
@@ -107,26 +109,35 @@ class MethodsBatch:
             rows,
             batch.keys,
             batch.tags,
-            self.stack.needs,
+            self.stack,
             self.rewards,
             self.tokenizer,
             self.stack.step,
             self.total_steps,
         )
+        extra = plain(rows["extra_fields"])
+        if "steps" in self.stack.needs:
+            self.turns = read_turns(rows, self.tokenizer)
+            rollouts = rollouts.replace(steps=steps_table(rollouts, self.turns))
         self.generated = rollouts
+        self.by_program = any(MADE in e for e in extra)
+        self.program_metrics: list[Partial] = [e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")]
+        self.forced = {key: e.get(FORCED, []) for key, e in zip(batch.keys, extra, strict=True)}
+        self.unknown = {key: e[UNKNOWN] for key, e in zip(batch.keys, extra, strict=True) if e.get(UNKNOWN)}
         self.selection: Selection = select_rows(self.stack, rollouts)
         self.number = {key: i for i, key in enumerate(batch.keys)}
         self.lag = [self.stack.step - n.get("planned_at", self.stack.step) for n in plain(rows[COLUMN])]
-        self.one_wave = len({(n["wave"], n["group"]) for n in plain(rows[COLUMN])}) == len(
-            {split(k)[0] for k in batch.keys}
-        )
+        uids = [split(key)[0] for key in batch.keys]
+        pairs = set(zip(uids, rollouts.group.tolist(), strict=True))
+        self.groups_of_verl = len(pairs) == len(set(uids)) == len(rollouts.groups.ids)  # verl groups by uid
         self._write_rewards(batch, rows)
         return without(batch, self.selection.rollouts.kept.tolist())
 
     def _selection_columns(self) -> list[str] | None:
         if any(n.startswith("column:") for n in self.stack.needs):
             return None  # a dataset column may be anywhere
-        return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores"]
+        prompts = ["prompts"] if "steps" in self.stack.needs else []
+        return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts]
 
     def _write_rewards(self, batch: KVBatchMeta, rows: Any) -> None:
         """What verl computes with from here on: named rewards, those of the hooks, and 0 where a row has none."""
@@ -141,19 +152,19 @@ class MethodsBatch:
     def complete_rollout_logprobs(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
         """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step. verl's metrics
         of the difference are made again, because they saw the place holders."""
-        if not any(is_planned(n) for n in plain(fetch(batch, [COLUMN])[COLUMN])):
+        unknown = [
+            [] if is_padding(t) else self.unknown.get(k, []) for k, t in zip(batch.keys, batch.tags, strict=True)
+        ]
+        if not any(unknown):
             return
-        names = ["extra_fields", "rollout_log_probs", "old_log_probs", "response_mask", "responses"]
+        names = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
         rows = fetch(batch, names)
         if "rollout_log_probs" not in rows or "old_log_probs" not in rows:
             return
         of = Ragged.of(rows["response_mask"])
-        real = torch.tensor([not is_padding(t) for t in batch.tags])
-        unknown = torch.tensor([int(e.get(UNKNOWN, 0)) for e in plain(rows["extra_fields"])]) * real
-        known = of.position >= unknown[of.row]
-        values = torch.where(known, flat(rows["rollout_log_probs"]), flat(rows["old_log_probs"]).float())
+        values = torch.where(of.marked(unknown), flat(rows["old_log_probs"]).float(), flat(rows["rollout_log_probs"]))
         put(batch, {"rollout_log_probs": of.nested(values)})
-        padded = rows.select(*names[2:]).to_padded_tensor()
+        padded = rows.select(*names[1:]).to_padded_tensor()
         padded["rollout_log_probs"] = of.nested(values).to_padded_tensor(0.0)
         metrics.update(calculate_debug_metrics(DataProto(batch=padded)))
 
@@ -161,15 +172,16 @@ class MethodsBatch:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns."""
         batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = self.stack.needs & set(TOKEN_COLUMNS)
-        fields = ["response_mask", "loss_mask", "advantages", "extra_fields", *(TOKEN_COLUMNS[n] for n in wanted)]
+        fields = ["response_mask", "loss_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)]
         rows = fetch(batch, fields)
         number = torch.tensor([self.number[key] for key in batch.keys])
-        tokens, of, live = read_tokens(rows, wanted, number)
+        tokens, of, live = read_tokens(rows, wanted, number, [self.forced[key] for key in batch.keys])
+        if "steps" in self.stack.needs:
+            tokens = tokens.replace(step=token_steps(tokens.row, tokens.position, self.turns))
         host = flat(rows["advantages"])[live] if self._host_counts() else None
-        several = bool((self.generated.index > 0).any())  # agent loops that give several rows: no fixed number
-        decision = settle(
-            self.stack, self.selection, tokens, host, self._estimator, sys.maxsize if several else self.rows
-        )
+        # verl's own agent loops may give any number of rows per rollout
+        budget = sys.maxsize if self._several_rows_of_verl() else self.rows
+        decision = settle(self.stack, self.selection, tokens, host, self._estimator, budget)
         self.decision = decision
         self._write(batch, rows, decision, number, of, live)
         return without(batch, decision.stays[number].tolist())
@@ -178,27 +190,34 @@ class MethodsBatch:
         """Whether verl's own advantages mean what they say: of the groups and rewards the methods decided on.
 
         verl groups by uid. It sees the rewards of hooks and only the rows that stayed, but not that a group was made
-        in several waves, nor that a row has no reward, and it takes the raw reward in a group of one.
+        in several waves, nor groups a program made apart, nor that a row has no reward, and it takes the raw reward in
+        a group of one.
         """
         if self.config.algorithm.adv_estimator != "grpo":
-            if not self.one_wave or bool(torch.isnan(self.selection.rollouts.reward).any()):
+            if not self.groups_of_verl or bool(torch.isnan(self.selection.rollouts.reward).any()):
                 if self.stack.claimed("advantages"):
                     return False
                 raise ConfigError(
                     f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} sees neither groups made in "
-                    f"several waves nor rows without a reward, and this batch has some. Use "
-                    f"algorithm.adv_estimator=grpo."
+                    f"several waves (or apart, by a rollout program) nor rows without a reward, and this batch has "
+                    f"some. Use algorithm.adv_estimator=grpo."
                 )
             return True
         chosen = self.selection
         regular = all(n == self.config.actor_rollout_ref.rollout.n for n in self.generated.groups.size.tolist())
         whole = bool(chosen.rollouts.kept.all()) and not chosen.rewarded_by
-        return self.one_wave and regular and whole and not bool(torch.isnan(chosen.rollouts.reward).any())
+        return self.groups_of_verl and regular and whole and not bool(torch.isnan(chosen.rollouts.reward).any())
+
+    def _several_rows_of_verl(self) -> bool:
+        """Whether an agent loop gave several rows of a rollout, all of which have the reward of the last one. Rows of
+        a rollout program each have their own."""
+        return not self.by_program and bool((self.generated.index > 0).any())
 
     def _estimator(self, rollouts: Rollouts) -> Tensor:
-        """verl's GRPO for groups of any size; of several rows of a rollout the last one counts, for all of them."""
+        """verl's GRPO for groups of any size; of several rows an agent loop gave of a rollout the last one counts, for
+        all of them."""
         scale: Scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
-        if not bool((rollouts.index > 0).any()):
+        if not self._several_rows_of_verl() or not bool((rollouts.index > 0).any()):
             return grpo_advantages(rollouts, scale, 1e-6)
         of = rollouts.group * (int(rollouts.rollout.max()) + 1) + rollouts.rollout
         _, place = torch.unique(of, return_inverse=True)
@@ -252,7 +271,7 @@ class MethodsBatch:
         """What the methods logged, and rewards of everything that was generated: verl's own metrics see the rows that
         stayed."""
         decision, generated = self.decision, self.generated
-        values = combine([self.stack.metrics.take()])
+        values = combine([self.stack.metrics.take(), *self.program_metrics])
         values["rl_plugins/rows_generated"] = float(len(generated))
         values["rl_plugins/rows_trained"] = float(decision.trained.sum())
         values["rl_plugins/reward_generated"] = float(torch.nanmean(generated.reward))
@@ -266,11 +285,6 @@ class MethodsBatch:
             values[f"rewards/{name}/mean"] = float(torch.nanmean(reward))
             values[f"rewards/{name}/std"] = float(batch_std(reward))
         return values
-
-
-def is_planned(note: dict[str, Any]) -> bool:
-    """Whether a plan gave completions or a prefix."""
-    return bool(note["given"] or note["prefix"])
 
 
 def logprob_multiple(config: Any, ranks: int, reference: bool) -> int:

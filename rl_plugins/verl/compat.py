@@ -32,6 +32,15 @@ PINNED: dict[str, tuple[str, ...]] = {
 }
 
 
+# The same of verl's agent-loop worker, which only runs with rollout programs derive from.
+WORKER_PINNED: dict[str, tuple[str, ...]] = {
+    "_run_prompt": ("prompt", "sampling_params", "trajectory", "trace"),
+    "_run_agent_loop": ("sampling_params", "trajectory"),
+    "_agent_loop_postprocess": ("output", "validate"),
+    "_compute_score": ("outputs", "kwargs"),
+}
+
+
 def verl_version() -> str:
     return importlib.metadata.version("verl")
 
@@ -60,6 +69,11 @@ def check_verl_version() -> None:
 def moved_symbols(trainer_class: type) -> list[str]:
     """What of the pinned names is gone or takes other parameters; empty if this host is as expected."""
     return moved(trainer_class, PINNED)
+
+
+def moved_worker_symbols(worker_class: type) -> list[str]:
+    """The same of verl's agent-loop worker."""
+    return moved(worker_class, WORKER_PINNED)
 
 
 def states_its_mode(trainer_class: Any) -> bool:

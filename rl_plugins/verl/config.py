@@ -87,6 +87,13 @@ def _rewards(given: Any, config: Any) -> dict[str, float]:
         ) from None
 
 
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Tokens that end a completion of verl's model config: those of the generation config and the tokenizer's."""
+    ends = [getattr(model.generation_config, "eos_token_id", None), model.tokenizer.eos_token_id]
+    flat = [i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None]
+    return tuple(dict.fromkeys(flat))
+
+
 def compose(overrides: Sequence[str]) -> Any:
     """The config that `python -m verl.trainer.main_ppo OVERRIDES` would get, without starting anything.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS
-from rl_plugins.preflight import HostFacts, preflight, unserved
+from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -17,6 +17,10 @@ from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
 LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
 TESTED_ENGINES = ("fsdp", "fsdp2")
+SINGLE_TURN = "single_turn_agent"
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
+TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
 
 
 class Reader:
@@ -67,39 +71,76 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += [p for problem in _PROBLEMS if (p := problem(stack, read)) is not None]
-    problems += unserved(stack, "verl")
     if problems:
         raise ConfigError("\n".join(problems))
     if "current_entropies" in stack.needs and not read(ENTROPY, False):
         options[ENTROPY] = True
+    if stack.claimed("rollout"):
+        options[MANAGER] = PROGRAM_MANAGER
     return options
 
 
 def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts:
     """What this run offers."""
     read = Reader(config)
-    missing_hooks = {
-        "rollout": "rollout programs are not served by this version of the verl adapter.",
-        "admit": "queues are not served by this version of the verl adapter.",
-    }
+    missing_hooks = {"admit": "queues are not served by this version of the verl adapter."}
+    own = _makes_rollouts_itself(read)
+    if own:
+        missing_hooks["rollout"] = own
     steps = read.optimizer_steps_per_batch
     if any(m.whole_groups for m in stack.methods) and steps > 1 and read("actor_rollout_ref.actor.shuffle", False):
         missing_hooks["before_update"] = (
             f"it needs whole groups in every optimizer step, and the batch is shuffled before it is cut into {steps}. "
             f"Set actor_rollout_ref.actor.shuffle=False."
         )
+    columns = dataset_columns(read)
     asked = {option for m in stack.methods for option in m.host_options.get("verl", {})}
     return HostFacts(
         name="verl",
         version=verl_version(),
         hooks=[h for h in HOOKS if h not in missing_hooks],
         missing_hooks=missing_hooks,
-        eval_hooks=(),
-        missing_signals=_missing_signals(settings, read),
-        columns=dataset_columns(read),
+        eval_hooks=("plan", "rollout"),
+        missing_signals=_missing_signals(stack, settings, read),
+        columns=columns,
+        row_columns=stack.claimed("rollout") or _own_agent_loop(read, columns),
+        importance_correction=_importance_correction(read),
         options={o: read(o) for o in asked if _exists(config, o)},
         defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
     )
+
+
+def _makes_rollouts_itself(read: Reader) -> str | None:
+    """What beside a rollout program would make the rollouts, and what to change."""
+    rollout = "actor_rollout_ref.rollout"
+    loop, manager = read(f"{rollout}.agent.default_agent_loop", SINGLE_TURN), read(MANAGER)
+    tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    tools_given = [f"{rollout}.multi_turn.{t}" for t in tools if read(f"{rollout}.multi_turn.{t}")]
+    if read(f"{rollout}.multi_turn.enable", False):
+        tools_given.append(f"{rollout}.multi_turn.enable=True")
+    if loop != SINGLE_TURN:
+        tools_given.append(f"{rollout}.agent.default_agent_loop={loop}")
+    if tools_given:
+        return (
+            f"the run has {', '.join(tools_given)}, and a rollout program makes the completions itself. Give what it "
+            f"needs as parameters of the method, and remove the option."
+        )
+    if manager not in (None, PROGRAM_MANAGER):
+        return f"{MANAGER}={manager} is given, and rollout programs need {PROGRAM_MANAGER}. Remove the option."
+    return None
+
+
+def _own_agent_loop(read: Reader, columns: Sequence[str] | None) -> bool:
+    """Whether an agent loop of the user's, or one of verl's with several turns, makes rollouts."""
+    named = read("actor_rollout_ref.rollout.agent.default_agent_loop", SINGLE_TURN) != SINGLE_TURN
+    return named or (columns is not None and "agent_name" in columns)
+
+
+def _importance_correction(read: Reader) -> str:
+    """Options of verl that weight or take out tokens by the probability they were sampled with."""
+    names = ("rollout_is", "rollout_rs", "bypass_mode")
+    given = {n: read(f"algorithm.rollout_correction.{n}") for n in names}
+    return ", ".join(f"algorithm.rollout_correction.{n}={v}" for n, v in given.items() if v)
 
 
 def without_effect(stack: MethodStack, config: Any) -> list[str]:
@@ -158,10 +199,25 @@ NESTED_COLUMNS = ("extra_info", "reward_model")
 """Columns of verl's data sets whose fields count as columns of their own."""
 
 
-def _missing_signals(settings: Settings, read: Reader) -> dict[str, str]:
-    missing = {"engine": "top log-probs of the engine are not served by this version of the verl adapter."}
-    missing["steps"] = "turns of environments and tools are not recorded by this version of the verl adapter."
+def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> dict[str, str]:
+    missing = {}
     rollout = "actor_rollout_ref.rollout"
+    engine = read(f"{rollout}.name")
+    if engine not in TOP_LOGPROBS:
+        missing["engine"] = (
+            f"verl reports only the sampled token's log-prob with {rollout}.name={engine}; the most likely tokens come "
+            f"from {', '.join(TOP_LOGPROBS)} alone. Remove the method, or its option that needs them."
+        )
+    elif read.mode != "sync":
+        missing["engine"] = (
+            f"verl's client of {read.mode}, which resumes interrupted requests, drops them. Use "
+            f"trainer.v1.trainer_mode=rl_plugins_sync."
+        )
+    if not stack.claimed("rollout") and not _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
+        missing["steps"] = (
+            "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
+            f"({rollout}.agent.default_agent_loop), or name a method that plays one (turn_control)."
+        )
     truncations = {"top_p": 1.0, "top_k": -1}
     changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
     if changed:
@@ -207,6 +263,38 @@ def _rounds_without_sync(stack: MethodStack, read: Reader) -> str | None:
     return (
         f"{names} generates in rounds, and a batch of {read.mode} is generated ahead of time. Use "
         f"trainer.v1.trainer_mode=rl_plugins_sync."
+    )
+
+
+def _rounds_beside_program(stack: MethodStack, read: Reader) -> str | None:
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
+    if not names or not stack.claimed("rollout"):
+        return None
+    return (
+        f"{names} generates in rounds, and {_names(stack, 'rollout')} makes the rollouts of a prompt with a program, "
+        f"which runs once. Remove one of them."
+    )
+
+
+def _several_rows_ahead_of_time(stack: MethodStack, read: Reader) -> str | None:
+    if stack.rows_per_rollout == 1 or read.mode == "sync":
+        return None
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
+    return (
+        f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
+        f"{read.mode} takes a fixed number of prompts out of its buffer. Use trainer.v1.trainer_mode=rl_plugins_sync."
+    )
+
+
+def _programs_with_media(stack: MethodStack, read: Reader) -> str | None:
+    columns = dataset_columns(read) or ()
+    media = [read(f"data.{kind}_key", f"{kind}s") for kind in ("image", "video", "audio")]
+    found = [name for name in media if name in columns]
+    if not found or not stack.claimed("rollout"):
+        return None
+    return (
+        f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the columns "
+        f"{', '.join(found)}. Remove the method."
     )
 
 
@@ -289,6 +377,9 @@ def _separate_without_hybrid(stack: MethodStack, read: Reader) -> str | None:
 
 _PROBLEMS: Sequence[Callable[[MethodStack, Reader], str | None]] = (
     _rounds_without_sync,
+    _rounds_beside_program,
+    _several_rows_ahead_of_time,
+    _programs_with_media,
     _plan_beside_filter,
     _groups_of_other_estimator,
     _critic,

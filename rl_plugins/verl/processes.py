@@ -71,21 +71,37 @@ def died(name: str, error: Exception) -> MethodError:
     )
 
 
+def program_errors(actor: Any) -> list[str]:
+    """Runs in an agent-loop worker: what ended rollout programs there."""
+    return list(getattr(actor, "rl_plugins_errors", ()))
+
+
 class Watch:
-    """Notices workers that died. verl waits for their rollouts without an end."""
+    """Notices agent-loop workers that died, and rollout programs that failed in them. verl waits for rollouts of the
+    first without an end, and goes on without those of the second."""
 
     def __init__(self, workers: Mapping[str, Any]) -> None:
         self.workers = dict(workers)
-        self.pending = {name: w.__ray_ready__.remote() for name, w in self.workers.items()}
+        self.pending = {name: self._ask(name) for name in self.workers}
 
-    def check(self) -> None:
-        """Raises MethodError if a worker is dead; returns at once otherwise."""
+    def _ask(self, name: str) -> Any:
+        return self.workers[name].__ray_call__.remote(program_errors)
+
+    def check(self, wait: bool = False) -> None:
+        """Raises MethodError if a worker is dead or a program failed; returns at once otherwise.
+
+        Args:
+            wait: ask anew and wait for the answers, so that nothing that happened before is missed.
+        """
         for name, ref in list(self.pending.items()):
-            done, _ = ray.wait([ref], timeout=0)
-            if not done:
+            if wait:
+                ref = self._ask(name)
+            elif not ray.wait([ref], timeout=0)[0]:
                 continue
             try:
-                ray.get(ref)
+                errors = ray.get(ref)
             except ray.exceptions.RayActorError as e:
                 raise died(name, e) from e
-            self.pending[name] = self.workers[name].__ray_ready__.remote()
+            if errors:
+                raise MethodError(errors[0])
+            self.pending[name] = self._ask(name)

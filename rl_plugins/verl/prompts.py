@@ -18,9 +18,19 @@ from rl_plugins.verl.facts import NESTED_COLUMNS
 
 ROW = "rl_plugins_row"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
-FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # tokens at the start, in `extra_fields`
+# What an agent loop says of a row, in its `extra_fields`:
+FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # [start, stop) of tokens, see `ranges`
+TURNS = "rl_plugins_turns"  # of the agent, see turns.py
+MADE = "rl_plugins_program"  # what a rollout program says of its row, see program.py
 TECHNICAL = (ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
+PROGRAM_AGENT = "rl_plugins_program"  # agent loop that runs a rollout program
+
+
+def ranges(marks: Sequence[bool]) -> list[list[int]]:
+    """Where marks are set, as [start, stop) of every unbroken run."""
+    change = [i for i, (a, b) in enumerate(zip((False, *marks), (*marks, False), strict=True)) if bool(a) != bool(b)]
+    return [list(pair) for pair in zip(change[::2], change[1::2], strict=True)]
 
 
 def number_rows(dataset: Any) -> None:
@@ -65,17 +75,21 @@ class PromptBatches:
         self.group_size: int = rollout.n
         self.response_length: int = config.data.max_response_length
         self.default_agent: str = rollout.agent.default_agent_loop
+        self.by_program = False  # a method makes the rollouts with a program
         self.prompt_key: str = config.data.get("prompt_key", "prompt")
         correction = config.algorithm.get("rollout_correction", None)
         self.bypass = bool(correction and correction.get("bypass_mode", False))
 
-    def build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0, step: int = 0) -> Any:
+    def build(
+        self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0, step: int = 0, draw: int = 1
+    ) -> Any:
         """A TensorDict with one row per plan row, each under a uid of its own.
 
         Args:
             wave: of the plan whose groups these rows continue; a new one if None.
             round_: of the plan.
             step: generation batch in which the plan was made.
+            draw: number of the plan in that batch, from 1.
 
         Raises:
             MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
@@ -92,13 +106,14 @@ class PromptBatches:
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
         for i, p in enumerate(rows):
-            batch[COLUMN][i] = self._note(p, wave, i, round_) | {"planned_at": step}
+            batch[COLUMN][i] = self.note(p, wave, i, round_) | {"planned_at": step, "draw": draw}
         counts = [p.n + p.spare for p in rows]
         if any(n != self.group_size for n in counts):
             batch["__rollout_n__"] = torch.tensor(counts)
         planned = [bool(p.given or p.prefix or p.max_tokens is not None) for p in rows]
-        if any(planned):
+        if any(planned) or self.by_program:
             self._check_planned(rows, batch)
+        if any(planned) and not self.by_program:  # a program serves all of that itself
             agents = list(batch.get("agent_name", [self.default_agent] * len(rows)))
             batch["agent_name"] = np.array(
                 [PLANNED_AGENT if own else agent for own, agent in zip(planned, agents, strict=True)], dtype=object
@@ -117,13 +132,13 @@ class PromptBatches:
                 )
             row["extra_info"] = {}
         for name, value in edit.items():
-            self._set(row, name, value, foreign=plan.prompt < 0)
+            self.set(row, name, value, foreign=plan.prompt < 0)
         if self.prompt_key in edit and "raw_prompt" not in edit:
             prompt = edit[self.prompt_key]
             row["raw_prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return row
 
-    def _set(self, row: dict[str, Any], name: str, value: Any, foreign: bool) -> None:
+    def set(self, row: dict[str, Any], name: str, value: Any, foreign: bool) -> None:
         """Changes a column, or a field of one of the columns whose fields count as columns."""
         if name in row:
             row[name] = value
@@ -137,7 +152,8 @@ class PromptBatches:
             f"{', '.join(sorted(set(row) - set(TECHNICAL)))} and the fields of {' and '.join(NESTED_COLUMNS)}."
         )
 
-    def _note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
+    def note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
+        """What the plan says about a prompt and must be known again later."""
         return {
             "prompt": plan.prompt,
             "wave": wave,
@@ -156,10 +172,15 @@ class PromptBatches:
     def _check_planned(self, rows: Sequence[PlanRow], batch: Mapping[str, Any]) -> None:
         agents = {str(a) for a in batch.get("agent_name", [self.default_agent])}
         if agents != {"single_turn_agent"}:
+            what = (
+                "A rollout program makes the completions"
+                if self.by_program
+                else ("The plan gives completions, prefixes or token limits")
+            )
             raise ConfigError(
-                f"The plan gives completions, prefixes or token limits, which are served for the agent loop "
-                f"single_turn_agent; this run uses {', '.join(sorted(agents))}, which makes its completions itself. "
-                f"Remove the method, or use single_turn_agent."
+                f"{what}, which is served for the agent loop single_turn_agent; this run uses "
+                f"{', '.join(sorted(agents))}, which makes its completions itself. Remove the method, or use "
+                f"single_turn_agent."
             )
         for p in rows:
             if self.bypass and (p.prefix or any(c.logprobs is None for c in p.given)):

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.preflight import no_row_has
+from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
+from rl_plugins.stack import MethodStack
+from rl_plugins.steps import spans
 from rl_plugins.verl.facts import NESTED_COLUMNS
-from rl_plugins.verl.prompts import COLUMN, FORCED
+from rl_plugins.verl.prompts import COLUMN, MADE, TURNS
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
@@ -46,6 +50,14 @@ class Ragged:
         row = torch.repeat_interleave(torch.arange(len(length)), length)
         return cls(row, torch.arange(len(row)) - offsets[:-1][row], offsets)
 
+    def marked(self, ranges: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+        """(values,) bool: True inside of the ranges [start, stop) of each row."""
+        marks = torch.zeros(len(self.row), dtype=torch.bool)
+        for first, of_row in zip(self.offsets.tolist(), ranges, strict=False):
+            for start, stop in of_row:
+                marks[first + start : first + stop] = True
+        return marks
+
     def nested(self, values: Tensor) -> Tensor:
         """(values,) -> ragged column."""
         return torch.nested.as_nested_tensor(
@@ -64,12 +76,8 @@ def plain(column: Any) -> list[Any]:
     return [getattr(x, "data", x) for x in column]
 
 
-def column_of(rows: Mapping[str, Any], name: str) -> list[Any]:
-    """A dataset column by name, or a field of `extra_info` or `reward_model`.
-
-    Raises:
-        ConfigError: there is no such column.
-    """
+def column_of(rows: Mapping[str, Any], name: str) -> list[Any] | None:
+    """A dataset column by name, or a field of `extra_info` or `reward_model`; None if there is none."""
     if name in rows:
         values = rows[name]
         if isinstance(values, Tensor):
@@ -78,10 +86,23 @@ def column_of(rows: Mapping[str, Any], name: str) -> list[Any]:
     for nested in NESTED_COLUMNS:
         if nested in rows and all(isinstance(x, dict) and name in x for x in plain(rows[nested])):
             return [x[name] for x in plain(rows[nested])]
-    raise ConfigError(
-        f"The dataset has no column `{name}`; it has {', '.join(sorted(map(str, rows)))} and the fields of "
-        f"{' and '.join(NESTED_COLUMNS)}. Add it."
-    )
+    return None
+
+
+def row_columns(rows: Mapping[str, Any], stack: MethodStack) -> dict[str, list[Any]]:
+    """The columns methods ask for: what a row's program or agent loop says of it, else the dataset's.
+
+    Raises:
+        MethodError: neither has a column.
+    """
+    own = [e[MADE]["meta"] if MADE in e else e for e in plain(rows["extra_fields"])]
+    found = {}
+    for name in sorted(n.removeprefix("column:") for n in stack.needs if n.startswith("column:")):
+        values = column_of(rows, name)
+        if values is None and not any(name in e for e in own):
+            raise no_row_has(name, [m.name for m in stack.methods if f"column:{name}" in m.needs])
+        found[name] = [e.get(name, v) for e, v in zip(own, values or [None] * len(own), strict=True)]
+    return found
 
 
 def sort_key(note: Mapping[str, Any], session: int, index: int) -> tuple[Any, ...]:
@@ -93,7 +114,7 @@ def read_rollouts(
     rows: Mapping[str, Any],
     keys: Sequence[str],
     tags: Sequence[Mapping[str, Any]],
-    needs: set[str],
+    stack: MethodStack | None,
     rewards: Mapping[str, float],
     tokenizer: Any,
     step: int,
@@ -104,34 +125,23 @@ def read_rollouts(
     Args:
         rows: columns of the rows.
         keys, tags: of the rows; a key is "{uid}_{session}_{index}".
-        needs: signals of the methods.
+        stack: the methods, whose signals are filled in; None: none is.
         rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
 
     Raises:
-        ConfigError: the reward function does not answer with a key of `rewards`, or a dataset column is missing.
+        ConfigError: the reward function does not answer with a key of `rewards`.
+        MethodError: a column is missing.
     """
+    needs = stack.needs if stack is not None else set()
     notes = plain(rows[COLUMN])
     extra = plain(rows["extra_fields"])
     mask = rows["response_mask"]
     n = len(keys)
     of = Ragged.of(mask)
     score = torch.zeros(n, dtype=torch.float64).index_add(0, of.row, flat(rows["rm_scores"]).double())
-    groups: dict[tuple[str, int], int] = {}
-    rollouts: dict[tuple[int, str, int], int] = {}  # (group, uid, session) -> number in its group
-    group, rollout, index = [], [], []
-    made: dict[int, int] = {}
-    for key, note in zip(keys, notes, strict=True):
-        uid, session, number = split(key)
-        g = groups.setdefault((note["wave"], note["group"]), len(groups))
-        if (g, uid, session) not in rollouts:
-            rollouts[(g, uid, session)] = made.get(g, 0)
-            made[g] = made.get(g, 0) + 1
-        group.append(g)
-        rollout.append(rollouts[(g, uid, session)])
-        index.append(number)
+    group, rollout, index = _numbers(keys, notes, extra)
     responses = [r.tolist() for r in rows["responses"].unbind()]
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    columns = {n.removeprefix("column:") for n in needs if n.startswith("column:")}
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
     each = _components(extra, rewards) if rewards else score[:, None]
     weights = torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64)
@@ -145,17 +155,84 @@ def read_rollouts(
         reward_weights=weights,
         reward=weighted_reward(each, weights),
         length=torch.bincount(of.row[flat(mask).bool()], minlength=n),
-        truncated=torch.tensor([not r or r[-1] not in ends for r in responses], dtype=torch.bool),
+        truncated=torch.tensor([_truncated(e, r, ends) for e, r in zip(extra, responses, strict=True)]),
         kept=torch.ones(n, dtype=torch.bool),
         version=torch.tensor([_version(tag) for tag in tags], dtype=torch.int64),
         text=text if "text" in needs else None,
         raw_text=tokenizer.batch_decode(responses, skip_special_tokens=False) if "raw_text" in needs else None,
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
-        meta={c: column_of(rows, c) for c in sorted(columns)},
+        meta=row_columns(rows, stack) if stack is not None else {},
         payload=[note["payload"] for note in notes],
         step=step,
         total_steps=total_steps,
     )
+
+
+def _numbers(
+    keys: Sequence[str], notes: Sequence[Mapping[str, Any]], extra: Sequence[Mapping[str, Any]]
+) -> tuple[list[int], list[int], list[int]]:
+    """Group of every row, number of its rollout in the group, and number of the row in the rollout.
+
+    Groups of the plan come first; rows with a label of a program's own form groups after those.
+    """
+    groups: dict[Any, int] = {}
+    for note in notes:
+        groups.setdefault((note["wave"], note["group"]), len(groups))
+    rollouts: dict[tuple[int, str, int], int] = {}  # (group, uid, rollout of the prompt) -> number in its group
+    count: dict[int, int] = {}
+    numbers: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for key, note, e in zip(keys, notes, extra, strict=True):
+        uid, session, place = split(key)
+        made = e.get(MADE) or {"group": None, "rollout": session, "index": place}
+        label = (note["wave"], note["group"]) if made["group"] is None else (uid, "label", made["group"])
+        g = groups.setdefault(label, len(groups))
+        rollout = (g, uid, made["rollout"])
+        if rollout not in rollouts:
+            rollouts[rollout] = count[g] = count.get(g, -1) + 1
+        for column, number in zip(numbers, (g, rollouts[rollout], made["index"]), strict=True):
+            column.append(number)
+    return numbers
+
+
+def _truncated(extra: Mapping[str, Any], response: Sequence[int], ends: set[int]) -> bool:
+    if MADE in extra:
+        return extra[MADE]["finish"] in ("length", "abort")
+    return not response or response[-1] not in ends
+
+
+def read_turns(rows: Mapping[str, Any], tokenizer: Any) -> list[tuple[Turn, ...]]:
+    """Turns of every row: as its program or agent loop marked them, else every unbroken run of trained tokens.
+
+    A loop that marks no tokens may still say of each turn what it knows (`TURNS`: a list of dicts with "anchor",
+    "reward" and "valid"). Otherwise the anchor is the text that was read before the turn, and rewards are verl's
+    `turn_scores` or `tool_rewards`, where there is one per turn, or one per turn but the last.
+
+    Args:
+        rows: columns "extra_fields", "response_mask", "responses" and "prompts".
+    """
+    found = []
+    columns = [rows[name].unbind() for name in ("response_mask", "responses", "prompts")]
+    for e, mask, response, prompt in zip(plain(rows["extra_fields"]), *columns, strict=True):
+        told = e.get(TURNS) or ()
+        if told and "start" in told[0]:
+            found.append(tuple(Turn(**t) for t in told))
+            continue
+        turns = spans(mask.tolist())
+        if told:
+            known = [*told[: len(turns)], *[{}] * (len(turns) - len(told))]
+            found.append(tuple(Turn(t.start, t.stop, **k) for t, k in zip(turns, known, strict=True)))
+            continue
+        rewards = next((r for r in (e.get("turn_scores"), e.get("tool_rewards")) if _fits(r, len(turns))), ())
+        stops = [0, *(t.stop for t in turns)]
+        read = [response[a : t.start].tolist() for a, t in zip(stops, turns, strict=False)]
+        if turns:
+            read[0] = [*prompt.tolist(), *read[0]]
+        found.append(spans(mask.tolist(), tokenizer.batch_decode(read, skip_special_tokens=True), rewards))
+    return found
+
+
+def _fits(rewards: Any, turns: int) -> bool:
+    return bool(rewards) and len(rewards) in (turns, turns - 1)
 
 
 def split(key: str) -> tuple[str, int, int]:
@@ -187,26 +264,28 @@ def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
     return torch.tensor([[number(info.get(k)) for k in rewards] for info in infos], dtype=torch.float64)
 
 
-def read_tokens(rows: Mapping[str, Any], columns: set[str], row_number: Tensor) -> tuple[Tokens, Ragged, Tensor]:
+def read_tokens(
+    rows: Mapping[str, Any], columns: set[str], row_number: Tensor, forced: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Tokens, Ragged, Tensor]:
     """Flat tokens of rows.
 
     Args:
         rows: columns of the rows.
         columns: signals to read.
         row_number: (rows,) what `tokens.row` is to say for each of these rows.
+        forced: of each row the ranges of forced tokens.
 
     Returns:
         The tokens, the raggedness of the responses, and (values,) which values are tokens.
     """
     of = Ragged.of(rows["response_mask"])
     live = flat(rows["response_mask"]).bool()
-    forced = torch.tensor([int(e.get(FORCED, 0)) for e in plain(rows["extra_fields"])], dtype=torch.int64)
     tokens = Tokens(
         row=row_number[of.row[live]],
         position=of.position[live],
         advantages=torch.zeros(int(live.sum()), dtype=torch.float64),
         keep=torch.ones(int(live.sum()), dtype=torch.bool),
-        forced=(of.position < forced[of.row])[live],
+        forced=of.marked(forced)[live],
         **{name: flat(rows[TOKEN_COLUMNS[name]]).float()[live] for name in sorted(columns)},
     )
     return tokens, of, live

@@ -7,6 +7,7 @@ loss.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -96,6 +97,7 @@ class MethodsTrainer(_Host):
             }
             print(confirm(self.methods, workers), flush=True)
             watch = Watch({f"agent loop {i}": w for i, w in enumerate(agent_loop_manager.agent_loop_workers)})
+            self._watch = watch
             wait = self.replay_buffer._wait_for_next_poll
 
             def watched_wait(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +173,7 @@ class MethodsTrainer(_Host):
         )
         if self.methods_mode != "sync":
             self._check_async_plan(plan, len(proposal))
-        planned = self._prompts.build(plan.rows, step=self.methods.step)
+        planned = self._build(plan.rows)
         uids = dict(zip(map(str, planned["uid"]), plan.rows, strict=True))
         if num_prompts is None:
             self._submitted, self._planned_prompts, self._trained_rows = uids, len(uids), plan.trained
@@ -179,6 +181,11 @@ class MethodsTrainer(_Host):
             self._submitted |= uids
         tu.assign_non_tensor_data(planned, "global_steps", self.global_steps)
         return planned
+
+    def _build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0) -> Any:
+        """Prompts of a plan as verl's batch."""
+        self._prompts.by_program = self.methods.claimed("rollout")
+        return self._prompts.build(rows, wave, round_, self.methods.step, self.methods.draw)
 
     def _check_async_plan(self, plan: Plan, prompts: int) -> None:
         size = self._prompts.group_size
@@ -194,11 +201,17 @@ class MethodsTrainer(_Host):
 
     def _sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         """verl's sampling, of as many prompts as were planned; methods with rounds ask for more until they have all."""
-        if partition_id != "train" or not self.methods:
-            return self._host_sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        if self.methods_mode == "sync":
+        if partition_id == "train" and self.methods and self.methods_mode == "sync":
             batch_size = self._planned_prompts
-        batch, metrics = self._host_sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        try:
+            batch, metrics = self._host_sample(
+                global_steps=global_steps, partition_id=partition_id, batch_size=batch_size
+            )
+        finally:  # verl goes on without a prompt that failed, or ends with an error that does not say why
+            if self.methods.claimed("rollout"):
+                self._watch.check(wait=True)
+        if partition_id != "train" or not self.methods:
+            return batch, metrics
         if any(m.rounds for m in self.methods.methods):
             batch = self._rounds(batch, global_steps)
         self._count_missing(batch)
@@ -211,7 +224,7 @@ class MethodsTrainer(_Host):
         for round_ in range(1, MAX_ROUNDS + 1):
             rows = fetch(batch)
             rollouts = read_rollouts(
-                rows, batch.keys, batch.tags, set(), self.settings.rewards, self.tokenizer, self.methods.step, 0
+                rows, batch.keys, batch.tags, None, self.settings.rewards, self.tokenizer, self.methods.step, 0
             )
             group = [n["group"] for n in plain(rows[COLUMN])]
             planned = {row.group: row for row in reversed(list(first.values()))}
@@ -226,7 +239,7 @@ class MethodsTrainer(_Host):
             if not plan.rows:
                 return batch
             wave = next(n["wave"] for n in plain(rows[COLUMN]))
-            more = self._prompts.build(plan.rows, wave, round_, self.methods.step)
+            more = self._build(plan.rows, wave, round_)
             tu.assign_non_tensor_data(more, "global_steps", self.global_steps)
             uids = dict(zip(map(str, more["uid"]), plan.rows, strict=True))
             self._submitted |= uids
@@ -247,6 +260,8 @@ class MethodsTrainer(_Host):
         """verl goes on when agent loops fail; completions a plan gave must not be lost that way."""
         if self.methods_mode != "sync" or self.config.algorithm.filter_groups.enable:
             return  # what is missing was evicted
+        if self.methods.claimed("rollout"):
+            return  # a program may make fewer, and one that fails ends the run
         made: dict[str, set[int]] = {uid: set() for uid in self._submitted}
         for key in batch.keys:
             uid, session, _ = split(key)
@@ -332,6 +347,8 @@ class MethodsTrainer(_Host):
         batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, ranks))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        if not self.methods.trains:
+            return batch
         batch = super()._update_actor(batch, metrics)
         if self.methods:
             values = loss.take_metrics(metrics)

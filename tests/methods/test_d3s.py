@@ -196,7 +196,7 @@ def test_a_tie_goes_to_more_of_the_larger_then_to_the_earlier() -> None:
     assert rows([0.5] * 5, 4) == [0, 1, 2, 3]
 
 
-def test_rows_without_signal_stay_only_for_want_of_others() -> None:
+def test_rows_without_signal_stay_only_for_want_of_others_where_rewards_are_0_or_1() -> None:
     rng = np.random.default_rng(2)
     for _ in range(30):
         rewards = np.concatenate([(rng.random(24) < rng.random()).astype(float), np.ones(8)])
@@ -208,6 +208,20 @@ def test_rows_without_signal_stay_only_for_want_of_others() -> None:
         informative = int((groups.max(full.abs()) > 0).sum()) * 4  # what is left of them after the group step
         zero = int((full[decision.trained] == 0).sum())
         assert zero == max(0, 8 - informative)
+
+
+@pytest.mark.parametrize(
+    ("x", "share", "trained"),
+    [
+        ([-1.0, -0.5, 0.0, 1.0], 0.75, [0, 1, 3]),  # both signs: the row without signal goes
+        ([0.0, 1.0, 2.0, 3.0], 0.5, [0, 3]),  # one sign
+        ([-3.0, -2.0, -1.0, 0.0], 0.5, [0, 3]),
+        ([-10.0, -9.0, 0.0, 0.1], 0.75, [0, 2, 3]),  # both signs, but far more to one side
+    ],
+)
+def test_a_row_without_signal_stays_where_it_is_an_extreme(x: list[float], share: float, trained: list[int]) -> None:
+    decision = decide(make_rollouts(x, [0] * 4), **{**ALL, "batch_rows_start": share})
+    assert decision.trained.nonzero()[:, 0].tolist() == trained
 
 
 def test_tokens_are_ranked_over_the_batch_by_advantage_times_entropy() -> None:

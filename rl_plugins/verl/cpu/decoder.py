@@ -22,6 +22,7 @@ class Request:
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens of each place, temperature 1
 
 
 class Decoder:
@@ -31,9 +32,9 @@ class Decoder:
     its neighbors or on when it arrived.
     """
 
-    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int]) -> None:
-        """`model` is in evaluation mode; its attention layers see the whole context."""
-        self.model = model
+    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int], tokenizer: Any = None) -> None:
+        """`model` is in evaluation mode; its attention layers see the whole context. `tokenizer`: for stop texts."""
+        self.model, self.tokenizer = model, tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.requests: list[Request] = []
         # Of every running row: ids and mask (rows, width) of prompt and completion. The cache holds all columns but
@@ -58,6 +59,7 @@ class Decoder:
             use_cache=True,
         )
         logits = out.logits[:, -1].float()
+        self._report(logits)
         if bool((self._settings["repetition_penalty"] != 1).any()):
             logits = penalize(logits, self._ids, self._mask, self._settings["repetition_penalty"])
         temperature = self._settings["temperature"]
@@ -83,13 +85,33 @@ class Decoder:
         stopped, self.requests, self._cache = self.requests, [], None
         return stopped
 
+    def _report(self, logits: torch.Tensor) -> None:
+        """The most likely tokens of the model's own distribution, for requests that ask for them."""
+        most = min(max(request.sampling.top_logprobs for request in self.requests), logits.shape[1])
+        if not most:
+            return
+        values, tokens = logits.log_softmax(1).topk(most, dim=1)
+        for request, row, names in zip(self.requests, values.tolist(), tokens.tolist(), strict=True):
+            k = request.sampling.top_logprobs
+            if k:
+                request.top.append(list(zip(names[:k], row[:k], strict=True)))
+
     def _is_done(self, request: Request) -> bool:
         token, sampling = request.tokens[-1], request.sampling
         return (
             len(request.tokens) >= sampling.max_tokens
             or token in sampling.stop_token_ids
             or (token in self.eos_ids and not sampling.ignore_eos)
+            or self._at_stop_text(request)
         )
+
+    def _at_stop_text(self, request: Request) -> bool:
+        stop = request.sampling.stop
+        if not stop:
+            return False
+        last = max(len(text.encode()) for text in stop) + 1  # a token has a byte or more
+        text = self.tokenizer.decode(request.tokens[-last:], skip_special_tokens=True)
+        return any(s in text for s in stop)
 
     def _join(self, arriving: Sequence[Request]) -> None:
         """Computes the cache of the new prompts and puts their rows below the running ones."""

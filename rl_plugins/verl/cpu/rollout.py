@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.verl.config import end_tokens
 from rl_plugins.verl.cpu import ROLLOUT
 from rl_plugins.verl.cpu.decoder import Decoder
 from rl_plugins.verl.cpu.server import Limits, Server
@@ -77,9 +78,7 @@ def _build_decoder(config: Any, model: HFModelConfig) -> Decoder:
         network = AutoModelForCausalLM.from_config(hf_config, **options)
     else:
         network = AutoModelForCausalLM.from_pretrained(model.local_path, config=hf_config, **options)
-    ends = [getattr(model.generation_config, "eos_token_id", None), model.tokenizer.eos_token_id]
-    flat = [i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None]
-    return Decoder(network.eval(), flat)
+    return Decoder(network.eval(), end_tokens(model), model.tokenizer)
 
 
 class Replica(RolloutReplica):

@@ -18,6 +18,9 @@ _KNOWN = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "top_logprobs",
+    "stop",
+    "include_stop_str_in_output",
 )
 
 
@@ -33,6 +36,8 @@ class Sampling:
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0  # most likely tokens to report in every place
+    stop: tuple[str, ...] = ()  # texts that end a completion and stay in it
 
     @classmethod
     def read(cls, params: Mapping[str, Any], max_tokens: int, room: int, ignore_eos: bool = False) -> Sampling:
@@ -63,7 +68,14 @@ class Sampling:
             stop_token_ids=frozenset(params.get("stop_token_ids") or ()),
             ignore_eos=bool(params.get("ignore_eos", ignore_eos)),
             logprobs=bool(params.get("logprobs", False)),
+            top_logprobs=int(params.get("top_logprobs", 0)),
+            stop=tuple(params.get("stop") or ()),
         )
+        if settings.stop and not params.get("include_stop_str_in_output", False):
+            raise ValueError(
+                "The rollout backend hf_cpu was asked to stop at texts without include_stop_str_in_output=True. It "
+                "leaves them in the tokens; say so."
+            )
         if settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.repetition_penalty <= 0:
             raise ValueError(
                 f"The rollout backend hf_cpu was asked to sample with temperature={settings.temperature}, "

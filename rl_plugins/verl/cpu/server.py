@@ -175,7 +175,8 @@ class Server:
             token_ids=request.tokens,
             log_probs=request.log_probs if request.sampling.logprobs else None,
             stop_reason=stop_reason,
-            extra_fields={"global_steps": self.global_steps},
+            extra_fields={"global_steps": self.global_steps}
+            | ({"top_logprobs": request.top} if request.sampling.top_logprobs else {}),
         )
 
 

@@ -25,6 +25,14 @@ HERE = Path(__file__).parent
 PROBES = HERE.parent / "trl"
 MARK = "RL_PLUGINS_TEST_RUN"
 PROMPTS, SAMPLES = 8, 8
+PROGRAMS = {
+    "ladder": "Agent",
+    "turns_apart": "TurnsApart",
+    "grafting": "Grafting",
+    "idle": "Idle",
+    "sleepy": "Sleepy",
+    "failing": "Failing",
+}
 
 
 def plugin_path(folder: Path) -> str:
@@ -41,6 +49,7 @@ def plugin_path(folder: Path) -> str:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: verl-probes\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[verl.plugins]\nverl_probes = verl_probes\n\n[rl_plugins.methods]\nverl_given = verl_probes:VerlGiven\n"
+        + "".join(f"{name} = verl_programs:{cls}\n" for name, cls in PROGRAMS.items())
         + "\n".join(lines)
         + "\n"
     )

@@ -631,3 +631,56 @@ def test_verl_tokenizes_the_demos_prompts():
     builder = create_continuous_token_builder(tokenizer, hf_model_type="qwen3")
     tokens = builder.build_initial_tokens([{"role": "user", "content": "a:5391"}])
     assert tokenizer.decode(tokens) == "<user>a:5391<asst>" and len(tokens) == 8
+
+
+# ---- what rollout programs ask for
+
+
+def test_the_most_likely_tokens_are_the_models(model):
+    """At temperature 1, whatever is sampled with; of every request as many as it asks for."""
+    asked = [Sampling(6, 0.5, 4, top_logprobs=3), Sampling(6, 2.0), Sampling(6, 0, top_logprobs=1)]
+    requests = [Request(p, s, seed=i) for i, (p, s) in enumerate(zip(prompts(4, 7, 2), asked, strict=True))]
+    for request in finish(Decoder(model, []), requests):
+        k = request.sampling.top_logprobs
+        ids = torch.tensor([[*request.prompt, *request.tokens]])
+        with torch.no_grad():
+            plain = model(ids).logits[0, len(request.prompt) - 1 : -1].log_softmax(1)
+        values, tokens = plain.topk(max(k, 1))
+        assert [[t for t, _ in place] for place in request.top] == (tokens.tolist() if k else [])
+        for place, row in zip(request.top, values.tolist(), strict=bool(k)):
+            assert [p for _, p in place] == pytest.approx(row, abs=2e-5)
+    assert requests[2].tokens == [place[0][0] for place in requests[2].top]
+    assert len(requests[0].top) == len(requests[0].tokens) == 6
+
+
+def test_a_text_that_was_asked_for_ends_a_request(model):
+    tokenizer = build_tokenizer()
+    (prompt,) = prompts(5)
+
+    def run(*stop, seed=3):
+        request = Request(prompt, Sampling(40, stop=stop), seed=seed)
+        return tokenizer.decode(finish(Decoder(model, [], tokenizer), [request])[0].tokens)
+
+    free = run()
+    text = free[5:7]  # of two tokens
+    stopped = run("never", text)
+    assert stopped == free[: free.index(text) + 2] and stopped.endswith(text)
+    assert run("never") == free
+    read = Sampling.read({"stop": ["a"], "include_stop_str_in_output": True, "top_logprobs": 2}, 8, 9)
+    assert (read.stop, read.top_logprobs) == (("a",), 2)
+    with pytest.raises(ValueError, match="without include_stop_str_in_output=True"):
+        Sampling.read({"stop": ["a"]}, 8, 9)
+
+
+def test_the_server_reports_them(model):
+    async def run():
+        s = server(model)
+        params = {"temperature": 1.0, "max_tokens": 4, "ignore_eos": True, "logprobs": True}
+        with_top, without = await asyncio.gather(
+            s.generate("a", prompt_ids=[7, 8], sampling_params=params | {"top_logprobs": 2}),
+            s.generate("b", prompt_ids=[9], sampling_params=params),
+        )
+        assert [len(place) for place in with_top.extra_fields["top_logprobs"]] == [2] * 4
+        assert "top_logprobs" not in without.extra_fields
+
+    asyncio.run(run())

@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 
 import probes
+from registering import registered
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl import compat, facts
 from rl_plugins.verl.config import compose, read_settings
@@ -31,10 +31,8 @@ FINE = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _probes():
-    known = registry._entry_points
-    probes.register()
-    yield
-    registry._entry_points = known
+    with registered(NeedsRef, NeedsEntropies, Sets, SetsNothing, NeedsColumn):
+        yield
 
 
 def config(*overrides: str, methods: str | None = "mc_grpo") -> Any:
@@ -89,7 +87,6 @@ REFUSED = {
         "needs_entropies",
         "bypass_mode",
     ),
-    "rows of agents": ([], "agents", "3 rows of a rollout.*\n.*no optimizer step"),
     "hybrid engine off": (
         ["trainer.v1.trainer_mode=rl_plugins_separate_async", "actor_rollout_ref.hybrid_engine=False"],
         "noop",
@@ -123,10 +120,6 @@ class Sets(NeedsRef):
 class SetsNothing(Sets):
     name = "sets_nothing"
     host_options = {"verl": {"actor_rollout_ref.actor.ppo_epoch": 2}}
-
-
-for probe in (NeedsRef, NeedsEntropies, Sets, SetsNothing):
-    setattr(probes, probe.__name__, probe)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -208,9 +201,6 @@ def test_columns_of_parquet_files(tmp_path: Path) -> None:
 class NeedsColumn(NeedsRef):
     name = "needs_column"
     needs = frozenset({"column:answer"})
-
-
-probes.NeedsColumn = NeedsColumn
 
 
 def test_untested_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

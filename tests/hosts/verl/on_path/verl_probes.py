@@ -112,6 +112,20 @@ def _carousel(module: object) -> None:
     register_trainer("carousel")(Carousel)
 
 
+def _worker_of_carousel(module: object) -> None:
+    host = module.ProgramManager.__init__
+
+    def __init__(self, *args, **kwargs):
+        host(self, *args, **kwargs)
+        if "carousel" in self.config:
+            import ray
+            from verl_carousel import CarouselWorker
+
+            self.agent_loop_workers_class = ray.remote(CarouselWorker)
+
+    module.ProgramManager.__init__ = __init__
+
+
 def judge(prompt: object, a: str, b: str) -> tuple[float, float]:
     """The longer answer has the higher score."""
     return float(len(a)), float(len(b))
@@ -144,6 +158,8 @@ def _dump_updates(module: object) -> None:
         }
         columns = {str(k): data[k] for k in data.keys() if isinstance(data[k], torch.Tensor)}  # noqa: SIM118
         rows = {k: [x.clone() for x in v.unbind()] for k, v in columns.items()}
+        steps_before = max([int(s["step"]) for s in engine.optimizer.state.values()], default=0)
+        rate_before = engine.optimizer.param_groups[0]["lr"]
         output = host(self, original, engine, data)
         torch.save(
             {
@@ -151,6 +167,8 @@ def _dump_updates(module: object) -> None:
                 "weights": weights,
                 "rows": rows,
                 "grad_norm": float(output["metrics"]["grad_norm"]),
+                "optimizer_steps": steps_before,
+                "lr": rate_before,
                 "global_batch_size": int(data["global_batch_size"]),
                 "loss_agg_mode": self.actor.loss_agg_mode,
             },
@@ -164,6 +182,7 @@ def _dump_updates(module: object) -> None:
 note("loaded", argv=os.sys.argv[:2]) if "RL_PLUGINS_TEST_OUT" in os.environ else None
 after_import("rl_plugins.verl.trainer", _carousel)
 after_import("rl_plugins.verl.loss", _dump_updates)
+after_import("rl_plugins.verl.workers", _worker_of_carousel)
 
 
 def _methods():
