@@ -6,7 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,15 @@ def _shown(metrics: Sequence[str], held_out: bool) -> list[str]:
 
 def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, dry_run: bool) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
-    from rl_plugins.demo import settings
+    from rl_plugins.demo import agents, settings
     from rl_plugins.demo.policy import policy_path
 
     arms = parse_arms(methods, baseline)
     names = _names(arms)
     console = Console()
+    if agents.needed(names):
+        _demo_agents(arms, seeds, out, jobs, long, dry_run, console)
+        return
     policy, data, config = policy_path(), out / "data", out / "run.yaml"
     values = settings.config(policy.absolute(), data.absolute(), names, long)
     out.mkdir(parents=True, exist_ok=True)
@@ -143,23 +146,61 @@ def demo(methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int
         *_demo_notes(params),
     ]
     comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
-    cache = {
+    shown, watch = settings.metrics(values), "rewards/exact/mean"
+    _run(comparison, shown, jobs, (), dry_run, console, watch, _demo_environment(out), settings.LABELS)
+
+
+def _demo_agents(
+    arms: Sequence[Arm], seeds: str, out: Path, jobs: int, long: bool, dry_run: bool, console: Console
+) -> None:
+    """The demo of methods for agents: in an environment, with the plain agent loop where an arm has no other."""
+    from rl_plugins.demo import agents
+    from rl_plugins.demo.environments.policy import agent_policy_path, load_agent_policy
+
+    arms = agents.with_loop(arms)
+    names = _names(arms)
+    environment = agents.environment_of(names)
+    data, config = out / "data", out / "run.yaml"
+    values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
+    out.mkdir(parents=True, exist_ok=True)
+    config.write_text(yaml.safe_dump(values, sort_keys=False))
+    if not dry_run:
+        _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
+        agents.write_data(data, environment)
+    params = _demo_params(names) | agents.params(names, environment)
+    notes = [
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. Every run "
+        f"trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
+        f"{values['num_generations']} per task. {arms[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
+        *_demo_notes(params),
+    ]
+    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
+    watch, labels = agents.METRICS[0], agents.LABELS
+    _run(comparison, agents.METRICS, jobs, (), dry_run, console, watch, _demo_environment(out), labels)
+
+
+def _demo_environment(out: Path) -> dict[str, str]:
+    return {
         "HF_DATASETS_CACHE": str((out / "cache").absolute()),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    _run(comparison, settings.metrics(values), jobs, (), dry_run, console, "rewards/exact/mean", cache, settings.LABELS)
 
 
 def demo_verl(methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, dry_run: bool) -> None:
     """The same with verl's trainer on the CPU: one run at a time, because one is 19 processes."""
     from rl_plugins.compare.verl import Verl
-    from rl_plugins.demo import settings, verl_data
+    from rl_plugins.demo import agents, settings, verl_data
     from rl_plugins.demo.policy import policy_path
 
     arms = parse_arms(methods, baseline)
     names = _names(arms)
+    if agents.needed(names):
+        raise ConfigError(
+            f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
+            f"your own environment and `rl-plugins compare`."
+        )
     console = Console()
     steps = verl_data.LONG_STEPS if long else verl_data.SHORT_STEPS
     data = out / "data"
@@ -224,13 +265,15 @@ def _rewarded(weights: Sequence[float]) -> str:
     return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
 
 
-def _warm_start(console: Console) -> None:
-    """Builds the embedded policy, if it is not there yet."""
+def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:
+    """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
     from rl_plugins.demo.policy import load_policy
 
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("warm start of the policy (once, then cached)", total=None)
-        load_policy(progress=lambda step, total, _: progress.update(task, total=total, completed=step))
+        (load or (lambda update: load_policy(progress=update)))(
+            lambda step, total, _: progress.update(task, total=total, completed=step)
+        )
         progress.update(task, total=1, completed=1)
 
 

@@ -64,6 +64,12 @@ def careful(completions: Sequence[Any], **columns: Any) -> list[float]:
     return [0.1 * _text(c).startswith(CAREFUL) for c in completions]
 
 
+def score(completions: Sequence[Any], score: Sequence[float | None] | None = None, **columns: Any) -> list[float]:
+    """The score of the agent's environment, which rollout programs note in the column ``score``; 0 without one."""
+    known = score if score is not None else [None] * len(completions)
+    return [0.0 if s is None or s != s else float(s) for s in known]
+
+
 def format_and_digit_errors(rollouts: Any) -> torch.Tensor:
     """Quality penalty for GRPO-RoC: ``(1 - format) + (1 - digits)`` per row, in [0, 2], lower is better.
 

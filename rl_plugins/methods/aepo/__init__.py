@@ -1,0 +1,23 @@
+"""AEPO (arXiv 2510.14545): entropy-balanced rollouts and updates of agents. The bundle and its parts."""
+
+from __future__ import annotations
+
+from rl_plugins.method import Bundle
+from rl_plugins.methods.aepo.advantages import AepoAdvantages
+from rl_plugins.methods.aepo.clip import AepoClip
+from rl_plugins.methods.aepo.paper import PAPER
+from rl_plugins.methods.aepo.rollout import AepoRollout
+
+AEPO = Bundle(
+    name="aepo",
+    parts={"aepo_rollout": {}, "aepo_clip": {}, "aepo_advantages": {}},
+    paper=PAPER,
+    about="Rollouts of an agent start from the prompt or branch off where the agent became uncertain after a turn, but "
+    "not again and again (`aepo_rollout`, which needs an environment); clipping keeps the gradient of tokens that are "
+    "to become more likely (`aepo_clip`); uncertain tokens have larger advantages (`aepo_advantages`). The last two "
+    "also work without agents. The authors' runs have 12 rollouts per prompt (14B), 6 of them from the prompt, batches "
+    "of 64 prompts in mini-batches of 8, 5 epochs on 1,000 prompts, prompts of 2,000 and completions of 6,192 tokens. "
+    "Not the Arbitrary Entropy Policy Optimization of the same acronym.",
+)
+
+__all__ = ["AEPO", "AepoAdvantages", "AepoClip", "AepoRollout"]

@@ -1,0 +1,261 @@
+"""AEPO's rollouts: how many chains of an agent start from the prompt, and where the others branch off."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.agents import Episode, Steps, act, finish, open_episode, reply
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method
+from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory, together
+
+
+class AepoRollout(Method):
+    """Chains of an agent branch behind turns that were more uncertain than their first one, less and less often.
+
+    The entropy of a turn is that of its first tokens, from the engine's most likely ones, a sum and not a mean:
+
+        H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
+
+    A prompt has k rollouts (the host's group size, and spare ones). m of them start from the prompt. Then all chains
+    that go on take a turn together, and the environment answers. While there are fewer than k chains, every chain whose
+    environment goes on is copied, its environment included, up to beam_size - 1 times, each time with
+
+        p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
+
+    u uniform in [0, 1); H_first is the entropy of the chain's first turn, for a copy of the first turn of its own; c
+    counts rounds in a row in which the prompt got a new chain (20 of them end branching). Where no chain goes on and
+    some are missing, one starts from the prompt per round. So every prompt ends with k chains. In the agents of
+    `examples/evidence/aepo.py` (6 of 12 from the prompt) the penalty makes no measurable difference.
+
+    m is `initial_rollouts`, half of k by default (the authors' scripts: 6 of 12). With `probe: true` it is
+
+        m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
+
+    where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
+    one whole rollout; both are thrown away. Entropies that do not change give about k / 2.
+
+    What k chains share is trained in each of them. It was sampled in exactly that context, so a copy keeps its
+    log-probs. What the environment says is not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch`
+    (turns at the copy, None for those from the prompt) in `rollouts.meta` of methods that need them.
+
+    Environments: `environment()` makes one (see `rl_plugins.environments`); it is copied with `copy.deepcopy`, so it
+    must hold its state in ordinary attributes, or define `__deepcopy__`. One that cannot be copied is said in a
+    warning, and the missing chains start from the prompt. One that raises or hangs ends its chain. A chain also ends
+    after `max_turns`, and where an answer to the observation would not fit. Evaluation plays plain rollouts.
+
+    Randomness: u, from the prompt's own generator. State: none. Logged, means over prompts: initial (m), branches and
+    restarts (further chains, from copies and from the prompt), turn_entropy, penalized (mean of c over attempts).
+
+    Errors: ConfigError for parameters out of range or without an environment; MethodError when an environment cannot
+    be reset.
+
+    Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
+    `AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout` of the authors' code.
+    """
+
+    name = "aepo_rollout"
+    paper = PAPER
+    fidelity = "code"
+    use_when = "An agent's turns are costly, a few of them decide, and its environment can be copied."
+    avoid_when = "Environments cannot be copied, or rollouts have one turn: nothing then branches."
+    cost = (
+        "Less than plain rollouts, by what chains share; with `probe` one rollout and a short generation more per "
+        "prompt. The engine must report its top_logprobs most likely tokens."
+    )
+    disagreements = (
+        "The number of first chains from a probe is the paper's; all released scripts have it off: `probe`.",
+        "The authors' code resets c only in rounds in which some prompt of the batch branched, and never forgets "
+        "H_first of an earlier batch, by the number of the chain; here c is reset in every round without a new chain, "
+        "and nothing is shared between prompts or batches.",
+        "The authors' agents call tools inside one answer, which stops there, up to 6 times; here every turn is an "
+        "answer of its own, and what the environment says is a message.",
+        CODE_READ,
+    )
+    in_eval = ("rollout",)
+    example_params = {"environment": "rl_plugins.demo.environments.calculator:Calculator"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        environment: Callable[..., Any] | None = param(
+            None, "makes an environment for one rollout, without arguments, as module:attribute; it must be given"
+        )
+        initial_rollouts: int | None = param(None, "chains that start from the prompt; none: half of them", ge=1)
+        probe: bool = param(False, "find their number for each prompt with a probe, which costs a rollout")
+        probe_tokens: int = param(50, "of the probe's short generation", ge=1)
+        probe_weight: float = param(0.5, "of H_root - H_tool in the sigmoid", ge=0)
+        beam_size: int = param(2, "a chain becomes at most so many in a round", ge=1)
+        branch_probability: float = param(0.5, "a chain is copied where p is this or more", ge=0, le=1)
+        entropy_weight: float = param(0.2, "of H_now - H_first in p", ge=0)
+        penalty: float = param(0.05, "of each round in a row with a new chain", ge=0, le=1)
+        entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1)
+        top_logprobs: int = param(10, "most likely tokens the engine reports", ge=1)
+        vocabulary: int = param(151_936, "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)", ge=2)
+        max_turns: int = param(7, "turns of a chain; the authors' 6 tool calls and an answer", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of one turn; none: what the completion has room for", ge=1)
+        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
+
+        def check(self) -> None:
+            if self.environment is None:
+                raise ConfigError(
+                    "there is no environment to act in. Give the parameter `environment`, a class or function that "
+                    "makes one, as module:attribute (the demo's: rl_plugins.demo.environments.calculator:Calculator)."
+                )
+            if self.probe and self.initial_rollouts is not None:
+                raise ConfigError(
+                    f"`initial_rollouts` is {self.initial_rollouts} and `probe` is on, which finds that number itself. "
+                    f"Leave out one of them."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({f"engine:logprobs={self.params.top_logprobs}"})
+
+    def rollout(self, prompt: Prompt) -> Program:
+        with ExitStack() as opened:  # closes every environment, copies too, however this ends
+            if not prompt.training:
+                return (yield from self._chains(prompt, opened, prompt.n))
+            m = (yield from self._probe(prompt, opened)) if self.params.probe else self._initial(prompt.n)
+            self.log("initial", m)
+            return (yield from self._chains(prompt, opened, m))
+
+    def _initial(self, k: int) -> int:
+        given = self.params.initial_rollouts
+        return (k + 1) // 2 if given is None else min(given, k)
+
+    def _probe(self, prompt: Prompt, opened: ExitStack) -> Steps:
+        """How many chains start from the prompt, from a short generation and one whole rollout."""
+        p = self.params
+        chain = yield from self._root(prompt, opened)
+        (short,) = yield Generate(chain.episode.trajectory, max_tokens=p.probe_tokens, top=p.top_logprobs)
+        turns, goes_on = [], True
+        while goes_on:
+            chain, goes_on = yield from self._turn(prompt, chain)
+            turns.append(chain.entropy)
+        return initial_rollouts(prompt.n, self._entropy(short), sum(turns) / len(turns), p.probe_weight)
+
+    def _chains(self, prompt: Prompt, opened: ExitStack, m: int) -> Steps:
+        """All chains of a prompt, in the order they ended; m start at once."""
+        p, rng = self.params, prompt.rng("branch")
+        active: list[_Chain] = yield from together([self._root(prompt, opened) for _ in range(m)])
+        ended: list[Trajectory] = []
+        made, streak, branches, entropies, attempts = m, 0, 0, [], []
+        copies = True
+        while active:
+            moved = yield from together([self._turn(prompt, chain) for chain in active])
+            entropies += [chain.entropy for chain, _ in moved]
+            ended += [_row(chain) for chain, goes_on in moved if not goes_on]
+            active = [chain for chain, goes_on in moved if goes_on]
+            parents: list[_Chain] = []
+            for chain in active:
+                for _ in range(min(p.beam_size - 1, prompt.n - made - len(parents)) if copies else 0):
+                    attempts.append(streak)
+                    risen = chain.entropy - (chain.first or 0.0)
+                    if branch_chance(rng.random(), risen, streak, p) >= p.branch_probability:
+                        parents.append(chain)
+            new: list[_Chain] = yield from self._copies(parents, opened)
+            copies = copies and len(new) == len(parents)
+            branches += len(new)
+            if not active and made < prompt.n:
+                new = [(yield from self._root(prompt, opened))]
+            streak = streak + 1 if new else 0
+            made += len(new)
+            active = active + new
+        if prompt.training:
+            self.log("branches", branches)
+            self.log("restarts", made - m - branches)
+            self.log("turn_entropy", float(np.mean(entropies)))
+            if attempts:
+                self.log("penalized", float(np.mean(attempts)))
+        return ended
+
+    def _root(self, prompt: Prompt, opened: ExitStack) -> Steps:
+        """A chain that starts from the prompt."""
+        environment = self.params.environment()
+        opened.callback(environment.close)
+        episode = yield from open_episode(prompt, environment, self.params.timeout)
+        return _Chain(episode)
+
+    def _turn(self, prompt: Prompt, chain: _Chain) -> Steps:
+        """The chain after another turn, and whether it goes on; then it ends with the observation."""
+        p, before = self.params, chain.episode
+        (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
+        entropy = self._entropy(made)
+        episode = yield from act(prompt, before, before.trajectory.add(made), p.timeout)
+        first = entropy if chain.first is None else chain.first
+        chain = replace(chain, episode=episode, entropy=entropy, first=first)
+        if episode.done or episode.turns >= p.max_turns:
+            return chain, False
+        following = reply(prompt, episode)
+        if not prompt.room(following.trajectory):
+            return chain, False
+        return replace(chain, episode=following), True
+
+    def _copies(self, parents: Sequence[_Chain], opened: ExitStack) -> Steps:
+        """Copies of these chains, fewer if an environment cannot be copied."""
+        timeout = self.params.timeout
+        name = "copying an environment"
+        called: list[Called] = yield [
+            Call(copy.deepcopy, (parent.episode.environment,), timeout, name) for parent in parents
+        ]
+        new = []
+        for parent, copied in zip(parents, called, strict=True):
+            if copied.error:
+                self.warn(
+                    f"the environment {type(parent.episode.environment).__name__} cannot be copied ({copied.error}), "
+                    f"so chains start from the prompt instead of branching. Give it `__deepcopy__`, or leave out "
+                    f"`{self.name}`."
+                )
+                continue
+            opened.callback(copied.value.close)
+            episode = replace(parent.episode, environment=copied.value)
+            new.append(_Chain(episode, branched=episode.turns))
+        return new
+
+    def _entropy(self, made: Generated) -> float:
+        return turn_entropy(made.top[: self.params.entropy_tokens], self.params.vocabulary)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A rollout in the making.
+
+    Attributes:
+        entropy: of its last turn.
+        first: of its own first one, None before it.
+        branched: turns at the copy; None: it started from the prompt.
+    """
+
+    episode: Episode
+    entropy: float = 0.0
+    first: float | None = None
+    branched: int | None = None
+
+
+def _row(chain: _Chain) -> Trajectory:
+    return finish(chain.episode, aepo_branch=chain.branched)
+
+
+def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> float:
+    """-sum of exp(l) l over all log-probs, in units of ln vocabulary; 0 without any."""
+    logprobs = np.array([logprob for place in top for _, logprob in place])
+    return float(-(np.exp(logprobs) * logprobs).sum() / math.log(vocabulary))
+
+
+def initial_rollouts(k: int, root: float, tool: float, weight: float) -> int:
+    """Chains that start from the prompt, of k, by the entropies of the prompt and of the turns behind it."""
+    return max(1, min(k, int(k / (1 + math.exp(-weight * (root - tool)))) + 1))
+
+
+def branch_chance(u: float, risen: float, streak: int, p: Any) -> float:
+    """What is compared with `branch_probability`: the entropy has `risen`, `streak` rounds in a row had a new chain."""
+    return max(0.0, min(1.0, (u + p.entropy_weight * risen) * max(0.0, 1 - p.penalty * streak)))

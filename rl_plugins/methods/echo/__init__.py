@@ -1,0 +1,24 @@
+"""ECHO (arXiv 2602.02150): reinforcement learning at test time, without labels. The bundle and its parts."""
+
+from __future__ import annotations
+
+from rl_plugins.method import Bundle
+from rl_plugins.methods.echo.clip import EchoClip
+from rl_plugins.methods.echo.confidence import PAPER
+from rl_plugins.methods.echo.labels import EchoLabels
+from rl_plugins.methods.echo.shaping import EchoShaping
+from rl_plugins.methods.echo.tree import EchoTree
+
+ECHO = Bundle(
+    name="echo",
+    parts={"echo_labels": {}, "echo_tree": {}, "echo_shaping": {}, "echo_clip": {}},
+    paper=PAPER,
+    about="The majority answer of a prompt's rollouts is its label (`echo_labels`); a rollout branches where the "
+    "policy is uncertain, and what goes astray may be cut off (`echo_tree`); advantages are larger on uncertain tokens "
+    "(`echo_shaping`); a rollout whose end is uncertain may move further in an update (`echo_clip`). The last two "
+    "also work on ordinary rewards. The authors' scripts leave the tree out, and their code of it cannot be started: "
+    "`methods: [echo, -echo_tree]` is what they ran. Their runs have a KL loss to the reference policy, learning rate "
+    "5e-7, temperature 0.8, batches of 8 prompts with 32 rollouts each and 80 epochs.",
+)
+
+__all__ = ["ECHO", "EchoClip", "EchoLabels", "EchoShaping", "EchoTree"]

@@ -1,0 +1,32 @@
+"""Final answers of mathematical texts in a form that can be compared."""
+
+from __future__ import annotations
+
+import re
+
+
+def boxed_answer(text: str) -> str | None:
+    """What stands in the last \\boxed{..} of a text, in a canonical form; None if there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    begin = start + len("\\boxed{")
+    depth, end = 1, begin
+    while end < len(text) and depth:
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        end += 1
+    return None if depth else canonical(text[begin : end - 1])
+
+
+def canonical(answer: str) -> str:
+    """Without spaces, dollar signs, a final period and thousands separators; numbers without sign +, leading zeros and
+    zeros behind the point."""
+    answer = re.sub(r"\\[,;!: ]|[\s$]", "", answer).removesuffix(".")
+    if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        answer = answer.replace(",", "")
+    number = re.fullmatch(r"([+-]?)0*(\d+)(?:\.(\d*))?", answer)
+    if number:
+        sign, whole, part = number[1], number[2], (number[3] or "").rstrip("0")
+        value = whole + (f".{part}" if part else "")
+        return f"-{value}" if sign == "-" and value != "0" else value
+    return answer

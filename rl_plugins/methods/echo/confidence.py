@@ -1,0 +1,26 @@
+"""What the parts of ECHO that act after generation take for the confidence of the policy in a token."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rl_plugins.method import Paper
+from rl_plugins.rollouts import Tokens
+
+PAPER = Paper(
+    "2602.02150",
+    "ECHO: Entropy-Confidence Hybrid Optimization for Test-Time Reinforcement Learning",
+    "Chu Zhao and Enneng Yang and Yuting Liu and Jianzhe Zhao and Guibing Guo",
+    2026,
+    code="user683/ECHO",
+)
+
+
+def confidence(tokens: Tokens) -> Tensor:
+    """(tokens,) float64 in [0, 1], the probability of each token at the start of the step.
+
+    The paper's C is the mean of the 5 largest probabilities in its place. No host's training pass gives these; the
+    probability of the token itself is what the authors' code takes where sequences are packed without padding.
+    """
+    assert tokens.old_logprobs is not None  # in `needs` of those who ask
+    return tokens.old_logprobs.double().exp().clamp(0, 1)

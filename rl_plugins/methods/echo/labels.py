@@ -1,0 +1,154 @@
+"""ECHO's labels, which are TTRL's: the majority answer of a prompt's rollouts counts as right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.method import Method
+from rl_plugins.methods.echo.answers import boxed_answer
+from rl_plugins.methods.echo.confidence import PAPER
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, Rollouts
+
+
+class EchoLabels(Method):
+    """Rewards without labels: a rollout is right if it answers what most rollouts of its prompt answer.
+
+    For every prompt `n_votes` rollouts are generated, of which the host's group size are trained:
+
+        answer_i = extract(text_i)                     # None: no answer
+        label    = the most frequent answer            # of several, the one that came first; none if nobody answers
+        r_i      = 1 if answer_i == label else 0
+
+    All rollouts vote, then the first n of each group stay. The rewards replace those of the reward functions, whatever
+    these were (NaN included), and without labels a run needs some reward function all the same: one that returns None
+    will do. Evaluation is the host's, with the run's reward functions. Nothing says that the majority is right: where
+    it is not, training makes the policy surer of a wrong answer.
+
+    `extract(text)` gives the answer in a canonical form, or None; answers are compared as texts. It is called in the
+    driver's own thread, once per rollout, as a reward function would be, so it must end by itself. One that raises
+    has found no answer. The default reads the last \\boxed{..}, without spaces, dollar signs and thousands separators,
+    and writes numbers alike (4, 4.0 and +4). `label_column` names a column with the true answer in the extractor's
+    form: for metrics only.
+
+    A rollout of several rows (turns, agents) votes with the text of its last row, and all of its rows get its reward.
+    Votes are counted in Python, row by row, like any reward on texts. The first n are those that were generated first:
+    other methods that generate spare rollouts of their own stand before this one.
+
+    Shapes: rewards (rows,) float64, 0 or 1. Logged: majority_ratio (mean share of the rollouts that gave the label;
+    those without an answer count), answered (share of the rollouts), and with `label_column` label_accuracy (share of
+    the prompts) and reward_accuracy (share of the rollouts whose reward is the one the truth would give).
+
+    State: none. Errors: ConfigError for parameters out of range.
+
+    Source: arXiv 2602.02150, and `_majority_vote`, `select_top_k_per_prompt` in `verl/trainer/ppo/ttrl_utils.py` of the
+    authors' code; the idea is TTRL's, arXiv 2504.16084.
+    """
+
+    name = "echo_labels"
+    paper = PAPER
+    fidelity = "code"
+    use_when = (
+        "There are no labels, answers are short enough to be compared, and the policy is right more often than not."
+    )
+    avoid_when = "Labels exist, or the most frequent answer is often wrong: the policy then becomes sure of it."
+    disagreements = (
+        "The authors simplify answers as formulas (sympy) before they compare them; the default here does not. Give "
+        "such a function as `extract`.",
+    )
+    cost = "Generates n_votes rollouts per prompt, whatever number of them is trained."
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is more", ge=1)
+        extract: Callable[..., Any] = param(
+            boxed_answer, "extract(text): the answer in canonical form, or None; as module:attribute"
+        )
+        label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        column = self.params.label_column
+        self.needs = frozenset({"text"} | ({f"column:{column}"} if column else set()))
+
+    def plan(self, plan: Plan) -> Plan:
+        """More rollouts, made to leave again; the first row of a group brings them."""
+        asked: Counter[int] = Counter()
+        for row in plan.rows:
+            asked[row.group] += row.n + row.spare
+        rows, seen = [], set()
+        for row in plan.rows:
+            if row.group not in seen:
+                seen.add(row.group)
+                trained = asked[row.group]
+                row = row.replace(
+                    spare=row.spare + max(0, self.params.n_votes - trained),
+                    payload={**(row.payload or {}), self.name: trained},
+                )
+            rows.append(row)
+        return plan.replace(rows=tuple(rows))
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        assert rollouts.text is not None  # in `needs`
+        group, rollout, index = rollouts.group.tolist(), rollouts.rollout.tolist(), rollouts.index.tolist()
+        rows = range(len(rollouts))
+        last: dict[tuple[int, int], int] = {}  # of each rollout, in the order they were generated
+        for i in sorted(rows, key=lambda i: (group[i], rollout[i], index[i])):
+            last[group[i], rollout[i]] = i
+        answer = {who: self._answer(rollouts.text[i]) for who, i in last.items()}
+        votes: dict[int, Counter[str]] = {g: Counter() for g, _ in last}
+        size: Counter[int] = Counter()
+        for (g, _), a in answer.items():
+            size[g] += 1
+            if a is not None:
+                votes[g][a] += 1
+        label = {g: counted.most_common(1)[0] if counted else (None, 0) for g, counted in votes.items()}
+        right = [
+            answer[who] is not None and answer[who] == label[who[0]][0] for who in zip(group, rollout, strict=True)
+        ]
+        if label:
+            self.log("majority_ratio", sum(n / size[g] for g, (_, n) in label.items()) / len(label))
+            self.log("answered", sum(a is not None for a in answer.values()) / len(answer))
+            self._log_truth(rollouts, last, answer, {g: of for g, (of, _) in label.items()})
+        return torch.tensor(right, dtype=torch.float64)
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """The first n rollouts of every group stay; a group this method did not plan stays as it is."""
+        payload = rollouts.payload or [None] * len(rollouts)
+        given = [p.get(self.name, torch.nan) if isinstance(p, dict) else torch.nan for p in payload]
+        groups = rollouts.groups
+        trained = groups.rows(groups.max(torch.tensor(given, dtype=torch.float64)))
+        return torch.isnan(trained) | (rollouts.rollout < trained)
+
+    def _answer(self, text: str) -> str | None:
+        try:
+            found = self.params.extract(text)
+        except Exception as e:
+            self.warn(
+                f"the extractor raised {type(e).__name__}: {e}. The rollout counts as one without an answer; return "
+                f"None where a text has none."
+            )
+            return None
+        found = None if found is None else str(found).strip()
+        return found or None
+
+    def _log_truth(
+        self,
+        rollouts: Rollouts,
+        last: dict[tuple[int, int], int],
+        answer: dict[tuple[int, int], str | None],
+        label: dict[int, str | None],
+    ) -> None:
+        column = self.params.label_column
+        if not column:
+            return
+        truth = {g: str(rollouts.meta[column][i]).strip() for (g, _), i in last.items()}
+        self.log("label_accuracy", sum(label[g] == truth[g] for g in label) / len(label))
+        agree = [(a is not None and a == label[g]) == (a == truth[g]) for (g, _), a in answer.items()]
+        self.log("reward_accuracy", sum(agree) / len(agree))

@@ -1,0 +1,188 @@
+"""ECHO's tree: one rollout of each prompt branches where the policy is uncertain; what goes astray may be cut off."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method
+from rl_plugins.methods.echo.confidence import PAPER
+from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
+
+
+class EchoTree(Method):
+    """The first rollout of a prompt branches once, at its first uncertain token; what goes astray may be cut off.
+
+    With p_t the `logprob_top_k` largest probabilities in place t, renormalized:
+
+        H_t   = entropy of p_t
+        c_t   = -mean log of the confidence_top_k largest of p_t      # large = peaked = sure
+        G_t, L_t = mean c of the last group_window, tail_window places (t included, fewer at the start)
+        dH_t  = H_t - mean H of the entropy_window places before t (0 at the start)
+
+    Branch at the first t >= min(min_depth, length - 1) with H_t >= entropy_high, G_t <= branch_threshold and dH_t >=
+    entropy_delta_threshold, into
+
+        w = min_branches + alpha (H_t - entropy_low) / (entropy_high - entropy_low)
+                         - beta (G_t - branch_threshold) / |branch_threshold|      # rounded, min_branches..max_branches
+
+    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one in any case: each other
+    one is put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
+        low_confidence   G_t < prune_threshold
+        tail_decline     L_t fell tail_decline_steps times in a row, and L_t <= tail_threshold
+        entropy_spike    dH was positive delta_rise_steps times in a row, and dH_t > delta_upper
+    (this order breaks ties; none switches a rule off, and all three are off by default). A branch's places count from
+    its branching token on. What is missing to n rollouts is sampled independently and never cut; branches beyond n are
+    not made.
+
+    Cutting comes after generation, as in the authors' code, so it saves no computing: it takes the rest of a response
+    out of the update, together with its answer. A cut response counts as truncated.
+
+    Books: the prefix of a branch was sampled in exactly its context and keeps its log-probs; the branching token was
+    not sampled (kind forced, log-prob NaN), so `forces_tokens` is set unless max_branches is 1. In `rollouts.meta` of
+    methods that need them: `echo_branch` (place of the branching token in the response, None for others),
+    `echo_pruned` (reason or None), `echo_penalty` (of the authors' code: L_t - (1 - mean of the lowest tenth of p_t)
+    - 0.05 where it was cut, else 0; used for nothing). Evaluation is the host's.
+
+    Logged, means over prompts: branches (responses made by branching), pruned (share of the responses that may be
+    cut), kept_tokens (share of their tokens that stayed).
+
+    State, randomness of its own: none. Errors: ConfigError for parameters out of range, or that could never act.
+
+    Source: arXiv 2602.02150; `deepconf_branching.py` and `_generate_sequences_deepconf` in
+    `verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py` of the authors' code.
+    """
+
+    name = "echo_tree"
+    paper = PAPER
+    fidelity = "code"
+    use_when = "Independent rollouts rarely differ where it matters, and the engine reports its most likely tokens."
+    avoid_when = (
+        "The distribution of rollouts matters (majority votes, importance weights): branches are not samples of the "
+        "policy; or responses must be whole to be scored."
+    )
+    cost = (
+        "Two waves of generation per prompt, one after the other; tokens as for plain sampling, less the common "
+        "prefixes. The engine must report its logprob_top_k most likely tokens."
+    )
+    disagreements = (
+        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that its own "
+        "config does not set and its own methods do not read; their scripts switch the tree off. Formulas are those of "
+        "the code with the name mended.",
+        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more than ln "
+        "10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but branch_threshold is 1.2, "
+        "prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the paper's confidence in [0, 1]). Such "
+        "values are refused. Here entropy_high and entropy_low are the config's, scaled from ln 64 (the class's "
+        "logprob_top_k) to ln 10; branch_threshold is 4, a doubtful token behind three almost certain ones. These are "
+        "ours.",
+        "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) cuts "
+        "almost every response of 200 tokens whose entropies go up and down at random (`examples/evidence/echo.py`), "
+        "and its answer with it. All three are off here.",
+        "The authors' code finds where to cut a branch in the places from its branching token on, and then counts from "
+        "the start of the response, so that it cuts too early; here the place is the same in both.",
+        "The authors' code takes the branching token's log-prob for that of a sampled token; here it has none.",
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        logprob_top_k: int = param(10, "most likely tokens the engine reports", ge=2)
+        confidence_top_k: int = param(5, "of these count for the confidence", ge=1)
+        min_depth: int = param(4, "first place that may branch", ge=0)
+        entropy_high: float = param(1.9, "a token branches from this entropy on, in nats; below ln logprob_top_k", gt=0)
+        entropy_low: float = param(0.55, "entropy at which alpha adds nothing to the width", ge=0)
+        entropy_delta_threshold: float = param(0.2, "and from this rise of the entropy on")
+        branch_threshold: float = param(4.0, "and up to this group confidence; above ln confidence_top_k", gt=0)
+        min_branches: int = param(1, "least width", ge=1)
+        max_branches: int = param(4, "largest width; 1: nothing branches", ge=1)
+        alpha: float = param(2.0, "width per entropy", ge=0)
+        beta: float = param(1.0, "width per lack of confidence", ge=0)
+        entropy_window: int = param(4, "places before a token its entropy is compared with", ge=1)
+        group_window: int = param(4, "places of the group confidence", ge=1)
+        tail_window: int = param(8, "places of the tail confidence", ge=1)
+        prune_threshold: float | None = param(None, "cut below this group confidence; none: never", gt=0)
+        tail_threshold: float | None = param(None, "cut a falling tail up to this confidence; none: never", gt=0)
+        tail_decline_steps: int = param(3, "places in a row the tail must have fallen", ge=1)
+        delta_upper: float | None = param(None, "cut above this rise of the entropy; none: never", ge=0)
+        delta_rise_steps: int = param(3, "places in a row the entropy must have risen", ge=1)
+
+        def check(self) -> None:
+            highest, least = math.log(self.logprob_top_k), math.log(self.confidence_top_k)
+            if self.confidence_top_k > self.logprob_top_k or self.max_branches > self.logprob_top_k:
+                raise ConfigError(
+                    f"`logprob_top_k` is {self.logprob_top_k}; `confidence_top_k` ({self.confidence_top_k}) and "
+                    f"`max_branches` ({self.max_branches}) are taken from these tokens and cannot be more."
+                )
+            if not self.entropy_low < self.entropy_high or self.entropy_high >= highest:
+                raise ConfigError(
+                    f"`entropy_low` is {self.entropy_low:g} and `entropy_high` {self.entropy_high:g}; the first must "
+                    f"be less, and the second below ln logprob_top_k = {highest:.3g}, the largest there can be: else "
+                    f"nothing ever branches. Lower them, or raise `logprob_top_k`."
+                )
+            if self.min_branches > self.max_branches:
+                raise ConfigError(
+                    f"`min_branches` is {self.min_branches}, more than `max_branches` ({self.max_branches}). Lower it."
+                )
+            for name in ("branch_threshold", "prune_threshold", "tail_threshold"):
+                value = getattr(self, name)
+                if value is not None and value <= least:
+                    raise ConfigError(
+                        f"`{name}` is {value:g}, but the confidence is never below ln confidence_top_k = {least:.3g}, "
+                        f"so it would never act. Give a larger value{' or none' * (name != 'branch_threshold')}."
+                    )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({f"engine:logprobs={self.params.logprob_top_k}"})
+        self.forces_tokens = self.params.max_branches > 1
+
+    def rollout(self, prompt: Prompt) -> Program:
+        top_k = self.params.logprob_top_k
+        (base,) = yield Generate(prompt.start(), top=top_k)
+        first = prompt.start().add(base)
+        begun, at = self._branches(prompt, base)
+        # a branch that ends with its token has nothing to generate
+        open_ = [i for i, t in enumerate(begun) if t.tokens[-1] not in prompt.chat.eos]
+        missing = prompt.n - 1 - len(begun)
+        asked = [Generate(begun[i], top=top_k) for i in open_]
+        asked += [Generate(prompt.start(), n=missing)] if missing else []
+        answers: list[list[Generated]] = yield asked
+        branches = [replace(t, finish="eos") for t in begun]
+        tops: list[Top] = [base.top[at : at + 1]] * len(begun)
+        for i, (made,) in zip(open_, answers, strict=False):
+            branches[i], tops[i] = begun[i].add(made), [*tops[i], *made.top]
+        fresh = answers[-1] if missing else []
+        place = len(prompt.start()) + at
+        rows = [self._pruned(first, base.top).noted(echo_branch=None)]
+        rows += [self._pruned(t, top).noted(echo_branch=place) for t, top in zip(branches, tops, strict=True)]
+        whole = len(first) + sum(map(len, branches))
+        self.log("branches", len(branches))
+        self.log("pruned", sum(r.meta["echo_pruned"] is not None for r in rows) / len(rows))
+        self.log("kept_tokens", sum(map(len, rows)) / whole if whole else 1.0)
+        unpruned = {"echo_branch": None, "echo_pruned": None, "echo_penalty": 0.0}
+        return rows + [prompt.start().add(made).noted(**unpruned) for made in fresh]
+
+    def _branches(self, prompt: Prompt, base: Generated) -> tuple[list[Trajectory], int]:
+        """The beginnings of the branches, up to their branching token, and its place among the generated tokens."""
+        found = branch_at(statistics(base.top, self.params), self.params)
+        if found is None:
+            return [], 0
+        at, width = found
+        candidates = [token for token, _ in base.top[at][:width]]
+        if base.tokens[at] not in candidates:
+            candidates = [base.tokens[at], *candidates][:width]
+        others = [token for token in candidates if token != base.tokens[at]][: prompt.n - 1]
+        prefix = prompt.start().add(base.cut(at))
+        return [prefix.force([token]) for token in others], at
+
+    def _pruned(self, trajectory: Trajectory, top: Top) -> Trajectory:
+        """Cut where a rule says so. `top` belongs to the last tokens."""
+        s = statistics(top, self.params)
+        found = prune_at(s, self.params)
+        if found is None:
+            return trajectory.noted(echo_pruned=None, echo_penalty=0.0)
+        t, reason = found
+        cut = trajectory.cut(len(trajectory) - len(s) + t + 1)
+        return cut.noted(echo_pruned=reason, echo_penalty=penalty(s, t))
