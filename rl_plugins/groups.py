@@ -1,14 +1,16 @@
 """Statistics per group of rollouts: ragged, interleaved, empty groups and NaN (unscorable) rows are ordinary inputs.
 
     groups = rollouts.groups
-    centered = rollouts.reward - groups.rows(groups.mean(rollouts.reward))
+    centered, std = groups.center_and_std(rollouts.reward)
+    advantages = centered / groups.rows(std + 1e-4)
 
 A statistic is a tensor of one number per group, shape (count,); `rows` spreads it back over the rows, shape (rows,).
 NaN values are left out of every statistic; a group without a single value has the statistic NaN. Everything is float64:
 in float32 identical rewards leave residues that a small epsilon blows up into advantages of 0.6. Deviations are taken
 from a value of the group itself, so a group of identical values has exactly that mean and exactly the deviation 0.
 
-There is no Python loop over rows. Equal groups that lie contiguously are reshaped instead of scattered.
+There is no Python loop over rows. Equal groups that lie contiguously are reshaped instead of scattered, and rows are
+looked at one by one for NaN only if their sum says that there is one.
 """
 
 from __future__ import annotations
