@@ -155,7 +155,7 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
             run(programs, table)
             rows = [(i, row) for i, program in enumerate(programs) for (row,) in program.rows or ()]
         update(table, optimizer, stack, method if given is not None else None, rows)
-        corrected += sum("scope" in row.meta for _, row in rows)
+        corrected += sum(row.meta.get("scope", [0, 0]) != [0, 0] for _, row in rows)
         right.append(table.measures()[0])
     end, bits = table.measures()
     share = corrected / (UPDATES * PROMPTS * GROUP)

@@ -1,0 +1,19 @@
+"""ARRoL (arXiv 2603.24840): the method, its quality head, and voting with it."""
+
+from __future__ import annotations
+
+from rl_plugins.methods.arrol.head import Calibrator, features_of, quality, rank_weights, vote
+from rl_plugins.methods.arrol.method import Arrol
+from rl_plugins.methods.arrol.survivors import balanced, shift_for, survival
+
+__all__ = [
+    "Arrol",
+    "Calibrator",
+    "balanced",
+    "features_of",
+    "quality",
+    "rank_weights",
+    "shift_for",
+    "survival",
+    "vote",
+]

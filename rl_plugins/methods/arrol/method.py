@@ -1,0 +1,296 @@
+"""ARRoL (arXiv 2603.24840): rollouts are pruned while they are generated, so that half of what stays is right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method, Paper
+from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
+from rl_plugins.methods.arrol.survivors import (
+    Array,
+    Mask,
+    Rule,
+    balanced,
+    count_to_keep,
+    draw,
+    extremes,
+    inclusion,
+    shift_for,
+    survival,
+)
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
+
+
+class Arrol(Method):
+    """Stops about half of a prompt's rollouts early, chosen so that those that stay are half right and half wrong.
+
+    Reconstruction: the authors' repository holds no code, and how the head is built and trained in detail was not to be
+    found. The paper's head sees hidden states, which no engine of either host gives: here it sees log-probs of the
+    first tokens, or what `features` makes of them.
+
+    A rollout that still goes on after L = `detect_tokens` tokens goes on to the end with the probability
+
+        p_i = clip(K + shift + strength (rho - q_i), low, high)        K keep_ratio, rho positive_ratio
+
+    where q_i is the calibrated probability that it will be right, and the shift is such that the mean of p over the
+    last rollouts (of all prompts) is K. So likely right rollouts are thinned where most are right, and prompts with few
+    right ones keep more rollouts. Only survivors are generated to the end, come back as rows and are trained: groups
+    are smaller (uneven), with the host's advantages. A rollout that ended within L tokens is never stopped, one whose
+    generation was interrupted before L goes on, and at least min_keep of a prompt remain.
+
+    `selection`: `survival` is the rule above (paper). It never favors right rollouts, also where hardly any is right;
+    `balanced` (ours) does: with mean q over the n undecided rollouts of the prompt,
+
+        a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
+
+    and k = round(K n) (halves up, at least min_keep together with those that ended before) survive, each with
+    probability s_i scaled to the sum k. `extremes` (ours) keeps the round(rho k) best and the worst, which splits
+    groups better than any draw but shows the head only extremes; `random` any k. `independent` draws each rollout by
+    itself (paper); without it the number that survives is the expected one, and the probabilities are the same.
+
+    Head: an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`) and
+    their mean over the prompt's rollouts. It is trained on the driver after each generation batch: AdamW over the last
+    `window` rollouts with a reward, right if reward >= success_threshold, weighted by min(1 / p_i, max_weight), because
+    survivors are no fair sample. Calibration: the posterior per bin of the head's output (see `Calibrator`) over the
+    same window, of the output each rollout got before the head was trained on it. For the first `cold_start` batches,
+    and until both right and wrong ones were seen, nothing is stopped (and the program is one plain request).
+
+    `features`: a function (list of contexts, each a list of token ids) -> one list of numbers per context, asked once
+    per prompt with all its rollouts cut to L tokens: a server that runs the policy to the last hidden state, say. If it
+    fails or answers nonsense, nothing is stopped for that prompt and its rollouts do not train the head.
+
+    Shapes: q, p (n,) float64 per prompt; features (rows, d) float64. The payload of the plan is the head, d * width
+    numbers: small for the built-in features (14), megabytes for hidden states, where `width` should be small.
+
+    Voting (the paper's other use): `vote(answers, rank_weights(scores))`; a row's q and p are in its column `arrol`.
+
+    State: the window (features, labels, weights, outputs) and the head. Randomness: who survives, the initial weights.
+    Logged: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, their true share in
+    the window; `accuracy` and `brier` of the head's output before training.
+
+    Errors: ConfigError for parameters out of range. Warns if completions are no longer than L.
+
+    Source: arXiv 2603.24840, read through summaries by others: survival probability, calibration by 128 bins with
+    Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, 20 steps of cold start, a two-layer MLP
+    trained by cross-entropy, votes by rank. The rest is marked as ours.
+    """
+
+    name = "arrol"
+    paper = Paper(
+        "2603.24840",
+        "Prune as You Generate: Online Rollout Pruning for Faster and Better RLVR",
+        "Haobo Xu and Sirui Chen and Ruizhong Qiu and Yuchen Yan and Chen Luo and Monica Cheng and Jingrui He and "
+        "Hanghang Tong",
+        2026,
+        code="Hsu1023/ARRoL",
+    )
+    fidelity = "reconstruction"
+    use_when = "Completions are long against what it takes to see where they go, and many groups are nearly all right."
+    avoid_when = "Log-probs tell nothing of the outcome (watch arrol/accuracy), or completions are short."
+    cost = "Saves what stopped rollouts would still have cost. `top` > 0 needs log-probs of several tokens."
+    disagreements = (
+        "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",
+        "The paper's rule lowers the share of right rollouts also where it is below rho already; `selection: balanced` "
+        "does what the paper's aim says, per prompt.",
+        "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        detect_tokens: int = param(512, "L: tokens after which rollouts are stopped", ge=1)
+        keep_ratio: float = param(0.5, "K: share of the rollouts still going that stays; 1 stops none", gt=0, le=1)
+        positive_ratio: float = param(0.5, "rho: share of right ones aimed at among the survivors", gt=0, lt=1)
+        selection: Literal["survival", "balanced", "extremes", "random"] = param(
+            "survival", "by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
+        )
+        strength: float = param(0.5, "of the correction in p_i", ge=0)
+        low: float = param(0.1, "least p_i", gt=0, le=1)
+        high: float = param(0.9, "largest p_i", gt=0, le=1)
+        independent: bool = param(True, "each rollout is drawn by itself; false: as many as expected (ours)")
+        cold_start: int = param(20, "generation batches without stopping", ge=0)
+        min_keep: int = param(2, "rollouts of a prompt that stay at least (ours)", ge=1)
+        success_threshold: float = param(0.5, "a reward from this on is right (ours)")
+        top: int = param(0, "most likely tokens whose log-probs are features, too; 0: none (ours)", ge=0, le=20)
+        features: Callable[..., Any] | None = param(None, "what the head sees instead: contexts -> numbers (ours)")
+        features_timeout: float = param(60.0, "seconds `features` may take for one prompt", gt=0)
+        width: int = param(32, "hidden units of the head (ours)", ge=1)
+        learning_rate: float = param(0.01, "of the head (ours)", gt=0)
+        fit_steps: int = param(30, "passes over the window per generation batch (ours)", ge=1)
+        window: int = param(2000, "rollouts the head and its calibration are fitted to (ours)", ge=10)
+        bins: int = param(128, "of the calibration", ge=1)
+        max_weight: float = param(10.0, "largest weight 1 / p of a rollout in the fit; 1: none (ours)", ge=1)
+
+        def check(self) -> None:
+            if not self.low <= self.keep_ratio <= max(self.high, self.keep_ratio == 1):
+                raise ConfigError(
+                    f"`keep_ratio` is {self.keep_ratio:g}, outside of `low` = {self.low:g} to `high` = {self.high:g}, "
+                    f"the limits of every rollout's probability, so that it cannot be their mean. Move the limits."
+                )
+
+        @property
+        def rule(self) -> Rule:
+            return Rule(self.keep_ratio, self.positive_ratio, self.strength, self.low, self.high)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        engine = {f"engine:logprobs={self.params.top}"} if self.params.top and self.params.features is None else set()
+        self.needs = frozenset({"column:arrol"} | engine)
+
+    # ---- driver
+
+    def start(self, run: Run) -> None:
+        if run.max_completion_length <= self.params.detect_tokens:
+            self.warn(
+                f"`detect_tokens` is {self.params.detect_tokens} and completions have at most "
+                f"{run.max_completion_length} tokens, so nothing is ever stopped. Lower it."
+            )
+        none = torch.zeros(0, dtype=torch.float64)
+        self.state = {"head": None, "features": none.view(0, 0), "label": none, "weight": none, "score": none}
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Attaches the head, once it may be used."""
+        s, p = self.state, self.params
+        known = s["head"] is not None and bool((s["label"] != s["label"][:1]).any())
+        if plan.step < p.cold_start or not known or p.keep_ratio == 1:
+            return None
+        calibrator = Calibrator.fitted(s["score"], s["label"], s["weight"], p.bins)
+        payload = {
+            "head": {k: v.tolist() for k, v in s["head"].items()},
+            "rates": list(calibrator.rates),
+            "shift": shift_for(calibrator(s["score"]).numpy(), s["weight"].numpy(), p.rule),
+        }
+        rows = tuple(row.replace(payload={**(row.payload or {}), self.name: payload}) for row in plan.rows)
+        return plan.replace(rows=rows)
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """Trains the head on what ended with a reward."""
+        p, s = self.params, self.state
+        rewards, notes = rollouts.reward.tolist(), rollouts.meta.get(self.name, [None] * len(rollouts))
+        rows = [
+            (note["features"], float(reward >= p.success_threshold), min(1 / note["keep"], p.max_weight))
+            for note, reward in zip(notes, rewards, strict=True)
+            if isinstance(note, Mapping) and note.get("features") and not math.isnan(reward)
+        ]
+        size = s["features"].shape[1] or (len(rows[0][0]) if rows else 0)
+        if any(len(row[0]) != size for row in rows):
+            self.warn("`features` gives different numbers of features; only as many as at first are used.")
+            rows = [row for row in rows if len(row[0]) == size]
+        if not rows:
+            return
+        each = [torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)]
+        features, label, weight = each
+        score = None if s["head"] is None else quality(s["head"], features)
+        window = {
+            name: torch.cat([s[name], new] if len(s[name]) else [new])[-p.window :]
+            for name, new in (("features", features), ("label", label), ("weight", weight))
+        }
+        head = fit(
+            s["head"],
+            *window.values(),
+            width=p.width,
+            steps=p.fit_steps,
+            learning_rate=p.learning_rate,
+            rng=self.rng("head"),
+        )
+        if score is None:
+            score = quality(head, features)
+        else:
+            self.log("accuracy", ((score >= 0.5) == (label > 0)).double().mean(), weight=len(label))
+            self.log("brier", ((score - label) ** 2).mean(), weight=len(label))
+        self.log("right", window["label"].mean())
+        self.state = {**window, "head": head, "score": torch.cat([s["score"], score])[-p.window :]}
+
+    # ---- generation
+
+    def rollout(self, prompt: Prompt) -> Program:
+        p, start = self.params, prompt.start()
+        payload: Any = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
+        limit = None if payload is None or p.keep_ratio == 1 else p.detect_tokens
+        top = p.top if p.features is None else 0
+        begun = yield Generate(start, n=prompt.n, max_tokens=limit, top=top)
+        rows = [start.add(g) for g in begun]
+        features: Any = yield from self._features(start, begun)
+        if limit is None or features is None:
+            if limit is not None:
+                rows = yield from self._finish(prompt, rows, self._going(prompt, begun, rows, 0))
+            return [r.noted(**self._note(features, i)) for i, r in enumerate(rows)]
+        q = Calibrator(payload["rates"])(quality(payload["head"], features)).numpy()
+        undecided = self._going(prompt, begun, rows, limit)
+        chosen, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
+        if undecided.any():
+            ended = int((~undecided).sum())
+            chosen[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
+            self.log("expected_right", q[chosen].mean(), weight=int(chosen.sum()))
+        self.log("stopped", float((~chosen).mean()), weight=len(rows))
+        rows = yield from self._finish(prompt, rows, chosen & self._going(prompt, begun, rows, 0))
+        noted = [r.noted(**self._note(features, i, keep[i], q[i])) for i, r in enumerate(rows)]
+        return [r for r, stays in zip(noted, chosen, strict=True) if stays]
+
+    def _features(self, start: Trajectory, begun: Sequence[Generated]) -> Any:
+        """(rows, d) of what the head sees; None if `features` failed. A part of a program."""
+        p = self.params
+        if p.features is None:
+            own = [features_of(g.logprobs, g.top, p.detect_tokens, p.top > 0) for g in begun]
+            return with_prompt(own)
+        contexts = [list(start.context + g.tokens[: p.detect_tokens]) for g in begun]
+        called: Called = yield Call(p.features, (contexts,), p.features_timeout, "`features` of arrol")
+        why = called.error
+        if not why:
+            try:
+                found = np.asarray(called.value, dtype=float)
+                if found.ndim == 2 and len(found) == len(begun) and found.size and np.isfinite(found).all():
+                    return found.tolist()
+                why = f"an answer of shape {found.shape} for {len(begun)} contexts, or numbers that are not finite"
+            except (TypeError, ValueError) as e:
+                why = f"an answer that is no list of numbers per context: {e}"
+        self.warn(f"`features` gave {why}; the rollouts of that prompt all go on.")
+        return None
+
+    def _survivors(self, prompt: Prompt, q: Array, ended: int, shift: float) -> tuple[Mask, Array]:
+        """Which of the undecided rollouts go on, and with which probability each was to."""
+        p, n, rng = self.params, len(q), prompt.rng("survivors")
+        least = min(n, p.min_keep - ended)
+        k = count_to_keep(n, p.keep_ratio, least)
+        if p.selection == "extremes":
+            return extremes(q, k, p.positive_ratio), np.ones(n)
+        if p.selection == "survival":
+            keep = survival(q, p.rule, shift)
+        else:
+            s = np.ones(n) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio)
+            keep = inclusion(s, k)
+        chosen = rng.random(n) < keep if p.independent else draw(keep, rng)
+        missing = least - int(chosen.sum())
+        if missing > 0:
+            chosen[np.argsort(-np.where(chosen, -1.0, keep), kind="stable")[:missing]] = True
+        return chosen, keep
+
+    @staticmethod
+    def _going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:
+        """(n,) rollouts that have not ended, have room and at least this many new tokens."""
+        going = [
+            g.finish in ("length", "abort") and len(g.tokens) >= least and prompt.room(r) > 0
+            for g, r in zip(begun, rows, strict=True)
+        ]
+        return np.array(going, dtype=bool)
+
+    @staticmethod
+    def _finish(prompt: Prompt, rows: list[Trajectory], go_on: Mask) -> Any:
+        """Generates the rest of these rows. A part of a program."""
+        which = go_on.nonzero()[0].tolist()
+        rest = yield [Generate(rows[i]) for i in which]
+        done = dict(zip(which, rest, strict=True))
+        return [r.add(done[i][0]) if i in done else r for i, r in enumerate(rows)]
+
+    def _note(self, features: Any, i: int, keep: float = 1.0, q: float | None = None) -> dict[str, Any]:
+        """What the driver gets to know of a rollout, as a column of the row."""
+        mine = None if features is None else features[i]
+        return {self.name: {"features": mine, "keep": float(keep), "q": None if q is None else float(q)}}

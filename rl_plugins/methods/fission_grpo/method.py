@@ -1,0 +1,299 @@
+"""Fission-GRPO (arXiv 2601.15625): failed tool calls become prompts about recovering, with groups of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method, Paper
+from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.services import Failure, Service
+
+PAPER = Paper(
+    "2601.15625",
+    "Robust Tool Use via Fission-GRPO: Learning to Recover from Execution Errors",
+    "Zhiwei Zhang and Fei Zhao and Rui Wang and Zezhong Wang and Bin Liang and Jiakang Wang and Yao Hu and Shaosheng "
+    "Cao and Kam-Fai Wong",
+    2026,
+    code="zxzadm/Fission-GRPO",
+)
+
+
+class FissionGrpo(Method):
+    """An error of the policy becomes a prompt: the failed call and what the tool said of it, to be answered better.
+
+    Reconstruction: the authors' repository holds no code, and their group sizes, trigger, thresholds and trained error
+    simulator (a 32B model) were not published; so those here are ours, and so is the variant for trainers with one
+    update per batch: recovery prompts join the next batch, where the paper generates and updates apart.
+
+    After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
+    an error text of its own), at most `max_per_prompt` of a prompt:
+
+        f = message about the error         the column's; or `message`(..); or the rules of `simulate`; never the answer
+        x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack, unless it is there
+
+    At the start of every `every`-th batch, if the pool holds `trigger` entries of at most `max_age` batches: the newest
+    are popped, as many as fit into a share `share` of the rows, and each gets `group_size` rollouts in a group of its
+    own. They take room that is free, then that of prompts of the batch, drawn at random, which are then not trained in
+    it. Their rewards are those of the prompt they came from (all other columns are its), their advantages the host's
+    within the group: A_j = (R_j - mean) / std. No token of x_corr has a loss, for it is prompt. Groups of ordinary
+    prompts are as without the method.
+
+    The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every second batch is
+    recovery only. The pool keeps `capacity` entries, the oldest go. A failed recovery is pushed again up to `max_depth`
+    times in a row. Contexts longer than max_characters are dropped.
+
+    Messages. `message`: a function of a dict (prompt, answer, gold, tools, columns of the same names) -> text: an error
+    simulator, a model behind an endpoint (see `rl_plugins.services`). Without it rules compare the answer's calls
+    (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and `gold_column` (the right calls), whichever is
+    given: unknown function, missing, unknown, mistyped or wrong argument, too few or too many calls; with neither only
+    calls that cannot be read get a message of their own. A message that
+    contains a value of the right arguments which stands neither in the prompt nor in the failed answer is replaced by a
+    general one (`leaks`), and so is one that could not be had (`failed`).
+
+    What becomes a prompt is one answer: rollouts of several rows or turns are left out, with a warning. Rollouts
+    without a reward (NaN) are no errors. An error is noticed by the total reward, or by the reward function named
+    `correctness`. Where prompts are plain text, so is x_corr: prompt, answer and f, each on a line. Texts are compared
+    one by one, in loops over the errors only.
+
+    State: the pool (prompt, row of the dataset, batch, depth). Randomness: which prompts are left out. Prompts of
+    recovery are foreign (-1) to other methods; name this method after those that choose prompts.
+
+    Logs: `errors`, share of the rollouts; `pushed`, `served`, `dropped` entries; `pool`, its size; `leaks` and
+    `failed`, messages replaced; `recovered`, share of the recovery rollouts that are no errors; `reward`, their mean.
+
+    Errors: ConfigError for parameters out of range. A stream as dataset is refused: its rows cannot be found again.
+
+    Source: arXiv 2601.15625, as four independent notes report it.
+    """
+
+    name = "fission_grpo"
+    paper = PAPER
+    fidelity = "reconstruction"
+    use_when = "A policy that calls tools repeats a failed call, and prompts fail in all rollouts."
+    avoid_when = "Answers have no second chance when the policy is used, or errors say nothing about their cause."
+    cost = "Recovery takes `share` of each batch from ordinary prompts."
+    disagreements = (
+        "The paper updates on recovery apart from ordinary prompts; here both share a batch (see `share`, `every`).",
+        "The paper's simulator is a trained model; here the environment's own text, `message`, or rules.",
+        "The paper's reward changes its weights over the run: `fission_grpo_reward`, apart.",
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        share: float = param(0.25, "of a batch's rows that may be recovery (ours)", gt=0, le=1)
+        group_size: int | None = param(None, "rollouts of an error; none: the host's (ours)", ge=2)
+        trigger: int = param(1, "entries the pool must hold before any is served (ours)", ge=1)
+        every: int = param(1, "batches from one with recovery to the next (ours)", ge=1)
+        capacity: int = param(256, "entries the pool keeps (ours)", ge=1)
+        max_age: int = param(4, "batches after which an entry is too old (ours)", ge=1)
+        max_per_prompt: int = param(1, "errors of a prompt that are kept per batch (ours)", ge=1)
+        max_depth: int = param(1, "recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
+        max_characters: int = param(20_000, "of a recovery's messages (ours)", ge=1)
+        error_threshold: float = param(0.5, "a reward below is an error (ours)")
+        correctness: str | None = param(None, "reward function that says so; none: the total reward")
+        error_column: str | None = param(None, "column of the rows with the environment's own error text")
+        message: Callable[..., Any] | None = param(None, "message(a dict about the error) -> text; none: rules")
+        message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0)
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        gold_column: str | None = param(None, "dataset column with the right calls")
+        tools_column: str | None = param(None, "dataset column with the schemas of the tools")
+        role: Literal["tool", "user"] = param("tool", "who says the message; user for templates without tools")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        columns = (p.prompt_column, p.gold_column, p.tools_column, p.error_column)
+        self.needs = frozenset({"text", "prompt_index", *(f"column:{c}" for c in columns if c)})
+        self._service: Service | None = None
+        self._dataset: Any = None
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if p.correctness is not None and p.correctness not in run.reward_names:
+            raise ConfigError(
+                f"`correctness` is {p.correctness!r}, and the reward functions are {', '.join(run.reward_names)}. Name "
+                f"one of them, or none for the total reward."
+            )
+        self._dataset = run.dataset
+        if p.message is not None:
+            self._service = Service(p.message, "`message` of fission_grpo", answer=_text, timeout=p.message_timeout)
+        self.state = {"pool": []}
+
+    # ---- before generation
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Serves the newest entries, in the place of other prompts."""
+        p = self.params
+        pool = [entry for entry in self.state["pool"] if plan.step - entry["step"] <= p.max_age]
+        self.state["pool"] = pool
+        if plan.step % p.every or len(pool) < p.trigger or not plan.rows:
+            return None
+        size = p.group_size or plan.group_size
+        free, groups = plan.budget - plan.trained, list(dict.fromkeys(row.group for row in plan.rows))
+        rows_of = {g: sum(row.n for row in plan.rows if row.group == g) for g in groups}
+        count = min(len(pool), int(p.share * plan.budget + 1e-9) // size)
+        # what may go: any, for the same ones each epoch would never be trained where the order of prompts is fixed
+        left = self.rng("left out").permutation(groups).tolist()[0 if p.share == 1 else 1 :]
+        count = min(count, (free + sum(rows_of[g] for g in left)) // size)
+        if count < 1:
+            return None
+        gone: set[int] = set()
+        while free < count * size:
+            group = left.pop()
+            gone.add(group)
+            free += rows_of[group]
+        first = max(groups) + 1
+        served = [pool.pop() for _ in range(count)]
+        self.log("served", count, "sum")
+        rows = [row for row in plan.rows if row.group not in gone]
+        return plan.replace(rows=(*rows, *(self._row(entry, first + i, size) for i, entry in enumerate(served))))
+
+    def _row(self, entry: Mapping[str, Any], group: int, size: int) -> PlanRow:
+        columns = dict(self._dataset[entry["source"]])
+        columns.pop("raw_prompt", None)  # verl's copy of the prompt, which it makes anew
+        prompt = entry["prompt"]
+        columns[self.params.prompt_column] = prompt if isinstance(prompt, str) else [dict(m) for m in prompt]
+        payload = {self.name: {"source": entry["source"], "depth": entry["depth"]}}
+        return PlanRow(-1, group, size, edit=columns, payload=payload)
+
+    # ---- after it
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p = self.params
+        own = self._origins(rollouts)
+        wrong = self._wrong(rollouts)
+        self.log("errors", sum(wrong) / max(len(wrong), 1), weight=len(wrong))
+        self._report(rollouts, own, wrong)
+        many = self._several(rollouts)
+        if any(many):
+            self.warn(
+                "rollouts of several rows or turns do not become recovery prompts; their last answer is not known."
+            )
+        taken: dict[int, int] = {}
+        errors = []
+        for i, bad in enumerate(wrong):
+            source, depth = own[i]
+            if not bad or many[i] or source < 0 or depth >= p.max_depth or taken.get(source, 0) >= p.max_per_prompt:
+                continue
+            errors.append(i)
+            taken[source] = taken.get(source, 0) + 1
+        pool = list(self.state["pool"])
+        known = {_key(entry["prompt"]) for entry in pool}
+        dropped = pushed = 0
+        for i, f in zip(errors, self._messages(rollouts, errors), strict=True):
+            prompt = _extended(rollouts.meta[p.prompt_column][i], self._answer(rollouts, i), p.role, f)
+            if len(_plain(prompt)) > p.max_characters:
+                dropped += 1
+            elif _key(prompt) not in known:
+                known.add(_key(prompt))
+                source, depth = own[i]
+                pool.append({"prompt": prompt, "source": source, "step": rollouts.step, "depth": depth + 1})
+                pushed += 1
+        self.state["pool"] = pool[-p.capacity :]
+        self.log("pushed", pushed, "sum")
+        self.log("dropped", dropped, "sum")
+        self.log("pool", len(self.state["pool"]))
+
+    def _origins(self, rollouts: Rollouts) -> list[tuple[int, int]]:
+        """Of each row the dataset row it is about (-1: unknown) and how many recoveries led to it."""
+        found = []
+        payload = rollouts.payload or [None] * len(rollouts)
+        for prompt, note in zip(rollouts.prompt_index.tolist(), payload, strict=True):
+            mine = note.get(self.name) if isinstance(note, Mapping) else None
+            found.append((mine["source"], mine["depth"]) if mine else (prompt, 0))
+        return found
+
+    def _wrong(self, rollouts: Rollouts) -> list[bool]:
+        p, reward = self.params, rollouts.reward
+        if p.correctness is not None:
+            reward = rollouts.rewards[:, rollouts.reward_names.index(p.correctness)]
+        low = [value < p.error_threshold for value in reward.tolist()]  # NaN is not
+        if p.error_column is None:
+            return low
+        texts = rollouts.meta[p.error_column]
+        return [bad or (_said(s) and not math.isnan(r)) for bad, s, r in zip(low, texts, reward.tolist(), strict=True)]
+
+    def _several(self, rollouts: Rollouts) -> list[bool]:
+        """Rows of rollouts that are more than one answer."""
+        rows: dict[tuple[int, int], int] = {}
+        each = list(zip(rollouts.group.tolist(), rollouts.rollout.tolist(), strict=True))
+        for key in each:
+            rows[key] = rows.get(key, 0) + 1
+        turns = [0] * len(each)
+        for row in rollouts.steps.row.tolist() if rollouts.steps is not None else ():
+            turns[row] += 1
+        return [rows[key] > 1 or n > 1 for key, n in zip(each, turns, strict=True)]
+
+    def _report(self, rollouts: Rollouts, own: Sequence[tuple[int, int]], wrong: Sequence[bool]) -> None:
+        of_recovery = [i for i, (_, depth) in enumerate(own) if depth]
+        if of_recovery:
+            good = sum(not wrong[i] for i in of_recovery)
+            reward = [r for i in of_recovery if not math.isnan(r := float(rollouts.reward[i]))]
+            self.log("recovered", good / len(of_recovery), weight=len(of_recovery))
+            if reward:
+                self.log("reward", sum(reward) / len(reward), weight=len(reward))
+
+    def _answer(self, rollouts: Rollouts, i: int) -> str:
+        assert rollouts.text is not None  # in `needs`
+        return rollouts.text[i]
+
+    def _messages(self, rollouts: Rollouts, errors: Sequence[int]) -> list[str]:
+        """What is said about each of these errors; nothing in it gives the answer away."""
+        p = self.params
+
+        def column(name: str | None, i: int) -> Any:
+            return rollouts.meta[name][i] if name else None
+
+        said: dict[int, Any] = {i: str(text) for i in errors if _said(text := column(p.error_column, i))}
+        if self._service is not None:
+            facts = ("prompt", p.prompt_column), ("gold", p.gold_column), ("tools", p.tools_column)
+            silent = [i for i in errors if i not in said]
+            items = [{"answer": self._answer(rollouts, i)} | {k: column(c, i) for k, c in facts} for i in silent]
+            said |= dict(zip(silent, self._service.ask(items, strict=False), strict=True))
+        found, leaked, failed = [], 0, 0
+        for i in errors:
+            gold, tools = as_calls(column(p.gold_column, i)), column(p.tools_column, i)
+            f = said.get(i) or simulate(read_calls(self._answer(rollouts, i)), gold, tools)
+            if isinstance(f, Failure):
+                f, failed = GENERIC, failed + 1
+            known = f"{_plain(rollouts.meta[p.prompt_column][i])} {tools} {self._answer(rollouts, i)}"
+            if gold and leaks(f, gold, known):
+                f, leaked = GENERIC, leaked + 1
+            found.append(f)
+        self.log("leaks", leaked, "sum")
+        self.log("failed", failed, "sum")
+        return found
+
+
+def _text(value: Any) -> str:
+    """The check of a message."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{value!r} is no text.")
+    return value
+
+
+def _said(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _extended(prompt: Any, answer: str, role: str, message: str) -> Any:
+    """The prompt with the failed answer and the message behind it."""
+    if isinstance(prompt, str):
+        return f"{prompt}\n{answer}\n{message}\n"
+    before = [{str(k): v for k, v in m.items()} for m in prompt]
+    return [*before, {"role": "assistant", "content": answer}, {"role": role, "content": message}]
+
+
+def _plain(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content", "")) for m in prompt)
+
+
+def _key(prompt: Any) -> str:
+    return json.dumps(prompt, sort_keys=True, default=str)

@@ -1,0 +1,85 @@
+"""Fission-GRPO's reward (arXiv 2601.15625): first the format counts more, then whether the call is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method
+from rl_plugins.methods.fission_grpo.method import PAPER
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts, Run
+
+
+class FissionReward(Method):
+    """Weights of format and correctness change over the run, at the same total.
+
+    Reconstruction: the form is the paper's, the curves of its weights were not published; the lines here are ours.
+
+        R = (w_fmt R_fmt + w_corr R_corr + R_len) / 3
+        w_corr = start + progress (end - start),   w_fmt = 2 - w_corr,   progress = batch / batches of the run
+
+    R_fmt, R_corr, R_len are the run's reward functions named `format`, `correctness` and `length`; without one for the
+    length R_len is 1. If each is in [0, 1], so is R, and its largest value is 1 throughout. Other reward functions are
+    left out, and the host's weights are not used. A row that lacks one of the three has no reward (NaN).
+
+    `correctness` in `rl_plugins.methods.fission_grpo` is such a reward for calls: half the functions, half the
+    arguments.
+
+    Shapes: rewards (rows, functions), R (rows,), float64. State, randomness: none. Logged: `weight_correctness`.
+
+    Errors: ConfigError if a reward function of these names does not exist, or two are the same.
+
+    Source: arXiv 2601.15625, as independent notes report it.
+    """
+
+    name = "fission_grpo_reward"
+    paper = PAPER
+    fidelity = "reconstruction"
+    use_when = "Rewards for format and for the right call exist apart, and the format is learned first."
+    avoid_when = "The format is right from the start."
+    disagreements = ("The curves of the weights are not known: straight lines (`start`, `end`).",)
+    needs = frozenset({"several_rewards"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        format: str = param("format", "reward function for the format")
+        correctness: str = param("correctness", "reward function for the right call")
+        length: str | None = param(None, "reward function for the length; none: 1")
+        start: float = param(0.5, "weight of the correctness at the start (ours)", ge=0, le=2)
+        end: float = param(1.5, "the same at the end (ours)", ge=0, le=2)
+
+        @property
+        def names(self) -> list[str]:
+            return [n for n in (self.format, self.correctness, self.length) if n is not None]
+
+        def check(self) -> None:
+            if len(set(self.names)) < len(self.names):
+                raise ConfigError(
+                    f"`format`, `correctness` and `length` name {', '.join(self.names)}; they must be different reward "
+                    f"functions."
+                )
+
+    def start(self, run: Run) -> None:
+        missing = [n for n in self.params.names if n not in run.reward_names]
+        if missing:
+            raise ConfigError(
+                f"there is no reward function {', '.join(f'`{n}`' for n in missing)}; the run has "
+                f"{', '.join(run.reward_names)}. Name yours with `format`, `correctness` and `length`."
+            )
+        self._batches = max(1, run.generation_steps)
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        p = self.params
+        progress = min(rollouts.step / self._batches, 1.0)
+        weight = p.start + progress * (p.end - p.start)
+        self.log("weight_correctness", weight)
+
+        def of(name: str) -> Tensor:
+            return rollouts.rewards[:, rollouts.reward_names.index(name)]
+
+        length = torch.ones(len(rollouts), dtype=torch.float64) if p.length is None else of(p.length)
+        return ((2 - weight) * of(p.format) + weight * of(p.correctness) + length) / 3

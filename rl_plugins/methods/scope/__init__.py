@@ -1,0 +1,8 @@
+"""SCOPE (arXiv 2602.24110): the method, and how a completion is cut into steps."""
+
+from __future__ import annotations
+
+from rl_plugins.methods.scope.method import Scope
+from rl_plugins.methods.scope.steps import first_wrong, split_steps, tokens_before
+
+__all__ = ["Scope", "first_wrong", "split_steps", "tokens_before"]

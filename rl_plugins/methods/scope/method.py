@@ -1,0 +1,295 @@
+"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong step on, and replaces itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.losses import ppo_clip
+from rl_plugins.method import Method, Paper
+from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
+from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
+
+_COLUMN = "scope_foreign"  # 1 for tokens of the corrector
+HINT = "A correct solution, which must not be mentioned in the answer:\n{solution}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A failed rollout whose first wrong step is known.
+
+    Args:
+        place: of the row among the prompt's.
+        kept: tokens before the first wrong step.
+        rank: the larger, the earlier it is corrected.
+    """
+
+    place: int
+    kept: int
+    rank: float
+
+
+class Scope(Method):
+    """Step-wise Correction for On-Policy Exploration: a hard prompt gets a right answer that begins like the policy's.
+
+    Reconstruction: no code was published and only abstract and summaries could be read. Ours are: which groups and
+    rollouts are corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
+
+    For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
+
+        steps s_1 .. s_T of each wrong rollout, split at `separator`;  v_1 .. v_T = prm(messages, steps, columns)
+        t = first step with v_t < threshold           (none: `no_error`: skip it, or the step of lowest score)
+        candidates have (t - 1) / T >= min_prefix;  the best `corrections` of them (`rank`) are corrected
+        hybrid = own tokens of s_1 .. s_{t-1}  +  correction;  if its reward is >= success_threshold it takes the place
+        of the rollout it began as, else that stays
+
+    So group sizes and order stay, and advantages (the host's) are those of a group that has a right answer. `corrector`
+    is a function (messages, text so far, columns) -> the rest of the answer: a stronger model. Without one the policy
+    itself goes on from its prefix with the text of `solution_column` shown in the prompt (`hint`). `extent: step`
+    takes only the next step from there, and the policy finishes without any help.
+
+    Loss per token, A the advantage, lp the log-prob, old that at the start of the step:
+
+        own tokens:          -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(lp - old)
+        corrector's tokens:  -A p / (p + gamma),   p = exp(lp)                    `off_policy: shaped` (LUFFY)
+                             -A lp                                                `sft`
+                             as own tokens                                        `plain`
+
+    aggregated as the host does. p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at
+    p = gamma, so unlikely tokens of the corrector count, sure ones hardly. Without corrected tokens it is the host's
+    clipped loss (with these clip limits).
+
+    Books: own tokens are kept bit for bit with their log-probs (a token that reaches into the wrong step is not). The
+    correction is *forced*: trained, without a behavior log-prob; corrections by rollout log-probs are refused beside
+    it. What a policy finishes after one step of correction is sampled and keeps its log-probs. A prefix of the plan is
+    never cut and does not count as foreign. A correction that does not fit or is not finished is dropped.
+
+    A call that fails or answers nonsense leaves the rollout as it is (`failed` is logged); all rollouts get their
+    rewards within the program, corrected or not.
+
+    Shapes: v (T,) per rollout; column `scope_foreign` (tokens,). A row has in its column `scope` the first foreign
+    token and the one behind the last, [0, 0] without any.
+
+    State: none. Randomness: sampling, and the corrector's. Logged: `eligible`, share of the groups; `located`, share of
+    their wrong rollouts that are candidates; `verified`, share of the corrections that are right; `corrected`, share of
+    all rows; `kept`, share of a hybrid's tokens that are its own; `failed`, failed calls; `foreign`, share of tokens.
+
+    Errors: ConfigError for parameters out of range, without a `prm`, or with an empty separator.
+
+    Source: arXiv 2602.24110 (abstract); loss from LUFFY (arXiv 2504.14945, ElliottYan/LUFFY, mix_core_alg.py).
+    """
+
+    name = "scope"
+    paper = Paper(
+        "2602.24110",
+        "Recycling Failures: Salvaging Exploration in RLVR via Fine-Grained Off-Policy Guidance",
+        "Yanwei Ren and Haotian Zhang and Likang Xiao and Xikai Zhang and Jiaxing Huang and Jiayan Qiu and Baosheng Yu "
+        "and Quan Chen and Liu Liu",
+        2026,
+    )
+    fidelity = "reconstruction"
+    use_when = "Many prompts have no right rollout, answers have steps, and a process reward model finds the wrong one."
+    avoid_when = "Nothing tells where an answer goes wrong, or most groups have right rollouts anyway."
+    cost = "Per group without a right rollout: a call of the PRM for each rollout, and `corrections` of the corrector."
+    disagreements = (
+        "The paper's loss on corrected tokens is not known: LUFFY's, or `off_policy: sft` or `plain`.",
+        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how many "
+        "rollouts of a group (`corrections`), nor whether the corrector writes one step or all (`extent`).",
+    )
+    example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
+    forces_tokens = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        prm: Callable[..., Any] | None = param(None, "prm(messages, steps, columns): a score per step; must be given")
+        corrector: Callable[..., Any] | None = param(
+            None, "corrector(messages, text so far, columns): the rest as text; none: the policy, shown the solution"
+        )
+        solution_column: str = param("solution", "dataset column with a right answer, used without a corrector")
+        hint: str = param(HINT, "put behind the prompt's last message to show {solution}")
+        extent: Literal["suffix", "step"] = param("suffix", "the correction is the rest, or one step")
+        threshold: float = param(0.5, "a step with a lower score is wrong")
+        no_error: Literal["skip", "lowest"] = param("skip", "what to do with a wrong rollout without a wrong step")
+        min_prefix: float = param(0.5, "share of the steps that must precede the wrong one", ge=0, le=1)
+        rank: Literal["prefix", "score"] = param("prefix", "whom to correct first: longest right part, or mean score")
+        corrections: int = param(1, "rollouts of a group that are corrected at most", ge=1)
+        min_correct: int = param(1, "groups with at least so many right rollouts stay as they are", ge=1)
+        success_threshold: float = param(0.5, "a reward from this on is right")
+        separator: str = param("\n\n", "between steps")
+        min_step: int = param(12, "characters a step has at least; a shorter one is joined to the next", ge=0)
+        off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
+        gamma: float = param(0.1, "of the shaped loss (LUFFY)", gt=0)
+        clip_low: float = param(0.2, "own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
+        clip_high: float = param(0.2, "own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True)
+        prm_timeout: float = param(60.0, "seconds of one call", gt=0)
+        corrector_timeout: float = param(120.0, "seconds of one call", gt=0)
+
+        def check(self) -> None:
+            if not self.separator:
+                raise ConfigError("`separator` is empty; it is the text between two steps, such as a blank line.")
+            if self.corrector is None and "{solution}" not in self.hint:
+                raise ConfigError(f"`hint` is {self.hint!r}; without a corrector it must have {{solution}} in it.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        if self.params.prm is None:
+            raise ConfigError(
+                "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per step: a process "
+                'reward model. Give it as "module:attribute" or as the object itself.'
+            )
+        solution = set() if self.params.corrector else {f"column:{self.params.solution_column}"}
+        self.needs = frozenset({"column:scope"} | solution)
+
+    # ---- generation
+
+    def rollout(self, prompt: Prompt) -> Program:
+        p = self.params
+        made = yield Generate(prompt.start(), n=prompt.n)
+        rows = [prompt.start().add(g) for g in made]
+        scores: list[Scored] = yield [Score(row) for row in rows]
+        rows = [row.scored(s).noted(scope=[0, 0]) for row, s in zip(rows, scores, strict=True)]
+        wrong = [i for i, s in enumerate(scores) if s.reward < p.success_threshold]  # NaN is neither
+        eligible = bool(wrong) and sum(s.reward >= p.success_threshold for s in scores) < p.min_correct
+        self.log("eligible", float(eligible))
+        if not eligible:
+            return rows
+        candidates: list[Candidate] = yield from self._locate(prompt, rows, wrong)
+        self.log("located", len(candidates) / len(wrong), weight=len(wrong))
+        chosen = sorted(candidates, key=lambda c: -c.rank)[: p.corrections]
+        hybrids: list[Trajectory | None] = yield from self._correct(prompt, [rows[c.place].cut(c.kept) for c in chosen])
+        ready = [(c.place, h) for c, h in zip(chosen, hybrids, strict=True) if h is not None]
+        verdicts: list[Scored] = yield [Score(h) for _, h in ready]
+        for (place, hybrid), verdict in zip(ready, verdicts, strict=True):
+            right = verdict.reward >= p.success_threshold
+            self.log("verified", float(right))
+            if right:
+                start, stop = hybrid.meta["scope"]
+                self.log("kept", 1 - (stop - start) / len(hybrid))
+                rows[place] = hybrid.scored(verdict)
+        self.log("corrected", sum(row.meta["scope"] != [0, 0] for row in rows) / len(rows))
+        return rows
+
+    def _locate(self, prompt: Prompt, rows: Sequence[Trajectory], wrong: Sequence[int]) -> Any:
+        """The wrong rollouts that are right for long enough. A part of a program."""
+        p, chat = self.params, prompt.chat
+        steps = {i: split_steps(chat.decode(rows[i].tokens), p.separator, p.min_step) for i in wrong}
+        steps = {i: s for i, s in steps.items() if any(s)}
+        calls = [
+            Call(p.prm, (prompt.messages, s, dict(prompt.columns)), p.prm_timeout, "the PRM") for s in steps.values()
+        ]
+        answers: list[Called] = yield calls
+        found = []
+        for (i, own), called in zip(steps.items(), answers, strict=True):
+            try:
+                if called.error:
+                    raise ValueError(called.error)
+                values = checked_scores(called.value, len(own))
+            except ValueError as e:
+                self._failed(f"the PRM gave {e}")
+                continue
+            first = first_wrong(values, p.threshold, p.no_error == "lowest")
+            if first is None or first / len(own) < p.min_prefix:
+                continue
+            kept = tokens_before(rows[i].tokens, chat.decode, len("".join(own[:first])))
+            rank = first / len(own) if p.rank == "prefix" else sum(values) / len(values)
+            found.append(Candidate(i, max(kept, len(prompt.prefix)), rank))
+        return found
+
+    def _correct(self, prompt: Prompt, prefixes: Sequence[Trajectory]) -> Any:
+        """The hybrid that grows from each prefix, None where there is none. A part of a program."""
+        if self.params.corrector is None:
+            grown = yield from self._by_solution(prompt, prefixes)
+        else:
+            grown = yield from self._by_corrector(prompt, prefixes)
+        grown = [h if h is not None and (h.finish or prompt.room(h)) else None for h in grown]
+        unfinished = [i for i, h in enumerate(grown) if h is not None and not h.finish]
+        rest: list[list[Generated]] = yield [Generate(grown[i]) for i in unfinished]
+        for i, (g,) in zip(unfinished, rest, strict=True):
+            grown[i] = grown[i].add(g) if g.finish == "eos" else None
+        return grown
+
+    def _by_corrector(self, prompt: Prompt, prefixes: Sequence[Trajectory]) -> Any:
+        p, chat = self.params, prompt.chat
+        texts = [chat.decode(t.tokens) for t in prefixes]
+        calls = [
+            Call(p.corrector, (prompt.messages, text, dict(prompt.columns)), p.corrector_timeout, "the corrector")
+            for text in texts
+        ]
+        answers: list[Called] = yield calls
+        grown: list[Trajectory | None] = []
+        for prefix, text, called in zip(prefixes, texts, answers, strict=True):
+            good = isinstance(called.value, str) and called.value.strip()
+            if called.error or not good:
+                self._failed(f"the corrector gave {called.error or f'no text ({type(called.value).__name__})'}")
+                grown.append(None)
+                continue
+            new = called.value.lstrip("\n") if text.endswith("\n") else called.value
+            head, separator, tail = new.partition(p.separator)
+            ends = p.extent == "suffix" or not tail
+            tokens = chat.encode(new) + chat.eos[:1] if ends else chat.encode(head + separator)
+            grown.append(self._graft(prompt, prefix, tokens, ends))
+        return grown
+
+    def _by_solution(self, prompt: Prompt, prefixes: Sequence[Trajectory]) -> Any:
+        """The policy goes on from its own prefix, with the solution shown in the prompt."""
+        p = self.params
+        solution = prompt.columns.get(p.solution_column)
+        if solution is None or not prefixes:
+            if solution is None:
+                self._failed(f"a row of the dataset has nothing in `{p.solution_column}`")
+            return [None] * len(prefixes)
+        messages = (
+            [{"role": "user", "content": prompt.messages}] if isinstance(prompt.messages, str) else prompt.messages
+        )
+        hint = p.hint.replace("{solution}", str(solution))
+        last = {**messages[-1], "content": f"{messages[-1]['content']}\n\n{hint}"}
+        shown = prompt.chat.prompt([*messages[:-1], last])
+        stop = (p.separator,) if p.extent == "step" else ()
+        made: list[list[Generated]] = yield [
+            Generate(replace(t, prompt=shown), max_tokens=max(1, prompt.room(t)), stop=stop) for t in prefixes
+        ]
+        return [
+            self._graft(prompt, t, g.tokens, g.finish == "eos") if g.finish in ("eos", "stop") else None
+            for t, (g,) in zip(prefixes, made, strict=True)
+        ]
+
+    def _graft(self, prompt: Prompt, prefix: Trajectory, tokens: Sequence[int], ends: bool) -> Trajectory | None:
+        """The prefix with a correction behind it; None if that does not fit."""
+        if not tokens or len(tokens) > prompt.room(prefix):
+            return None
+        hybrid = prefix.force(tokens).noted(scope=[len(prefix), len(prefix) + len(tokens)])
+        return replace(hybrid, finish="eos" if ends else "")
+
+    def _failed(self, why: str) -> None:
+        self.log("failed", 1.0, "sum")
+        self.warn(f"{why}; the rollout stays as it is.")
+
+    # ---- driver and update
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        """Marks the corrector's tokens."""
+        notes = rollouts.meta.get(self.name, [None] * len(rollouts))
+        ranges = [note if isinstance(note, (list, tuple)) and len(note) == 2 else (0, 0) for note in notes]
+        start, stop = torch.tensor(ranges, dtype=torch.int64).view(-1, 2)[tokens.row].T
+        foreign = tokens.forced & (tokens.position >= start) & (tokens.position < stop)
+        self.log("foreign", foreign.double().mean() if len(tokens) else 0.0)
+        return Shape(token_columns={_COLUMN: foreign.float()})
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        p = self.params
+        own = ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, p.clip_low, p.clip_high)
+        if p.off_policy == "plain":
+            return own
+        if p.off_policy == "shaped":  # p / (p + gamma), without a division
+            value = torch.sigmoid(terms.logprobs - math.log(p.gamma))
+        else:
+            value = terms.logprobs
+        return torch.where(terms.columns[_COLUMN] > 0, -terms.advantages * value, own)

@@ -1,0 +1,63 @@
+"""Steps of a completion: where they are in its text, which is the first wrong one, and how many tokens precede it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def split_steps(text: str, separator: str, least: int) -> list[str]:
+    """The steps of a text, each with the separator behind it; joined they are the text. One of fewer than `least`
+    characters goes to the next, or, at the end, to the one before."""
+    pieces = [piece + separator for piece in text.split(separator)]
+    pieces[-1] = pieces[-1][: -len(separator)]
+    steps: list[str] = []
+    held = ""
+    for piece in pieces:
+        held += piece
+        if len(held.strip()) >= least:
+            steps.append(held)
+            held = ""
+    if held and steps:
+        steps[-1] += held
+    elif held:
+        steps.append(held)
+    return steps
+
+
+def checked_scores(value: Any, count: int) -> list[float]:
+    """What a process reward model answered, as one finite number per step.
+
+    Raises:
+        ValueError: it is none; says what was wrong.
+    """
+    try:
+        scores = [float(v) for v in value]
+    except (TypeError, ValueError):
+        raise ValueError(f"an answer that is no list of numbers ({type(value).__name__})") from None
+    if len(scores) != count:
+        raise ValueError(f"{len(scores)} scores for {count} steps")
+    if not all(math.isfinite(s) for s in scores):
+        raise ValueError("scores that are not finite")
+    return scores
+
+
+def first_wrong(scores: Sequence[float], threshold: float, lowest: bool) -> int | None:
+    """The number of the first step with a score below `threshold`; without one the lowest (the first of several) if
+    `lowest`, else None."""
+    below = next((i for i, s in enumerate(scores) if s < threshold), None)
+    return min(range(len(scores)), key=scores.__getitem__) if below is None and lowest and scores else below
+
+
+def tokens_before(tokens: Sequence[int], decode: Callable[[Sequence[int]], str], length: int) -> int:
+    """How many of the first tokens fit into the first `length` characters of their text. A token that reaches beyond is
+    not among them; nothing is tokenized again."""
+    low, high = 0, len(tokens)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(decode(tokens[:middle])) <= length:
+            low = middle
+        else:
+            high = middle - 1
+    return low
