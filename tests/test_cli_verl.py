@@ -403,7 +403,8 @@ def test_the_command_that_info_shows_is_read_back():
         command = shlex.split(re.search(r"python -m verl\.trainer\.main_ppo .*", text)[0])
         settings = read_settings(compose(command[4:]))
         found = registry.load(name)
-        needed = {} if isinstance(found, Bundle) else {name: dict(found.example_params)}
+        parts = [registry.load(part) for part in found.parts] if isinstance(found, Bundle) else [found]
+        needed = {part.name: dict(part.example_params) for part in parts if part.example_params}
         expected = build_stack(name, needed)
         assert settings.stack().names == expected.names
         assert [m.params for m in settings.stack().methods] == [m.params for m in expected.methods]

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins import registry
-from rl_plugins.method import Method
+from rl_plugins.method import Bundle
+from rl_plugins.params import build_params
 
 REWARDS = ("exact", "digits", "careful")
 GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained
 # Graded rewards leave small groups something to tell rollouts apart by, and come in two sizes for methods that combine
 # several. Methods that tell right from wrong rollouts get the binary one.
-WANT_BINARY = ("vade", "grpo_roc")
+WANT_BINARY = ("vade", "grpo_roc", "v0", "v0_5", "drpo", "mssr", "mssr_baseline", "mssr_prompts", "latr", "arrol")
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
     "rewards/exact/mean": "right, in training",
@@ -28,6 +29,7 @@ TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, f
 # Parameters with which a method has something to act on in the demo; everything else is the paper's default.
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
+    "brpo": {"judge": "rl_plugins.demo.judges:digits"},
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }
 
@@ -73,10 +75,25 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "per_device_eval_batch_size": 320,
         "num_generations_eval": 1,
     }
-    classes = [registry.load(name) for name in methods]
-    if any("off_policy" in set(c.needs) for c in classes if isinstance(c, type) and issubclass(c, Method)):
+    needs = _needs(methods)
+    if "off_policy" in needs:
         values["num_iterations"] = 2
+    if "ref_logprobs" in needs:
+        values["beta"] = 0.04
     return values
+
+
+def _needs(names: Iterable[str]) -> set[str]:
+    """Signals any of the methods asks for."""
+    found: set[str] = set()
+    for name in names:
+        loaded = registry.load(name)
+        if isinstance(loaded, Bundle):
+            found |= _needs(loaded.parts)
+        else:
+            params = {**loaded.example_params, **DEMO_PARAMS.get(name, {})}
+            found |= set(loaded(build_params(loaded.Params, params, name)).needs)
+    return found
 
 
 def metrics(values: Mapping[str, Any]) -> list[str]:
