@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Host:
 
 
 HOSTS = {
-    "trl": Host(hooks=set(HOOKS) - {"admit"}, eval_hooks={"plan", "rollout"}),
+    "trl": Host(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
     "verl": Host(hooks=set(HOOKS) - {"admit"}, eval_hooks={"plan", "rollout"}),
 }
 
@@ -165,18 +165,19 @@ def info(found: type[Method] | Bundle) -> str:
         parts = "".join(f"\n  {part}{_preset(values)}" for part, values in found.parts.items())
         sections.append(("What", f"{found.about}\n\nStands for, with the settings of the paper:{parts}"))
         sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
-        sections.append(("How to use", _usage(found.name, _parts(found)[0])))
+        sections.append(("How to use", _usage(found.name, _parts(found))))
     else:
         sections.append(("What", inspect.cleandoc(found.__doc__ or "No description.")))
         sections.append(("Use it when", found.use_when))
         sections.append(("Not when", found.avoid_when))
+        sections.append(("What it costs", found.cost))
         sections.append(("Parameters", _parameters(found)))
         sections.append(("Changes", "\n".join(_changes(found))))
         sections.append(("Needs", "\n".join(_needs(found.needs))))
         sections.append(("Host options it sets", "\n".join(_options(found.host_options))))
         sections.append(("Where paper and code differ", "\n".join(f"- {d}" for d in found.disagreements)))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
-        sections.append(("How to use", _usage(found.name, found)))
+        sections.append(("How to use", _usage(found.name, [found])))
     sections.append(("Source", _source(found.paper)))
     sections.append(("How to cite", found.paper.bibtex(found.name)))
     head = f"{found.name}: {found.paper.title}"
@@ -226,19 +227,22 @@ def _preset(values: Mapping[str, Any]) -> str:
     return f" ({', '.join(f'{k} = {v}' for k, v in values.items())})" if values else ""
 
 
-def _usage(name: str, method: type[Method]) -> str:
+def _usage(name: str, parts: Sequence[type[Method]]) -> str:
     """How to name a method in every place; with the parameters it cannot do without, or one of them at its default."""
     yaml, flags, keywords = [f"methods: [{name}]"], f"--methods {name}", f'methods=["{name}"]'
     overrides = f'trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[{name}]"'
-    part, needed = method.name, dict(method.example_params)
-    shown = needed or dict([*((k, v) for k, v in params_to_dict(method.Params()).items() if v is not None)][:1])
+    shown = {part.name: dict(part.example_params) for part in parts if part.example_params}
+    if not shown:
+        first = [(k, v) for k, v in params_to_dict(parts[0].Params()).items() if v is not None][:1]
+        shown = {parts[0].name: dict(first)} if first else {}
     if shown:
-        key, value = next(iter(shown.items()))
-        given = json.dumps({part: {key: value}})
+        given = json.dumps(shown)
         yaml.append(f"method_params: {given}")
         flags += f" --method_params '{given}'"
-        keywords += f", method_params={ ({part: {key: value}})!r}"
-        overrides += f' "+rl_plugins.method_params.{part}.{key}={_hydra(value)}"'
+        keywords += f", method_params={shown!r}"
+        for part, values in shown.items():
+            for key, value in values.items():
+                overrides += f' "+rl_plugins.method_params.{part}.{key}={_hydra(value)}"'
     return "\n".join(
         [
             "in a YAML config:",
@@ -335,6 +339,8 @@ def _section(found: type[Method] | Bundle) -> str:
     parts.append(inspect.cleandoc(found.__doc__ or "").split("\n\n")[0].replace("\n", " "))
     if found.use_when or found.avoid_when:
         parts.append(f"**Use it when:** {found.use_when}\n\n**Not when:** {found.avoid_when}")
+    if found.cost:
+        parts.append(f"**What it costs:** {found.cost}")
     if found.needs:
         parts.append("**Needs:** " + "; ".join(_signal(s) for s in sorted(found.needs)) + ".")
     options = _options(found.host_options)
