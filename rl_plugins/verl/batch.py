@@ -36,6 +36,7 @@ from rl_plugins.verl.rows import (
     TOKEN_COLUMNS,
     Ragged,
     flat,
+    no_tokens,
     plain,
     read_rollouts,
     read_tokens,
@@ -97,6 +98,7 @@ class MethodsBatch:
     tokenizer: Any
     rows: int
     total_steps: int
+    nothing: bool = False  # every row left
 
     def select(self, batch: KVBatchMeta) -> KVBatchMeta:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
@@ -131,7 +133,15 @@ class MethodsBatch:
         pairs = set(zip(uids, rollouts.group.tolist(), strict=True))
         self.groups_of_verl = len(pairs) == len(set(uids)) == len(rollouts.groups.ids)  # verl groups by uid
         self._write_rewards(batch, rows)
-        return without(batch, self.selection.rollouts.kept.tolist())
+        return self._leave(batch, self.selection.rollouts.kept.tolist())
+
+    def _leave(self, batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
+        """The batch without the rows that leave. Where none stays, one is kept, because verl's passes and metrics need
+        a row, and `nothing` tells the trainer to make no optimizer step."""
+        if not any(stays):
+            self.nothing = True
+            stays = [True] + [False] * (len(batch) - 1)
+        return without(batch, stays)
 
     def _selection_columns(self) -> list[str] | None:
         if any(n.startswith("column:") for n in self.stack.needs):
@@ -172,6 +182,10 @@ class MethodsBatch:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns."""
         batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = self.stack.needs & set(TOKEN_COLUMNS)
+        if self.nothing:
+            tokens = no_tokens(wanted, "steps" in self.stack.needs)
+            self.decision = settle(self.stack, self.selection, tokens, None, self._estimator, self.rows)
+            return batch
         fields = ["response_mask", "loss_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)]
         rows = fetch(batch, fields)
         number = torch.tensor([self.number[key] for key in batch.keys])
@@ -184,7 +198,7 @@ class MethodsBatch:
         decision = settle(self.stack, self.selection, tokens, host, self._estimator, budget)
         self.decision = decision
         self._write(batch, rows, decision, number, of, live)
-        return without(batch, decision.stays[number].tolist())
+        return self._leave(batch, decision.stays[number].tolist())
 
     def _host_counts(self) -> bool:
         """Whether verl's own advantages mean what they say: of the groups and rewards the methods decided on.

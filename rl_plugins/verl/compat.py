@@ -22,6 +22,7 @@ PINNED: dict[str, tuple[str, ...]] = {
     "_save_checkpoint": (),
     "fit": ("agent_loop_manager",),
     "step": ("metrics", "timing_raw"),
+    "_validate": (),
     "_next_train_batch": ("num_prompts",),
     "_submit_batch_to_rollout": ("batch",),
     "_get_required_batch_multiple": ("dp_size",),

@@ -33,6 +33,20 @@ def ranges(marks: Sequence[bool]) -> list[list[int]]:
     return [list(pair) for pair in zip(change[::2], change[1::2], strict=True)]
 
 
+def flat_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of verl's dataset as methods see it: its columns, the fields of those whose fields count as columns, and
+    the messages as "prompt"."""
+    fields: dict[str, Any] = {}
+    for nested in reversed(NESTED_COLUMNS):
+        if isinstance(row.get(nested), Mapping):
+            fields |= row[nested]
+    return {**fields, "prompt": row["raw_prompt"], **row}
+
+
+def messages_of(prompt: Any) -> list[Any]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
 def number_rows(dataset: Any) -> None:
     """Makes a map-style dataset yield the number of each row in the column `ROW`.
 
@@ -134,8 +148,7 @@ class PromptBatches:
         for name, value in edit.items():
             self.set(row, name, value, foreign=plan.prompt < 0)
         if self.prompt_key in edit and "raw_prompt" not in edit:
-            prompt = edit[self.prompt_key]
-            row["raw_prompt"] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            row["raw_prompt"] = messages_of(edit[self.prompt_key])
         return row
 
     def set(self, row: dict[str, Any], name: str, value: Any, foreign: bool) -> None:

@@ -264,6 +264,20 @@ def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
     return torch.tensor([[number(info.get(k)) for k in rewards] for info in infos], dtype=torch.float64)
 
 
+def no_tokens(columns: set[str], steps: bool) -> Tokens:
+    """Tokens of a batch that has none."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Tokens(
+        row=nothing,
+        position=nothing,
+        advantages=nothing.double(),
+        keep=nothing.bool(),
+        forced=nothing.bool(),
+        step=nothing if steps else None,
+        **{name: nothing.float() for name in sorted(columns)},
+    )
+
+
 def read_tokens(
     rows: Mapping[str, Any], columns: set[str], row_number: Tensor, forced: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[Tokens, Ragged, Tensor]:

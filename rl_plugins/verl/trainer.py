@@ -30,6 +30,7 @@ from rl_plugins.verl.batch import (
 )
 from rl_plugins.verl.compat import moved_symbols, states_its_mode, untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, read_settings
+from rl_plugins.verl.evaluation import PlannedBatches, planning
 from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, ROW, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import GROUP, flat, plain, read_rollouts, split
@@ -50,6 +51,7 @@ class MethodsTrainer(_Host):
     """
 
     methods_mode = "sync"
+    val_dataloader: Any
 
     def __init__(self, config: Any) -> None:
         moved = moved_symbols(type(self))
@@ -63,7 +65,7 @@ class MethodsTrainer(_Host):
         self.settings = settings
         self.methods = settings.stack()
         self._batch: MethodsBatch | None = None
-        self._first_balance = False
+        self._first_balance = self._nothing_left = False
         self._logged: list[dict[str, float]] = []
         self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the step that is generated
         self._planned_prompts = self._trained_rows = 0
@@ -286,6 +288,16 @@ class MethodsTrainer(_Host):
         except ray.exceptions.RayActorError as e:
             raise died("agent loop", e) from e
 
+    def _validate(self) -> Any:
+        if not planning(self.methods):
+            return super()._validate()
+        loader, n = self.val_dataloader, self.config.actor_rollout_ref.rollout.val_kwargs.n
+        self.val_dataloader = PlannedBatches(loader, self.methods, self._prompts, n)
+        try:
+            return super()._validate()
+        finally:
+            self.val_dataloader = loader
+
     # ---- one batch
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
@@ -327,14 +339,15 @@ class MethodsTrainer(_Host):
         if self._batch is None:
             return batch
         batch = self._batch.settle(batch)
-        if not len(batch):
-            raise MethodError(
-                f"Every row of the batch left ({', '.join(self.methods.names)}), and verl cannot train an empty batch."
-            )
-        batch = super()._balance_batch(batch, metrics)
-        if any(m.whole_groups for m in self.methods.methods):
-            self._keep_groups_whole(batch)
-        self._batch.clean_padding(batch)
+        self._nothing_left = self._batch.nothing
+        if self._nothing_left:
+            names = ", ".join(f"`{n}`" for n in self.methods.names)
+            self.methods.warn_once(f"Every row of a batch left ({names}): no optimizer step was made for it.")
+        else:
+            batch = super()._balance_batch(batch, metrics)
+            if any(m.whole_groups for m in self.methods.methods):
+                self._keep_groups_whole(batch)
+            self._batch.clean_padding(batch)
         self._logged.append(self._batch.metrics())
         self._batch = None
         return batch
@@ -347,7 +360,7 @@ class MethodsTrainer(_Host):
         batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, ranks))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if not self.methods.trains:
+        if not self.methods.trains or self._nothing_left:
             return batch
         batch = super()._update_actor(batch, metrics)
         if self.methods:

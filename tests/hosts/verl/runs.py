@@ -32,6 +32,7 @@ PROGRAMS = {
     "idle": "Idle",
     "sleepy": "Sleepy",
     "failing": "Failing",
+    "gone": "Gone",
 }
 
 

@@ -19,7 +19,8 @@ from transfer_queue import KVBatchMeta
 
 from rl_plugins import registry
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.rollouts import Completion, Plan, PlanRow
+from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
+from rl_plugins.stack import MethodStack
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import MethodsBatch, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
@@ -186,6 +187,30 @@ def test_more_rows_than_the_batch_is_an_error(queue: MemoryQueue) -> None:
     rows = {f"a_{i}_0": row(0, float(i)) for i in range(5)}
     with pytest.raises(MethodError, match="5 rows would be trained, the batch takes 4"):
         run(queue, rows)
+
+
+@pytest.mark.parametrize("hook", ["select", "shape"])
+def test_one_row_is_kept_where_every_row_leaves(queue: MemoryQueue, hook: str) -> None:
+    """verl's passes and metrics need one; the trainer makes no optimizer step of it."""
+
+    class Leave(probes.Probe):
+        name = "leave"
+        needs = frozenset({"steps"})
+
+        def select(self, rollouts):
+            return torch.full((len(rollouts),), hook != "select")
+
+        def shape(self, rollouts, tokens):
+            return Shape(keep_rows=torch.zeros(len(rollouts), dtype=torch.bool))
+
+    rows = {f"{u}_{s}_0": row(g, float(s)) for g, u in enumerate("ab") for s in (0, 1)}
+    for r in rows.values():
+        r["prompts"] = torch.tensor([2])
+    mine = MethodsBatch(MethodStack([Leave()]), config(), {}, Tokenizer(), 4, 3)
+    queue.put_rows(rows)
+    after = mine.settle(mine.select(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * 4)))
+    assert after.keys == ["a_0_0"] == list(queue.rows) and mine.nothing
+    assert not bool(mine.decision.stays.any()) and mine.metrics()["rl_plugins/rows_trained"] == 0
 
 
 def test_tokens_a_tool_wrote_are_no_tokens(queue: MemoryQueue) -> None:

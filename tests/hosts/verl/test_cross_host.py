@@ -20,11 +20,11 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 import harness
 import probes
 from memory_queue import MemoryQueue
+from registering import registered
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins import registry
 from rl_plugins.trl import loss as trl_loss
 from rl_plugins.trl import step as trl_step
 from rl_plugins.verl import batch as verl_batch
@@ -52,10 +52,8 @@ STACKS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _probes():
-    known = registry._entry_points
-    probes.register()
-    yield
-    registry._entry_points = known
+    with registered(Reshaped):
+        yield
 
 
 class Reshaped(probes.Probe):
@@ -78,9 +76,6 @@ class Reshaped(probes.Probe):
 
         weight = terms.columns["hardness"] * (1 + terms.columns["surprise"])
         return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages) * weight
-
-
-probes.Reshaped = Reshaped
 
 
 def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:

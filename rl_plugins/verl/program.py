@@ -1,0 +1,321 @@
+"""Rollout programs in verl: one agent loop serves all rollouts of a prompt.
+
+verl spawns one session of the loop `rl_plugins_program` for a prompt. It runs the program on verl's rollout servers and
+returns its rows, each as verl's own `AgentLoopOutput`; workers.py writes them to TransferQueue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+from rl_plugins.chat import TokenizerChat
+from rl_plugins.errors import MethodError
+from rl_plugins.programs import Running, drive
+from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl.agent_loop import PlannedAgentLoop, register_loop
+from rl_plugins.verl.facts import TOP_LOGPROBS
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, PROGRAM_AGENT, TURNS, UNKNOWN, flat_columns, ranges
+
+SERVICE = "rl_plugins_service"  # keyword of the agent loop: what its worker lends to a program
+OF_VERL = ("uid", "session_id", "global_steps", "dummy_tensor", COLUMN, SERVICE)  # keywords that are no columns
+
+
+@dataclass(frozen=True)
+class Service:
+    """What a worker lends to the program of one prompt.
+
+    Args:
+        worker: verl's agent-loop worker, which knows the way to the reward function.
+        stack: the methods, of this program alone.
+        n: rollouts the program makes.
+        training: False in validation.
+        rewards: of the run, see `Settings`.
+        eos: tokens that end a completion.
+    """
+
+    worker: Any
+    stack: MethodStack
+    n: int
+    training: bool
+    rewards: Mapping[str, float]
+    eos: tuple[int, ...]
+
+
+class Answer(dict[str, float]):
+    """Rewards by name, and what verl's reward function answered: a row with them is not scored again."""
+
+    def __init__(self, rewards: Mapping[str, float], score: float, info: Mapping[str, Any]) -> None:
+        super().__init__(rewards)
+        self.score, self.info = score, dict(info)
+
+
+class ProgramAgentLoop(PlannedAgentLoop):
+    """Runs the program of one prompt; completions a plan gives come first, in sessions of their own."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """Rows of every rollout: lists of `AgentLoopOutput`.
+
+        Raises:
+            MethodError: from the program.
+        """
+        note = kwargs.get(COLUMN)
+        if note is not None and int(kwargs["session_id"]) < len(note["given"]):
+            return await super().run(sampling_params, **kwargs)
+        service: Service = kwargs[SERVICE]
+        method = service.stack.claims["rollout"][0]
+        prompt = await self._prompt(service, kwargs, note)
+        engine = VerlEngine(
+            self.server_manager, self.rollout_config, service, kwargs, sampling_params, self._request_id(kwargs)
+        )
+        started = time.monotonic()
+        rollouts = await drive(Running(method, prompt), engine)
+        metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - started)
+        logprobs, first = bool(sampling_params.get("logprobs")), int(kwargs["session_id"])
+        outputs = [
+            [engine.output(row, logprobs, metrics, {"rollout": first + k, "index": i}) for i, row in enumerate(rollout)]
+            for k, rollout in enumerate(rollouts)
+        ]
+        rows = [output for rollout in outputs for output in rollout]
+        if rows:  # what the program logged travels with its first row
+            rows[0].extra_fields[MADE]["metrics"] = service.stack.metrics.take()
+        return outputs
+
+    def _request_id(self, kwargs: Mapping[str, Any]) -> str:
+        """One for all requests of a prompt: they go to the same server, whose cache has the prompt."""
+        return f"{kwargs['uid']}_{kwargs['session_id']}"
+
+    async def _prompt(self, service: Service, kwargs: dict[str, Any], note: Mapping[str, Any] | None) -> Prompt:
+        messages = list(kwargs["raw_prompt"])
+        rollout = self.rollout_config
+        note = note or {}
+        tokens = await self.ct_build_initial_tokens(messages)  # verl's own
+        method = service.stack.claims["rollout"][0]
+        step = int(note.get("planned_at", kwargs["global_steps"]))
+        group, draw = note.get("group"), note.get("draw", 1)
+        place = group if service.training else f"eval|{json.dumps(messages, default=str)}"
+        return Prompt(
+            tokens=tuple(tokens),
+            messages=messages,
+            columns=flat_columns({k: v for k, v in kwargs.items() if k not in OF_VERL}),
+            n=service.n,
+            max_tokens=min(note.get("max_tokens") or self.response_length, self.response_length),
+            max_context=int(rollout.max_model_len or rollout.prompt_length + rollout.response_length),
+            chat=chat_of(self.tokenizer, service.eos, self.apply_chat_template_kwargs),
+            prefix=tuple(note.get("prefix") or ()),
+            payload=note.get("payload"),
+            step=step,
+            training=service.training,
+            reward_names=tuple(service.rewards) or ("score",),
+            # asynchronous modes plan several times in one step, and these plans number their groups alike
+            seed=f"{service.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
+        )
+
+
+class VerlEngine:
+    """`programs.AsyncEngine` on verl's rollout servers and reward function, for the program of one prompt.
+
+    Args:
+        server: verl's client of the servers.
+        rollout: `actor_rollout_ref.rollout`.
+        service: of the worker.
+        kwargs: what verl gives to an agent loop.
+        sampling: of the run, or of its validation.
+        request_id: of every request; requests with the same id go to the same server.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        rollout: Any,
+        service: Service,
+        kwargs: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        request_id: str,
+    ) -> None:
+        self._server, self._rollout, self._service = server, rollout, service
+        self._kwargs, self._sampling, self._request_id = dict(kwargs), dict(sampling), request_id
+        self._step = int(kwargs["global_steps"])
+        self._requests = 0
+        self._oldest: dict[int, int] = {}  # version of a last token -> oldest of the versions that made its segment
+
+    # ---- generation
+
+    async def generate(self, prompt: Prompt, request: Generate) -> list[Generated]:
+        params = self._params(request)
+        return list(await asyncio.gather(*(self._one(prompt.chat, request, params) for _ in range(request.n))))
+
+    def _params(self, request: Generate) -> dict[str, Any]:
+        """verl's sampling parameters for a request."""
+        name = self._rollout.name
+        params = {**self._sampling, "max_tokens": request.max_tokens, "logprobs": True}
+        if request.temperature is not None:
+            params["temperature"] = request.temperature
+        if params["temperature"] == 0:
+            params |= {"top_p": 1.0, "top_k": -1}
+        if request.stop:
+            if name not in STOP:
+                raise MethodError(
+                    f"A rollout program asks for stop texts, which are served with rollout.name={' or '.join(STOP)}; "
+                    f"this run has rollout.name={name}. Use one of those, or remove the method."
+                )
+            params |= {"stop": list(request.stop), **STOP[name]}
+        if request.top:
+            if name not in TOP_LOGPROBS:
+                raise MethodError(
+                    f"A rollout program asks for the {request.top} most likely tokens of every place, and verl reports "
+                    f"only the sampled one's log-prob with rollout.name={name}. Remove the method, or its option that "
+                    f"needs them."
+                )
+            params["top_logprobs"] = request.top
+        return params
+
+    async def _one(self, chat: Chat, request: Generate, params: Mapping[str, Any]) -> Generated:
+        self._requests += 1
+        unique = f"_{self._requests}" if self._rollout.get("full_determinism", False) else ""  # verl passes it on then
+        out = await self._server.generate(
+            request_id=self._request_id + unique,
+            prompt_ids=list(request.trajectory.context),
+            sampling_params=dict(params),
+        )
+        limit = request.max_tokens or 1
+        tokens = tuple(int(t) for t in out.token_ids)[:limit]
+        logprobs = tuple(float(p) for p in out.log_probs or ())[:limit]
+        if len(logprobs) != len(tokens):
+            raise MethodError(
+                f"The rollout engine {self._rollout.name} gave {len(tokens)} tokens and {len(logprobs)} log-probs; "
+                f"rollout programs need one for each."
+            )
+        fields = out.extra_fields
+        newest = self._version(fields.get("max_global_steps"))
+        oldest = self._version(fields.get("min_global_steps"))
+        self._oldest[newest] = min(oldest, self._oldest.get(newest, oldest))
+        return Generated(
+            tokens,
+            logprobs,
+            _finish(chat, request, tokens, out.stop_reason),
+            newest,
+            tuple(tuple((int(t), float(p)) for t, p in place) for place in fields.get("top_logprobs", ())[:limit]),
+            sampled=params["temperature"] != 0,
+        )
+
+    def _version(self, reported: Any) -> int:
+        return self._step if reported is None else int(reported)
+
+    # ---- rewards
+
+    async def score(self, prompt: Prompt, trajectory: Trajectory) -> Scored:
+        worker = self._service.worker
+        if worker.reward_loop_worker_handles is None:
+            raise MethodError(
+                "A rollout program asks for rewards, and this run computes them after generation, with a reward model "
+                "on the devices of the trainer. Give the reward model devices of its own "
+                "(reward.reward_model.enable_resource_pool=True), or remove the method."
+            )
+        output = self.output(trajectory, False, AgentLoopMetrics(), {"rollout": 0, "index": 0})
+        output.reward_score = None
+        await worker._compute_score([output], kwargs=row_kwargs(self._kwargs, output))
+        score, info = float(output.reward_score), output.extra_fields["reward_extra_info"]
+        weights = self._service.rewards
+        if not weights:
+            return Scored(Answer({"score": score}, score, info), score)
+        rewards = {name: math.nan if info.get(name) is None else float(info[name]) for name in weights}
+        return Scored(Answer(rewards, score, info), weighted(rewards, weights))
+
+    # ---- rows
+
+    def output(
+        self, row: Trajectory, logprobs: bool, metrics: AgentLoopMetrics, number: dict[str, int]
+    ) -> AgentLoopOutput:
+        """A row as verl's agent loops give it. One without a token is one end token that is not trained.
+
+        Args:
+            logprobs: whether the run keeps those of the sampled distribution; tokens without one get a place holder.
+            number: of the rollout of its prompt, and of the row in it.
+        """
+        filled = row if len(row) else row.observe(self._service.eos[:1])
+        versions = [v for v in row.versions if v >= 0] or [self._step]
+        output = AgentLoopOutput(
+            prompt_ids=list(row.prompt),
+            response_ids=list(filled.tokens),
+            response_mask=list(filled.trained),
+            response_logprobs=[0.0 if math.isnan(p) else p for p in filled.logprobs] if logprobs else None,
+            multi_modal_data={},
+            num_turns=2 * max(1, len(row.turns)),
+            metrics=metrics.model_copy(),
+            extra_fields={
+                "turn_scores": [],
+                "tool_rewards": [],
+                "global_steps": max(versions),
+                "min_global_steps": min(self._oldest.get(v, v) for v in versions),
+                "max_global_steps": max(versions),
+                FORCED: ranges([k == Kind.FORCED for k in row.kinds]),
+                UNKNOWN: ranges([t == 1 and math.isnan(p) for t, p in zip(row.trained, row.logprobs, strict=True)]),
+                TURNS: [asdict(turn) for turn in row.turns],
+                MADE: {
+                    **number,
+                    "group": None if row.group is None else repr(row.group),
+                    "finish": row.finish,
+                    "meta": dict(row.meta),
+                },
+            },
+        )
+        if isinstance(row.rewards, Answer):
+            output.reward_score = row.rewards.score
+            output.extra_fields["reward_extra_info"] = dict(row.rewards.info)
+        elif row.rewards is not None:
+            output.reward_score = weighted(row.rewards, self._service.rewards or {"score": 1.0})
+            output.extra_fields["reward_extra_info"] = dict(row.rewards)
+        return output
+
+
+# rollout.name -> what its sampling parameters need beside `stop` for the text to stay in the tokens
+STOP: Mapping[str, Mapping[str, Any]] = {
+    "hf_cpu": {"include_stop_str_in_output": True},
+    "vllm": {"include_stop_str_in_output": True},
+}
+
+
+def _finish(chat: Chat, request: Generate, tokens: Sequence[int], reason: str | None) -> Finish:
+    if reason in ("aborted", "abort"):
+        return "abort"
+    if tokens and tokens[-1] in chat.eos:
+        return "eos"
+    if request.stop and tokens:
+        window = max(len(s.encode()) for s in request.stop) + 1  # tokens a stop text may take: each has a byte or more
+        text = chat.decode(tokens[-window:])
+        if any(s in text for s in request.stop):
+            return "stop"
+    return "length"
+
+
+def weighted(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weighted sum of the rewards that are there; NaN if none is."""
+    known = [w * rewards[k] for k, w in weights.items() if k in rewards and not math.isnan(rewards[k])]
+    return sum(known) if known else math.nan
+
+
+def chat_of(tokenizer: Any, eos: Sequence[int], options: Any = None) -> TokenizerChat:
+    """The tokenizer, and its template as `data.apply_chat_template_kwargs` asks for it."""
+    given = {k: v for k, v in dict(options or {}).items() if k not in ("tokenize", "return_dict", "return_tensors")}
+    return TokenizerChat(tokenizer, eos, **given)
+
+
+def row_kwargs(kwargs: Mapping[str, Any], output: AgentLoopOutput) -> dict[str, Any]:
+    """verl's keywords for one row: what its program noted stands in `extra_info`, where reward functions find it."""
+    row = {k: v for k, v in kwargs.items() if k != SERVICE}
+    meta, info = output.extra_fields[MADE]["meta"], row.get("extra_info")
+    if meta and isinstance(info, Mapping):
+        row["extra_info"] = {**info, **meta}
+    return row
+
+
+register_loop(PROGRAM_AGENT, ProgramAgentLoop)

@@ -1,0 +1,139 @@
+"""verl's agent-loop workers with rollout programs: `actor_rollout_ref.rollout.agent.agent_loop_manager_class`.
+
+Set by the adapter where a method makes the rollouts. Prompts without a program go through verl's own code unchanged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.stack import MethodStack
+from rl_plugins.verl.compat import moved_worker_symbols, untested_allowed, verl_version
+from rl_plugins.verl.config import end_tokens, read_settings
+from rl_plugins.verl.program import SERVICE, Service, row_kwargs
+from rl_plugins.verl.prompts import COLUMN, PROGRAM_AGENT
+
+_Host: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # the class behind verl's Ray actor
+
+
+class ProgramWorker(_Host):  # type: ignore[misc]
+    """verl's worker, in which a prompt may be served by a rollout program.
+
+    Attributes:
+        rl_plugins_errors: what ended programs of this worker; the driver asks for it (see processes.py).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        moved = moved_worker_symbols(_Host)
+        if moved and not untested_allowed():
+            raise ConfigError(
+                f"verl {verl_version()} is not as this version of rl-plugins expects it: {'; '.join(moved)}. Install a "
+                f"version it was tested with."
+            )
+        settings = read_settings(self.config)
+        assert settings is not None  # the option that names this worker is set where there are methods
+        self._settings, self._methods = settings, settings.stack()
+        self._eos = end_tokens(self.model_config)
+        self.rl_plugins_errors: list[str] = []
+
+    def methods_of(self, prompt: Mapping[str, Any]) -> MethodStack:
+        """The methods that act on a prompt."""
+        return self._methods
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        service = self._service(prompt, bool(trajectory["validate"]))
+        if service is not None:
+            given = len(prompt[COLUMN]["given"]) if COLUMN in prompt else 0
+            sessions = given + (service.n > 0)  # completions of the plan have their own; the program is one
+            prompt |= {"agent_name": PROGRAM_AGENT, "__rollout_n__": sessions, SERVICE: service}
+        await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+
+    def _service(self, prompt: Mapping[str, Any], validate: bool) -> Service | None:
+        """For the program of a prompt; None where verl makes its rollouts."""
+        stack = self.methods_of(prompt)
+        makers = stack.claims["rollout"]
+        if not makers or (validate and "rollout" not in makers[0].in_eval):
+            return None
+        rollout = self.config.actor_rollout_ref.rollout
+        n = int(prompt.get("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
+        given = len(prompt[COLUMN]["given"]) if COLUMN in prompt else 0
+        return Service(self, _of_its_own(stack), n - given, not validate, dict(self._settings.rewards), self._eos)
+
+    async def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            return await super()._run_agent_loop(sampling_params, trajectory, *args, **kwargs)
+        except Exception as e:
+            if SERVICE in kwargs:  # verl writes it to a log and goes on without the prompt
+                self.rl_plugins_errors.append(_told(e, kwargs[SERVICE].stack))
+            raise
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        service = kwargs.pop(SERVICE, None)
+        if service is None or not isinstance(output, list):
+            await super()._agent_loop_postprocess(output, validate, **kwargs)
+            return
+        await asyncio.gather(*(self._write(rows, validate, kwargs) for rows in sessions(output, kwargs, validate)))
+
+    async def _write(
+        self, session: tuple[int, list[AgentLoopOutput]], validate: bool, kwargs: Mapping[str, Any]
+    ) -> None:
+        number, rows = session
+        row = row_kwargs(kwargs, rows[-1]) | {"session_id": number}
+        await super()._agent_loop_postprocess(rows, validate, **row)
+
+
+def _of_its_own(stack: MethodStack) -> MethodStack:
+    """The same methods for one program, so that what it logs is told from what others log meanwhile."""
+    own = MethodStack([type(m)(m.params) for m in stack.methods], stack.seed, stack.bundle_of)
+    own._warned = stack._warned
+    return own
+
+
+def sessions(
+    rollouts: Sequence[Sequence[AgentLoopOutput]], kwargs: Mapping[str, Any], validate: bool
+) -> list[tuple[int, list[AgentLoopOutput]]]:
+    """Rows of a program as sessions of verl: (number, its rows).
+
+    verl gives all rows of a session the reward of its last one. In training every row is a session, so that each has
+    its own; in validation, where verl looks at the last row of a session, every rollout is one.
+    """
+    first = int(kwargs["session_id"])
+    if not validate:
+        rows = [row for rollout in rollouts for row in rollout]
+        return [(first + i, [row]) for i, row in enumerate(rows)]
+    for row in (row for rollout in rollouts for row in rollout):
+        if row.reward_score is not None and math.isnan(row.reward_score):
+            row.reward_score = 0.0  # as the driver writes it in training
+    return [(first + k, list(rollout)) for k, rollout in enumerate(rollouts) if rollout]
+
+
+def _told(error: Exception, stack: MethodStack) -> str:
+    if isinstance(error, MethodError):  # of a program: it names the method and has its traceback
+        return str(error)
+    name = stack.claims["rollout"][0].name
+    return (
+        f"The rollout program of `{name}` could not be served: {type(error).__name__}: {error}\n"
+        f"{''.join(traceback.format_exception(error))}Remove `{name}` from `methods` to go on without it."
+    )
+
+
+class ProgramManager(AgentLoopManagerTQ):  # type: ignore[misc]
+    """verl's manager with these workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(ProgramWorker)

@@ -1,0 +1,243 @@
+"""Rollout programs in verl's real trainers on the CPU. One run takes another program every step."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from runs import PROMPTS, SAMPLES, Run, finished, start
+from test_runs import reference
+
+from rl_plugins.demo.policy import build_tokenizer, load_policy
+
+pytestmark = pytest.mark.host
+
+PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "ladder+mc_grpo", "ladder"]
+REWARD = [
+    "reward.custom_reward_function.path=pkg://verl_programs",
+    "reward.custom_reward_function.name=reward",
+    "data.max_response_length=32",
+]
+
+
+@pytest.fixture(scope="module")
+def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return finished(
+        tmp_path_factory.mktemp("verl") / "programs",
+        [
+            *REWARD,
+            f"+carousel=[{','.join(PLACES)}]",
+            "+rl_plugins.methods=[ladder]",
+            "+carousel_params.mc_grpo.mad_eps=0.1",
+            f"trainer.total_training_steps={len(PLACES)}",
+            f"trainer.test_freq={len(PLACES)}",
+            "data.val_max_samples=4",
+            "actor_rollout_ref.rollout.val_kwargs.n=3",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+        ],
+        trainer="carousel",
+        RL_PLUGINS_TEST_DUMP="1",
+    )
+
+
+def step(run: Run, names: str) -> dict[str, Any]:
+    return run.steps()[PLACES.index(names)]
+
+
+def seen(run: Run, file: str) -> tuple[Any, Any]:
+    return torch.load(run.folder / file, weights_only=False)
+
+
+def test_without_optimizer_steps_nothing_moves(carousel: Run) -> None:
+    """Two steps of a method that trains nothing, then one that trains: bit-identical weights, a fresh optimizer, the
+    learning rate's warm-up not begun, while steps are counted and logged."""
+    from transformers import AutoModelForCausalLM
+
+    first = carousel.updates()[0]
+    assert first["methods"] == ["ladder", "gigpo"] and first["optimizer_steps"] == 0 and first["lr"] == 0.0
+    before = AutoModelForCausalLM.from_pretrained(load_policy(), dtype=torch.float32).state_dict()
+    assert all(torch.equal(before[name], value) for name, value in first["weights"].items())
+    for number in (1, 2):
+        logged = carousel.metrics(number)
+        assert logged["rl_plugins/rows_generated"] == 64 and "actor/grad_norm" not in logged
+    assert [u["lr"] for u in carousel.updates()] == pytest.approx([6e-5 * k for k in range(6)])
+
+
+def test_a_batch_of_which_no_row_stays_makes_no_step(carousel: Run) -> None:
+    s, logged = step(carousel, "gone"), carousel.metrics(PLACES.index("gone") + 1)
+    assert not bool(s["decision"].trained.any()) and s["batch_rows"] == 1
+    assert logged["gone/seen"] == 64 and logged["rl_plugins/rows_trained"] == 0 and "actor/grad_norm" not in logged
+
+
+# ---- an agent whose turns are compared
+
+
+def replayed(raw: str) -> list[tuple[int, float, bool]]:
+    """(height before, reward, valid) of every turn of a row, from its text alone."""
+    height, out = 0, []
+    for part in raw.split("<asst>"):
+        action = part.split("<user>")[0].replace("<eos>", "")
+        climbed = action[-1:] in tuple("13579")
+        out.append((height, float(climbed), any(c.isdigit() for c in action)))
+        height += climbed
+    return out
+
+
+def test_turns_of_an_agent_in_time_order(carousel: Run) -> None:
+    rollouts, tokens = seen(carousel, "ladder2.pt")
+    steps = rollouts.steps
+    assert len(rollouts) == 64 and steps.row.tolist() == [r for r in range(64) for _ in range(3)]
+    assert steps.turn.tolist() == [0, 1, 2] * 64
+    told = [t for raw in rollouts.raw_text for t in replayed(raw)]
+    assert list(zip(steps.anchor, steps.reward.tolist(), steps.valid.tolist(), strict=True)) == told
+    assert len({h for h, _, _ in told}) > 1 and {r for _, r, _ in told} == {0.0, 1.0}
+    order = (tokens.row * 100 + tokens.position).argsort()
+    assert bool((tokens.step[order].diff() >= 0).all()), "a later token belongs to a later turn"
+    assert bool((rollouts.steps.row[tokens.step] == tokens.row).all())
+
+
+def test_gigpo_on_the_agent(carousel: Run) -> None:
+    """Advantages per turn as plain loops make them, on the tokens of each turn."""
+    rollouts, tokens = seen(carousel, "ladder2.pt")
+    group, reward = rollouts.group.tolist(), rollouts.reward.tolist()
+    turns, of_group, of_state = [], defaultdict(list), defaultdict(list)
+    for row, raw in enumerate(rollouts.raw_text):
+        told = replayed(raw)
+        for k, (height, _, valid) in enumerate(told):
+            later = sum(0.95**i * r for i, (_, r, _) in enumerate(told[k:])) - 0.1 * (not valid)
+            whole = reward[row] - 0.1 * (not valid)
+            turns.append((row, height, later, whole))
+            of_group[group[row]].append(whole)
+            of_state[(group[row], height)].append(later)
+    expected = []
+    for row, height, later, whole in turns:
+        a, s = of_group[group[row]], of_state[(group[row], height)]
+        expected.append(whole - sum(a) / len(a) + later - sum(s) / len(s))
+    got = tokens.advantages
+    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64)[tokens.step], atol=1e-6)
+    d = step(carousel, "ladder+gigpo")["decision"]
+    assert d.estimator == "gigpo" and not d.uniform and carousel.updates()[0]["grad_norm"] > 0
+
+
+def test_the_reward_function_sees_what_the_program_noted(carousel: Run) -> None:
+    rollouts, _ = seen(carousel, "ladder2.pt")
+    heights = [sum(r for _, r, _ in replayed(raw)) for raw in rollouts.raw_text]
+    expected = [h / 3 + 0.01 * level for h, level in zip(heights, rollouts.meta["level"], strict=True)]
+    assert rollouts.meta["score"] == pytest.approx(expected) and rollouts.reward.tolist() == pytest.approx(expected)
+    assert rollouts.meta["turns"] == [3] * 64
+    assert carousel.metrics(3)["ladder/asked"] == 64, "what programs log is summed over the prompts"
+
+
+def test_a_plan_asks_programs_for_spare_rollouts(carousel: Run) -> None:
+    d = step(carousel, "ladder+mc_grpo")["decision"]
+    assert d.rollouts.groups.size.tolist() == [SAMPLES + 1] * PROMPTS and int(d.trained.sum()) == 64
+    assert carousel.metrics(PLACES.index("ladder+mc_grpo") + 1)["ladder/asked"] == 72
+
+
+def test_validation_plays_too(carousel: Run) -> None:
+    files = list(carousel.folder.glob("rl-plugins/**/*.jsonl"))
+    logged = [json.loads(line)["data"] for f in files for line in f.read_text().splitlines()]
+    last = next(x for x in logged if "val-aux/num_turns/mean" in x)
+    assert last["val-aux/num_turns/min"] == last["val-aux/num_turns/max"] == 6, "three turns of two messages"
+    assert last["val-aux/digit_lists/had_score/mean@3"] == 1.0
+    assert last["val-aux/digit_lists/edited/mean@3"] == 1.0, "the plan's edits and payloads"
+
+
+# ---- rows
+
+
+def test_two_rows_per_rollout(carousel: Run) -> None:
+    rollouts, _ = seen(carousel, "apart.pt")
+    assert rollouts.groups.size.tolist() == [2 * SAMPLES] * (PROMPTS // 2), "the batch has rows for half of the prompts"
+    assert rollouts.index.tolist() == [0, 1] * 32 == rollouts.meta["place"]
+    assert rollouts.rollout.tolist() == [k for _ in range(4) for k in range(8) for _ in range(2)]
+    steps = rollouts.steps
+    assert steps.row.tolist() == list(range(64)) and steps.turn.tolist() == [0, 1] * 32
+    assert list(steps.anchor) == ["start", "again"] * 32
+    d, groups, r = step(carousel, "turns_apart")["decision"], rollouts.groups, rollouts.reward
+    expected = (r - groups.rows(groups.mean(r))) / (groups.rows(groups.std(r)) + 1e-6)
+    assert torch.allclose(d.row_advantages, expected, atol=1e-6) and int(d.trained.sum()) == 64
+    rows = carousel.updates()[1]["rows"]
+    bridge = build_tokenizer()("<user>go<asst>", add_special_tokens=False)["input_ids"]
+    wholes = {(*p.tolist(), *x.tolist(), *bridge) for p, x in zip(rows["prompts"], rows["responses"], strict=True)}
+    assert sum(tuple(p.tolist()) in wholes for p in rows["prompts"]) == 32, "rows with a prompt of their own"
+
+
+def test_everything_a_row_can_be_made_of(carousel: Run) -> None:
+    rollouts, tokens = seen(carousel, "grafting.pt")
+    assert rollouts.groups.size.tolist() == [7] * 8 + [1] * 8, "a group apart for every prompt, after those of the plan"
+    prompts = rollouts.prompt_index.reshape(8, 8)
+    assert bool((prompts == prompts[:, :1]).all()), "rows of a prompt stay together"
+    assert rollouts.length.reshape(8, 8)[:, -2:].tolist() == [[0, 0]] * 8, "no token, and none that is trained"
+    assert bool((rollouts.length.reshape(8, 8)[:, :-2] > 0).all())
+    forced = torch.zeros(64, dtype=torch.int64).index_add(0, tokens.row, tokens.forced.long()).reshape(8, 8)
+    assert bool((forced[0, :6] >= 2).all()) and int(rollouts.length[:8].max()) <= 12, "the prefix, and a shorter limit"
+    assert forced[1].tolist()[0] == 4 == int(rollouts.length[8]), "the given completion comes first"
+    for row in (16, 24, 56):  # the argmax is forced, two tokens were read, the tail was sampled
+        of = tokens.row == row
+        kinds = tokens.forced[of].tolist()
+        first = sum(kinds)
+        assert 1 <= first <= 3 and kinds == [True] * first + [False] * (len(kinds) - first)
+        assert tokens.position[of].tolist() == [*range(first), *range(first + 2, first + 2 + len(kinds) - first)]
+    events = carousel.events
+    begun = next(i for i, e in enumerate(events) if e["kind"] == "plan" and e["step"] == 5)
+    ended = next(i for i, e in enumerate(events) if e["kind"] == "decided" and e["step"] == 5)
+    scored = sum(e["kind"] == "scored" for e in events[begun:ended])
+    assert scored == 64, "a row with rewards of `Score` is not scored again"
+    logged = carousel.metrics(5)
+    assert logged["training/rollout_probs_diff_max"] < 1e-4, "verl's metric sees no place holders"
+    assert logged["grafting/number"] == 7 and logged["rl_plugins/rows_trained"] == int((rollouts.length > 0).sum())
+
+
+def test_calls_that_hang_and_raise(carousel: Run) -> None:
+    rollouts, _ = seen(carousel, "sleepy.pt")
+    assert len(rollouts) == 64
+    for errors in rollouts.meta["errors"][:8]:
+        assert errors[0] == "TimeoutError: a sleep took longer than 0.5 s" and errors[1].startswith("ValueError")
+    assert not any(rollouts.meta["errors"][8:])
+
+
+def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
+    updates = carousel.updates()
+    assert [u["methods"] for u in updates] == [p.split("+") for p in PLACES if p not in ("idle", "gone")]
+    for update in updates:
+        norm, rows = reference([update])
+        assert update["global_batch_size"] == rows == 64, update["methods"]
+        assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), update["methods"]
+
+
+# ---- other runs
+
+
+def test_a_program_that_raises_ends_the_run(tmp_path: Path) -> None:
+    run = start(tmp_path / "run", [*REWARD, "+rl_plugins.methods=[failing]", "trainer.total_training_steps=3"])
+    try:
+        run.wait_for("plan", step=2)
+        code = run.process.wait(60)
+        ended = psutil.time.time()
+    finally:
+        run.clean_up()
+    assert code != 0
+    assert "Method `failing` failed in `rollout`: ValueError: the program gave up" in run.log
+    assert 'raise ValueError("the program gave up")' in run.log, "the traceback"
+    assert "Remove `failing` from `methods` to go on without it." in run.log
+    assert ended - max(e["t"] for e in run.of("plan")) < 20
+
+
+def test_an_asynchronous_mode(tmp_path: Path) -> None:
+    """Groups are complete when their program is; prompts that are planned ahead draw other random numbers."""
+    run = finished(
+        tmp_path / "run",
+        [*REWARD, "+rl_plugins.methods=[ladder,gigpo]", "trainer.total_training_steps=2"],
+        trainer="watched_colocate_async",
+    )
+    for number, s in enumerate(run.steps(), 1):
+        d = s["decision"]
+        assert d.rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and d.estimator == "gigpo"
+        assert len(d.rollouts.steps.row) == 3 * 64 and run.metrics(number)["ladder/asked"] == 64
+        assert run.metrics(number)["actor/grad_norm"] > 0
