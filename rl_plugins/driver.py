@@ -93,13 +93,16 @@ def admitted_prompts(
     stack: MethodStack, proposal: Sequence[int], n: int, group_size: int, pool_size: int | None, dataset: Any
 ) -> list[PlanRow]:
     """Plan rows of `n` new groups beside those that wait: of other prompts, those `select_prompts` names, else the next
-    of the driver's own permutation (of a stream: the proposal's). The plan hooks see them and keep their number."""
+    of the driver's own permutation. The proposal's serve as long as they are all a run has ever needed, so that one
+    that begins no more than it trains sees the host's own batches. The plan hooks see them and keep their number."""
     stack.draw += 1
     waiting = tuple(dict.fromkeys(int(g["row"]["prompt"]) for g in stack.carried if g["row"]["prompt"] >= 0))
     if pool_size is None:
         prompts = list(proposal)[:n]
     else:
-        prompts = _select(stack, (), waiting, min(n, pool_size - len(waiting)), pool_size, dataset)
+        hosts = n == len(proposal) and not stack.carried and not stack.extra_prompts
+        wanted = min(n, pool_size - len(waiting))
+        prompts = _select(stack, proposal if hosts else (), waiting, wanted, pool_size, dataset)
     rows = tuple(PlanRow(p, i, group_size) for i, p in enumerate(prompts))
     plan = Plan(rows, group_size, len(rows) * group_size, step=stack.step)
     return list(_chain_plan(stack, plan, stack.claims["plan"], pool_size).rows)
@@ -108,7 +111,7 @@ def admitted_prompts(
 def _rollout_budget(
     stack: MethodStack, proposal: Sequence[int], group_size: int, budget: int, pool_size: int | None
 ) -> tuple[int, Sequence[int]]:
-    """Rollouts the batch holds, and the prompts to begin with: none (the driver's own come), or the first of a stream."""
+    """Rollouts the batch holds, and the prompts to begin with: none (the driver's own), or the first of a stream."""
     rollouts = budget // stack.rows_per_rollout
     if rollouts < group_size:
         who = max(stack.methods, key=lambda m: m.rows_per_rollout)

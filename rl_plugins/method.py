@@ -36,7 +36,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rl_plugins.requests import Program, Prompt
-    from rl_plugins.rollouts import Admission, Plan, PromptPool, Queue, Rollouts, Rows, Run, Shape, Terms, Tokens, Update
+    from rl_plugins.rollouts import (
+        Admission,
+        Plan,
+        PromptPool,
+        Queue,
+        Rollouts,
+        Rows,
+        Run,
+        Shape,
+        Terms,
+        Tokens,
+        Update,
+    )
 
 logger = logging.getLogger("rl_plugins")
 
@@ -151,7 +163,7 @@ class Method:
     disagreements: ClassVar[Sequence[str]] = ()
     Params: ClassVar[type[MethodParams]] = MethodParams
     needs: frozenset[str] | set[str] = frozenset()
-    host_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    host_options: Mapping[str, Mapping[str, Any]] = {}
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     rounds: ClassVar[bool] = False
     rows_per_rollout: int = 1
@@ -184,7 +196,7 @@ class Method:
 
     def admit(self, queue: Queue) -> Admission:
         """Over-provisioned generation: returns which waiting groups go on and how many new ones begin. Generation stops
-        when as many groups are complete as the batch trains; the others wait, with what they have, for a later batch."""
+        when as many groups are complete as the batch trains; the others wait, with what they have, for a later one."""
         raise MethodError(self._unclaimed("admit"))
 
     def rollout(self, prompt: Prompt) -> Program:

@@ -102,8 +102,8 @@ def no_row_has(column: str, methods: Sequence[str]) -> MethodError:
     """A column that neither the dataset nor any row brought."""
     names = ", ".join(f"`{n}`" for n in methods)
     return MethodError(
-        f"{names} needs the column `{column}`, and neither the dataset nor a row of this batch has it. Let the dataset, "
-        f"the rollout program (`trajectory.noted({column}=..)`) or the agent loop give it."
+        f"{names} needs the column `{column}`, and neither the dataset nor a row of this batch has it. Let the "
+        f"dataset, the rollout program (`trajectory.noted({column}=..)`) or the agent loop give it."
     )
 
 

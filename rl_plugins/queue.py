@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from rl_plugins.driver import admitted_prompts
 from rl_plugins.errors import MethodError
@@ -53,15 +55,16 @@ def finished(trajectory: Trajectory) -> bool:
 def admit(
     stack: MethodStack, proposal: Sequence[int], groups: int, group_size: int, pool_size: int | None, dataset: Any
 ) -> list[Group]:
-    """Groups that are generated now, in the order of their numbers: those that go on first. What stays behind remains in
-    `stack.carried`; what is admitted leaves it, and comes back with `carry`.
+    """Groups that are generated now, in the order of their numbers: those that go on first. What stays behind remains
+    in `stack.carried`; what is admitted leaves it, and comes back with `settle_queue`.
 
     Args:
-        proposal: prompts the host would take next; used for streams only, else the driver's own permutation serves.
+        proposal: prompts the host would take next; they serve as long as never more were needed, else the driver's own
+            permutation does.
         groups: groups the batch trains.
 
     Raises:
-        MethodError: an illegal admission, or fewer groups than the batch trains.
+        MethodError: an illegal admission, fewer groups than the batch trains, or plan rows that cannot go on later.
     """
     method = stack.claims["admit"][0]
     waiting = [from_plain(g) for g in stack.carried]
@@ -69,44 +72,80 @@ def admit(
     answer = stack.one("admit", queue)
     if not isinstance(answer, Admission):
         raise stack.refuse(method, "admit", f"{type(answer).__name__} instead of an Admission.")
-    resume, restart, drop = ([operator.index(i) for i in part] for part in (answer.resume, answer.restart, answer.drop))
+    try:
+        fresh = operator.index(answer.fresh)
+        resume, restart, drop = (
+            [operator.index(i) for i in part] for part in (answer.resume, answer.restart, answer.drop)
+        )
+    except TypeError:
+        raise stack.refuse(method, "admit", f"{answer}: whole numbers are needed.") from None
     named = [*resume, *restart, *drop]
-    if len(set(named)) != len(named) or not all(0 <= i < len(waiting) for i in named) or answer.fresh < 0:
+    if len(set(named)) != len(named) or not all(0 <= i < len(waiting) for i in named) or fresh < 0:
         raise stack.refuse(
             method,
             "admit",
             f"{answer}: each of the {len(waiting)} waiting groups may be named once, and `fresh` is at least 0.",
         )
-    started = len(resume) + len(restart) + answer.fresh
+    started = len(resume) + len(restart) + fresh
     if started < groups:
         raise stack.refuse(method, "admit", f"it starts {started} groups, and the batch trains {groups}.")
+    # while all that wait are still in the queue: no prompt is in a batch twice
+    rows = admitted_prompts(stack, proposal, fresh, group_size, pool_size, dataset)
+    _check_rows(stack, rows)
+    if len(resume) + len(restart) + len(rows) < groups:
+        raise MethodError(
+            f"`{method.name}` starts {fresh} new groups, and only {len(rows)} came: the dataset has "
+            f"{'no end' if pool_size is None else f'{pool_size} rows'}, {len(waiting)} groups wait, and a `plan` hook "
+            f"may have left out prompts. The batch trains {groups}. Use a larger dataset or a smaller batch, or remove "
+            f"the method that plans."
+        )
     stack.carried = [to_plain(g) for i, g in enumerate(waiting) if i not in set(named)]
     begun = [waiting[i] for i in resume] + [Group(waiting[i].row, stack.step) for i in restart]
-    rows = admitted_prompts(stack, proposal, answer.fresh, group_size, pool_size, dataset)
     begun += [Group(row, stack.step) for row in rows]
-    if len(begun) < groups:
-        raise MethodError(
-            f"`{method.name}` starts {answer.fresh} new groups, and the dataset has only {len(rows)} further prompts; "
-            f"the batch trains {groups}. Use a larger dataset or a smaller batch."
-        )
     stack.metrics.add("rl_plugins/groups_dropped", len(drop), "sum")
     return [replace(g, row=g.row.replace(group=i)) for i, g in enumerate(begun)]
+
+
+def _check_rows(stack: MethodStack, rows: Sequence[PlanRow]) -> None:
+    """Refuses what a group that may wait cannot have."""
+    if any(r.given for r in rows):
+        why = "gives completions"
+    elif len({r.group for r in rows}) < len(rows):
+        why = "makes one group of several plan rows"
+    else:
+        return
+    names = " or ".join(f"`{m.name}`" for m in stack.claims["plan"])
+    raise MethodError(
+        f"The plan of {names} {why}, and `{stack.claims['admit'][0].name}` lets groups wait with what they have, which "
+        f"is one prompt and what was sampled for it. Remove one of the methods."
+    )
 
 
 def settle_queue(
     stack: MethodStack, groups: Sequence[Group], order: Sequence[int], enough: int
 ) -> tuple[list[Group], list[Group]]:
-    """The groups to train, as many as the batch holds, numbered anew; all others go into `stack.carried`.
+    """The groups to train, as many as the batch holds, numbered anew; all others go into `stack.carried`, those that
+    are complete included.
 
     Args:
         groups: after generation.
         order: places of the complete ones, the first to complete first.
+
+    Raises:
+        MethodError: the engine stopped before enough groups were complete.
     """
+    if len(order) < enough:
+        raise MethodError(
+            f"The engine stopped with {len(order)} complete groups of {len(groups)}, and the batch trains {enough}. It "
+            f"was interrupted from elsewhere; see its log."
+        )
     trained = sorted(order[:enough])
-    rest = [groups[i] for i in range(len(groups)) if i not in set(trained)]
+    stay = set(trained)
+    rest = [g for i, g in enumerate(groups) if i not in stay]
     stack.carried += [to_plain(g) for g in rest]
+    tokens = sum(len(t["tokens"]) for g in stack.carried for t in g["rollouts"])
     stack.metrics.add("rl_plugins/groups_waiting", len(stack.carried), "mean")
-    stack.metrics.add("rl_plugins/tokens_waiting", sum(len(t) for g in rest for t in g.rollouts), "mean")
+    stack.metrics.add("rl_plugins/tokens_waiting", tokens, "mean")
     chosen = [groups[i] for i in trained]
     return [replace(g, row=g.row.replace(group=k)) for k, g in enumerate(chosen)], rest
 
@@ -143,16 +182,20 @@ def to_plain(group: Group) -> dict[str, Any]:
         "drawn": group.drawn,
         "rollouts": [
             {
-                "prompt": torch.tensor(t.prompt, dtype=torch.int64),
-                "tokens": torch.tensor(t.tokens, dtype=torch.int64),
-                "kinds": torch.tensor(t.kinds, dtype=torch.int64),
-                "logprobs": torch.tensor(t.logprobs, dtype=torch.float64),
-                "versions": torch.tensor(t.versions, dtype=torch.int64),
+                "prompt": _tensor(t.prompt, np.int64),
+                "tokens": _tensor(t.tokens, np.int64),
+                "kinds": _tensor(t.kinds, np.int64),
+                "logprobs": _tensor(t.logprobs, np.float64),
+                "versions": _tensor(t.versions, np.int64),
                 "finish": t.finish,
             }
             for t in group.rollouts
         ],
     }
+
+
+def _tensor(values: tuple[Any, ...], dtype: type) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype))  # several times as fast as torch.tensor
 
 
 def from_plain(content: Mapping[str, Any]) -> Group:

@@ -348,7 +348,7 @@ class Tokens(Replaceable):
         position: (tokens,) int64 place in the completion.
         step: (tokens,) int64 entry of `rollouts.steps`, or None.
         forced: (tokens,) bool, put in the policy's place (prefix, given completion) instead of sampled.
-        version: (tokens,) int64 optimizer step of the policy that made each token, or None where the host does not know.
+        version: (tokens,) int64 optimizer step of the policy that made each token; None where nobody knows.
         advantages: (tokens,) float64.
         keep: (tokens,) bool, False for tokens an earlier `shape` took out of the update.
         old_logprobs: (tokens,) float32 of the policy at the start of the step.

@@ -46,7 +46,7 @@ class MethodStack(Context):
         step: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
-        carried: groups that wait to go on in a later batch (`rl_plugins.queue`), as plain data; part of the saved state.
+        carried: groups that wait to go on in a later batch (`rl_plugins.queue`); part of the saved state.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
 
@@ -224,6 +224,18 @@ class MethodStack(Context):
                     f"The state of `{m.name}` belongs to another dataset (fingerprint {saved['fingerprint']}, now "
                     f"{fingerprint}). Resume with the dataset of the checkpoint, or start a new run from its weights."
                 )
+        if saved["carried"] and not self.claims["admit"]:
+            raise StateError(
+                f"{len(saved['carried'])} groups of the checkpoint wait to go on later, and no method of this run "
+                f"({', '.join(self.names) or 'it names none'}) lets groups wait. Name the method that did (april), "
+                f"or start a new run from the weights of the checkpoint."
+            )
+        if saved["carried"] and saved["fingerprint"] != fingerprint:
+            raise StateError(
+                f"{len(saved['carried'])} groups of the checkpoint wait to go on, and their prompts belong to another "
+                f"dataset (fingerprint {saved['fingerprint']}, now {fingerprint}). Resume with the dataset of the "
+                f"checkpoint, or start a new run from its weights."
+            )
         for m in self.methods:
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])

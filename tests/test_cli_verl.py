@@ -207,7 +207,6 @@ def test_a_run_with_methods(tmp_path):
     assert found["whole run"] == "6 steps, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
     assert "the methods' state in its folder rl_plugins/" in found["checkpoints"]
     assert section(text, "Not in this run").keys() == {
-        "rollout",
         "admit",
         "engine",
         "steps",
@@ -385,14 +384,15 @@ def test_several_nodes_are_told_to_be_equal():
 
 def test_hosts_are_those_whose_check_a_method_can_pass():
     """A run with everything a method may want: it passes where `list` names verl."""
-    config = compose([*RUN[:6], "actor_rollout_ref.actor.use_kl_loss=True"])
+    config = compose([*RUN[:6], "actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.name=hf_cpu"])
+    queued = compose([*RUN[:6], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     for name in registry.all_names():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
         settings = Settings((name,), {name: dict(found.example_params)}, rewards={"accuracy": 1.0, "format": 0.5})
-        facts.check(settings.stack(), settings, config)
-    offered = facts.verl_facts(build_stack([]), Settings(()), config)
+        facts.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
+    offered = facts.verl_facts(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
     assert set(catalog.HOSTS["verl"].missing) <= set(offered.missing_signals)
 

@@ -35,7 +35,7 @@ class Host:
 
 HOSTS = {
     "trl": Host(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
-    "verl": Host(hooks=set(HOOKS) - {"admit"}, eval_hooks={"plan", "rollout"}),
+    "verl": Host(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
 }
 
 FIDELITY = {

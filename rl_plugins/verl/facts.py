@@ -83,7 +83,12 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
 def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts:
     """What this run offers."""
     read = Reader(config)
-    missing_hooks = {"admit": "queues are not served by this version of the verl adapter."}
+    missing_hooks = {}
+    if read.mode != "colocate_async":  # there verl's own buffer carries groups over, as the method's host options say
+        missing_hooks["admit"] = (
+            "groups that go on in a later batch are verl's own in trainer mode colocate_async. Set "
+            "trainer.v1.trainer_mode=rl_plugins_colocate_async."
+        )
     own = _makes_rollouts_itself(read)
     if own:
         missing_hooks["rollout"] = own

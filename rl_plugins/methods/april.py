@@ -1,0 +1,203 @@
+"""APRIL (arXiv 2509.18521): begin more groups than are trained, stop when enough are complete, go on with the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
+
+WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
+THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
+STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
+CORRECTION = "algorithm.rollout_correction.rollout_is"
+
+
+class April(Method):
+    """Active Partial Rollouts: a batch no longer waits for its longest rollout.
+
+    N groups are trained per batch, N' = floor(over_sampling * N) are in the making:
+
+        go on with the groups that wait, those that waited longest first; begin new ones until there are N'
+        decode all of them; stop as soon as N are complete (every rollout ended or reached the length limit)
+        train these N; all others wait with their tokens, log-probs and policy versions
+
+    Generation ends at the N-th group of N', not at the last of N. A group is never split: its rollouts share a prompt,
+    and may mix policy versions, as may the tokens of a rollout. Tokens are kept as ids, so what was decoded stays bit
+    for bit; a rollout that goes on has only the rest of the length limit left. N' = N is the host's own batch.
+
+    Nothing is lost: a group that was begun is trained, waits, or was dropped by `max_staleness`. Where more than N
+    groups are complete when decoding stops, those beyond N wait, complete. They are trained next, and scored then.
+
+    Staleness. The tokens a group brings from earlier batches are off-policy. The authors train on them as they are,
+    with old log-probs computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
+        mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
+        token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
+    lp^old of the policy at the start of the step, lp^rollout of the one that sampled the token; a token whose rollout
+    log-prob is not known has weight 1. Versions are optimizer steps. Where as many groups waited complete as the batch
+    trains, none of its tokens was decoded for it; the newest then count as its own, for masking all of them would leave
+    nothing to learn from.
+
+    `max_staleness` bounds it: a group begun more than so many batches ago is begun anew (`stale: restart`) or given up
+    (`drop`; its place goes to a new prompt), complete or not. Both make long rollouts rarer than the policy makes
+    them: dropped prompts are those of long rollouts, and a restarted group must again be fast enough. With None every
+    rollout is trained in the end, however long it takes.
+
+    Shapes: tokens (tokens,) flat, over rows; log-probs float32, nats; advantages float64.
+
+    Logged: resumed, restarted, dropped, fresh (groups of the batch); waiting (groups before it); stale_rows (share of
+    rows with a token that is not of the newest policy), staleness (largest age of a row's oldest token, in optimizer
+    steps); where the host knows tokens' versions stale_tokens (share) and token_age (mean over those); with mask:
+    masked (share of the tokens); with token_tis: weight (mean), weight_stale (mean over stale tokens), capped (share).
+
+    State: none of its own (the queue is the driver's and is saved with it). Randomness: none.
+
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: `mask` on a host that does not know which policy made a token; verl with `stale: restart`.
+
+    verl has the same by itself in trainer mode colocate_async, so there `admit` is not called: over_sampling is set as
+    num_warmup_batches = over_sampling - 1 and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of
+    policy versions) with strategy drop, which drops complete groups only when they are stale. Restarting is not
+    possible there. `correction` acts alike in both.
+
+    Source: RLsys-Foundation/APRIL slime/rollout/sglang_example.py and slime/ray/buffer.py (commit a72b585), whose
+    schedules the golden cases are; mask is `mask_offpolicy` of THUDM/slime, token_tis that of verl-recipe
+    `partial_rollout` (threshold 2.0). max_staleness is ours.
+    """
+
+    name = "april"
+    paper = Paper(
+        "2509.18521",
+        "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
+        "Yuzhen Zhou and Jiajun Li and Yusheng Su and others",
+        2025,
+        code="RLsys-Foundation/APRIL",
+    )
+    fidelity = "code"
+    use_when = "A few long rollouts keep the whole batch waiting (reasoning, long-tailed lengths)."
+    avoid_when = "Lengths are alike, the engine is busy to the end of a batch anyway, or updates must be on-policy."
+    cost = (
+        "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that can "
+        "be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl)."
+    )
+    disagreements = (
+        "The authors' code loses groups that complete in the same moment as the N-th; here they wait. "
+        "`rl_plugins.simulation` counts both.",
+        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when it goes "
+        "on; here they are saved, as token ids.",
+    )
+    needs: frozenset[str] | set[str] = frozenset({"prompt_index"})
+    host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        over_sampling: float = param(2.0, "N'/N, groups in the making per group trained; 1: none", ge=1, le=64)
+        max_staleness: int | None = param(None, "batches after which a waiting group is given up; none: never", ge=0)
+        stale: Literal["restart", "drop"] = param("restart", "what becomes of such a group")
+        correction: Literal["none", "mask", "token_tis"] = param("none", "of tokens that an older policy made")
+        tis_cap: float = param(2.0, "token_tis: largest weight of a token", ge=1)
+
+        def check(self) -> None:
+            if self.max_staleness is None and self.stale == "drop":
+                raise ConfigError(
+                    "`stale` is drop, which has no effect without `max_staleness`. Set max_staleness to the number of "
+                    "batches after which a group is dropped, or remove `stale`."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        # rounded: verl takes the whole part of warm-up batches times groups, and 1.15 - 1 is less than 0.15
+        options: dict[str, Any] = {
+            WARMUP: round(p.over_sampling - 1, 9),
+            THRESHOLD: None if p.max_staleness is None else p.max_staleness + 1,
+        }
+        if p.max_staleness is not None:
+            options[STRATEGY] = "drop"
+        if p.correction == "token_tis":
+            self.needs = {"prompt_index", "old_logprobs", "rollout_logprobs"}
+            options[CORRECTION] = None  # the same weight twice
+        self.host_options = {"verl": options}
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if run.host == "verl" and p.max_staleness is not None and p.stale == "restart":
+            raise MethodError(
+                "verl drops groups that are too old and cannot restart them. Set `stale: drop`, or leave "
+                "`max_staleness` out."
+            )
+
+    def admit(self, queue: Queue) -> Admission:
+        p = self.params
+        total = max(queue.groups, math.floor(p.over_sampling * queue.groups + 1e-6))  # 1.16 * 25 is less than 29
+        old = {
+            i
+            for i, group in enumerate(queue.carried)
+            if p.max_staleness is not None
+            and queue.step - group.drawn > p.max_staleness
+            and max(group.versions, default=-1) >= 0  # it has a token
+        }
+        drop = tuple(sorted(old)) if p.stale == "drop" else ()
+        go = [i for i in range(len(queue.carried)) if i not in drop][:total]
+        resume, restart = tuple(i for i in go if i not in old), tuple(i for i in go if i in old)
+        answer = Admission(total - len(go), resume, restart, drop)
+        self.log("waiting", len(queue.carried))
+        for name, value in (
+            ("fresh", answer.fresh),
+            ("resumed", len(resume)),
+            ("restarted", len(restart)),
+            ("dropped", len(drop)),
+        ):
+            self.log(name, value)
+        return answer
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
+        p = self.params
+        if not len(tokens):
+            return None
+        newest = int(rollouts.version.max() if tokens.version is None else tokens.version.max())
+        age = newest - rollouts.version
+        self.log("stale_rows", (age > 0).double().mean())
+        self.log("staleness", age.max(), reduce="max")
+        stale = None
+        if tokens.version is not None:
+            stale = tokens.version < newest
+            self.log("stale_tokens", stale.double().mean())
+            self.log("token_age", _mean((newest - tokens.version).double(), stale))
+        if p.correction == "mask":
+            if stale is None:
+                raise MethodError(
+                    "`correction: mask` needs to know which policy made a token, and this host tells it of whole "
+                    "rollouts only. Use `correction: token_tis` or none."
+                )
+            self.log("masked", stale.double().mean())
+            return Shape(keep_tokens=~stale)
+        if p.correction == "token_tis":
+            weight = self._weight(tokens)
+            self.log("weight", weight.mean())
+            self.log("capped", (weight >= p.tis_cap * (1 - 1e-9)).double().mean())
+            if stale is not None:
+                self.log("weight_stale", _mean(weight, stale))
+            return Shape(advantages=tokens.advantages * weight)
+        return None
+
+    def _weight(self, tokens: Tokens) -> Tensor:
+        """(tokens,) float64 truncated importance weight."""
+        assert tokens.old_logprobs is not None and tokens.rollout_logprobs is not None  # in `needs`
+        log_ratio = tokens.old_logprobs.double() - tokens.rollout_logprobs.double()
+        known = torch.isfinite(log_ratio) & ~tokens.forced
+        limit = math.log(self.params.tis_cap)
+        return torch.where(known, log_ratio.clamp(max=limit), 0.0).exp()
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """Mean where `where`; NaN, which is not logged, if that is nowhere."""
+    return values[where].mean()

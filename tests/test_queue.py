@@ -1,0 +1,295 @@
+"""The queue of over-provisioned groups: who is admitted, what is refused, and what survives a checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_plugins.driver import first_plan
+from rl_plugins.errors import MethodError, StateError
+from rl_plugins.method import Method
+from rl_plugins.metrics import combine
+from rl_plugins.queue import Group, admit, finished, from_plain, settle_queue, to_plain
+from rl_plugins.requests import Generated, Trajectory
+from rl_plugins.rollouts import Admission, Completion, PlanRow, Queue
+from rl_plugins.stack import MethodStack
+from rl_plugins.state import load_state, save_state
+
+
+class Admits(Method):
+    """Answers with what it is told to."""
+
+    name = "admits"
+
+    def __init__(self, answer: Callable[[Queue], Any]) -> None:
+        super().__init__()
+        self.answer = answer
+        self.queues: list[Queue] = []
+
+    def admit(self, queue: Queue) -> Any:
+        self.queues.append(queue)
+        return self.answer(queue)
+
+
+def all_first(total: int) -> Callable[[Queue], Admission]:
+    return lambda q: Admission(total - len(q.carried), tuple(range(len(q.carried))))
+
+
+class Plans(Method):
+    name = "plans"
+
+    def __init__(self, change: Callable[[PlanRow], PlanRow | None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def plan(self, plan: Any) -> Any:
+        return plan.replace(rows=tuple(r for r in map(self.change, plan.rows) if r is not None))
+
+
+class Picks(Method):
+    name = "picks"
+    pools: Sequence[Any] = ()
+
+    def select_prompts(self, pool: Any, n: int) -> list[int]:
+        self.pools = [*self.pools, pool]
+        return [i for i in reversed(range(pool.size)) if i not in pool.taken][:n]
+
+
+def begin(stack: MethodStack, enough: int = 2, pool: int | None = 20, proposal: Sequence[int] = (3, 1)) -> list[Group]:
+    return admit(stack, proposal, enough, 2, pool, None)
+
+
+def grown(group: Group, tokens: int, ended: int, version: int = 0) -> Group:
+    """With so many tokens more for each rollout, the first `ended` of which end."""
+    rollouts = group.rollouts or tuple(Trajectory((9, group.row.prompt)) for _ in range(group.size))
+    made = [
+        t
+        if finished(t)
+        else t.add(Generated(tuple(range(tokens)), (-0.5,) * tokens, "eos" if k < ended else "abort", version))
+        for k, t in enumerate(rollouts)
+    ]
+    return replace(group, rollouts=tuple(made))
+
+
+def step(stack: MethodStack, done: Sequence[int], enough: int = 2, **changes: Any) -> tuple[list[Group], list[Group]]:
+    """A batch in which the groups of these places complete, in this order."""
+    groups = begin(stack, enough, **changes)
+    after = [grown(g, 3, g.size if i in done else 1, stack.step) for i, g in enumerate(groups)]
+    out = settle_queue(stack, after, list(done), enough)
+    stack.step, stack.draw = stack.step + 1, 0
+    return groups, out[0]
+
+
+# ---- what is begun
+
+
+def test_prompts_of_the_host_serve_until_more_are_needed() -> None:
+    stack = MethodStack([Admits(all_first(2))])
+    for proposal in ((3, 1), (4, 15)):
+        assert [g.row.prompt for g in begin(stack, proposal=proposal)] == list(proposal)
+    assert stack.extra_prompts == 0
+    over = MethodStack([Admits(all_first(4))])
+    assert len({g.row.prompt for g in begin(over)}) == 4 and over.extra_prompts == 4
+    over.methods[0].answer = all_first(2)  # type: ignore[attr-defined]
+    own = [g.row.prompt for g in begin(over)]  # the host's own would come again later
+    assert own != [3, 1] and over.extra_prompts == 6
+
+
+def test_rows_are_those_of_an_ordinary_plan() -> None:
+    row = Plans(lambda r: r.replace(spare=1, payload={"of": r.prompt}, prefix=(5,), max_tokens=4))
+    plain, mine = MethodStack([row]), MethodStack([row, Admits(all_first(2))])
+    assert tuple(g.row for g in begin(mine)) == first_plan(plain, (3, 1), 2, 4, 20).rows
+    assert mine.draw == plain.draw == 1 and [g.size for g in begin(mine)] == [3, 3]
+
+
+def test_no_prompt_is_in_a_batch_twice() -> None:
+    """The dataset is drawn through several times while groups wait."""
+    stack = MethodStack([Admits(all_first(6))])
+    seen: Counter[int] = Counter()
+    waiting: Counter[int] = Counter()
+    for k in range(12):
+        groups, trained = step(stack, [k % 6, (k + 3) % 6], pool=8)
+        prompts = [g.row.prompt for g in groups]
+        assert len(set(prompts)) == 6
+        seen.update(g.row.prompt for g in groups if not g.rollouts)
+        seen.subtract(g.row.prompt for g in trained)
+        waiting = Counter(g["row"]["prompt"] for g in stack.carried)
+        assert +seen == waiting and sum(waiting.values()) == 4
+    assert stack.extra_prompts > 16
+
+
+def test_a_method_that_selects_is_told_what_waits() -> None:
+    picks = Picks()
+    stack = MethodStack([picks, Admits(all_first(4))])
+    groups, _ = step(stack, [1, 2], pool=9)
+    assert [g.row.prompt for g in groups] == [8, 7, 6, 5]
+    groups, _ = step(stack, [0, 1], pool=9)
+    assert [g.row.prompt for g in groups] == [8, 5, 7, 6] and picks.pools[1].taken == (8, 5)
+
+
+def test_a_small_dataset_begins_what_there_is() -> None:
+    stack = MethodStack([Admits(all_first(6))])
+    assert len(step(stack, [0, 1], pool=5)[0]) == 5
+    assert len(step(stack, [0, 1], pool=5)[0]) == 5
+    with pytest.raises(MethodError, match=r"starts 6 new groups, and only 1 came: the dataset has 1 rows"):
+        begin(MethodStack([Admits(all_first(6))]), pool=1)
+
+
+def test_a_stream_has_the_hosts_prompts_only() -> None:
+    groups = begin(MethodStack([Admits(all_first(4))]), pool=None, proposal=(0, 1, 2))
+    assert [g.row.prompt for g in groups] == [0, 1, 2]
+
+
+# ---- what waits
+
+
+def test_groups_go_on_restart_wait_and_are_dropped() -> None:
+    method = Admits(all_first(6))
+    stack = MethodStack([method])
+    groups, trained = step(stack, [4, 1])
+    assert [g.row.prompt for g in trained] == [groups[1].row.prompt, groups[4].row.prompt]
+    assert [g.row.group for g in trained] == [0, 1]
+    rest = [groups[i].row.prompt for i in (0, 2, 3, 5)]
+    assert [g["row"]["prompt"] for g in stack.carried] == rest
+    method.answer = lambda q: Admission(1, resume=(2,), restart=(0,), drop=(3,))
+    now = begin(stack)
+    seen = method.queues[1]
+    assert (seen.groups, seen.group_size, seen.step) == (2, 2, 1)
+    assert [(c.prompt, c.size, c.drawn, c.tokens, c.finished, c.versions) for c in seen.carried] == [
+        (p, 2, 0, (3, 3), (True, False), (0, 0)) for p in rest
+    ]
+    assert [g.row.prompt for g in now[:2]] == [rest[2], rest[0]] and now[2].row.prompt not in rest
+    assert [g.row.group for g in now] == [0, 1, 2]
+    assert [g.drawn for g in now] == [0, 1, 1] and [len(g.rollouts) for g in now] == [2, 0, 0]
+    assert [g["row"]["prompt"] for g in stack.carried] == [rest[1]]
+    assert combine([stack.metrics.take()])["rl_plugins/groups_dropped"] == 1
+
+
+def test_surplus_waits_complete_and_counts() -> None:
+    stack = MethodStack([Admits(all_first(5))])
+    groups, trained = step(stack, [4, 3, 0])
+    assert [g.row.prompt for g in trained] == [groups[i].row.prompt for i in (3, 4)]  # the first two to complete
+    back = [from_plain(g) for g in stack.carried]
+    assert [g.complete for g in back] == [True, False, False]
+    logged = combine([stack.metrics.take()])
+    assert logged["rl_plugins/groups_waiting"] == 3 and logged["rl_plugins/tokens_waiting"] == 18
+    method = stack.methods[0]
+    method.answer = lambda q: Admission(1, resume=(0,))  # type: ignore[attr-defined]
+    step(stack, [0, 1])
+    logged = combine([stack.metrics.take()])
+    assert logged["rl_plugins/groups_waiting"] == 2
+    assert logged["rl_plugins/tokens_waiting"] == 12  # of those that were not admitted, too
+
+
+def test_complete_is_when_every_rollout_ended() -> None:
+    group = Group(PlanRow(0, 0, 2, spare=1), 0)
+    assert not group.complete and group.size == 3
+    assert not grown(group, 2, 2).complete and grown(group, 2, 3).complete
+    cut = grown(group, 2, 2)
+    assert replace(cut, rollouts=(*cut.rollouts[:2], replace(cut.rollouts[2], finish="length"))).complete
+
+
+def test_an_engine_that_stops_early_is_an_error() -> None:
+    stack = MethodStack([Admits(all_first(4))])
+    groups = [grown(g, 1, g.size if i == 0 else 0) for i, g in enumerate(begin(stack))]
+    with pytest.raises(MethodError, match="stopped with 1 complete groups of 4, and the batch trains 2"):
+        settle_queue(stack, groups, [0], 2)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, "NoneType instead of an Admission"),
+        (Admission(1), "it starts 1 groups, and the batch trains 2"),
+        (Admission(-1, resume=(0, 1, 2)), "`fresh` is at least 0"),
+        (Admission(2, resume=(0, 0)), "may be named once"),
+        (Admission(2, resume=(0,), drop=(0,)), "may be named once"),
+        (Admission(2, resume=(4,)), "each of the 4 waiting groups"),
+        (Admission(2, restart=(-1,)), "each of the 4 waiting groups"),
+        (Admission(2.5), "whole numbers are needed"),  # type: ignore[arg-type]
+    ],
+)
+def test_illegal_admissions(answer: Any, message: str) -> None:
+    method = Admits(all_first(6))
+    stack = MethodStack([method])
+    step(stack, [0, 1])
+    before = [g["row"]["prompt"] for g in stack.carried]
+    method.answer = lambda q: answer
+    with pytest.raises(MethodError, match="`admits`") as e:
+        begin(stack)
+    assert message in str(e.value)
+    assert [g["row"]["prompt"] for g in stack.carried] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r.replace(given=(Completion((1, 2)),)), "`plans` gives completions"),
+        (lambda r: r.replace(group=0), "`plans` makes one group of several plan rows"),
+        (lambda r: r if r.group else None, "only 1 came"),
+    ],
+)
+def test_plans_that_cannot_wait(change: Any, message: str) -> None:
+    stack = MethodStack([Plans(change), Admits(all_first(2))])
+    with pytest.raises(MethodError, match=message):
+        begin(stack)
+
+
+# ---- plain data
+
+
+def test_a_group_survives_a_file_bit_for_bit(tmp_path: Path) -> None:
+    row = PlanRow(7, 2, 1, 1, edit={"prompt": "x", "n": 3}, prefix=(4, 5), max_tokens=9, payload={"m": [1.5, None]})
+    one = Trajectory((1, 2)).force((4, 5)).add(Generated((2**40, 6), (-0.1, -1 / 3), "abort", 3))
+    two = one.add(Generated((0,), (-2.0,), "eos", 8))
+    for group in (Group(row, 11, (one, two)), Group(PlanRow(0, 0, 4), 0), Group(row, 1, (Trajectory((3,)),) * 2)):
+        save_state(tmp_path, {"carried": [to_plain(group)]})
+        saved = load_state(tmp_path)
+        assert saved is not None
+        back = from_plain(saved["carried"][0])
+        assert back.row == group.row and back.drawn == group.drawn
+        for a, b in zip(back.rollouts, group.rollouts, strict=True):
+            assert (a.prompt, a.tokens, a.kinds, a.versions, a.finish) == (
+                b.prompt,
+                b.tokens,
+                b.kinds,
+                b.versions,
+                b.finish,
+            )
+            for p, q in zip(a.logprobs, b.logprobs, strict=True):
+                assert p == q or (math.isnan(p) and math.isnan(q))
+
+
+def test_the_saved_queue_is_a_copy() -> None:
+    stack = MethodStack([Admits(all_first(4))])
+    step(stack, [0, 1])
+    saved = stack.state_dict("data")
+    tokens = saved["carried"][0]["rollouts"][0]["tokens"].clone()
+    stack.carried[0]["rollouts"][0]["tokens"] += 1
+    assert torch.equal(saved["carried"][0]["rollouts"][0]["tokens"], tokens)
+    other = MethodStack([Admits(all_first(4))])
+    other.load_state_dict(saved, "data")
+    assert [g["row"]["prompt"] for g in other.carried] == [g["row"]["prompt"] for g in stack.carried]
+    assert other.extra_prompts == stack.extra_prompts
+
+
+def test_a_queue_is_not_resumed_without_its_method_or_dataset() -> None:
+    stack = MethodStack([Admits(all_first(4))])
+    step(stack, [0, 1])
+    saved = stack.state_dict("data")
+    with pytest.raises(StateError, match="2 groups of the checkpoint wait .* no method of this run .it names none."):
+        MethodStack([]).load_state_dict(saved, "data")
+    with pytest.raises(StateError, match="their prompts belong to another dataset"):
+        MethodStack([Admits(all_first(4))]).load_state_dict(saved, "other")
+    saved["carried"] = []
+    MethodStack([]).load_state_dict(saved, "other")
