@@ -30,6 +30,7 @@ PROGRAMS = {
     "turns_apart": "TurnsApart",
     "grafting": "Grafting",
     "idle": "Idle",
+    "watch": "Watch",
     "sleepy": "Sleepy",
     "failing": "Failing",
     "gone": "Gone",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from verl_probes import plain
+
 from rl_plugins.verl.workers import ProgramWorker
 
 
@@ -14,7 +16,7 @@ class CarouselWorker(ProgramWorker):
         stacks = self.__dict__.setdefault("stacks", {})
         if place not in stacks:
             names = tuple(n for n in place.split("+") if n)
-            everything = {**self._settings.method_params, **self.config.get("carousel_params", {})}
+            everything = {**self._settings.method_params, **plain(self.config.get("carousel_params", {}))}
             params = {k: dict(v) for k, v in everything.items() if k in names}
             stacks[place] = dataclasses.replace(self._settings, methods=names, method_params=params).stack()
         return stacks[place]

@@ -91,7 +91,7 @@ def _carousel(module: object) -> None:
             self._places = []
             for place in config.carousel:
                 names = tuple(n for n in place.split("+") if n)
-                everything = {**self.settings.method_params, **config.get("carousel_params", {})}
+                everything = {**self.settings.method_params, **plain(config.get("carousel_params", {}))}
                 params = {k: dict(v) for k, v in everything.items() if k in names}
                 settings = dataclasses.replace(self.settings, methods=names, method_params=params)
                 self._places.append((settings, settings.stack()))
@@ -124,6 +124,13 @@ def _worker_of_carousel(module: object) -> None:
             self.agent_loop_workers_class = ray.remote(CarouselWorker)
 
     module.ProgramManager.__init__ = __init__
+
+
+def plain(params: object) -> dict[str, dict[str, object]]:
+    """Parameters of a config as plain data."""
+    from omegaconf import OmegaConf
+
+    return dict(OmegaConf.to_container(params) if OmegaConf.is_config(params) else params)
 
 
 def judge(prompt: object, a: str, b: str) -> tuple[float, float]:

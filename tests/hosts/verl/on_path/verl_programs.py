@@ -197,3 +197,40 @@ class Gone(probes.Probe):
 
     def observe(self, rollouts, tokens, stats):
         self.log("seen", len(rollouts) - len(tokens))
+
+
+class Watch(probes.Probe):
+    """Only looks: what a step generated, in a file of its own."""
+
+    name = "watch"
+    needs = frozenset({"raw_text"})
+
+    def observe(self, rollouts, tokens, stats):
+        torch.save((rollouts, tokens), OUT / f"watch{rollouts.step}.pt")
+
+
+class Fussy(Ladder):
+    """The ladder, where a turn that does not end with an odd digit is an error."""
+
+    def act(self, action):
+        after = super().act(action)
+        right = action[-1:] in tuple("13579")
+        return Observation("" if right else "no", after.reward, after.done, right, after.state)
+
+
+def first_digits(text):
+    """The answer of a vote: the first three characters."""
+    return text[:3] or None
+
+
+def step_scores(messages, steps, columns):
+    """The first step of every answer is wrong from its second character on."""
+    return [0.9] * (len(steps) - 1) + [0.1]
+
+
+def completed(messages, prefix, columns):
+    return "=13579"
+
+
+def asked(text):
+    return [text[1:3]] if text[:1] == "=" else []

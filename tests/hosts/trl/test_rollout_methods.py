@@ -1,0 +1,906 @@
+"""Every method that makes rollouts takes two real steps in TRL's trainer, with the engine TRL has: what it changes is
+checked in the rows that were made, in the batch that was trained, and in the weights after it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from harness import history, make, weights
+from torch import Tensor
+
+from rl_plugins.demo.environments import Calculator, Grid
+from rl_plugins.demo.environments.policy import load_agent_policy
+from rl_plugins.demo.policy import build_model, load_policy
+from rl_plugins.demo.rewards import exact
+from rl_plugins.demo.rewards import score as won
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.methods.training_free_grpo import read_library
+from rl_plugins.requests import Generate, Kind, Trajectory
+from rl_plugins.trl import step as module
+from rl_plugins.trl.engine import TrlEngine
+
+pytestmark = pytest.mark.host
+
+EOS, NO_CLIP = 1, 1e9  # of the gradient: an SGD step is then lr times the gradient
+
+
+# ---- one run, and all that is to be seen of it
+
+
+@dataclass(eq=False)
+class Batch:
+    """One generation batch.
+
+    Attributes:
+        decision, tokens: of the driver; `tokens` are all generated ones.
+        made: rows of a program, in the order of the decision.
+        data: TRL's batch with the decision in it.
+        model: a copy of the policy that generated.
+        payload: of the first prompt's plan.
+        engine_tokens: decoded for this batch.
+    """
+
+    decision: Any = None
+    tokens: Any = None
+    made: list[Any] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    payload: Any = None
+    engine_tokens: int = 0
+
+    @property
+    def rollouts(self) -> Any:
+        return self.decision.rollouts
+
+    @property
+    def groups(self) -> list[list[Trajectory]]:
+        """Rows of each group."""
+        found: dict[int, list[Trajectory]] = {}
+        for row in self.made:
+            found.setdefault(row.group, []).append(row.trajectory)
+        return list(found.values())
+
+
+@dataclass
+class Seen:
+    trainer: Any
+    before: Tensor
+    after: Tensor
+    batches: list[Batch]
+    requests: list[Generate]
+
+    def log(self, name: str) -> list[float]:
+        return history(self.trainer, name)
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
+    """`train(methods, params, policy=.., **options)`: trains, two steps at a learning rate one can see."""
+    batches: list[Batch] = []
+    requests: list[Generate] = []
+    run_programs, decide, finish = module.run_programs, module.decide, module.GenerationStep.finish
+    generate, plan = TrlEngine.generate, module.GenerationStep.plan
+
+    def watched_plan(self: Any) -> None:
+        batches.append(Batch(model=copy_of(self.trainer.model)))
+        plan(self)
+
+    def watched_programs(trainer: Any, planned: Any, row_of: Any) -> Any:
+        batches[-1].payload = planned[0].payload
+        batches[-1].made = run_programs(trainer, planned, row_of)
+        return batches[-1].made
+
+    def watched_decide(*args: Any) -> Any:
+        batches[-1].tokens, batches[-1].decision = args[2], decide(*args)
+        return batches[-1].decision
+
+    def watched_finish(self: Any, out: Any) -> Any:
+        data = finish(self, out)
+        batches[-1].data = dict(data)
+        return data
+
+    def watched_generate(self: Any, asked: Any) -> Any:
+        made = generate(self, asked)
+        requests.extend(request for _, request in asked)
+        if batches:
+            batches[-1].engine_tokens += sum(len(g.tokens) for many in made for g in many)
+        return made
+
+    monkeypatch.setattr(module, "run_programs", watched_programs)
+    monkeypatch.setattr(module, "decide", watched_decide)
+    monkeypatch.setattr(module.GenerationStep, "plan", watched_plan)
+    monkeypatch.setattr(module.GenerationStep, "finish", watched_finish)
+    monkeypatch.setattr(TrlEngine, "generate", watched_generate)
+
+    def run(methods: list[str], params: Any = None, policy: Path | None = None, **options: Any) -> Seen:
+        batches.clear()
+        requests.clear()
+        folder = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        if policy is not None:
+            (folder / "policy").symlink_to(policy)
+        options = {"max_steps": 2, "learning_rate": 0.05, "max_grad_norm": NO_CLIP, **options}
+        trainer = make(folder, methods, method_params=params or {}, **options)
+        before = weights(trainer).clone()
+        trainer.train()
+        return Seen(trainer, before, weights(trainer), list(batches), list(requests))
+
+    return run
+
+
+def copy_of(model: Any) -> Any:
+    """The policy with weights of its own; a deep copy would run the original's `forward`, which accelerate wraps."""
+    fresh = build_model(0).eval()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+def logprobs_of(model: Any, trajectory: Trajectory) -> Tensor:
+    """(tokens, vocabulary) of every token in its own context, in one pass without a cache."""
+    with torch.no_grad():
+        logits = model(torch.tensor([trajectory.context])).logits[0].double()
+    return torch.log_softmax(logits, -1)[len(trajectory.prompt) - 1 : -1]
+
+
+def check_books(batch: Batch, sampled_at_least: int = 1) -> None:
+    """Sampled tokens have the log-probs of the policy in exactly their context, others none; the driver and TRL see
+    the same kinds in the same places."""
+    assert len(batch.made) == len(batch.rollouts)
+    of_row = batch.tokens.row
+    sampled = 0
+    for i, row in enumerate(batch.made):
+        t = row.trajectory
+        kinds, reported = torch.tensor(t.kinds), torch.tensor(t.logprobs).double()
+        assert len(t.tokens) == len(t.kinds) == len(t.logprobs) == len(t.versions)
+        assert torch.equal(torch.isnan(reported), kinds != Kind.SAMPLED)
+        if len(t):
+            true = logprobs_of(batch.model, t).gather(1, torch.tensor([t.tokens]).T)[:, 0]
+            own = kinds == Kind.SAMPLED
+            assert torch.allclose(reported[own], true[own], atol=2e-5)
+            sampled += int(own.sum())
+        mine = of_row == i
+        trained = (kinds != Kind.OBSERVED).nonzero()[:, 0]
+        assert batch.tokens.position[mine].tolist() == trained.tolist()
+        assert batch.tokens.forced[mine].tolist() == (kinds[trained] == Kind.FORCED).tolist()
+    assert sampled >= sampled_at_least
+
+
+def sgd_step(model: Any, batch: dict[str, Any], surrogate: Callable[..., Tensor], lr: float = 0.05) -> Tensor:
+    """One step by hand of plain SGD on `surrogate`(log-probs), aggregated as `dapo` does; the weights after it."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].size(1) - 1 : -1]
+    logprobs = torch.log_softmax(logits, -1).gather(2, batch["completion_ids"][:, :, None])[:, :, 0]
+    live = (batch["completion_mask"] * batch.get("tool_mask", 1)).float()
+    model.zero_grad()
+    ((surrogate(logprobs) * live).sum() / live.sum()).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= lr * p.grad
+    return flat(model)
+
+
+def flat(model: Any) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+
+
+def host_advantages(rollouts: Any) -> Tensor:
+    """(rows,) of GRPO, as TRL scales them."""
+    groups, reward = rollouts.groups, rollouts.reward
+    return (reward - groups.rows(groups.mean(reward))) / (groups.rows(groups.std(reward)) + 1e-4)
+
+
+def right(completion_ids: Any = None, **kwargs: Any) -> list[float]:
+    """Right or wrong, from the token ids alone."""
+    return [float(sum(c) % 3 == 0) for c in completion_ids]
+
+
+def shared(a: Trajectory, b: Trajectory) -> int:
+    """Tokens two rows begin with."""
+    same = [x == y for x, y in zip(a.tokens, b.tokens, strict=False)]
+    return same.index(False) if False in same else len(same)
+
+
+# ---- LATR
+
+TREE = {"tau_abs": 0.1, "tau_rel": 0.6, "lookahead": [3], "tau_ed": 0.4, "max_tree_tokens": 5, "decode_ahead": 2}
+
+
+def test_latr_grows_trees_and_samples_their_tails(train):
+    params = {"latr": {**TREE, "eta": [1.0, 0.5], "eta_steps": [0, 1]}}
+    seen = train(["latr"], params, policy=load_policy())
+    for step, batch in enumerate(seen.batches):
+        check_books(batch, 64)
+        k = 8 if step == 0 else 4
+        branched = choices = 0
+        for group in batch.groups:
+            assert len(group) == 8
+            tree, plain = group[:k], group[k:]
+            assert all(Kind.FORCED not in t.kinds for t in plain)
+            greedy = tree[0]
+            for t in tree:
+                forced = t.kinds.count(Kind.FORCED)
+                assert t.kinds == (Kind.FORCED,) * forced + (Kind.SAMPLED,) * (len(t) - forced), "forced, then sampled"
+                assert forced == 5 or (forced == len(t) <= 5 and t.tokens[-1] == EOS)
+                # a forced token is the argmax of its context, or a second choice the thresholds let open a branch
+                p = logprobs_of(batch.model, t).exp()[:forced]
+                best, second = p.topk(2, -1).values.T
+                chosen = p.gather(1, torch.tensor([t.tokens[:forced]]).T)[:, 0]
+                assert bool(((chosen == best) | ((chosen == second) & (second > 0.1) & (best - second < 0.6))).all())
+                assert t is not greedy or bool((chosen == best).all())
+                choices += int((chosen != best).sum())
+            heads = {t.tokens[: t.kinds.count(Kind.FORCED)] for t in tree}
+            branched += len(heads) - 1
+            for head in heads:  # where a row last took a second choice, the row it grew from took the argmax
+                p = logprobs_of(batch.model, Trajectory(greedy.prompt, head))
+                born = [i for i, token in enumerate(head) if token != int(p[i].argmax())]
+                if born:
+                    parent = (*head[: born[-1]], int(p[born[-1]].argmax()))
+                    assert any(other[: len(parent)] == parent for other in heads)
+        assert branched >= 8 and choices >= branched, "second choices opened branches"
+        assert batch.payload["latr"] == [1.0, 0.5][step]
+    assert seen.log("latr/eta") == [1.0, 0.5]
+    assert (seen.after - seen.before).abs().max() > 1e-4
+
+
+def test_latr_without_a_tree_is_plain_sampling(train):
+    """eta 0: same requests in the same order, so the same random numbers, rollouts and weights as TRL itself."""
+    ours = train(["latr"], {"latr": {"eta": [0.0], "eta_steps": [0]}})
+    assert all(Kind.FORCED not in row.trajectory.kinds for b in ours.batches for row in b.made)
+    plain = train(["plain"])
+    assert torch.equal(ours.after, plain.after)
+    stock = train([])
+    assert torch.allclose(stock.after, ours.after, atol=2e-7)
+
+
+# ---- agents
+
+
+def rows_of(environment: Any, n: int = 40) -> Dataset:
+    return Dataset.from_list(environment.rows(n, seed=1))
+
+
+def actions(t: Trajectory, decode: Callable[..., str]) -> list[str]:
+    return [decode(t.tokens[turn.start : turn.stop], skip_special_tokens=True) for turn in t.turns]
+
+
+def replayed(environment: Any, columns: Any, acted: list[str]) -> tuple[float, list[str]]:
+    """Score and texts of an episode when these actions are taken again in a fresh environment."""
+    agent = environment.unwatched()
+    agent.reset(columns)
+    texts = [agent.act(a).text for a in acted]
+    return agent.score(), texts
+
+
+def test_turn_control_limits_and_reminds(train):
+    params = {
+        "environment": Grid,
+        "strategy": "dynamic",
+        "limit": 3,
+        "extension": 2,
+        "turn_tokens": 4,
+        "reminder": "left {remaining}.",
+        "extension_text": "more {extension}.",
+    }
+    seen = train(
+        ["turn_control"],
+        {"turn_control": params},
+        policy=load_agent_policy("Grid"),
+        dataset=rows_of(Grid),
+        reward=won,
+        max_completion_length=180,
+    )
+    decode = seen.trainer._tokenizer.decode
+    stopped: Counter[str] = Counter()
+    for batch in seen.batches:
+        check_books(batch, 128)
+        loss_mask = batch.data["completion_mask"] * batch.data["tool_mask"]
+        for i, row in enumerate(batch.made):
+            t, used = row.trajectory, len(row.trajectory.turns)
+            stopped[t.meta["stop_reason"]] += 1
+            assert t.meta["turns"] == used <= 5 and t.meta["extended"] == (
+                used > 3 or "extended" in t.meta["stop_reason"]
+            )
+            read = decode([x for x, k in zip(t.tokens, t.kinds, strict=True) if k == Kind.OBSERVED])
+            assert decode(t.prompt).endswith("left 3.<asst>"), "the first reminder is in the prompt"
+            told = ["left 2.", "left 1.", "more 2.\nleft 2.", "left 1."][: max(0, used - 1)]
+            assert read.count("left ") == len(told) and all(text in read for text in told)
+            masked = [bool(m) for m in loss_mask[i, : len(t)]]
+            assert masked == [k == Kind.SAMPLED for k in t.kinds], "what is read has no gradient"
+            assert replayed(Grid, seen.trainer.train_dataset[row.plan.prompt], actions(t, decode))[0] == t.meta["score"]
+        assert batch.rollouts.reward.tolist() == [row.trajectory.meta["score"] for row in batch.made]
+    assert stopped["extended_limit"] > 8 and stopped["done"] > 8 and set(stopped) == {"extended_limit", "done"}
+    turns = [len(row.trajectory.turns) for row in seen.batches[0].made]
+    assert seen.log("turn_control/turns")[0] == pytest.approx(np.mean(turns))
+    assert (seen.after - seen.before).abs().max() > 1e-5
+
+
+def test_turn_control_learns_its_limit_from_a_batch(train):
+    params = {"environment": Grid, "strategy": "fixed", "percentile": 50, "calibration_episodes": 64, "turn_tokens": 4}
+    seen = train(
+        ["turn_control"],
+        {"turn_control": {**params, "remind_from": 0}},
+        policy=load_agent_policy("Grid"),
+        dataset=rows_of(Grid),
+        reward=won,
+        max_completion_length=180,
+    )
+    first, second = [[row.trajectory.meta for row in b.made] for b in seen.batches]
+    limit = math.ceil(np.percentile([m["turns"] for m in first], 50))
+    assert all(m["limit_final"] == 50 for m in first) and all(m["limit_final"] == limit for m in second)
+    assert max(m["turns"] for m in first) > limit == max(m["turns"] for m in second)
+    assert seen.batches[1].payload == {"turn_control": {"limit": limit, "extension": 0}}
+    assert seen.log("turn_control/limit") == [limit, limit]
+
+
+class Recorded(Calculator):
+    """A calculator that remembers what it was asked."""
+
+    episodes: list[Recorded] = []
+
+    def reset(self, columns: Any) -> Any:
+        self.taken: list[tuple[str, bool]] = []
+        Recorded.episodes.append(self)
+        return super().reset(columns)
+
+    def act(self, action: str) -> Any:
+        said = super().act(action)
+        self.taken.append((action, said.valid))
+        return said
+
+
+def test_cleaner_erases_failed_calls(train):
+    Recorded.episodes.clear()
+    seen = train(
+        ["cleaner"],
+        {"cleaner": {"environment": Recorded, "marker": "[", "turn_tokens": 14, "max_turns": 6}},
+        policy=load_agent_policy("Calculator"),
+        dataset=rows_of(Calculator),
+        reward=won,
+        max_completion_length=160,
+    )
+    decode = seen.trainer._tokenizer.decode
+    made = [row.trajectory for batch in seen.batches for row in batch.made]
+    assert len(Recorded.episodes) == len(made) == 128
+    repaired = 0
+    for t, agent in zip(made, Recorded.episodes, strict=True):
+        m, acted = t.meta, actions(t, decode)
+        failed = [a for a, valid in agent.taken if not valid and "[" in a]
+        assert m["failed_calls"] + m["retries"] >= len(failed)
+        if m["given_up"]:
+            continue
+        errors = [a for a, valid in agent.taken if not valid and "[" not in a]  # no call: nothing to repair
+        assert acted == [a for a, valid in agent.taken if valid or a in errors], "only what worked is left"
+        assert decode(t.tokens).count("<user>err") <= len(errors)
+        if m["repairs"]:
+            repaired += 1
+            assert Kind.FORCED in t.kinds and m["recovered"] == m["failed_calls"] == len(m["error_types"])
+        else:
+            assert Kind.FORCED not in t.kinds
+    assert repaired >= 4, "the policy makes mistakes that are repaired"
+    for batch in seen.batches:
+        check_books(batch, 256)
+    calls, failed, grafted, trained = [
+        sum(f(row.trajectory) for row in seen.batches[0].made)
+        for f in (
+            lambda t: t.meta["calls"],
+            lambda t: t.meta["failed_calls"],
+            lambda t: t.kinds.count(Kind.FORCED),
+            lambda t: sum(t.trained),
+        )
+    ]
+    assert seen.log("cleaner/failed_calls")[0] == pytest.approx(failed / calls)
+    assert seen.log("cleaner/grafted")[0] == pytest.approx(grafted / trained)
+
+
+def test_aepo_branches_with_copies_of_the_environment(train):
+    params = {
+        "environment": Calculator,
+        "initial_rollouts": 4,
+        "branch_probability": 0.3,
+        "vocabulary": 64,
+        "turn_tokens": 14,
+    }
+    seen = train(
+        ["aepo_rollout"],
+        {"aepo_rollout": params},
+        policy=load_agent_policy("Calculator"),
+        dataset=rows_of(Calculator),
+        reward=won,
+        max_completion_length=160,
+    )
+    decode = seen.trainer._tokenizer.decode
+    for batch in seen.batches:
+        check_books(batch, 256)
+        rows = seen.trainer.train_dataset
+        branches = restarts = 0
+        for group, row in zip(batch.groups, batch.made[::8], strict=True):
+            assert len(group) == 8 and row.plan.n == 8
+            copies = [t for t in group if t.meta["aepo_branch"] is not None]
+            branches += len(copies)
+            restarts += 8 - 4 - len(copies)
+            for t in group:
+                result, texts = replayed(Calculator, rows[row.plan.prompt], actions(t, decode))
+                assert result == t.meta["score"]
+                read = decode([x for x, k in zip(t.tokens, t.kinds, strict=True) if k == Kind.OBSERVED])
+                shown = texts if t.meta["turns"] > len(t.turns) or not t.meta["done"] else texts[:-1]
+                assert all(text in read for text in shown[: len(t.turns) - 1])
+            for t in copies:  # some other chain begins with the same turns, with the same log-probs
+                begin = t.turns[t.meta["aepo_branch"] - 1].stop
+                parents = [o for o in group if o is not t and shared(t, o) >= begin]
+                assert parents and str(parents[0].logprobs[:begin]) == str(t.logprobs[:begin])
+        assert branches >= 8
+        assert seen.log("aepo_rollout/branches")[seen.batches.index(batch)] == pytest.approx(branches / 8)
+        assert seen.log("aepo_rollout/restarts")[seen.batches.index(batch)] == pytest.approx(restarts / 8)
+    assert (seen.after - seen.before).abs().max() > 1e-5
+
+
+def z_scores(x: Tensor) -> Tensor:
+    return (x - x.mean()) / x.std()
+
+
+def test_aepo_scales_advantages_by_entropy(train):
+    seen = train(["aepo_advantages"])
+    for batch in seen.batches:
+        t = batch.tokens
+        assert t.entropies.double().std() > 1e-3
+        wanted = host_advantages(batch.rollouts)[t.row] * (1 + 0.2 * z_scores(t.entropies.double()))
+        assert torch.allclose(batch.decision.advantages, wanted, atol=1e-5)
+        assert not batch.decision.uniform
+
+
+def test_aepo_clip_equals_its_formula_after_two_updates(train):
+    seen = train(["aepo_clip"], num_iterations=2, learning_rate=2.0)
+    (batch,) = seen.batches
+    model, old, adv = copy_of(batch.model), None, batch.data["advantages"][:, None]
+    outside = 0
+    for _ in range(2):
+
+        def surrogate(lp: Tensor) -> Tensor:
+            nonlocal old, outside
+            old = lp.detach() if old is None else old
+            r = (lp - old).exp()
+            upper = torch.where(r > 1.2, 1.2 * r / r.detach(), r)  # its value stays, and so does its gradient
+            outside = int(((adv > 0) & (r > 1.2)).sum())
+            loss = torch.maximum(-adv * r, -adv * torch.minimum(r, upper).clamp(min=0.8))
+            return torch.where(adv < 0, torch.minimum(loss, -3 * adv), loss)
+
+        after = sgd_step(model, batch.data, surrogate, lr=2.0)
+    assert outside > 8, "tokens whose gradient PPO would drop"
+    assert torch.allclose(seen.after, after, atol=1e-5)
+    assert (seen.after - seen.before).abs().max() > 1e-2
+
+
+def test_aepo_as_a_bundle(train):
+    params = {"aepo_rollout": {"environment": Calculator, "vocabulary": 64, "turn_tokens": 14}}
+    seen = train(
+        ["aepo"],
+        params,
+        policy=load_agent_policy("Calculator"),
+        dataset=rows_of(Calculator),
+        reward=won,
+        max_completion_length=160,
+        num_iterations=2,
+        max_steps=4,
+    )
+    assert len(seen.batches) == 2
+    for name in ("aepo_rollout/initial", "aepo_advantages/z_max", "aepo_clip/clipfrac"):
+        assert seen.log(name), name
+    batch = seen.batches[0]
+    live = ~torch.isnan(batch.rollouts.reward)[batch.tokens.row]
+    assert bool(live.all()) and not batch.decision.uniform
+    check_books(batch)
+    assert (seen.after - seen.before).abs().max() > 1e-5
+
+
+# ---- ECHO
+
+
+def first_letter(text: str) -> str | None:
+    return text[:1] if text[:1].isalpha() else None
+
+
+def test_echo_labels_reward_the_majority(train):
+    seen = train(["echo_labels"], {"echo_labels": {"n_votes": 12, "extract": first_letter}})
+    for batch in seen.batches:
+        rollouts = batch.rollouts
+        assert len(rollouts) == 96 and int(batch.decision.trained.sum()) == 64
+        for g in range(8):
+            mine = (rollouts.group == g).nonzero()[:, 0].tolist()
+            answers = [first_letter(rollouts.text[i]) for i in mine]
+            label = Counter(a for a in answers if a).most_common(1)[0][0]
+            assert rollouts.reward[mine].tolist() == [float(a == label) for a in answers]
+            assert batch.decision.trained[mine].tolist() == [True] * 8 + [False] * 4
+    assert 0 < seen.log("echo_labels/majority_ratio")[0] < 1
+
+
+def test_echo_tree_branches_once(train):
+    """The untrained policy is unsure everywhere, so it branches at the first place that may."""
+    params = {"entropy_delta_threshold": -9.0, "max_branches": 3, "delta_upper": 0.004, "delta_rise_steps": 1}
+    seen = train(["echo_tree"], {"echo_tree": params}, max_completion_length=24)
+    branches = cut = 0
+    for batch in seen.batches:
+        check_books(batch, 256)
+        for group in batch.groups:
+            assert len(group) == 8
+            first, rest = group[0], group[1:]
+            own = [t for t in rest if t.meta["echo_branch"] is not None]
+            assert len(own) <= 2 and rest[: len(own)] == own
+            branches += len(own)
+            assert len({t.tokens[t.meta["echo_branch"]] for t in own}) == len(own)
+            for t in own:
+                at = t.meta["echo_branch"]
+                assert t.kinds.count(Kind.FORCED) == 1 and t.kinds[at] == Kind.FORCED
+                top = logprobs_of(batch.model, t)[at].topk(3).indices.tolist()
+                assert t.tokens[at] in top
+                if first.meta["echo_pruned"] is None:
+                    assert shared(t, first) == at and t.logprobs[:at] == first.logprobs[:at]
+            for t in [first, *own]:
+                cut += t.meta["echo_pruned"] is not None
+                assert t.meta["echo_pruned"] in (None, "entropy_spike")
+                if t.meta["echo_pruned"]:
+                    assert t.finish == "length" or t.tokens[-1] == EOS, "cut behind its last token, or before"
+    assert branches > 16 and cut > 4
+
+
+def test_echo_shapes_advantages(train):
+    seen = train(["echo_shaping"], {"echo_shaping": {"s_max": None, "beta": 0.5, "add_coeff": 0.2}})
+    for batch in seen.batches:
+        t, rollouts = batch.tokens, batch.rollouts
+        s = z_scores(t.entropies.double()) + 0.5 * z_scores(1 - t.old_logprobs.double().exp())
+        of = rollouts.group[t.row]
+        mean = torch.stack([s[of == g].mean() for g in range(8)])[of]
+        wanted = host_advantages(rollouts)[t.row] * (1 + 0.1 * s) + 0.2 * (s - mean)
+        assert torch.allclose(batch.decision.advantages, wanted, atol=1e-4)
+
+
+def test_echo_clip_equals_its_formula_after_two_updates(train):
+    seen = train(["echo_clip"], {"echo_clip": {"kappa": 40.0}}, num_iterations=2, learning_rate=2.0)
+    (batch,) = seen.batches
+    model, old, adv = copy_of(batch.model), None, batch.data["advantages"][:, None]
+    live = batch.data["completion_mask"]
+    clipped = 0
+    for _ in range(2):
+
+        def surrogate(lp: Tensor) -> Tensor:
+            nonlocal old, clipped
+            old = lp.detach() if old is None else old
+            tail = (old.exp() * live).sum(1) / live.sum(1)  # rows are shorter than the window of 16
+            eps = (0.05 + 0.15 * torch.sigmoid(40.0 * (1 - tail)))[:, None]
+            r = (lp - old).exp()
+            inside = torch.maximum(torch.minimum(r, 1 + eps), 1 - eps)
+            clipped = int(((-adv * inside > -adv * r) * live).sum())
+            loss = torch.maximum(-adv * r, -adv * inside)
+            return torch.where(adv < 0, torch.minimum(loss, -3 * adv), loss)
+
+        after = sgd_step(model, batch.data, surrogate, lr=2.0)
+    assert clipped > 8
+    assert torch.allclose(seen.after, after, atol=1e-5)
+
+
+def test_echo_as_a_bundle(train):
+    params = {
+        "echo_labels": {"n_votes": 12, "extract": first_letter},
+        "echo_tree": {"entropy_delta_threshold": -9.0},
+    }
+    seen = train(["echo"], params, num_iterations=2, max_steps=4, max_completion_length=24)
+    assert len(seen.batches) == 2
+    for batch in seen.batches:
+        assert len(batch.made) == 96 and int(batch.decision.trained.sum()) == 64
+        assert all(len(g) == 12 for g in batch.groups)
+        assert int(batch.tokens.forced.sum()) == sum(r.trajectory.kinds.count(Kind.FORCED) for r in batch.made) > 4
+        assert set(batch.rollouts.reward.tolist()) == {0.0, 1.0} and set(batch.decision.rewarded_by) == {"echo_labels"}
+        assert not batch.decision.uniform
+        check_books(batch)
+    for name in ("labels/majority_ratio", "tree/branches", "shaping/change", "clip/clip_range"):
+        assert len(seen.log(f"echo_{name}")) >= 2, name
+    assert (seen.after - seen.before).abs().max() > 1e-4
+
+
+# ---- ARRoL
+
+
+def test_arrol_trains_fewer_rows(train):
+    params = {"detect_tokens": 3, "cold_start": 1, "fit_steps": 5}
+    seen = train(["arrol"], {"arrol": params}, policy=load_policy(), reward=exact, dataset=build_dataset(200, seed=1))
+    first, second = seen.batches
+    assert len(first.rollouts) == 64 and first.payload is None and 0.1 < float(first.rollouts.reward.mean()) < 0.9
+    n = len(second.rollouts)
+    assert 24 <= n <= 48, "about half of the rollouts go on"
+    sizes = second.rollouts.groups.size.tolist()
+    assert sum(sizes) == n and min(sizes) >= 2 and len(set(sizes)) > 1
+    given = second.payload["arrol"]
+    for row in second.made:
+        note = row.trajectory.meta["arrol"]
+        if note["q"] is not None and len(row.trajectory) > 3:
+            rule = min(max(0.5 + given["shift"] + 0.5 * (0.5 - note["q"]), 0.1), 0.9)
+            assert note["keep"] == pytest.approx(rule)
+    assert seen.log("arrol/stopped") == [pytest.approx(1 - n / 64)]
+    trained = (second.data["completion_mask"] * second.data["tool_mask"]).sum(1) > 0
+    assert int(trained.sum()) == n and len(trained) == 64, "the others are rows without a token"
+    whole = sum(len(row.trajectory) for row in second.made)
+    assert second.engine_tokens == whole + 3 * (64 - n), "three tokens of each that was stopped are thrown away"
+    check_books(second, 64)
+    state = seen.trainer.methods.methods[0].state
+    assert len(state["label"]) == len(state["features"]) == 64 + n
+    assert state["label"].tolist() == [*first.rollouts.reward.tolist(), *second.rollouts.reward.tolist()]
+    sent = torch.tensor(given["head"]["w1"], dtype=torch.float64)
+    assert (state["head"]["w1"] - sent).abs().max() > 1e-3, "the head has learned from the second batch, too"
+
+
+# ---- SCOPE
+
+OK = "ok"
+
+
+def ends_well(completions: Any = None, **kwargs: Any) -> list[float]:
+    return [float(c[0]["content"].endswith(OK)) for c in completions]
+
+
+def last_is_wrong(messages: Any, steps: list[str], columns: Any) -> list[float]:
+    return [1.0] * (len(steps) - 1) + [0.0]
+
+
+def corrects(messages: Any, text: str, columns: Any) -> str:
+    return OK
+
+
+def test_scope_replaces_rows_and_trains_foreign_tokens_with_their_own_loss(train):
+    params = {"prm": last_is_wrong, "corrector": corrects, "separator": "=", "min_step": 1, "min_prefix": 0.0}
+    seen = train(
+        ["scope"],
+        {"scope": {**params, "corrections": 2, "gamma": 0.2}},
+        reward=ends_well,
+        max_completion_length=30,
+    )
+    foreign_ids = [*seen.trainer._tokenizer.encode(OK, add_special_tokens=False), EOS]
+    own_prefix = 0
+    for k, batch in enumerate(seen.batches):
+        check_books(batch, 256)
+        model = copy_of(batch.model)
+        foreign = torch.zeros_like(batch.data["completion_ids"], dtype=torch.bool)
+        for i, row in enumerate(batch.made):
+            t = row.trajectory
+            start, stop = t.meta["scope"]
+            if stop:
+                assert list(t.tokens[start:stop]) == foreign_ids and stop == len(t)
+                assert t.kinds == (Kind.SAMPLED,) * start + (Kind.FORCED,) * (stop - start)
+                own_prefix += start > 0
+                foreign[i, start:stop] = True
+            else:
+                assert Kind.FORCED not in t.kinds
+        replaced = torch.tensor([row.trajectory.meta["scope"][1] > 0 for row in batch.made])
+        assert torch.equal(batch.rollouts.reward == 1, replaced) and 8 <= int(replaced.sum()) <= 16
+        assert seen.log("scope/corrected")[k] == pytest.approx(float(replaced.double().mean()))
+        adv = batch.data["advantages"][:, None]
+
+        def surrogate(lp: Tensor, foreign: Tensor = foreign, adv: Tensor = adv) -> Tensor:
+            own = -adv * (lp - lp.detach()).exp()
+            p = lp.exp()
+            return torch.where(foreign, -adv * p / (p + 0.2), own)
+
+        after = sgd_step(model, batch.data, surrogate)
+        truth = flat(seen.batches[k + 1].model) if k + 1 < len(seen.batches) else seen.after
+        assert torch.allclose(truth, after, atol=2e-6)
+        nowhere = torch.zeros_like(foreign)
+        plain = sgd_step(copy_of(batch.model), batch.data, lambda lp, f=nowhere, s=surrogate: s(lp, f))
+        assert (truth - plain).abs().max() > 1e-4, "the loss on foreign tokens is another one"
+    assert own_prefix > 8
+    assert seen.log("scope/verified") == [1.0, 1.0] and seen.log("scope/eligible") == [1.0, 1.0]
+
+
+# ---- Fission-GRPO
+
+
+def complain(item: Any) -> str:
+    return f"no {len(item['answer'])}."
+
+
+def test_fission_turns_errors_into_prompts(train):
+    params = {"fission_grpo": {"role": "user", "message": complain, "share": 0.25}}
+    seen = train(["fission_grpo"], params, reward=right)
+    first, second = seen.batches
+    wrong = {
+        p for p, r in zip(first.rollouts.prompt_index.tolist(), first.rollouts.reward.tolist(), strict=True) if not r
+    }
+    assert seen.log("fission_grpo/pool")[0] == seen.log("fission_grpo/pushed")[0] == len(wrong) == 8
+    assert bool((first.rollouts.prompt_index >= 0).all())
+    rollouts = second.rollouts
+    foreign = rollouts.prompt_index == -1
+    assert len(rollouts) == 64 and int(foreign.sum()) == 16
+    assert sorted(Counter(rollouts.group[foreign].tolist()).values()) == [8, 8]
+    assert not set(rollouts.group[foreign].tolist()) & set(rollouts.group[~foreign].tolist())
+    prompts = seen.trainer._tokenizer.batch_decode(second.data["prompt_ids"])
+    dataset, failed = seen.trainer.train_dataset, {}
+    for p, text, r in zip(
+        first.rollouts.prompt_index.tolist(), first.rollouts.text, first.rollouts.reward, strict=True
+    ):
+        if not r:
+            failed.setdefault(dataset[p]["prompt"][0]["content"], text)
+    for i in foreign.nonzero()[:, 0].tolist():
+        text = prompts[i].replace("<pad>", "")
+        asked = text.split("<user>")[1].split("<asst>")[0]
+        assert text == f"<user>{asked}<asst>{failed[asked]}<eos><user>no {len(failed[asked])}.<asst>"
+    wanted = host_advantages(rollouts)
+    assert torch.allclose(second.decision.row_advantages, wanted, atol=1e-5), "advantages within each group of its own"
+    assert seen.log("fission_grpo/served") == [2.0]
+    assert seen.log("fission_grpo/reward")[0] == pytest.approx(float(rollouts.reward[foreign].mean()))
+
+
+# ---- Training-free GRPO
+
+ADVICE = "digits: write one after the other."
+
+
+def language_model(question: str) -> str:
+    operation = json.dumps([{"operation": "ADD", "id": None, "content": ADVICE}])
+    return f"<Experiences>\n{ADVICE}\n</Experiences>\n```json\n{operation}\n```"
+
+
+def test_training_free_grpo_writes_a_library_and_moves_no_weight(train, tmp_path):
+    asked: list[tuple[int, str]] = []
+    library = tmp_path / "library.json"
+
+    def watched(completion_ids: Any = None, prompts: Any = None, **kwargs: Any) -> list[float]:
+        asked.append((len(prompts), prompts[0][0]["content"]))
+        return right(completion_ids)
+
+    params = {"llm": language_model, "library": str(library), "prompt_template": "{experiences}|{problem}"}
+    seen = train(
+        ["training_free_grpo"],
+        {"training_free_grpo": params},
+        reward=watched,
+        optim="adamw_torch",
+        weight_decay=0.1,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=6,
+        num_generations_eval=2,
+        more={"eval_dataset": build_dataset(6, split="held_out")},
+    )
+    assert torch.equal(seen.before, seen.after), "bit for bit"
+    assert list(read_library(library).values()) == [ADVICE, ADVICE]
+    assert seen.log("training_free_grpo/experiences") == [1.0, 2.0]
+    training = [text for n, text in asked if n == 64]
+    evaluation = [text for n, text in asked if n == 6]
+    assert training[0].startswith("None|") and training[1].startswith(f"[G0]. {ADVICE}|")
+    of_each = len(evaluation) // 2
+    assert all(text.startswith(f"[G0]. {ADVICE}|") for text in evaluation[:of_each])
+    assert all(text.startswith(f"[G0]. {ADVICE}\n[G1]. {ADVICE}|") for text in evaluation[of_each:])
+
+
+# ---- RTV and PDR
+
+
+def test_rtv_pdr_evaluates_with_a_tournament(train):
+    """Two waves of 4 attempts, 2 kept, 3 votes: 2 comparisons between the waves and 3 for the answer. The judge wants
+    the longest, so it is what is evaluated."""
+    votes: list[int] = []
+    summaries: list[str] = []
+
+    def summarizer(problem: str, attempt: str) -> str:
+        summaries.append(attempt)
+        return f"{len(attempt):02d}"
+
+    def judge(problem: str, shown: list[str]) -> int:
+        votes.append(len(shown))
+        return 1 + max(range(len(shown)), key=shown.__getitem__)
+
+    def letters(completions: Any = None, **kwargs: Any) -> list[float]:
+        return [float(len(c[0]["content"].strip())) for c in completions]
+
+    evaluated = build_dataset(6, split="held_out")
+    seen = train(
+        ["rtv_pdr"],
+        {"rtv_pdr": {"attempts": 4, "keep": 2, "votes": 3, "summarizer": summarizer, "judge": judge}},
+        reward=letters,
+        per_device_train_batch_size=16,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=6,
+        num_generations_eval=1,
+        more={"eval_dataset": evaluated},
+    )
+    assert len(votes) == 6 * (2 + 3) * 3 and set(votes) == {2}
+    assert len(summaries) == 6 * 8
+    last = [max(len(s) for s in summaries[24 + 4 * i : 28 + 4 * i]) for i in range(6)]
+    assert seen.log("eval_reward") == [pytest.approx(np.mean(last))]
+    waves = [r for r in seen.requests if r.n == 4]
+    assert len(waves) == 12 and [len(r.trajectory.prompt) > 250 // 2 for r in waves] == [False] * 6 + [True] * 6
+    assert all(len(b.made) == 16 and Kind.FORCED not in b.made[0].trajectory.kinds for b in seen.batches)
+    assert (seen.after - seen.before).abs().max() > 1e-5, "training rollouts are plain ones"
+
+
+# ---- APRIL
+
+LONG = {"num_generations": 2, "max_completion_length": 120, "max_steps": 3, "learning_rate": 0.5}
+
+
+def test_april_trains_the_first_groups_that_are_complete(train):
+    """The untrained policy ends by chance, so lengths have a long tail; the rest of it waits and goes on."""
+    plain = train([], **{**LONG, "max_steps": 1})
+    seen = train(["april"], {"april": {"correction": "mask", "over_sampling": 1.5}}, **LONG)
+    for k, batch in enumerate(seen.batches):
+        rollouts, tokens = batch.rollouts, batch.tokens
+        assert len(rollouts) == 64 and rollouts.groups.size.tolist() == [2] * 32
+        stale = tokens.version < k
+        assert torch.equal(batch.decision.keep_tokens, ~stale)
+        assert seen.log("april/masked")[k] == pytest.approx(float(stale.double().mean()), abs=1e-6)
+        assert (k == 0) == (not bool(stale.any()))
+        live = batch.data["completion_mask"] * batch.data.get("tool_mask", 1)
+        assert int(live.sum()) == int((~stale).sum()) == int(batch.data["num_items_in_batch"])
+        assert seen.log("april/resumed")[k] == (16 if k else 0) and seen.log("april/fresh")[k] == (32 if k else 48)
+    assert seen.log("april/waiting") == [0, 16, 16] and len(seen.trainer.methods.carried) == 16
+    shortest = seen.log("completions/mean_length")[0]
+    assert shortest < 0.9 * plain.log("completions/mean_length")[0], "the first to be complete are the short ones"
+
+
+def test_april_weighs_tokens_of_older_policies(train):
+    seen = train(["april"], {"april": {"correction": "token_tis", "tis_cap": 1.3}}, **LONG)
+    capped = 0
+    for batch in seen.batches[1:]:
+        t = batch.tokens
+        weight = (t.old_logprobs.double() - t.rollout_logprobs.double()).exp()
+        capped += int((weight > 1.3).sum())
+        wanted = host_advantages(batch.rollouts)[t.row] * weight.clamp(max=1.3)
+        assert torch.allclose(batch.decision.advantages, wanted, atol=1e-5)
+        stale = t.version < t.version.max()
+        assert (
+            int(stale.sum()) > 64 and (weight[stale] - 1).abs().max() > 0.1 and (weight[~stale] - 1).abs().max() < 1e-3
+        )
+        sent = batch.data["advantages"]
+        assert torch.allclose(sent[t.row, t.position].double(), wanted, atol=1e-5)
+    assert capped > 8
+    assert (seen.after - seen.before).abs().max() > 1e-3
+
+
+# ---- two ranks
+
+
+def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
+    """What both ranks decoded together is trained or waits, whole groups go on bit for bit on whatever rank they come
+    to, and both ranks end with the same weights."""
+    out = tmp_path / "out.pt"
+    script = Path(__file__).parent / "queue_ranks_script.py"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+        str(out),
+    ]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = torch.load(out, weights_only=False)
+    assert len(found["steps"]) == 3
+    drawn = Counter(p for s in found["steps"] for p in s["fresh"])
+    trained = Counter(p for s in found["steps"] for p in s["trained"])
+    assert drawn == trained + Counter(found["waiting"])
+    assert [len(s["trained"]) for s in found["steps"]] == [32] * 3 and len(found["waiting"]) == 32
+    resumed = 0
+    for before, now in zip(found["steps"], found["steps"][1:], strict=False):
+        for prompt, rollouts in now["after"].items():
+            for old, new in zip(before["after"].get(prompt, ()), rollouts, strict=False):
+                if prompt not in now["fresh"]:
+                    assert new.tokens[: len(old)] == old.tokens and str(new.logprobs[: len(old)]) == str(old.logprobs)
+                    resumed += 0 < len(old) < len(new)
+    assert resumed > 8
+    assert all(sum(s["decoded"][rank] for s in found["steps"]) > 0 for rank in (0, 1)), "both ranks decode"
+    assert [s["complete"] >= s["wanted"] for s in found["ranks"]] == [True] * 6
+    assert torch.equal(*found["weights"]) and (found["weights"][0] - found["begin"]).abs().max() > 1e-4

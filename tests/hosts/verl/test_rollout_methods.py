@@ -1,0 +1,169 @@
+"""The rollout methods in verl's real trainer on the CPU: one run, another method every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from runs import PROMPTS, SAMPLES, Run, finished
+from test_program_runs import REWARD
+from test_runs import reference
+
+pytestmark = pytest.mark.host
+
+PLACES = [
+    "latr+watch",
+    "turn_control+hgpo+watch",
+    "cleaner+watch",
+    "aepo_rollout+aepo_advantages+watch",
+    "echo_labels+echo_tree+echo_shaping+watch",
+    "arrol+watch",
+    "scope+watch",
+    "m_grpo_rollout+m_grpo+watch",
+    "rtv_pdr+watch",
+    "training_free_grpo+watch",
+]
+LADDER = "'verl_programs:Ladder'"
+PARAMS = [
+    "latr.eta=[1.0]",
+    "latr.eta_steps=[0]",
+    "latr.lookahead=[2,3]",
+    "latr.tau_abs=0.1",
+    "latr.tau_rel=0.6",
+    f"turn_control.environment={LADDER}",
+    "turn_control.strategy=unlimited",
+    "turn_control.turn_tokens=6",
+    "cleaner.environment='verl_programs:Fussy'",
+    "cleaner.marker='?'",
+    "cleaner.turn_tokens=4",
+    "cleaner.max_turns=3",
+    f"aepo_rollout.environment={LADDER}",
+    "aepo_rollout.turn_tokens=6",
+    "aepo_rollout.initial_rollouts=4",
+    "aepo_rollout.branch_probability=0.3",
+    "aepo_rollout.vocabulary=64",
+    "echo_labels.n_votes=10",
+    "echo_labels.extract='verl_programs:first_digits'",
+    "echo_tree.min_depth=1",
+    "echo_tree.entropy_high=0.7",
+    "arrol.detect_tokens=3",
+    "arrol.cold_start=0",
+    "scope.prm='verl_programs:step_scores'",
+    "scope.corrector='verl_programs:completed'",
+    "scope.min_prefix=0.0",
+    "scope.min_step=0",
+    "scope.success_threshold=0.45",
+    "scope.min_correct=8",
+    "m_grpo_rollout.parse='verl_programs:asked'",
+    "m_grpo_rollout.max_calls=1",
+    "m_grpo.sub_per_rollout=1",
+    "rtv_pdr.training=refined",
+    "rtv_pdr.attempts=4",
+    "rtv_pdr.keep=2",
+    "rtv_pdr.votes=2",
+    "rtv_pdr.summary_tokens=4",
+    "rtv_pdr.judge_tokens=2",
+    "training_free_grpo.llm='rl_plugins.demo.advisor:canned'",
+]
+
+
+@pytest.fixture(scope="module")
+def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return finished(
+        tmp_path_factory.mktemp("verl") / "methods",
+        [
+            *REWARD,
+            f"+carousel=[{','.join(PLACES)}]",
+            "+rl_plugins.methods=[watch,turn_control]",
+            *(f"+carousel_params.{p}" for p in PARAMS),
+            f"+rl_plugins.method_params.turn_control.environment={LADDER}",
+            "actor_rollout_ref.actor.calculate_entropy=True",
+            f"trainer.total_training_steps={len(PLACES)}",
+        ],
+        trainer="carousel",
+        RL_PLUGINS_TEST_DUMP="1",
+    )
+
+
+def of(run: Run, name: str) -> tuple[Any, Any, dict[str, float], dict[str, Any]]:
+    """Rollouts, tokens, what was logged and what was decided in the step of a method."""
+    k = next(i for i, place in enumerate(PLACES) if name in place.split("+"))
+    rollouts, tokens = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
+    return rollouts, tokens, run.metrics(k + 1), run.steps()[k]
+
+
+def test_latr(carousel: Run) -> None:
+    rollouts, tokens, logged, _ = of(carousel, "latr")
+    assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and logged["latr/eta"] == 1.0
+    forced = torch.zeros(64, dtype=torch.int64).index_add(0, tokens.row, tokens.forced.long())
+    assert bool((forced > 0).all()), "every row begins with tokens of the tree"
+    assert logged["latr/branches"] >= 1 and 0 < logged["latr/copies"] < 1
+
+
+def test_turn_control_and_hgpo(carousel: Run) -> None:
+    rollouts, tokens, logged, s = of(carousel, "turn_control")
+    assert rollouts.steps.turn.tolist() == [0, 1, 2] * 64 and logged["turn_control/turns"] == 3
+    assert s["decision"].estimator == "hgpo"
+    spread = [float(tokens.advantages[tokens.step == k].std(unbiased=False)) for k in range(0, 192, 5)]
+    assert max(spread) < 1e-9 and len(tokens.advantages.unique()) > 8, "one advantage per turn"
+
+
+def test_cleaner(carousel: Run) -> None:
+    rollouts, tokens, logged, _ = of(carousel, "cleaner")
+    assert len(rollouts) == 64 and bool(tokens.forced.any()), "turns that were repaired are forced"
+    assert logged["cleaner/retries"] > 0 and logged["cleaner/grafted"] > 0
+
+
+def test_aepo(carousel: Run) -> None:
+    rollouts, tokens, logged, _ = of(carousel, "aepo_rollout")
+    assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and not bool(tokens.forced.any())
+    assert logged["aepo_rollout/initial"] == 4
+    assert logged["aepo_rollout/branches"] + logged["aepo_rollout/restarts"] == 4
+
+
+def test_echo(carousel: Run) -> None:
+    rollouts, _, logged, s = of(carousel, "echo_tree")
+    assert rollouts.groups.size.tolist() == [10] * PROMPTS, "votes"
+    assert int(s["decision"].trained.sum()) == 64 and set(rollouts.reward.unique().tolist()) <= {0.0, 1.0}
+    assert 0 < logged["echo_labels/majority_ratio"] <= 1
+
+
+def test_arrol(carousel: Run) -> None:
+    """In its first batch nothing is stopped: there is no head yet. What it learns from reaches the driver."""
+    rollouts, _, logged, s = of(carousel, "arrol")
+    assert int(s["decision"].trained.sum()) == len(rollouts) == 64
+    assert logged["arrol/right"] == pytest.approx(float((rollouts.reward >= 0.5).double().mean()))
+
+
+def test_scope(carousel: Run) -> None:
+    rollouts, tokens, logged, _ = of(carousel, "scope")
+    assert len(rollouts) == 64 and logged["scope/corrected"] > 0
+    assert bool(tokens.forced.any()), "what the corrector wrote was not sampled"
+
+
+def test_m_grpo(carousel: Run) -> None:
+    rollouts, _, _, s = of(carousel, "m_grpo")
+    agents = rollouts.meta["agent"]
+    assert set(agents) == {"main", "sub"} and rollouts.groups.size.numel() == PROMPTS // 2
+    assert [a == "main" for a in agents] == (rollouts.index == 0).tolist()
+    assert int(s["decision"].stays.sum()) <= 64
+
+
+def test_rtv_pdr_trains_the_second_wave(carousel: Run) -> None:
+    rollouts, _, logged, _ = of(carousel, "rtv_pdr")
+    assert logged["rtv_pdr/votes"] > 0 and len(rollouts) > 0
+
+
+def test_training_free_grpo_moves_nothing(carousel: Run) -> None:
+    rollouts, _, logged, _ = of(carousel, "training_free_grpo")
+    assert len(rollouts) == 64 and "actor/grad_norm" not in logged
+
+
+def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
+    """Of the methods that train with the host's surrogate."""
+    updates = {u["methods"][0]: u for u in carousel.updates()}
+    for name in ("latr", "turn_control", "cleaner", "aepo_rollout", "echo_labels", "arrol", "m_grpo_rollout"):
+        norm, rows = reference([updates[name]])
+        assert updates[name]["global_batch_size"] == rows, name
+        assert updates[name]["grad_norm"] == pytest.approx(norm, rel=1e-4), name
