@@ -170,11 +170,11 @@ def test_calls_become_rows_of_their_own():
         {"<q>": CALL, "<x>": "ok <result>7</result>", "<y>": "8", "<tool_response>8</tool_response>>": "15"}
     )
     (rows,), logged = team(engine)
-    main, first, second = rows
+    first, second, main = rows
     assert engine.chat.decode(main.tokens) == (
         f"{CALL}<<tool_response>7</tool_response>\n<tool_response>8</tool_response>>15"
     )
-    assert [r.meta["agent"] for r in rows] == ["main", "sub", "sub"]
+    assert [r.meta["agent"] for r in rows] == ["sub", "sub", "main"]
     assert engine.chat.decode(first.prompt) == "<x>" and engine.chat.decode(second.tokens) == "8"
     trained = engine.chat.decode([t for t, m in zip(main.tokens, main.trained, strict=True) if m])
     assert trained == f"{CALL}15", "what the sub-agents said is not trained in the main agent's row"
@@ -192,7 +192,7 @@ def test_limits_of_calls_turns_and_room():
     (rows,), _ = team(engine, max_turns=2, max_calls=100)
     assert len(rows) == 3, "after its last turn nobody reads a result, so nobody is called"
     (rows,), _ = team(engine, max_calls=100, max_tokens=60)
-    assert len(rows[0]) <= 60 and rows[0].finish == "eos"
+    assert len(rows[-1]) <= 60 and rows[-1].finish == "eos"
 
 
 def test_no_call_and_a_parser_that_fails():

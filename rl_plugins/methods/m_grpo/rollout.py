@@ -28,7 +28,7 @@ class MGrpoRollout(Method):
     between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
     The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
 
-    Rows of a rollout: M's first, then S's in the order of the calls; `meta["agent"]` is `main_agent` or `sub_agent`
+    Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is `main_agent` or `sub_agent`
     (the column `m_grpo` reads, also visible to reward functions). M's row never has S's tokens and vice versa: what S
     said stands in M's row as observed text. Calls of the same turn are generated together.
 
@@ -102,7 +102,7 @@ class MGrpoRollout(Method):
             main = following
         self.log("calls", len(subs))
         self.log("turns", turns)
-        return [main.noted(agent=p.main_agent), *(row.noted(agent=p.sub_agent) for row in subs)]
+        return [*(row.noted(agent=p.sub_agent) for row in subs), main.noted(agent=p.main_agent)]
 
 
 def delegated(text: str) -> list[str]:

@@ -146,7 +146,9 @@ def test_m_grpo(carousel: Run) -> None:
     rollouts, _, _, s = of(carousel, "m_grpo")
     agents = rollouts.meta["agent"]
     assert set(agents) == {"main", "sub"} and rollouts.groups.size.numel() == PROMPTS // 2
-    assert [a == "main" for a in agents] == (rollouts.index == 0).tolist()
+    last = torch.zeros(1000).scatter_reduce(0, rollouts.group * 100 + rollouts.rollout, rollouts.index.float(), "amax")
+    is_last = rollouts.index == last[rollouts.group * 100 + rollouts.rollout]
+    assert [a == "main" for a in agents] == is_last.tolist(), "the main agent's row is the last of its rollout"
     assert int(s["decision"].stays.sum()) <= 64
 
 

@@ -1,0 +1,83 @@
+"""What the comparisons in this folder share: files for TRL's script, runs under one budget, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_plugins.compare import report
+from rl_plugins.compare.plan import Arm, Comparison, make_plan
+from rl_plugins.compare.runs import run_all
+from rl_plugins.compare.trl import Trl
+
+CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "learning_rate": 1e-3,
+    "warmup_steps": 5,
+    "lr_scheduler_type": "constant_with_warmup",
+    "loss_type": "dapo",
+    "beta": 0.0,
+    "temperature": 1.0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
+
+def arguments(description: str, out: str) -> argparse.Namespace:
+    """The options of a script: steps, seeds and the folder of the results."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(out))
+    return parser.parse_args()
+
+
+def write_rows(folder: Path, **splits: Sequence[Mapping[str, Any]]) -> None:
+    """One file of JSON lines per split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, rows in splits.items():
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def compare(
+    args: argparse.Namespace,
+    config: Mapping[str, Any],
+    arms: Mapping[str, tuple[Sequence[str], Mapping[str, Mapping[str, Any]]]],
+    labels: Mapping[str, str],
+    note: str,
+) -> None:
+    """Runs all arms with all seeds, one at a time, and writes report.md, summary.json and curves.png.
+
+    Args:
+        args: of `arguments`.
+        config: of every run.
+        arms: label -> methods in order, and the parameters of each. The baseline comes first.
+        labels: logged value -> what it is called; the first one is the main one.
+        note: the first line of the report.
+    """
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "run.yaml"
+    file.write_text(yaml.safe_dump({**CONFIG, "max_steps": args.steps, **config}, sort_keys=False))
+    plans = [
+        make_plan(Trl(file), [Arm(label, tuple(methods))], range(args.seeds), args.out, params)
+        for label, (methods, params) in arms.items()
+    ]
+    runs = [run for of_seed in zip(*(plan.runs for plan in plans), strict=True) for run in of_seed]
+    comparison = Comparison(
+        tuple(plan.arms[0] for plan in plans), tuple(range(args.seeds)), tuple(runs), args.out, (note,)
+    )
+    # The reward functions and parsers are in this folder.
+    seconds = run_all(comparison, 1, watch=next(iter(labels)), environment={"PYTHONPATH": str(Path(__file__).parent)})
+    summary = report.write(comparison, list(labels), seconds, labels)
+    print(report.text(summary))
