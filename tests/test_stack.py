@@ -422,7 +422,7 @@ def test_what_was_saved_and_what_was_loaded_is_a_copy():
 
 def test_what_the_state_dict_holds():
     saved = counting(steps=1).state_dict("data")
-    assert set(saved) == {"step", "extra_prompts", "draw", "stats", "fingerprint", "methods"}
+    assert set(saved) == {"step", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"}
     assert saved["step"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
     assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +29,11 @@ Score = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], 
 
 @dataclass(frozen=True)
 class _Options:
-    """What requests of one engine call share. `max_tokens` only where the engine has one limit for all."""
+    """What requests of one engine call share."""
 
     temperature: float
     stop: tuple[str, ...]
     top: int
-    max_tokens: int
 
 
 class TrlEngine:
@@ -90,7 +90,7 @@ class TrlEngine:
             raise ConfigError("Over-provisioned generation interrupts the engine, which is served with use_vllm=False.")
         if not requests or not enough:
             return [Generated((), (), "abort", t.state.global_step) for _ in requests], [0] * len(requests)
-        options = _Options(float(t.temperature), (), 0, 0)
+        options = _Options(float(t.temperature), (), 0)
         limits = torch.tensor([r.max_tokens or 1 for r in requests])
         groups = torch.tensor(group)
         with self._transformers(options, limits, (groups, enough)) as watch:
@@ -106,8 +106,7 @@ class TrlEngine:
 
     def _options(self, request: Generate) -> _Options:
         temperature = self.trainer.temperature if request.temperature is None else request.temperature
-        limit = request.max_tokens or 1
-        return _Options(float(temperature), tuple(request.stop), request.top, limit if self.trainer.use_vllm else 0)
+        return _Options(float(temperature), tuple(request.stop), request.top)
 
     def _call(self, options: _Options, requests: list[Generate], most: int) -> list[Generated]:
         """One engine call. Every rank enters it with as many rows, because TRL cuts what comes back into equal parts;
@@ -116,21 +115,20 @@ class TrlEngine:
         filler = Generate(Trajectory((t.eos_token_ids[0],)), max_tokens=1)
         rows = requests + (requests[:1] or [filler]) * (most - len(requests))
         contexts = [list(r.trajectory.context) for r in rows]
+        limits = torch.tensor([r.max_tokens or 1 for r in rows])
         if t.use_vllm:
-            with self._vllm(options) as raw:
+            with self._vllm(options, limits.tolist()) as raw:
                 ids, _ = self._host(contexts, None, {}, 1)
             made = [_from_vllm(i, lp, tok, options) for i, lp, tok in zip(ids, raw[0], raw[1], strict=True)]
         else:
-            limits = torch.tensor([r.max_tokens or 1 for r in rows])
             with self._transformers(options, limits) as watch:
                 ids, _ = self._host(contexts, None, {}, 1)
             made = [watch.generated(k, list(i)) for k, i in enumerate(ids)]
         made = made[: len(requests)]
         eos, version = set(t.eos_token_ids), t.state.global_step
-        return [self._finished(g, r, options, eos, version) for g, r in zip(made, requests, strict=True)]
+        return [self._finished(g, options, eos, version) for g in made]
 
-    def _finished(self, g: Generated, request: Generate, options: _Options, eos: set[int], version: int) -> Generated:
-        g = g.cut(request.max_tokens or 1)
+    def _finished(self, g: Generated, options: _Options, eos: set[int], version: int) -> Generated:
         finish: Finish = "length"
         if g.tokens and g.tokens[-1] in eos:
             finish = "eos"
@@ -146,7 +144,6 @@ class TrlEngine:
         complete for all to stop."""
         t = self.trainer
         model = t.accelerator.unwrap_model(t.model_wrapped)
-        before = model.__dict__.get("generate")
         host = model.generate
         watch = _Watch(options, limits, t.processing_class)
 
@@ -168,31 +165,24 @@ class TrlEngine:
             watch.finish(out)
             return out
 
-        model.generate = generate
-        try:
+        with _changed(model, generate=generate):
             yield watch
-        finally:
-            if before is None:
-                del model.generate
-            else:
-                model.generate = before
 
     @contextlib.contextmanager
-    def _vllm(self, options: _Options) -> Iterator[list[Any]]:
-        """vLLM with the options of a call; yields the list its log-probs and their tokens are put into."""
+    def _vllm(self, options: _Options, limits: Sequence[int]) -> Iterator[list[Any]]:
+        """vLLM with the options of a call and a limit of new tokens for each of this rank's rows; yields the list its
+        log-probs and their tokens are put into."""
         engine = self.trainer.vllm_generation
-        changed: dict[str, Any] = {
+        if options.top:
+            _check_top(engine, options)
+        of_ranks = gather(self.trainer.accelerator, list(limits))
+        kwargs = {
+            **engine.generation_kwargs,
             "temperature": options.temperature,
-            "max_completion_length": options.max_tokens,
-            "logprobs": max(options.top, 1) if options.top else 0,
+            "logprobs": options.top,
         }
         if options.stop:
-            changed["generation_kwargs"] = {
-                **engine.generation_kwargs,
-                "stop": list(options.stop),
-                "include_stop_str_in_output": True,
-            }
-        before = {name: getattr(engine, name) for name in changed}
+            kwargs |= {"stop": list(options.stop), "include_stop_str_in_output": True}
         raw: list[Any] = []
         host = engine.generate
 
@@ -201,15 +191,18 @@ class TrlEngine:
             raw[:] = out[2:4]
             return out
 
-        for name, value in changed.items():
-            setattr(engine, name, value)
-        engine.generate = generate
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_changed(engine, generation_kwargs=kwargs, generate=generate))
+            if engine.mode == "colocate":
+                size = engine.tensor_parallel_size
+                first = self.trainer.accelerator.process_index // size * size
+                rows = [n for part in of_ranks[first : first + size] for n in part]
+                stack.enter_context(_changed(engine.llm, generate=_limited(engine.llm.generate, rows)))
+            elif self.trainer.accelerator.is_main_process:
+                client = engine.vllm_client
+                rows = [n for part in of_ranks for n in part]
+                stack.enter_context(_changed(client, generate=_limited_requests(client.generate, rows)))
             yield raw
-        finally:
-            del engine.generate
-            for name, value in before.items():
-                setattr(engine, name, value)
 
     # ---- rewards
 
@@ -327,6 +320,82 @@ def _window(stop: Sequence[str]) -> int:
     return max(len(s.encode()) for s in stop) + 1
 
 
+@contextlib.contextmanager
+def _changed(thing: Any, **values: Any) -> Iterator[None]:
+    """An object with other attributes, as long as this lasts."""
+    before = {name: vars(thing)[name] for name in values if name in vars(thing)}
+    for name, value in values.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                setattr(thing, name, before[name])
+            else:
+                delattr(thing, name)
+
+
+def _limited(host: Callable[..., Any], limits: Sequence[int]) -> Callable[..., Any]:
+    """`LLM.generate` with a limit of new tokens for every prompt: TRL gives it one for all."""
+
+    def generate(prompts: Sequence[Any], sampling_params: Any, **kwargs: Any) -> Any:
+        each = [copy.copy(sampling_params) for _ in prompts]
+        for params, limit in zip(each, limits, strict=True):
+            params.max_tokens = limit
+        return host(prompts, sampling_params=each, **kwargs)
+
+    return generate
+
+
+def _limited_requests(host: Callable[..., Any], limits: Sequence[int]) -> Callable[..., Any]:
+    """`VLLMClient.generate` with a limit of new tokens for every prompt: one HTTP request for each limit there is, at
+    the same time, so that the server decodes them together."""
+
+    def generate(prompts: Sequence[Any], generation_kwargs: Any = None, **kwargs: Any) -> dict[str, list[Any]]:
+        places: dict[int, list[int]] = {}
+        for i, (_, limit) in enumerate(zip(prompts, limits, strict=True)):
+            places.setdefault(limit, []).append(i)
+
+        def ask(limit: int) -> Any:
+            own = {**(generation_kwargs or {}), "max_tokens": limit}
+            return host(prompts=[prompts[i] for i in places[limit]], generation_kwargs=own, **kwargs)
+
+        with ThreadPoolExecutor(min(len(places), 64)) as pool:
+            answers = list(pool.map(ask, places))
+        out: dict[str, list[Any]] = {name: [None] * len(prompts) for name in answers[0]}
+        for answer, rows in zip(answers, places.values(), strict=True):
+            for name, values in answer.items():
+                for i, value in zip(rows, values, strict=True):
+                    out[name][i] = value
+        return out
+
+    return generate
+
+
+def _check_top(engine: Any, options: _Options) -> None:
+    """vLLM in TRL reports log-probs of the distribution that is sampled; the argmax is taken of the policy's own.
+
+    Raises:
+        ConfigError: something stands between the two.
+    """
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    cuts = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "structured_outputs_regex": None}
+    neutral = penalties | cuts if options.temperature else penalties
+    given = {name: getattr(engine, name) for name in neutral if hasattr(engine, name)}
+    given |= {name: value for name, value in engine.generation_kwargs.items() if name in neutral}
+    changed = [f"{name}={value}" for name, value in given.items() if value is not None and value != neutral[name]]
+    if options.temperature not in (0.0, 1.0):
+        changed.append(f"temperature={options.temperature}")
+    if changed:
+        raise ConfigError(
+            f"A rollout program asks for the {options.top} most likely tokens with their log-probs at temperature 1, "
+            f"and with {', '.join(changed)} vLLM reports others, because TRL has it report what it samples from. Leave "
+            f"{'this option' if len(changed) == 1 else 'these options'} at the neutral value (temperature 1 or 0), or "
+            f"set use_vllm=False."
+        )
+
+
 def _from_vllm(ids: Sequence[int], logprobs: Any, tokens: Any, options: _Options) -> Generated:
     """vLLM reports log-probs by rank; the sampled token's is found by its id."""
     own, top = [], []
@@ -347,5 +416,11 @@ def max_context(trainer: Any) -> int:
     """Tokens of prompt and completion the engine takes."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         return int(trainer.vllm_generation.llm.llm_engine.model_config.max_model_len)
+    if trainer.use_vllm:
+        length = 0
+        if trainer.accelerator.is_main_process:
+            client = trainer.vllm_generation.vllm_client
+            length = client.session.get(f"{client.base_url}/v1/models").json()["data"][0]["max_model_len"]
+        return int(gather(trainer.accelerator, length)[0])
     config = trainer.model.config
     return int(getattr(getattr(config, "text_config", config), "max_position_embeddings", 2**31))

@@ -28,9 +28,9 @@ class MGrpoRollout(Method):
     between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
     The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
 
-    Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is `main_agent` or `sub_agent`
-    (the column `m_grpo` reads, also visible to reward functions). M's row never has S's tokens and vice versa: what S
-    said stands in M's row as observed text. Calls of the same turn are generated together.
+    Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is
+    `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's row never has S's
+    tokens and vice versa: what S said stands in M's row as observed text. Calls of the same turn are generated together.
 
     Logs: `calls` and `turns` per rollout, `parse_failed`.
 

@@ -31,6 +31,7 @@ PROGRAMS = {
     "grafting": "Grafting",
     "idle": "Idle",
     "watch": "Watch",
+    "recorded": "Recorded",
     "sleepy": "Sleepy",
     "failing": "Failing",
     "gone": "Gone",

@@ -288,15 +288,31 @@ def test_server_plan(folder, server):
     check_given(t, watch, EXACT)
 
 
-def test_server_and_two_ranks(folder, server_url, tmp_path):
-    """TRL cuts the server's answer into equal shares, whatever each rank asked for."""
+def on_two_ranks(folder, url, out):
+    """What ranks_script.py found on each rank."""
     script = Path(__file__).parent / "ranks_script.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    log = tmp_path / "log.txt"
-    with started([*command, str(folder), server_url, str(tmp_path)], log) as process:
+    log = out / "log.txt"
+    with started([*command, str(folder), url, str(out)], log) as process:
         assert process.wait(240) == 0, log.read_text()[-8000:]
-    for rank in (0, 1):
-        results = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert set(results) == {"mc_grpo", "small", "given", "probing"}
-        for case, r in results.items():
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def check_ranks(results, cases):
+    for rank, found in enumerate(results):
+        assert set(found) == cases
+        requests = found.pop("requests")
+        assert requests["rows"] == [[5, 16, 0], [16, 5, 16]][rank] and requests["limits"]
+        assert requests["tokens"] > 40 and requests["error"] < EXACT
+        for case, r in found.items():
             assert r["rows"] == 32 and r["tokens"] > 200 and r["error"] < EXACT, (case, rank, r)
+
+
+def test_server_and_two_ranks(folder, server_url, tmp_path):
+    """TRL cuts the server's answer into equal shares, whatever each rank asked for."""
+    cases = {"mc_grpo", "small", "given", "probing", "talk", "requests"}
+    check_ranks(on_two_ranks(folder, server_url, tmp_path), cases)
+
+
+def test_two_ranks_with_an_engine_each(folder, tmp_path):
+    check_ranks(on_two_ranks(folder, "colocate", tmp_path), {"talk", "requests"})

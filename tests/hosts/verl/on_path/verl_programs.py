@@ -209,6 +209,21 @@ class Watch(probes.Probe):
         torch.save((rollouts, tokens), OUT / f"watch{rollouts.step}.pt")
 
 
+class Recorded(probes.Probe):
+    """Gives every prompt two recorded steps, in a column the data has."""
+
+    name = "recorded"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(edit={"level": [["7", "7"], ["8", "8"]]}) for r in plan.rows))
+
+
+def digit_first(response, expert, columns):
+    """Matched where the second character is an odd digit."""
+    right = response[1:2] in tuple("13579")
+    return right, float(right)
+
+
 class Fussy(Ladder):
     """The ladder, where a turn that does not end with an odd digit is an error."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from runs import PROMPTS, SAMPLES, Run, finished
 from test_program_runs import REWARD
 from test_runs import reference
+
+from rl_plugins.methods.ui_s1 import UiS1
 
 pytestmark = pytest.mark.host
 
@@ -23,6 +26,7 @@ PLACES = [
     "m_grpo_rollout+m_grpo+watch",
     "rtv_pdr+watch",
     "training_free_grpo+watch",
+    "recorded+ui_s1_rollout+ui_s1+watch",
 ]
 LADDER = "'verl_programs:Ladder'"
 PARAMS = [
@@ -58,6 +62,12 @@ PARAMS = [
     "m_grpo_rollout.parse='verl_programs:asked'",
     "m_grpo_rollout.max_calls=1",
     "m_grpo.sub_per_rollout=1",
+    "ui_s1_rollout.column=level",
+    "ui_s1_rollout.match='verl_programs:digit_first'",
+    "ui_s1_rollout.max_steps=2",
+    "ui_s1_rollout.step_tokens=3",
+    "ui_s1.rows_per_rollout=2",
+    "ui_s1.filter_by=none",
     "rtv_pdr.training=refined",
     "rtv_pdr.attempts=4",
     "rtv_pdr.keep=2",
@@ -150,6 +160,34 @@ def test_m_grpo(carousel: Run) -> None:
     is_last = rollouts.index == last[rollouts.group * 100 + rollouts.rollout]
     assert [a == "main" for a in agents] == is_last.tolist(), "the main agent's row is the last of its rollout"
     assert int(s["decision"].stays.sum()) <= 64
+
+
+def test_ui_s1_on_recorded_steps(carousel: Run) -> None:
+    """A row per step; the advantages are those of the method on the steps that were played."""
+    rollouts, tokens, logged, s = of(carousel, "ui_s1")
+    steps = rollouts.steps
+    assert s["decision"].estimator == "ui_s1" and set(rollouts.index.tolist()) == {0, 1}
+    assert torch.equal(steps.turn, rollouts.index[steps.row]) and len(rollouts.groups.ids) == PROMPTS // 2
+    assert 0 < logged["ui_s1/matched"] < 1 and set(steps.reward.tolist()) == {0.0, 1.0}
+    method = UiS1(UiS1.Params(filter_by="none", rows_per_rollout=2))
+    assert torch.allclose(method.advantages(rollouts)[tokens.step], tokens.advantages, atol=1e-6)
+
+
+def test_april_where_verl_carries_groups_over(tmp_path: Path) -> None:
+    """Half as many groups again are begun; verl's own buffer keeps what is not trained."""
+    run = finished(
+        tmp_path / "run",
+        [
+            "+rl_plugins.methods=[april,watch]",
+            "+rl_plugins.method_params.april.over_sampling=1.5",
+            "trainer.total_training_steps=3",
+        ],
+        trainer="rl_plugins_colocate_async",
+    )
+    assert "trainer.v1.colocate_async.num_warmup_batches=0.5" in run.log, "what the method sets is printed"
+    for k in range(3):
+        rollouts, _ = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
+        assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS
 
 
 def test_rtv_pdr_trains_the_second_wave(carousel: Run) -> None:
