@@ -30,7 +30,7 @@ class MGrpoRollout(Method):
 
     Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is
     `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's row never has S's
-    tokens and vice versa: what S said stands in M's row as observed text. Calls of the same turn are generated together.
+    tokens and vice versa: what S said stands in M's row as observed text. Calls of a turn are generated together.
 
     Logs: `calls` and `turns` per rollout, `parse_failed`.
 
