@@ -207,3 +207,45 @@ def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
         norm, rows = reference([updates[name]])
         assert updates[name]["global_batch_size"] == rows, name
         assert updates[name]["grad_norm"] == pytest.approx(norm, rel=1e-4), name
+
+
+TWO_STEPS = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch"]
+
+
+@pytest.fixture(scope="module")
+def off_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two optimizer steps per batch; each place comes twice, with its state."""
+    return finished(
+        tmp_path_factory.mktemp("verl") / "clips",
+        [
+            *REWARD,
+            f"+carousel=[{','.join(TWO_STEPS)}]",
+            "+rl_plugins.methods=[watch]",
+            "+carousel_params.fission_grpo.role=user",
+            "+carousel_params.fission_grpo.message='verl_programs:complaint'",
+            "+carousel_params.fission_grpo.error_threshold=0.5",
+            "actor_rollout_ref.actor.calculate_entropy=True",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            "data.max_prompt_length=64",
+            "trainer.total_training_steps=4",
+        ],
+        trainer="carousel",
+        RL_PLUGINS_TEST_DUMP="1",
+    )
+
+
+def test_fission_turns_errors_into_prompts(off_policy: Run) -> None:
+    first, _ = torch.load(off_policy.folder / "watch0.pt", weights_only=False)
+    assert off_policy.metrics(1)["fission_grpo/pool"] > 0 and bool((first.prompt_index >= 0).all())
+    rollouts, _ = torch.load(off_policy.folder / "watch2.pt", weights_only=False)
+    foreign = rollouts.prompt_index == -1
+    assert off_policy.metrics(3)["fission_grpo/served"] > 0 and 0 < int(foreign.sum()) < 64
+    assert not set(rollouts.group[foreign].tolist()) & set(rollouts.group[~foreign].tolist()), "groups of their own"
+
+
+def test_clips_act_in_the_second_update(off_policy: Run) -> None:
+    updates = off_policy.updates()
+    assert len(updates) == 8 and all(u["grad_norm"] > 0 for u in updates)
+    for number, name in ((1, "echo_clip"), (2, "aepo_clip")):
+        logged = off_policy.metrics(number)
+        assert any(f"{name}/" in key for key in logged), sorted(logged)
