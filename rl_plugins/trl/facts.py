@@ -189,6 +189,11 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
         changed += [f"generation_kwargs {k}={v}" for k, v in args.generation_kwargs.items()]
     if args.use_vllm and args.vllm_structured_outputs_regex is not None:
         changed.append("vllm_structured_outputs_regex")
+    if changed and args.use_vllm:
+        missing["engine"] = (
+            f"vLLM in TRL reports top log-probs of what was sampled from, and {', '.join(changed)} changes that. Remove "
+            f"{'it' if len(changed) == 1 else 'them'}, or set use_vllm=False."
+        )
     if changed:
         missing["rollout_logprobs"] = (
             f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
