@@ -191,8 +191,8 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
         changed.append("vllm_structured_outputs_regex")
     if changed and args.use_vllm:
         missing["engine"] = (
-            f"vLLM in TRL reports top log-probs of what was sampled from, and {', '.join(changed)} changes that. Remove "
-            f"{'it' if len(changed) == 1 else 'them'}, or set use_vllm=False."
+            f"vLLM in TRL reports top log-probs of what was sampled from, and {', '.join(changed)} changes that. "
+            f"Remove {'it' if len(changed) == 1 else 'them'}, or set use_vllm=False."
         )
     if changed:
         missing["rollout_logprobs"] = (
