@@ -14,24 +14,9 @@ from rl_plugins.compare import report
 from rl_plugins.compare.plan import Arm, Comparison, make_plan
 from rl_plugins.compare.runs import run_all
 from rl_plugins.compare.trl import Trl
+from rl_plugins.demo.settings import ON_CPU
 
-CONFIG: dict[str, Any] = {
-    "dtype": "float32",
-    "learning_rate": 1e-3,
-    "warmup_steps": 5,
-    "lr_scheduler_type": "constant_with_warmup",
-    "loss_type": "dapo",
-    "beta": 0.0,
-    "temperature": 1.0,
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "dataloader_pin_memory": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "logging_steps": 1,
-    "disable_tqdm": True,
-}
+CONFIG: dict[str, Any] = {**ON_CPU, "learning_rate": 1e-3, "warmup_steps": 5}
 
 
 def arguments(description: str, out: str) -> argparse.Namespace:

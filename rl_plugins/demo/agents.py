@@ -16,6 +16,7 @@ from typing import Any
 from rl_plugins import registry
 from rl_plugins.compare.plan import Arm
 from rl_plugins.demo import environments
+from rl_plugins.demo.settings import ON_CPU
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
 
@@ -73,7 +74,6 @@ def params(names: Iterable[str], environment: str) -> dict[str, dict[str, Any]]:
             "hard_cap": kind.MAX_TURNS,
             "max_turns": kind.MAX_TURNS,
             "strategy": "unlimited",
-            "call_marker": "[",
             "marker": "[",
         }
         of[cls.name] = {k: v for k, v in known.items() if k in fields}
@@ -84,9 +84,9 @@ def config(policy: Path, data: Path, long: bool) -> dict[str, Any]:
     """The config of every run."""
     steps = LONG_STEPS if long else SHORT_STEPS
     return {
+        **ON_CPU,
         "model_name_or_path": str(policy),
         "dataset_name": str(data),
-        "dtype": "float32",
         "reward_funcs": ["rl_plugins.demo.rewards.score"],
         "per_device_train_batch_size": 128,
         "num_generations": 8,
@@ -94,18 +94,6 @@ def config(policy: Path, data: Path, long: bool) -> dict[str, Any]:
         "max_steps": steps,
         "learning_rate": 1e-3,
         "warmup_steps": 5,
-        "lr_scheduler_type": "constant_with_warmup",
-        "loss_type": "dapo",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
         "eval_strategy": "steps",
         "eval_steps": steps // 3,
         "eval_on_start": True,

@@ -26,6 +26,23 @@ LABELS = {
 SHORT_STEPS, LONG_STEPS = 80, 200
 TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, for methods that remember prompts
 
+# What every small run of TRL on a CPU has in common.
+ON_CPU: Mapping[str, Any] = {
+    "dtype": "float32",
+    "lr_scheduler_type": "constant_with_warmup",
+    "loss_type": "dapo",
+    "beta": 0.0,
+    "temperature": 1.0,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_steps": 1,
+    "disable_tqdm": True,
+}
+
 # Parameters with which a method has something to act on in the demo; everything else is the paper's default.
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
@@ -46,9 +63,9 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
     methods = list(methods)
     steps = LONG_STEPS if long else SHORT_STEPS
     values: dict[str, Any] = {
+        **ON_CPU,
         "model_name_or_path": str(policy),
         "dataset_name": str(data),
-        "dtype": "float32",
         "reward_funcs": [f"rl_plugins.demo.rewards.{name}" for name in REWARDS],
         "reward_weights": list(BINARY if set(methods) & set(WANT_BINARY) else GRADED),
         "per_device_train_batch_size": 256 if long else 128,
@@ -57,18 +74,6 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "max_steps": steps,
         "learning_rate": 3e-4,
         "warmup_steps": 10,
-        "lr_scheduler_type": "constant_with_warmup",
-        "loss_type": "dapo",
-        "beta": 0.0,
-        "temperature": 1.0,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "dataloader_pin_memory": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
         "eval_strategy": "steps",
         "eval_steps": steps // 4,
         "eval_on_start": True,

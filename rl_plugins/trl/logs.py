@@ -90,7 +90,7 @@ def _drop_fillers(step: Any, rows: int, real: int) -> None:
         for _ in range(rows - real):
             if table:
                 table.pop()
-    trained_length = step.full_decision.rollouts.length if trainer.tools else step.completion_length
+    trained_length = step.full_decision.rollouts.length if trainer.tools or step.programs else step.completion_length
     ended = trained_length[~step.full_decision.rollouts.truncated].double()
     values = {
         "mean_length": trained_length.double().mean(),

@@ -28,7 +28,7 @@ def run_queue(step: Any) -> list[ProgramRow]:
         prompts = step.prompts
         groups = admit(stack, prompts.proposal, enough, step.group_size, prompts.size, prompts.dataset)
         for g in groups:
-            step._check_plan_row(g.row)
+            step.check_plan_row(g.row)
         return groups
 
     groups = on_driver(accelerator, begin)

@@ -19,16 +19,14 @@ from rl_plugins.driver import Decision, decide, first_plan, next_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.metrics import combine
-from rl_plugins.preflight import no_row_has
-from rl_plugins.requests import Kind, Trajectory, Turn
-from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens, weighted_reward
-from rl_plugins.steps import spans, with_steps
+from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, weighted_reward
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
-from rl_plugins.trl.programs import ProgramRow, host_turns, run_programs, served
+from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import ROW, Prompts, strip
 from rl_plugins.trl.queue import run_queue
 from rl_plugins.trl.ranks import deal, gather, on_driver
+from rl_plugins.trl.rows import collect, flat, rollouts_of
 
 T = TypeVar("T")
 MAX_ROUNDS = 64
@@ -176,9 +174,9 @@ class GenerationStep:
                 f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
             )
         for p in special:
-            self._check_plan_row(p)
+            self.check_plan_row(p)
 
-    def _check_plan_row(self, p: PlanRow) -> None:
+    def check_plan_row(self, p: PlanRow) -> None:
         """Refuses what does not fit into a completion."""
         t = self.trainer
         limit = min(p.max_tokens or t.max_completion_length, t.max_completion_length)
@@ -198,7 +196,7 @@ class GenerationStep:
             plans += [r.plan for r in rows if r.plan is not None and r.number == 0]
             self.rows = deal(rows, acc.num_processes, 1, FILLER)
             parts = gather(acc, self._generate_round(self.rows[acc.process_index]))
-            results = zip(_flat(self.rows), _flat([p[1] for p in parts]), parts[0][0], strict=True)
+            results = zip(flat(self.rows), flat([p[1] for p in parts]), parts[0][0], strict=True)
             for row, (completion, extra), reward in results:
                 if row.plan is not None:
                     made.append(_Made(replace(row, done=completion), reward, extra, len(made)))
@@ -280,10 +278,10 @@ class GenerationStep:
             self.trainer._pending_extra_logs[name].extend(values + [None] * (each - len(local)))
 
     def _inputs(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        anything = next(r.plan for r in _flat(self.rows) if r.plan is not None)
+        anything = next(r.plan for r in flat(self.rows) if r.plan is not None)
         inputs = [self.prompts.row(r.plan or anything) for r in rows]
         if self.programs:  # what a program notes of a row is a column for reward functions
-            names = dict.fromkeys(k for r in _flat(self.rows) if r.made for k in r.made.trajectory.meta)
+            names = dict.fromkeys(k for r in flat(self.rows) if r.made for k in r.made.trajectory.meta)
             for row, x in zip(rows, inputs, strict=True):
                 x |= {k: (row.made.trajectory.meta if row.made else {}).get(k, x.get(k)) for k in names}
         return inputs
@@ -302,7 +300,7 @@ class GenerationStep:
         rows = self.mine
         if all(
             r.plan is not None and r.given is None and not r.plan.prefix and r.plan.max_tokens is None
-            for r in _flat(self.rows)  # of all ranks: they must make the same request
+            for r in flat(self.rows)  # of all ranks: they must make the same request
         ):
             # a vLLM server is asked for `each` completions of every each-th prompt
             each = num_generations if self.regular else 1
@@ -349,7 +347,7 @@ class GenerationStep:
             self.rewards = self._program_rewards(host, *args)
             return self.rewards
         rewards = host(*args)
-        filler = torch.tensor([r.plan is None for r in _flat(self.rows)], device=rewards.device)
+        filler = torch.tensor([r.plan is None for r in flat(self.rows)], device=rewards.device)
         self.rewards = torch.where(filler[:, None], torch.nan, rewards)
         return self.rewards
 
@@ -375,7 +373,7 @@ class GenerationStep:
                 rewards[places] = scored[k * most : k * most + len(places)]
                 start += len(part)
             self._spread_extra_columns(take[: len(each[rank])])
-        for i, row in enumerate(_flat(self.rows)):
+        for i, row in enumerate(flat(self.rows)):
             if row.made is not None and row.made.trajectory.rewards is not None:
                 given = row.made.trajectory.rewards
                 rewards[i] = torch.tensor([given.get(n, torch.nan) for n in t.reward_func_names])
@@ -463,10 +461,10 @@ class GenerationStep:
             host_advantages: (local rows,) TRL's own.
             out: TRL's batch if it exists already; None while TRL's own method still runs (then no column is needed).
         """
-        parts = gather(self.accelerator, self._collect(host_advantages, out))
+        parts = gather(self.accelerator, collect(self, host_advantages, out))
 
         def run() -> tuple[list[LocalDecision], int]:
-            rollouts, tokens, advantages = self._rollouts(parts)
+            rollouts, tokens, advantages = rollouts_of(self, parts)
             decision = decide(
                 self.stack, rollouts, tokens, advantages if self.regular else None, self._estimator, self.batch_rows
             )
@@ -484,168 +482,7 @@ class GenerationStep:
             return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
         return grpo_advantages(rollouts, t.scale_rewards)
 
-    def _collect(self, host_advantages: Tensor, out: dict[str, Any] | None) -> dict[str, Any]:
-        """This rank's rows without fillers, unpadded."""
-        t, needs = self.trainer, self.stack.needs
-        assert self.generated is not None
-        _, ids, tool_mask, completions, *_ = self.generated
-        real = [i for i, r in enumerate(self.mine) if r.plan is not None]
-        ends = {*t.eos_token_ids, t._tokenizer.pad_token_id}
-        truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
-        length = torch.tensor([len(ids[i]) for i in real], dtype=torch.int64)
-        place = torch.arange(max((len(c) for c in ids), default=0))
-        inside = place < length[:, None]  # (rows, time), tokens that may carry a gradient
-        if tool_mask is not None:
-            masks = [torch.tensor(tool_mask[i], dtype=torch.bool) for i in real]
-            inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
-        if t.mask_truncated_completions:
-            inside &= ~truncated[:, None]
-        elif self.programs:
-            truncated = torch.tensor([self._trajectory(i).finish in ("length", "abort") for i in real])
-        row, position = inside.nonzero(as_tuple=True)
-        kinds = [self._forced(self.mine[i], len(ids[i])) for i in real]
-        forced = torch.nn.utils.rnn.pad_sequence([place < 0, *kinds], batch_first=True)[1:]
-        part: dict[str, Any] = {
-            "length": inside.sum(1),
-            "completion_length": length,
-            "truncated": truncated,
-            "position": position,
-            "forced": forced[row, position],
-            "advantages": host_advantages.detach().cpu()[real],
-        }
-        for name in self.columns_wanted:
-            assert out is not None
-            part[name] = out[_COLUMN_KEYS[name]].detach().cpu()[real][:, : len(place)][inside]
-        if self.programs:
-            part["version"] = self._versions(real, inside)
-            part["meta"] = [dict(self._trajectory(i).meta) for i in real]
-        if "steps" in needs:
-            part["turns"] = self._turns(real, tool_mask, ids)
-        if "text" in needs:
-            part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
-        if "raw_text" in needs:
-            part["raw_text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=False)
-        if "messages" in needs:
-            part["messages"] = [completions[i] for i in real]
-        return part
 
-    def _forced(self, row: Row, length: int) -> Tensor:
-        """Which tokens were put in the policy's place: of a given completion, of a prefix, by a program."""
-        assert row.plan is not None
-        if row.made is not None:
-            return torch.tensor([k == Kind.FORCED for k in row.made.trajectory.kinds] or [False])
-        first = length if row.number < len(row.plan.given) else len(row.plan.prefix)
-        return torch.arange(length) < first
-
-    def _versions(self, real: list[int], inside: Tensor) -> Tensor:
-        """(tokens,) optimizer step of the policy that made each token; of tokens no policy made, this one."""
-        now = self.trainer.state.global_step
-        versions = torch.full(inside.shape, now, dtype=torch.int64)
-        for k, i in enumerate(real):
-            own = torch.tensor(self._trajectory(i).versions, dtype=torch.int64)
-            versions[k, : len(own)] = torch.where(own < 0, now, own)
-        return versions[inside]
-
-    def _trajectory(self, i: int) -> Trajectory:
-        made = self.mine[i].made
-        assert made is not None
-        return made.trajectory
-
-    def _turns(self, real: list[int], tool_mask: Any, ids: list[list[int]]) -> list[tuple[Turn, ...]]:
-        """Turns of this rank's rows: as the program marked them, or as tools and environments of TRL tell them."""
-        if not self.programs:
-            return host_turns(self.trainer, real, tool_mask, ids)
-        marked = [self._trajectory(i) for i in real]
-        return [row.turns or spans(row.trained) for row in marked]
-
-    def _rollouts(self, parts: list[dict[str, Any]]) -> tuple[Rollouts, Tokens, Tensor]:
-        """All ranks' rows as the driver sees them, in the order of the plan."""
-        t = self.trainer
-        rows = [r for r in _flat(self.rows) if r.plan is not None]
-        plans = [r.plan for r in rows if r.plan is not None]
-        assert self.rewards is not None
-
-        def cat(name: str) -> Tensor:
-            return torch.cat([p[name] for p in parts])
-
-        def listed(name: str) -> list[Any] | None:
-            return [x for p in parts for x in p[name]] if name in parts[0] else None
-
-        length = cat("length")
-        rewards = self.rewards.detach().double().cpu()
-        rewards = rewards[torch.tensor([r.plan is not None for r in _flat(self.rows)])]
-        weights = t.reward_weights.double().cpu()
-        wanted = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
-        own = listed("meta") or [{}] * len(rows)
-        columns = [{**self.prompts.row(p), **m} for p, m in zip(plans, own, strict=True)]
-        for c in wanted:
-            if rows and not any(c in x for x in columns):
-                raise no_row_has(c, [m.name for m in self.stack.methods if f"column:{c}" in m.needs])
-        meta = {c: [x.get(c) for x in columns] for c in wanted}
-        made = [r.made for r in rows if r.made is not None]
-        group = [m.group for m in made] if made else [p.group for p in plans]
-        rollouts = Rollouts(
-            group=torch.tensor(group, dtype=torch.int64),
-            prompt_index=torch.tensor([p.prompt if self.prompts.numbered else -1 for p in plans], dtype=torch.int64),
-            rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
-            index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
-            rewards=rewards,
-            reward_names=tuple(t.reward_func_names),
-            reward_weights=weights,
-            reward=weighted_reward(rewards, weights),
-            length=length,
-            truncated=cat("truncated"),
-            kept=torch.ones(len(rows), dtype=torch.bool),
-            version=torch.full((len(rows),), t.state.global_step, dtype=torch.int64),  # the oldest is filled in below
-            text=listed("text"),
-            raw_text=listed("raw_text"),
-            messages=listed("messages"),
-            meta=meta,
-            payload=self.payload,
-            step=self.stack.step,
-            total_steps=t.state.max_steps,
-        )
-        row = torch.repeat_interleave(torch.arange(len(rows)), length)
-        advantages = cat("advantages")
-        tokens = Tokens(
-            row=row,
-            position=cat("position"),
-            advantages=torch.zeros(len(row), dtype=torch.float64),
-            keep=torch.ones(len(row), dtype=torch.bool),
-            forced=cat("forced"),
-            **{name: cat(name) for name in self.columns_wanted},
-        )
-        self.completion_length = cat("completion_length")
-        if self.programs:
-            version = cat("version")
-            oldest = rollouts.version.scatter_reduce(0, row, version, "amin") if len(row) else rollouts.version
-            rollouts, tokens = rollouts.replace(version=oldest), tokens.replace(version=version)
-        turns = listed("turns")
-        if turns is not None:
-            rollouts, tokens = with_steps(rollouts, tokens, turns)
-        return rollouts, tokens, advantages
-
-
-def _flat(parts: Sequence[Sequence[T]]) -> list[T]:
-    return [x for part in parts for x in part]
-
-
-def _numbers(ids: Sequence[int]) -> list[int]:
-    """How many earlier entries each entry equals: a rollout's number inside its group."""
-    seen: dict[int, int] = {}
-    out = []
-    for i in ids:
-        out.append(seen.get(i, 0))
-        seen[i] = out[-1] + 1
-    return out
-
-
-_COLUMN_KEYS = {
-    "old_logprobs": "old_per_token_logps",
-    "rollout_logprobs": "rlp_rollout_logprobs",
-    "ref_logprobs": "ref_per_token_logps",
-    "entropies": "rlp_entropies",
-}
 _FORWARD_KEYS = (
     "pixel_values",
     "image_grid_thw",

@@ -141,6 +141,10 @@ def test_rows_without_tokens(tmp_path):
     trainer = run(tmp_path, "zero", max_steps=1)
     assert len(SEEN["rollouts"]) == 8 * 7
     assert SEEN["rollouts"].length.view(8, 7)[:, :2].sum() == 0
+    mean = float(SEEN["rollouts"].length.double().mean())
+    assert history(trainer, "completions/mean_length") == pytest.approx([mean]), (
+        "what was read and fillers do not count"
+    )
     assert math.isfinite(history(trainer, "loss")[0])
     assert float(weights(trainer).isfinite().all()) == 1
 
