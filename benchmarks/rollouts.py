@@ -4,8 +4,8 @@ Two parts, both on one CPU thread:
 
 1. Plain sampling, LATR, ARRoL and APRIL make rollouts of the warm-started demo policy for the same data, arms taking
    turns in one process. The learning rate is 0, so that every batch of every arm is made by the same policy.
-2. How much of generation is reading contexts again that were read before: what keeping keys and values between requests
-   could save at most. Measured for the demo policy and for a wider one, whose time is arithmetic and not Python.
+2. What keeping keys and values between requests (`rl_plugins.trl.context_cache`) saves, for the demo policy and for a
+   wider one, whose time is arithmetic and not Python.
 
     python benchmarks/rollouts.py --repeat 9
 """
@@ -28,7 +28,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from transformers.trainer_callback import PrinterCallback
 
 from rl_plugins.demo.policy import build_model, load_policy
@@ -36,6 +36,7 @@ from rl_plugins.demo.rewards import exact
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.queue import from_plain
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
+from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.engine import TrlEngine
 from rl_plugins.trl.step import GenerationStep
 
@@ -65,8 +66,8 @@ class Batch:
         seconds, cpu: of TRL's whole method (generation, rewards, decision): on the wall, and of the thread, which other
             work on the machine disturbs less.
         decoded, thrown: tokens the engine made, and those of them that are in no row, trained or waiting.
-        passes, read, stepped: forward passes of the engine, positions read in the first of each call, and positions of
-            the others, padding and rows that have ended included.
+        passes, positions: forward passes of the model while generating, and what went through it in them, padding and
+            rows that have ended included.
         calls: of the engine, one after the other.
         rows, length: trained rows, and their mean length.
         equal, distinct: share of groups with equal rewards, mean number of distinct answers in a group.
@@ -78,8 +79,7 @@ class Batch:
     thrown: int = 0
     calls: int = 0
     passes: int = 0
-    read: int = 0
-    stepped: int = 0
+    positions: int = 0
     rows: int = 0
     length: float = 0.0
     equal: float = 0.0
@@ -123,14 +123,17 @@ class Watch:
                 batch.thrown = sum(max(0, n - kept[prefix]) for prefix, n in Counter(self._made).items())
             return out
 
+        def passed(module: Any, args: Any, kwargs: Any) -> None:
+            self.batches[-1].passes += 1
+            self.batches[-1].positions += kwargs["input_ids"].numel()
+
         def counted(*args: Any, **kwargs: Any) -> Any:
-            rows, width = kwargs["input_ids"].shape
-            out, batch = generate(*args, **kwargs), self.batches[-1]
-            batch.calls += 1
-            batch.passes += out.size(1) - width
-            batch.read += rows * width
-            batch.stepped += rows * (out.size(1) - width - 1)
-            return out
+            self.batches[-1].calls += 1
+            hook = trainer.model.register_forward_pre_hook(passed, with_kwargs=True)
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                hook.remove()
 
         trainer._generate_and_score_completions, trainer.model.generate = timed, counted
 
@@ -211,7 +214,7 @@ def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -
     return watch.batches[WARM:]
 
 
-# ---- reading contexts again
+# ---- keys and values between requests
 
 
 def wide_model() -> Any:
@@ -229,101 +232,82 @@ def wide_model() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**config)).eval()
 
 
-class Reading:
-    """Seconds of the thread for pieces of generation: the least of `repeat` takes."""
+class Serves:
+    """Generation for fixed contexts, with or without the cache; counts what goes through the model."""
 
-    def __init__(self, model: Any, repeat: int) -> None:
-        self.model, self.repeat = model, repeat
-        self._known: dict[tuple[Any, ...], float] = {}
+    def __init__(self, model: Any, cached: bool) -> None:
+        self.model, self.cache = model, ContextCache(4 * 10**9) if cached else None
+        self.positions = self.passes = 0
+        self._hook = model.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def least(self, key: tuple[Any, ...], work: Callable[[], Any]) -> float:
-        if key not in self._known:
-            work()
-            takes = []
-            for _ in range(self.repeat):
-                start = time.thread_time()
-                work()
-                takes.append(time.thread_time() - start)
-            self._known[key] = min(takes)
-        return self._known[key]
+    def __call__(self, ids: Any, tokens: int) -> Any:
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=True, eos_token_id=None, pad_token_id=0)
+        mask = torch.ones_like(ids)
+        if self.cache is None:
+            return self.model.generate(generation_config=config, input_ids=ids, attention_mask=mask)
+        out = self.cache.generate(self.model.generate, self.model, config, ids, mask)
+        self.cache.end_round()
+        return out
 
-    def generate(self, rows: int, context: int, tokens: int) -> float:
-        """A call of the engine: `tokens` new ones for each row."""
-        ids = _ids(rows, context)
-        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "pad_token_id": 0}
-        return self.least(
-            ("generate", rows, context, tokens),
-            lambda: self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options),
-        )
+    def _count(self, module: Any, args: Any, kwargs: Any) -> None:
+        self.positions += kwargs["input_ids"].numel()
+        self.passes += 1
 
-    def read(self, rows: int, context: int, known: int = 0) -> float:
-        """The pass that reads a context, of which the first `known` tokens' keys and values are there."""
-        ids = _ids(rows, context)
-        if not known:
-            return self.least(("read", rows, context), lambda: self.model(ids, use_cache=True, logits_to_keep=1))
-        cache = self.model(ids[:, :known], use_cache=True).past_key_values
-
-        def rest() -> None:
-            self.model(ids[:, known:], past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache.crop(known)
-
-        return self.least(("read", rows, context, known), rest)
+    def close(self) -> None:
+        self._hook.remove()
 
 
 def _ids(rows: int, length: int) -> Any:
     return torch.randint(6, 60, (rows, length), generator=torch.Generator().manual_seed(rows * 1000 + length))
 
 
-def patterns(reading: Reading, rows: int, contexts: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Pattern -> seconds in all, seconds of reading again what was read before (what a cache without any cost of its
-    own would save), the share, and the share by arithmetic (positions, attention left out)."""
+def continuations(rows: int, context: int, tokens: int) -> Callable[[Serves], None]:
+    """Groups of 8 rows with the same context."""
+    ids = _ids(rows // GROUP, context).repeat_interleave(GROUP, 0)
+    return lambda serve: serve(ids, tokens)
+
+
+def growing(rows: int, turns: int, tokens: int, reads: int) -> Callable[[Serves], None]:
+    """Contexts of 16 tokens that grow by what was generated and by what is read in between."""
+    start, more = _ids(rows // GROUP, 16).repeat_interleave(GROUP, 0), _ids(rows, reads)
+
+    def work(serve: Serves) -> None:
+        ids = start
+        for _ in range(turns):
+            ids = torch.cat([serve(ids, tokens), more], 1)
+
+    return work
+
+
+def patterns(model: Any, rows: int, takes: int) -> dict[str, dict[str, float]]:
+    """Pattern -> CPU seconds (least of `takes`, both ways in turns), positions and passes of the model, without the
+    cache and with it."""
+    works = {
+        f"8 continuations, context {context}, {tokens} new": continuations(rows, context, tokens)
+        for context in (16, 100, 200)
+        for tokens in (16, 64)
+        if context + tokens <= 256
+    } | {
+        "9 turns of 4 tokens, 19 read in between, contexts 16 to 200": growing(rows, 9, 4, 19),
+        "4 turns of 32 tokens, 19 read in between, contexts 16 to 169": growing(rows, 4, 32, 19),
+        "LATR, 192 tokens in chunks of 64 (the default `decode_ahead`)": growing(rows, 3, 64, 0),
+        "LATR, 192 tokens in chunks of 16": growing(rows, 12, 16, 0),
+    }
     found = {}
-
-    def add(name: str, total: float, again: float, positions: float, positions_again: float) -> None:
-        found[name] = {
-            "seconds": total,
-            "again": again,
-            "share": again / total,
-            "share_of_positions": positions_again / positions,
-        }
-
-    one = rows // GROUP
-    for context in contexts:
-        for tokens in (16, 64):
-            if context + tokens <= 256:
-                again = reading.read(rows, context) - reading.read(one, context)
-                add(
-                    f"{GROUP} continuations, context {context}, {tokens} new",
-                    reading.generate(rows, context, tokens),
-                    again,
-                    rows * (context + tokens),
-                    (rows - one) * context,
-                )
-    # an agent's turn: 4 tokens, then 19 of the environment
-    turns = [16 + 23 * k for k in range((contexts[-1] - 16) // 23 + 1)]
-    total = sum(reading.generate(rows, context, 4) for context in turns)
-    again = reading.read(rows, 16) - reading.read(one, 16)
-    again += sum(reading.read(rows, c) - reading.read(rows, c, known=c - 19) for c in turns[1:])
-    add(
-        f"turns of 4 tokens, contexts 16 to {turns[-1]}",
-        total,
-        again,
-        rows * sum(c + 4 for c in turns),
-        (rows - one) * 16 + rows * sum(c - 19 for c in turns[1:]),
-    )
-    for chunk in (64, 16):  # LATR: `decode_ahead` tokens per request
-        length = contexts[-1] - 16
-        starts = list(range(0, length, chunk))
-        total = sum(reading.generate(rows, 16 + s, min(chunk, length - s)) for s in starts)
-        again = reading.read(rows, 16) - reading.read(one, 16)
-        again += sum(reading.read(rows, 16 + s) - reading.read(rows, 16 + s, known=16 + s - 1) for s in starts[1:])
-        add(
-            f"a tree of {length} tokens in chunks of {chunk}",
-            total,
-            again,
-            rows * (length + sum(16 + s for s in starts)),
-            (rows - one) * 16 + rows * sum(16 + s - 1 for s in starts[1:]),
-        )
+    for name, work in works.items():
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        row: dict[str, float] = {}
+        for take in range(takes + 1):
+            for cached in (False, True):
+                serve = Serves(model, cached)
+                start = time.thread_time()
+                work(serve)
+                if take:
+                    seconds[cached].append(time.thread_time() - start)
+                serve.close()
+                suffix = "_cached" if cached else ""
+                row |= {f"positions{suffix}": serve.positions, f"passes{suffix}": serve.passes}
+        found[name] = {"seconds": min(seconds[False]), "seconds_cached": min(seconds[True]), **row}
     return found
 
 
@@ -346,7 +330,7 @@ def main() -> None:
             for name, arm in ARMS.items():
                 results[name] += run(arm, Path(folder), args.rows, args.batches, seed)
     arms = {}
-    columns = ("decoded", "thrown", "calls", "passes", "read", "stepped", "rows", "length", "equal", "distinct")
+    columns = ("decoded", "thrown", "calls", "passes", "positions", "rows", "length", "equal", "distinct")
     print(f"{'arm':36} {'min':>8} {'median':>8} {'cpu min':>8} {'median':>8} " + " ".join(f"{c:>8}" for c in columns))
     for name, batches in results.items():
         seconds = [b.seconds for b in batches]
@@ -360,19 +344,22 @@ def main() -> None:
         print(f"{name:36} {times}" + " ".join(f"{row[c]:8.{0 if row[c] > 100 else 2}f}" for c in columns))
     reading = {}
     with torch.no_grad():
-        for name, model, rows, contexts in (
-            ("demo policy", build_model(0).eval(), 64, (16, 50, 100, 200)),
-            ("5 million parameters", wide_model(), 8, (16, 100, 200)),
+        for name, model, rows in (
+            ("demo policy", build_model(0).eval(), 64),
+            ("5 million parameters", wide_model(), 8),
+            ("5 million parameters", wide_model(), 64),
         ):
-            reading[name] = patterns(Reading(model, args.takes), rows, contexts)
-            print(f"\n{name}, {rows} rows: seconds of generation, of reading again, share, share of positions")
-            for pattern, r in reading[name].items():
+            title = f"{name}, {rows} rows"
+            reading[title] = patterns(model, rows, args.takes)
+            print(f"\n{title}: CPU time, positions and passes, without the cache and with it")
+            for pattern, r in reading[title].items():
                 print(
-                    f"  {pattern:44} {r['seconds'] * 1e3:7.0f}ms {r['again'] * 1e3:7.0f}ms {r['share']:6.0%}"
-                    f" {r['share_of_positions']:6.0%}"
+                    f"  {pattern:64} {r['seconds'] * 1e3:7.0f} -> {r['seconds_cached'] * 1e3:5.0f} ms "
+                    f"{1 - r['seconds_cached'] / r['seconds']:5.0%} {r['positions']:7,} -> {r['positions_cached']:6,} "
+                    f"{r['passes']:4} -> {r['passes_cached']}"
                 )
     settings = {"rows": args.rows, "batches": args.batches, "repeat": args.repeat, "takes": args.takes}
-    args.out.write_text(json.dumps({**settings, "arms": arms, "reading_again": reading}, indent=1) + "\n")
+    args.out.write_text(json.dumps({**settings, "arms": arms, "contexts": reading}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,9 +20,13 @@ class GRPOConfig(trl.GRPOConfig):
     Args:
         methods: names of methods, in the order in which they act, e.g. `[vade, mc_grpo]`. Empty: plain TRL.
         method_params: parameters, e.g. `{"mc_grpo": {"mad_eps": 1e-3}}`; on a command line as JSON text.
+        rollout_cache_gb: with methods that make rollouts by a program on `transformers` (no vLLM): GB (1e9 bytes) of
+            keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
+            back when the rollouts are made.
 
     Raises:
-        ConfigError: an unknown method or parameter, parameters of a method that is not enabled.
+        ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a negative
+            `rollout_cache_gb`.
     """
 
     _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "method_params"]
@@ -38,8 +42,17 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={"help": 'Parameters of the methods, e.g. \'{"mc_grpo": {"mad_eps": 0.001}}\'.'},
     )
+    rollout_cache_gb: float = field(
+        default=4.0,
+        metadata={
+            "help": "GB of keys and values that rollout programs on transformers' generate keep between requests; "
+            "0: none, contexts are read anew each time."
+        },
+    )
 
     def __post_init__(self) -> None:
+        if not self.rollout_cache_gb >= 0:
+            raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
         self.methods = registry.parse_methods(self.methods)
         self.method_params = registry.parse_method_params(self.method_params)
         registry.select(self.methods, self.method_params)  # fail before anything expensive happens

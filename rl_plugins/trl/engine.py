@@ -22,6 +22,7 @@ from rl_plugins.chat import TokenizerChat
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
+from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.ranks import gather
 
 Score = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
@@ -52,9 +53,17 @@ class TrlEngine:
         self.trainer, self._host, self._host_score, self._row_of = trainer, host_generate, host_score, row_of
         self.chat = chat_of(trainer)
         self.context = max_context(trainer)
+        sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self.contexts = ContextCache(int(trainer.args.rollout_cache_gb * 1e9), more_passes=not sharded)
 
     def anybody(self, wants: bool) -> bool:
         return any(gather(self.trainer.accelerator, wants))
+
+    def log(self, mode: str) -> None:
+        """What was read of the contexts, to TRL's metrics."""
+        if self.contexts.positions:
+            share = self.contexts.read / self.contexts.positions
+            self.trainer._metrics[mode]["rl_plugins/contexts_read"].append(share)
 
     # ---- generation
 
@@ -70,6 +79,7 @@ class TrlEngine:
             made = self._call(options, [r for _, r in mine], most)
             for (i, _), one in zip(mine, made, strict=True):
                 results[i].append(one)
+        self.contexts.end_round()
         return results
 
     def race(
@@ -147,7 +157,7 @@ class TrlEngine:
         host = model.generate
         watch = _Watch(options, limits, t.processing_class)
 
-        def generate(*args: Any, generation_config: Any = None, **kwargs: Any) -> Any:
+        def generate(generation_config: Any, **kwargs: Any) -> Any:
             config = copy.copy(generation_config)
             config.max_new_tokens = int(limits.max())
             config.do_sample = options.temperature != 0
@@ -155,9 +165,10 @@ class TrlEngine:
             if not config.do_sample:
                 config.top_k = config.top_p = config.min_p = None
             watch.start = kwargs["input_ids"].size(1)
-            out = host(
-                *args,
-                generation_config=config,
+            out = self.contexts.generate(
+                host,
+                model,
+                config,
                 logits_processor=LogitsProcessorList([watch]),
                 stopping_criteria=StoppingCriteriaList([_Stop(watch, race, t.eos_token_ids)]),
                 **kwargs,

@@ -78,6 +78,7 @@ def start_programs(
     columns.update({id(prompt): row for prompt, row in zip(prompts, rows, strict=True)})
     programs = [Running(method, prompt) for prompt in prompts]
     run(programs, engine)
+    engine.log("train" if training else "eval")
     return programs
 
 

@@ -93,6 +93,7 @@ def decode(trainer: Any, groups: Sequence[Group], enough: int, row_of: Any) -> t
     ready = sum(all(finished(t) for t in of) for of in whole)
     numbers = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in place))}
     made, lengths = engine.race(requests, [numbers[i] for i, _ in place], max(0, enough - ready))
+    engine.log("train")
     ticks = [0] * len(begun)
     for (i, n), g, length in zip(place, made, lengths, strict=True):
         t = whole[i][n]

@@ -76,6 +76,28 @@ class Talk(Probe):
         SEEN["rollouts"], SEEN["tokens"] = rollouts, tokens
 
 
+class Walk(Probe):
+    """Six short turns, every other rollout greedy; what is read in between is longer than what is said."""
+
+    name = "walk"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        greedy: bool = param(False, "all rollouts are")
+
+    def rollout(self, prompt):
+        def one(k):
+            t = prompt.start()
+            for turn in range(6):
+                (g,) = yield Generate(t, max_tokens=3, temperature=0 if k % 2 or self.params.greedy else None)
+                t = t.add(g).observe(prompt.chat.encode(f"<{k}:{turn}>" * 2))
+            return t
+
+        rows = yield from together([one(k) for k in range(prompt.n)])
+        SEEN.setdefault("walks", []).extend(rows)
+        return rows
+
+
 class Rows(Probe):
     """Each rollout becomes two rows with prompts of their own; the second row is a sub-agent's."""
 

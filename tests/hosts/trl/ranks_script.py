@@ -1,10 +1,12 @@
 """Runs cases in one process or under torchrun and saves what came out: `ranks_script.py OUT CASES [fsdp2]`.
 
-CASES is JSON: [[name, methods, options], ..]. The main rank writes {name: {weights, prompts, advantages, logs}}.
+CASES is JSON: [[name, methods, options], ..]; the option "real" lets the policy generate. The main rank writes
+{name: {weights, prompts, advantages, logs}}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -64,7 +66,8 @@ def run(folder, methods, options):
     module.GenerationStep.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
     module.GenerationStep.finish = spy
     try:
-        with stub_sampling():
+        options = dict(options)
+        with contextlib.nullcontext() if options.pop("real", False) else stub_sampling():
             t = make(folder, methods, **options)
             t.train()
     finally:
@@ -90,6 +93,7 @@ def run(folder, methods, options):
         weights=full_weights(t),
         decisions=decisions,
         logs={n: history(t, n) for n in names},
+        read=history(t, "rl_plugins/contexts_read"),
         kind=kind,
         decided_in_host=bool(in_host),
     )

@@ -35,6 +35,11 @@ CASES = [
     ["rows", ["rows"], ROWS],
     ["labels", ["labels"], ROWS],
     ["zero", ["zero"], ROWS],
+    [
+        "walk",
+        ["walk"],
+        {**ROWS, "real": True, "max_completion_length": 120, "method_params": {"walk": {"greedy": True}}},
+    ],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
 ]
 
@@ -82,12 +87,13 @@ def test_two_ranks_are_one(tmp_path, one_rank):
 
 
 def test_fsdp2_is_one_rank(tmp_path, one_rank):
-    cases = [c for c in CASES if c[0] in ("mc_grpo", "over last", "softmax", "minpro")]
+    cases = [c for c in CASES if c[0] in ("mc_grpo", "over last", "softmax", "minpro", "walk")]
     code, text, results = launch(tmp_path, cases, 2, "fsdp2")
     assert code == 0, text
     for name, _, _ in cases:
         assert results[name]["kind"].startswith("FSDP")
         same(one_rank[name], results[name], 1e-6)
+    assert max(results["walk"]["read"]) < 0.3, "contexts are known to sharded ranks, too"
 
 
 @pytest.mark.parametrize(

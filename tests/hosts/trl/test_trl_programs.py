@@ -111,6 +111,21 @@ def test_books_of_two_turns_are_exact(tmp_path, scored):
     assert history(trainer, "talk/talked") == [64.0]
 
 
+def test_contexts_are_read_once(tmp_path):
+    """Tokens, log-probs and weights are those without the cache, in batches of different weights; a fourth is read."""
+    of = {}
+    for gb in (0.0, 4.0, 1e-4):
+        trainer = run(tmp_path, "walk", rollout_cache_gb=gb, max_completion_length=120, learning_rate=0.5, max_steps=3)
+        of[gb] = SEEN["walks"], weights(trainer), history(trainer, "rl_plugins/contexts_read")
+    tokens, logprobs = ({gb: [getattr(t, k) for t in v[0]] for gb, v in of.items()} for k in ("tokens", "logprobs"))
+    assert tokens[0.0] == tokens[4.0] == tokens[1e-4] and len(tokens[0.0]) == 3 * 64
+    for a, b in zip(logprobs[0.0], logprobs[4.0], strict=True):
+        assert torch.allclose(torch.tensor(a), torch.tensor(b), atol=2e-5, equal_nan=True)
+    assert torch.allclose(of[0.0][1], of[4.0][1], atol=1e-5)
+    assert of[0.0][2] == [1.0] * 3 and len(of[4.0][2]) == 3 and max(of[4.0][2]) < 0.3
+    assert min(of[1e-4][2]) > 0.3  # 100 kB hold two contexts in a hundred
+
+
 def test_several_rows_of_a_rollout(tmp_path):
     trainer = run(tmp_path, "rows")
     assert len(SEEN["batches"]) == 2

@@ -1,0 +1,212 @@
+"""Keys and values kept between calls change what is read, and nothing that comes out: against calls without them, in
+float64, on models of several families."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rl_plugins.trl.context_cache import ContextCache
+
+SIZE = dict(vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+SIZE |= dict(num_key_value_heads=2, head_dim=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=None)
+
+
+def build(family):
+    torch.manual_seed(3)
+    if family == "gpt2":  # positions are learned embeddings
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=256))
+    elif family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZE))
+    elif family == "sliding":
+        model = MistralForCausalLM(MistralConfig(**SIZE, sliding_window=8))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZE))
+    if family == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"]))
+    return model.double().eval()
+
+
+class Saw(LogitsProcessor):
+    def __init__(self):
+        self.logits = []
+
+    def __call__(self, input_ids, scores):
+        self.logits.append(scores)
+        return scores
+
+
+class Serves:
+    """Contexts in, tokens and logits out, with or without a cache; counts the positions that went through the model."""
+
+    def __init__(self, model, cache=None, sample=True):
+        self.model, self.cache = model, cache
+        self.config = GenerationConfig(do_sample=sample, eos_token_id=1, pad_token_id=0)
+        self.positions = self.passes = 0
+
+    def __call__(self, contexts, tokens, seed, pad=0):
+        width = max(map(len, contexts)) + pad
+        ids = torch.tensor([[0] * (width - len(c)) + list(c) for c in contexts])
+        mask = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
+        saw, config = Saw(), GenerationConfig(**self.config.to_diff_dict())
+        config.max_new_tokens = tokens
+        options = dict(input_ids=ids, attention_mask=mask, logits_processor=LogitsProcessorList([saw]))
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        hook = inner.register_forward_pre_hook(self._count, with_kwargs=True)
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            if self.cache is None:
+                out = self.model.generate(generation_config=config, **options)
+            else:
+                out = self.cache.generate(self.model.generate, self.model, config, **options)
+        hook.remove()
+        return out[:, width:].tolist(), torch.stack(saw.logits, 1)
+
+    def _count(self, module, args, kwargs):
+        self.passes += 1
+        self.positions += kwargs["input_ids"].numel()
+
+
+def both(model, limit=10**9, **options):
+    return Serves(model), Serves(model, ContextCache(limit, **options))
+
+
+def equal(plain, ours, contexts, tokens, seed=0, pad=0):
+    """Both serve it alike; the tokens."""
+    want, logits = plain(contexts, tokens, seed)
+    made, own = ours(contexts, tokens, seed, pad)
+    assert made == want
+    assert (logits - own).abs().max() < 1e-12
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "lora"])
+def test_turns_of_agents_read_what_is_new(family):
+    plain, ours = both(build(family))
+    rng = random.Random(0)
+    contexts = [[rng.randrange(2, 23) for _ in range(rng.randint(3, 30))] for _ in range(5)]
+    for turn in range(4):
+        ours.positions = 0
+        made = equal(plain, ours, contexts, 4, seed=turn, pad=turn % 3)
+        # the last token made, which no pass has read, and two of the environment, and three passes for the others
+        assert turn == 0 or ours.positions <= 5 * (3 + 3)
+        ours.cache.end_round()
+        contexts = [[*c, *m, 2 + turn, 5] for c, m in zip(contexts, made, strict=True)]
+    assert ours.cache.read < 0.5 * ours.cache.positions
+
+
+def test_branches_of_a_tree_read_from_the_branch_on():
+    """Cut in the middle of what was generated, with another token in its place; the parent's row is used by several."""
+    plain, ours = both(build("qwen3"))
+    root = [3, 4, 5, 6, 7, 8, 9]
+    plain.config.eos_token_id = ours.config.eos_token_id = None
+    (made,) = equal(plain, ours, [root], 12)
+    ours.cache.end_round()
+    branches = [[*root, *made[:k], 2 + (made[k] + 1) % 21] for k in (1, 4, 4, 9)] + [[*root, *made]]
+    ours.positions = 0
+    equal(plain, ours, branches, 3)
+    assert ours.positions == 5 * (1 + 2)  # a new token each, and two passes
+
+
+def test_continuations_of_a_context_read_it_once():
+    plain, ours = both(build("qwen3"))
+    contexts = [[c] * 100 for c in (3, 4)] * 8
+    equal(plain, ours, contexts, 3)
+    assert plain.positions == 16 * (100 + 2)
+    assert ours.positions == 2 * 100 + 16 * (1 + 2) and ours.passes == plain.passes + 1
+    plain, ours = both(build("qwen3"), more_passes=False)
+    equal(plain, ours, contexts, 3)
+    assert ours.positions == plain.positions and ours.passes == plain.passes
+
+
+def test_a_short_context_is_not_worth_a_pass():
+    plain, ours = both(build("qwen3"))
+    equal(plain, ours, [[3, 4, 5]] * 8, 3)
+    assert ours.passes == plain.passes
+
+
+def test_one_long_new_context_is_read_ahead_of_many_known_ones():
+    plain, ours = both(build("qwen3"))
+    contexts = [[k] * 60 for k in range(3, 19)]
+    made = equal(plain, ours, contexts, 3)
+    ours.cache.end_round()
+    contexts = [[*c, *m, 2] for c, m in zip(contexts, made, strict=True)] + [[20] * 80]
+    ours.positions = 0
+    equal(plain, ours, contexts, 2)
+    assert ours.positions == 80 + 17 * 2 + 17
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([10**9, 20_000, 3_000, 0]), st.booleans())
+def test_any_sequence_of_requests(seed, limit, sample):
+    """New contexts, equal ones, extensions, cuts and branches, several calls per round, whatever the limit is."""
+    model, rng = build("qwen3"), random.Random(seed)
+    plain, ours = Serves(model, sample=sample), Serves(model, ContextCache(limit), sample=sample)
+    pool = []
+    for _ in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(1, 2)):
+            contexts = []
+            for _ in range(rng.randint(1, 10)):
+                kind = rng.choice(["new", "equal", "longer", "cut"]) if pool else "new"
+                c = [rng.randrange(2, 23) for _ in range(rng.choice([1, 5, 90]))] if kind == "new" else rng.choice(pool)
+                if kind == "longer":
+                    c = [*c, *(rng.randrange(2, 23) for _ in range(rng.randint(1, 6)))]
+                elif kind == "cut":
+                    c = c[: rng.randint(1, len(c))]
+                contexts.append(c)
+            made = equal(plain, ours, contexts, rng.randint(1, 5), seed, rng.choice([0, 3]))
+            pool = [*pool[-20:], *([*c, *m] for c, m in zip(contexts, made, strict=True))]
+        assert sum(c.size for c in ours.cache._calls) <= limit
+        ours.cache.end_round()
+    assert ours.positions <= plain.positions + 64 * ours.passes  # padding columns
+
+
+def test_what_nobody_uses_goes():
+    _, ours = both(build("qwen3"))
+    ours([[3, 4, 5]], 2, 0)
+    ours.cache.end_round()
+    assert len(ours.cache._calls) == 1
+    ours([[9, 9, 9]], 2, 0)
+    ours.cache.end_round()
+    assert [len(c.tokens) for c in ours.cache._calls] == [1] and ours.cache._calls[0].tokens[0].startswith(b"\0\0\0\t")
+
+
+@pytest.mark.parametrize("change", ["sliding", "use_cache", "quantized", "tensor"])
+def test_where_it_cannot_help_the_call_is_the_hosts(change):
+    model = build("sliding" if change == "sliding" else "qwen3")
+    plain, ours = both(model)
+    if change == "use_cache":
+        plain.config.use_cache = ours.config.use_cache = False
+    contexts = [[3] * 90] * 8
+    if change == "tensor":  # images: the text is not all there is to a context
+        ids, mask = torch.tensor(contexts), torch.ones(8, 90, dtype=torch.int64)
+        seen = {}
+        ours.cache.generate(lambda **k: seen.update(k), model, ours.config, ids, mask, pixel_values=torch.zeros(1))
+        assert "past_key_values" not in seen and len(seen["pixel_values"]) == 1
+        return
+    if change == "quantized":
+        config = GenerationConfig(cache_implementation="quantized")
+        assert ours.cache._empty(model, config, {}) is None
+        return
+    equal(plain, ours, contexts, 3)
+    assert ours.positions == plain.positions and not ours.cache._calls
+    assert ours.cache.read == ours.cache.positions == 720
