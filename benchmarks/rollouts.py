@@ -49,6 +49,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "latr, eta 1, loose": {"latr": {"eta": [1.0], **LOOSE}},
     "latr, eta 1, wide": {"latr": {"eta": [1.0], **WIDE}},
     "latr, eta 1, wide, decode_ahead 2": {"latr": {"eta": [1.0], **WIDE, "decode_ahead": 2}},
+    "the same, contexts read anew": {"latr": {"eta": [1.0], **WIDE, "decode_ahead": 2}, "rollout_cache_gb": 0.0},
     "latr, eta 0.5, wide, decode_ahead 2": {"latr": {"eta": [0.5], **WIDE, "decode_ahead": 2}},
     "arrol, stops after 4 tokens": {"arrol": {"detect_tokens": 4, "cold_start": 1}},
     "april, 1.25 groups per group": {"april": {"over_sampling": 1.25}},
@@ -183,7 +184,8 @@ class Engine:
 
 def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -> list[Batch]:
     """The batches of an arm that count."""
-    params = {name: {"eta_steps": [0], **p} if name == "latr" else p for name, p in arm.items()}
+    cache = {k: v for k, v in arm.items() if k == "rollout_cache_gb"}
+    params = {k: {"eta_steps": [0], **v} if k == "latr" else v for k, v in arm.items() if k not in cache}
     watch = Watch()
     args = GRPOConfig(
         output_dir=str(folder),
@@ -201,8 +203,9 @@ def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -
         dataloader_pin_memory=False,
         logging_steps=1000,
         seed=seed,
-        methods=list(arm),
+        methods=list(params),
         method_params=params,
+        **cache,
     )
     trainer = GRPOTrainer(
         model=str(load_policy()), reward_funcs=watch.reward, args=args, train_dataset=build_dataset(2000, seed=1)

@@ -154,7 +154,9 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
     """Drives programs to their end, all together. Their `rows` are set then.
 
     Calls are made before scores and scores before the engine, so that as many programs as possible wait for it at the
-    same time. On several ranks every rank enters every batch, an empty one too.
+    same time. For the same reason programs that ask for samples only wait until none asks for the most likely tokens:
+    trees grow to their end first, and what is sampled afterwards from many of them is one batch. On several ranks every
+    rank enters every batch, an empty one too.
 
     Raises:
         MethodError: of a program; whatever the engine raised. The other programs are closed.
@@ -173,7 +175,10 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
                     p.answer(i, result)
                 continue
             asked = _open(programs, Generate)
-            if not engine.anybody(bool(asked)):
+            growing = {id(p) for p, i in asked if p.requests[i].temperature == 0}  # type: ignore[union-attr]
+            if engine.anybody(bool(growing)):
+                asked = [(p, i) for p, i in asked if id(p) in growing]
+            elif not engine.anybody(bool(asked)):
                 return
             generated = engine.generate([(p.prompt, p.requests[i]) for p, i in asked])  # type: ignore[misc]
             for (p, i), many in zip(asked, generated, strict=True):

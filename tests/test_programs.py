@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -203,6 +204,34 @@ def test_many_prompts_share_the_engines_batches():
     assert engine.batches == 1 and [len(rows) for rows in together_] == [3, 3, 3]
     alone = [run_program(program(plain), p, TableEngine(TABLE)) for p in prompts]
     assert alone == together_
+
+
+def test_samples_of_many_prompts_wait_for_their_trees():
+    """Prompts whose greedy part takes 1 to 4 requests: the samples after it are one batch, not four. A program that
+    asks for both at once is not held back."""
+
+    def tree(prompt):
+        t = prompt.start()
+        for _ in range(int(prompt.messages)):
+            (g,) = yield Generate(t, max_tokens=2, temperature=0)
+            t = t.add(g)
+        first, second = yield [Generate(prompt.start()), Generate(t)]
+        return [prompt.start().add(first[0]), t.add(second[0])]
+
+    def both(prompt):
+        t = prompt.start()
+        greedy, sampled = yield [Generate(t, temperature=0), Generate(t)]
+        return [t.add(greedy[0]), t.add(sampled[0])]
+
+    engine = TableEngine(TABLE)
+    prompts = [make_prompt(engine.chat, str(k), n=2) for k in (1, 4, 2, 3)]
+    prompts = [replace(p, messages=str(k)) for p, k in zip(prompts, (1, 4, 2, 3), strict=True)]
+    programs = [Running(program(tree), p) for p in prompts]
+    run(programs, engine)
+    assert engine.batches == 4 + 1 and all(len(p.rows) == 2 for p in programs)
+    engine = TableEngine(TABLE)
+    run([Running(program(both), p) for p in prompts], engine)
+    assert engine.batches == 1
 
 
 def test_an_asynchronous_engine_gives_the_same_rows():

@@ -73,6 +73,14 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += _loss_problems(stack, args, seams)
+    prompts = args.generation_batch_size // args.num_generations
+    if inputs.columns is not None and len(inputs.dataset) < prompts:
+        problems.append(
+            f"The dataset has {len(inputs.dataset)} prompts and a generation batch takes {prompts} "
+            f"(generation_batch_size={args.generation_batch_size}, num_generations={args.num_generations}). TRL leaves "
+            f"out a batch that is not full, so it would train no step at all. Make the batch smaller, num_generations "
+            f"larger, or give more prompts."
+        )
     if any(m.rounds for m in stack.methods) and stack.claims["rollout"]:
         program = stack.claims["rollout"][0].name
         problems.append(

@@ -11,6 +11,7 @@ import trl
 from harness import config, length, make, score
 from trl import TrlParser
 
+from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError
 from rl_plugins.trl import GRPOConfig, compat
 from rl_plugins.trl.trainer import MethodsMixin
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.host
 def refused(tmp_path, match, methods, **options):
     """The error must come before the model is loaded: there is no model at the path."""
     args = config(tmp_path, methods, **{k: v for k, v in options.items() if k not in ("reward", "more", "columns")})
-    from rl_plugins.demo.tasks import build_dataset
     from rl_plugins.trl import GRPOTrainer
 
     with pytest.raises(ConfigError, match=match) as e:
@@ -113,6 +113,16 @@ def test_losses_that_cannot_be_exact(tmp_path):
         make(tmp_path, ["filter"], loss_type="bnpo").train()
     with pytest.raises(ConfigError, match="`filter` removes rows"):
         make(tmp_path, ["filter"], loss_type="dr_grpo", entropy_coef=0.01).train()
+
+
+def test_a_dataset_smaller_than_a_batch(tmp_path):
+    """TRL itself reports success after 0 steps."""
+    with pytest.raises(ConfigError, match=r"has 7 prompts and a generation batch takes 8 .*train no step"):
+        make(tmp_path, ["mc_grpo"], dataset=build_dataset(7))
+    make(tmp_path, ["mc_grpo"], dataset=build_dataset(8))
+    for given in (-1.0, float("nan")):
+        with pytest.raises(ConfigError, match=f"rollout_cache_gb={given}: give a number of GB"):
+            make(tmp_path, ["mc_grpo"], rollout_cache_gb=given)
 
 
 def test_every_problem_is_told_at_once(tmp_path):
