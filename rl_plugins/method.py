@@ -84,6 +84,7 @@ SIGNALS: dict[str, str] = {
     "old_logprobs": "log-probs of the policy at the start of the step",
     "rollout_logprobs": "log-probs of the distribution the engine sampled from",
     "ref_logprobs": "log-probs of the reference policy",
+    "token_versions": "which policy made each token, where rollouts go on in a later batch",
     "entropies": "entropy of the policy at every token, at the start of the step",
     "text": "completions as text, special tokens removed",
     "raw_text": "completions as text, special tokens kept",

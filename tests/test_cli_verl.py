@@ -212,6 +212,7 @@ def test_a_run_with_methods(tmp_path):
         "steps",
         "ref_logprobs",
         "several_rewards",
+        "token_versions",
     }
     assert "its columns and size are not checked" not in text and text.endswith("No problem found.\n")
 
@@ -282,6 +283,14 @@ def test_options_of_hydra_and_of_trl_are_refused():
         (["+rl_plugins.method_parms.mc_grpo.mad_eps=1"], "rl_plugins.method_parms does not exist.* Did you mean"),
         (["rl_plugins.methods=[gdpo]"], "`gdpo` needs two or more reward functions"),
         (["rl_plugins.methods=[minpro]", "actor_rollout_ref.rollout.top_p=0.9"], "with top_p=0.9 the distribution"),
+        (
+            [
+                "trainer.v1.trainer_mode=rl_plugins_colocate_async",
+                "rl_plugins.methods=[april]",
+                "+rl_plugins.method_params.april.correction=mask",
+            ],
+            "`april` needs which policy made each token.*correction: token_tis",
+        ),
         (["algorithm.adv_estimator=gae"], "the critic would be trained on returns that do not belong"),
         (["algorithm.use_kl_in_reward=True"], "do not contain the KL penalty"),
         (["algorithm.filter_groups.enable=True"], "algorithm.filter_groups would replace part of it"),

@@ -60,8 +60,8 @@ class April(Method):
     State: none of its own (the queue is the driver's and is saved with it). Randomness: none.
 
     Raises:
-        ConfigError: a parameter out of range.
-        MethodError: `mask` on a host that does not know which policy made a token; verl with `stale: restart`.
+        ConfigError: a parameter out of range; `mask` on verl, which tells policies of whole rollouts only.
+        MethodError: verl with `stale: restart`.
 
     verl has the same by itself in trainer mode colocate_async, so there `admit` is not called: over_sampling is set as
     num_warmup_batches = over_sampling - 1 and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of
@@ -125,6 +125,8 @@ class April(Method):
         if p.correction == "token_tis":
             self.needs = {"prompt_index", "old_logprobs", "rollout_logprobs"}
             options[CORRECTION] = None  # the same weight twice
+        elif p.correction == "mask":
+            self.needs = {"prompt_index", "token_versions"}
         self.host_options = {"verl": options}
 
     def start(self, run: Run) -> None:
@@ -173,11 +175,7 @@ class April(Method):
             self.log("stale_tokens", stale.double().mean())
             self.log("token_age", _mean((newest - tokens.version).double(), stale))
         if p.correction == "mask":
-            if stale is None:
-                raise MethodError(
-                    "`correction: mask` needs to know which policy made a token, and this host tells it of whole "
-                    "rollouts only. Use `correction: token_tis` or none."
-                )
+            assert stale is not None  # in `needs`
             self.log("masked", stale.double().mean())
             return Shape(keep_tokens=~stale)
         if p.correction == "token_tis":

@@ -211,6 +211,8 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
         missing["rollout_logprobs"] = "a rollout_func samples in its own way. Remove it."
     if args.beta == 0.0:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
+    if not stack.claims["admit"] and not stack.claims["rollout"]:
+        missing["token_versions"] = "every batch is made by one policy. Name a method that carries groups over (april)."
     if inputs.streaming or inputs.dataset is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
     if inputs.reward_functions < 2:

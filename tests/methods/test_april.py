@@ -413,8 +413,6 @@ def test_a_host_that_knows_versions_of_rows_only() -> None:
     logged = combine([stack.metrics.take()])
     assert logged["april/staleness"] == int(rollouts.version.max() - rollouts.version.min()) > 0
     assert "april/weight" in logged and not {"april/stale_tokens", "april/weight_stale"} & set(logged)
-    with pytest.raises(MethodError, match="`correction: mask` needs to know which policy made a token"):
-        one_step(start_stack(april(correction="mask")), rollouts, tokens)
 
 
 def test_unscorable_rows_and_rows_without_tokens_do_no_harm() -> None:
@@ -450,7 +448,8 @@ def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
 
 
 def test_signals_are_asked_for_only_where_they_are_used() -> None:
-    assert april().needs == april(correction="mask").needs == {"prompt_index"}
+    assert april().needs == {"prompt_index"}
+    assert april(correction="mask").needs == {"prompt_index", "token_versions"}
     assert april(correction="token_tis").needs == {"prompt_index", "old_logprobs", "rollout_logprobs"}
 
 

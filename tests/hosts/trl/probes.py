@@ -347,6 +347,16 @@ class PerToken(Probe):
         return Shape(advantages=tokens.advantages * (1 + tokens.position % 2), keep_tokens=tokens.position % 3 != 2)
 
 
+class Versions(Probe):
+    """Wants to know which policy made each token."""
+
+    name = "versions"
+    needs = {"token_versions"}
+
+    def observe(self, rollouts, tokens, stats):
+        pass
+
+
 def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
     import program_probes

@@ -59,6 +59,7 @@ def test_signals_options_and_hooks(tmp_path):
         top_p=0.9,
         top_k=50,
     )
+    refused(tmp_path, "`versions` needs which policy made each token.*carries groups over", ["versions"])
     refused(
         tmp_path,
         "`gdpo` sets multi_objective_aggregation='sum_then_normalize', but the config has "
