@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from program_probes import SEEN
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.requests import Generate, Prompt
+from rl_plugins.trl.context_cache import ContextCache
 
 
 def run(folder, method, **changes):
@@ -124,6 +127,26 @@ def test_contexts_are_read_once(tmp_path):
     assert torch.allclose(of[0.0][1], of[4.0][1], atol=1e-5)
     assert of[0.0][2] == [1.0] * 3 and len(of[4.0][2]) == 3 and max(of[4.0][2]) < 0.3
     assert min(of[1e-4][2]) > 0.3  # 100 kB hold two contexts in a hundred
+
+
+def test_keys_and_values_are_given_back_before_the_update(tmp_path, monkeypatch):
+    alive, during = weakref.WeakSet(), []
+    made = ContextCache.__init__
+    monkeypatch.setattr(ContextCache, "__init__", lambda self, *a, **k: [alive.add(self), made(self, *a, **k)][1])
+    trainer = make(tmp_path, ["walk"], max_completion_length=120, max_steps=2)
+    loss = trainer.compute_loss
+
+    def counted_loss(*args, **kwargs):
+        during.append(len(alive))
+        return loss(*args, **kwargs)
+
+    trainer.compute_loss = counted_loss
+    gc.disable()
+    try:
+        trainer.train()
+    finally:
+        gc.enable()
+    assert during == [0, 0]
 
 
 def test_several_rows_of_a_rollout(tmp_path):
