@@ -19,23 +19,18 @@ intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.environments import Observation
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.aepo import AepoRollout
@@ -191,18 +186,8 @@ def learn(arm: str, seed: int) -> list[float]:
 # ---- report
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=3)
     start, seeds = time.time(), range(args.seeds)
     result: dict[str, Any] = {"seeds": args.seeds, "branching": {}, "probe": {}, "learning": {}, "curves": {}}
     for arm in BRANCHING:
@@ -225,11 +210,7 @@ def main() -> None:
         result["learning"][arm] = dict(zip(("after 25", "after 100", "after 25, less PPO"), cells, strict=True))
         result["curves"][arm] = np.mean(every[arm], axis=0).tolist()
         print(f"{arm:22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<5.1f}" for c in cells))
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "aepo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "aepo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'aepo.json'}, {args.out / 'aepo.png'}")
+    save(args.out, "aepo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

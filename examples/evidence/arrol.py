@@ -22,16 +22,14 @@ method is for and the paper's, as it was reported, hardly does.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.arrol import Arrol
 from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
@@ -128,35 +126,21 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
     every = {arm: [one_run(arm, seed) for seed in range(args.seeds)] for arm in ARMS}
     for arm, runs in every.items():
         for mine, random in zip(runs, every["random"], strict=True):
             mine["gain"] = mine["variance"] - random["variance"]
-        results[arm] = {
-            name: {"mean": (i := Interval.of([r[name] for r in runs])).mean, "ci95": i.half} for name in runs[0]
-        }
+        results[arm] = {name: summary([r[name] for r in runs]) for name in runs[0]}
         cells = "   ".join(f"{name} {f['mean']:.3f} +- {f['ci95']:.3f}" for name, f in results[arm].items())
         print(f"{arm:18s} {cells}")
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = dict(prompts=PROMPTS, group=GROUP, probe=PROBE, length=LENGTH, batches=BATCHES, seeds=args.seeds)
-    (args.out / "arrol.json").write_text(
-        json.dumps({"method": "arrol", "settings": settings, "results": results}, indent=1)
-    )
-    plot(results, args.out / "arrol.png")
+    content = {"method": "arrol", "settings": settings, "results": results}
+    save(args.out, "arrol", content, lambda path: plot(results, path))
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(1, len(MEASURES), figsize=(15, 3.8), constrained_layout=True, sharey=True)
     arms = list(results)
     for ax, (name, title) in zip(axes, MEASURES.items(), strict=True):

@@ -23,14 +23,13 @@ only a better judge does. GRPO on the scalar is faster, for verdicts keep the si
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, interval, save
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.brpo import Brpo
@@ -101,18 +100,8 @@ def train(method: str, position_bias: float, length_bias: float, seed: int) -> d
     return {"curve": np.array(curve), "logged": mean}
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=5)
 
     results: dict[str, Any] = {}
     curves: dict[str, dict[str, Any]] = {}
@@ -132,11 +121,9 @@ def main() -> None:
         for found in results[setting].values():  # the seeds share their arms
             found["quality - one order"] = interval(np.array(found["quality"]["seeds"]) - one_order)
 
-    args.out.mkdir(parents=True, exist_ok=True)
     constants = dict(arms=ARMS, prompts=PROMPTS, group=GROUP, steps=STEPS, rate=RATE, noise=NOISE, seeds=args.seeds)
     content = {"method": "brpo", "settings": constants, "results": results}
-    (args.out / "brpo.json").write_text(json.dumps(content, indent=1))
-    plot(curves, args.out / "brpo.png")
+    save(args.out, "brpo", content, lambda path: plot(curves, path))
     columns = ("quality", "quality - one order", "verbosity", "dropped", "agree")
     print(f"{'':38s}" + "".join(f"{name:>22s}" for name in columns))
     for setting, methods in results.items():
@@ -146,11 +133,6 @@ def main() -> None:
 
 
 def plot(curves: dict[str, dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(1, len(curves), figsize=(4.2 * len(curves), 4), sharey=True, constrained_layout=True)
     for ax, (setting, methods) in zip(axes, curves.items(), strict=True):
         for method, runs in methods.items():

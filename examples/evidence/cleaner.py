@@ -23,21 +23,15 @@ The method and the plain loop (rollback_probability 0) come from the library and
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.environments import Observation
 from rl_plugins.methods.cleaner import Cleaner
 from rl_plugins.requests import Trajectory
@@ -131,21 +125,12 @@ def covariance(arm: str, start: float, seed: int) -> float:
     return float(np.mean(found))
 
 
-def summary(found: list[float]) -> dict[str, float]:
-    interval = Interval.of(found)
-    return {"mean": interval.mean, "ci95": interval.half}
-
-
 def _pm(cell: dict[str, float], digits: int = 1) -> str:
     return f"{cell['mean']:.{digits}f} +-{cell['ci95']:.{digits}f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     result: dict[str, Any] = {"seeds": args.seeds, "runs": {}}
@@ -168,11 +153,7 @@ def main() -> None:
             shown = [_pm(cells["first"]), _pm(cells["after_error"]), _pm(cells["gradient"], 4)]
             shown += [f"{cells['theory']:.4f}", _pm(cells["errors"])]
             print(f"{f'{100 * begin:.0f} %, {arm}':32}" + "".join(f"{s:>20}" for s in shown))
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "cleaner.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "cleaner.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'cleaner.json'}, {args.out / 'cleaner.png'}")
+    save(args.out, "cleaner", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -30,8 +30,6 @@ tables: the return of each turn less the exact V, without bias. Intervals are 95
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -39,12 +37,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save
 from scipy.stats import rankdata
 from torch import Tensor
 
@@ -360,11 +356,7 @@ def summary(found: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     result: dict[str, Any] = {"seeds": args.seeds, "measures": {}, "minus_grpo": {}}
@@ -383,11 +375,7 @@ def main() -> None:
                 }
                 if size == MAIN_SIZE:
                     show(f"{kind}, competence {competence}, groups of {size}", result["measures"][key])
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "credit.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "credit.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'credit.json'}, {args.out / 'credit.png'}")
+    save(args.out, "credit", result, lambda path: plot(result, path), start)
 
 
 def show(title: str, found: dict[str, dict[str, dict[str, float]]]) -> None:

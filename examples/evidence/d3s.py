@@ -18,20 +18,15 @@ over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import Decision
 from rl_plugins.methods.d3s import D3s
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -132,18 +127,8 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
     return accuracy, tokens
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=8)
     start = time.time()
     result: dict = {"seeds": args.seeds, "gradient_ratio": {}, "accuracy": {}, "curves": {}}
     everything = PROMPTS * GROUP * DIGITS * UPDATES / 1000
@@ -163,11 +148,7 @@ def main() -> None:
         }
         cells = "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<3.1f}" for c in (final, early))
         print(f"{arm:20}{ratio['mean']:>11.2f} +-{ratio['ci95']:.2f}{cells}{used['mean']:>12.1f}")
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "d3s.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "d3s.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'd3s.json'}, {args.out / 'd3s.png'}")
+    save(args.out, "d3s", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

@@ -19,21 +19,16 @@ driver; GRPO's advantages from the estimator of rl_plugins. Intervals are 95 % S
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.drpo import Drpo
 from rl_plugins.rollouts import Rollouts, Rows, Terms
@@ -156,18 +151,8 @@ def _part(rollouts: Rollouts, columns: dict[str, Tensor], rows: np.ndarray) -> t
     return rollouts.group[rows], {k: v[rows] for k, v in columns.items()}
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=10)
     start = time.time()
     result: dict = {"seeds": args.seeds, "example": example(), "learning": {}, "micro_batch_error_percent": {}}
     print(f"\n{'arm':22}{'accuracy %':>18}{'length % of C':>20}")
@@ -184,11 +169,7 @@ def main() -> None:
             cell = summary([micro_batch_error(tau, drift, seed) for seed in range(args.seeds)])
             result["micro_batch_error_percent"][f"tau {tau:g} | move {drift:g}"] = cell
             print(f"{tau:>5g}{drift:>7g}{cell['mean']:>22.1f} +-{cell['ci95']:.1f}")
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "drpo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "drpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'drpo.json'}, {args.out / 'drpo.png'}")
+    save(args.out, "drpo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

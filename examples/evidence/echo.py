@@ -20,19 +20,14 @@ intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.echo import EchoTree
@@ -186,18 +181,8 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
 # ---- report
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=3)
     start, seeds = time.time(), range(args.seeds)
     result: dict = {"seeds": args.seeds, "tree": {}, "cutting": {}, "learning": {}, "curves": {}}
     for name, tree in (("independent", False), ("tree", True)):
@@ -224,11 +209,7 @@ def main() -> None:
     at_start = [summary([run[k][0] for run in all_runs["labels"]]) for k in (0, 1)]
     result["learning"]["at the start"] = {"success": at_start[0], "best answer right": at_start[1]}
     print(f"{'at the start':22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<4.1f}" for c in at_start))
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "echo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "echo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'echo.json'}, {args.out / 'echo.png'}")
+    save(args.out, "echo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

@@ -24,17 +24,17 @@ at the first try, .925 +- .156 after an error).
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.fission_grpo import FissionGrpo, read_calls
 from rl_plugins.methods.fission_grpo.calls import GENERIC
@@ -187,30 +187,19 @@ def measures(policy: Policy, data: Requests, arm: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
     for arm in ARMS:
         runs = [one_run(arm, seed) for seed in range(args.seeds)]
-        results[arm] = {k: {"mean": (i := Interval.of([r[k] for r in runs])).mean, "ci95": i.half} for k in runs[0]}
+        results[arm] = {k: summary([r[k] for r in runs]) for k in runs[0]}
         cells = "   ".join(f"{k} {v['mean']:.3f} +- {v['ci95']:.3f}" for k, v in results[arm].items())
         print(f"{arm:26s} {cells}")
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = dict(prompts=PROMPTS, functions=FUNCTIONS, values=VALUES, group=GROUP, batch=BATCH, updates=UPDATES)
     content = {"method": "fission_grpo", "settings": settings | {"seeds": args.seeds}, "results": results}
-    (args.out / "fission_grpo.json").write_text(json.dumps(content, indent=1))
-    plot(results, args.out / "fission_grpo.png")
+    save(args.out, "fission_grpo", content, lambda path: plot(results, path))
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(1, len(MEASURES), figsize=(14, 3.4), constrained_layout=True, sharey=True)
     for ax, (name, title) in zip(axes, MEASURES.items(), strict=True):
         values = [results[arm][name] for arm in results]

@@ -17,20 +17,15 @@ are 95 % Student intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.gdpo import Gdpo
 from rl_plugins.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -83,18 +78,8 @@ def learn(arm: str, scales: tuple[float, ...], seed: int) -> tuple[float, float]
     return first, second
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=10)
     start = time.time()
 
     counts = {arm: [different_vectors(arm, size) for size in GROUP_SIZES] for arm in ("GRPO", "GDPO")}
@@ -114,12 +99,8 @@ def main() -> None:
         "seeds": args.seeds,
         "different_vectors": {arm: dict(zip(map(str, GROUP_SIZES), counts[arm], strict=True)) for arm in counts},
         "distance_gone_percent": learned,
-        "seconds": time.time() - start,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gdpo.json").write_text(json.dumps(result, indent=1))
-    plot(counts, learned, args.out / "gdpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'gdpo.json'}, {args.out / 'gdpo.png'}")
+    save(args.out, "gdpo", result, lambda path: plot(counts, learned, path), start)
 
 
 def plot(counts: dict, learned: dict, path: Path) -> None:

@@ -18,20 +18,14 @@ and without the discount) come from the library through the driver. Intervals ar
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.stack import MethodStack
@@ -114,17 +108,8 @@ def learn(arm: str, seed: int) -> list[float]:
     return curve + [curve[-1]] * (UPDATES + 1 - len(curve))
 
 
-def summary(found: list[float]) -> dict[str, float]:
-    interval = Interval.of(found)
-    return {"mean": interval.mean, "ci95": interval.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     result: dict = {"seeds": args.seeds, "correlation": {}, "updates_to_90": {}, "chance_early": {}, "curves": {}}
@@ -149,11 +134,7 @@ def main() -> None:
             f"{result[k][arm]['mean']:.1f} +-{result[k][arm]['ci95']:.1f}" for k in ("updates_to_90", "chance_early")
         ]
         print(f"{arm:20}" + "".join(f"{c:>18}" for c in cells) + "".join(f"{c:>20}" for c in late))
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gigpo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "gigpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'gigpo.json'}, {args.out / 'gigpo.png'}")
+    save(args.out, "gigpo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

@@ -19,20 +19,14 @@ Advantages come from the method itself through the driver. Intervals are 95 % St
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.testing import make_rollouts, make_steps, one_step, start_stack
 
@@ -128,17 +122,8 @@ def bias_and_variance(error: np.ndarray, cell: np.ndarray) -> np.ndarray:
     return np.array([((mean**2 - variance / n) * weight).sum(), (variance * weight).sum(), (error**2).mean()])
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     result: dict = {"seeds": args.seeds, **{part: {} for part in PARTS}, "mean_squared_error_minus_depth_0": {}}
@@ -156,11 +141,7 @@ def main() -> None:
                 line += " + ".join(f"{result[part][key]['mean']:.0f}" for part in PARTS[:2]).rjust(11)
                 line += f" {difference['mean']:+6.0f} +-{difference['ci95']:<5.0f}"
             print(line)
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "hgpo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "hgpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'hgpo.json'}, {args.out / 'hgpo.png'}")
+    save(args.out, "hgpo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

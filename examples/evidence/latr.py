@@ -35,8 +35,6 @@ context read again per rollout of 150 tokens. Decoding ahead by 1, 16, 32 and 64
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -44,10 +42,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, interval, save
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.method import Method
 from rl_plugins.methods.latr import Latr
 from rl_plugins.methods.latr.similarity import edit_distance
@@ -288,11 +287,6 @@ def measure(
     }
 
 
-def interval(values: Any) -> dict[str, Any]:
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
     """arm -> measure -> interval; costs relative to sampling of the same seed."""
     out: dict[str, dict[str, Any]] = {}
@@ -311,11 +305,7 @@ def summary(runs: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=5)
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -333,15 +323,13 @@ def main() -> None:
     cost = summary({SAMPLING: [stories(SAMPLING, real, high, s) for s in seeds], **ahead})
     results["digits"] = summary({arm: [digits(arm, s, policy) for s in seeds] for arm in ARMS})
 
-    args.out.mkdir(parents=True, exist_ok=True)
     content = {
         "method": "latr",
         "settings": {"n": N, "prompts": PROMPTS, "seeds": args.seeds},
         "results": results,
         "decode_ahead": cost,
     }
-    (args.out / "latr.json").write_text(json.dumps(content, indent=1))
-    plot(results, args.out / "latr.png", args.seeds)
+    save(args.out, "latr", content, lambda path: plot(results, path, args.seeds))
     for policy_name, arms in results.items():
         print(policy_name.replace("\n", ", "))
         for name in arms[SAMPLING]:
@@ -356,11 +344,6 @@ def main() -> None:
 
 
 def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path, seeds: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels = {**MEASURES, "decoded / sampling": "tokens decoded / those of sampling"}
     fig, grid = plt.subplots(2, 3, figsize=(15, 8.4), constrained_layout=True)
     axes = grid.ravel()

@@ -18,20 +18,15 @@ Rewards, groups and alignment are the method's own, through the driver. Interval
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.groups import Groups
 from rl_plugins.methods.m_grpo import MGrpo
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -138,18 +133,8 @@ def train(arm: str, seed: int) -> dict[str, list[float]]:
     return {**curves, "weight": [min(weights), max(weights)], "rows": [max(rows)]}
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     runs = {arm: [train(arm, seed) for seed in range(args.seeds)] for arm in ARMS}
@@ -173,11 +158,8 @@ def main() -> None:
         line = "".join(f"{c['mean']:>{w}.1f} +-{c['ci95']:<3.1f}" for c, w in zip(cells.values(), widths, strict=True))
         low, high = table[arm]["weight"]
         print(f"{arm:26}{line}{f'{low:.0f}..{high:.0f}':>12}{table[arm]['most_rows']:>6}")
-    result = {"seeds": args.seeds, "arms": table, "curves": runs, "seconds": time.time() - start}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "m_grpo.json").write_text(json.dumps(result, indent=1))
-    plot(runs, args.out / "m_grpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'm_grpo.json'}, {args.out / 'm_grpo.png'}")
+    result = {"seeds": args.seeds, "arms": table, "curves": runs}
+    save(args.out, "m_grpo", result, lambda path: plot(runs, path), start)
 
 
 def plot(runs: dict, path: Path) -> None:

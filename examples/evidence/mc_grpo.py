@@ -19,21 +19,16 @@ estimator of rl_plugins. Intervals are 95 % Student intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.stack import MethodStack
@@ -121,12 +116,6 @@ def learn(arm: str, group_size: int, noise: str, seed: int) -> float:
     return 100 * float(((policy * value).sum(1).mean() - uniform) / (best - uniform))
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def measure_signs(seeds: int) -> dict[str, dict[str, dict[str, float]]]:
     out: dict[str, dict[str, dict[str, float]]] = {"sign_wrong_percent": {}, "zero_percent": {}}
     print(f"{'rewards':14}{'G':>3}  " + "".join(f"{a + ': wrong / zero %':>30}" for a in SIGN_ARMS))
@@ -163,19 +152,11 @@ def key(*parts: object) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=10)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # two reward levels are warned about, and measured here
     start = time.time()
     result = {"seeds": args.seeds, **measure_signs(args.seeds), **measure_learning(args.seeds)}
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "mc_grpo.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "mc_grpo.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'mc_grpo.json'}, {args.out / 'mc_grpo.png'}")
+    save(args.out, "mc_grpo", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

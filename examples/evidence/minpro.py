@@ -23,18 +23,17 @@ slowly than CISPO at the same learning rate, and CISPO does not collapse on this
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, interval, save
 from scipy import stats
 from torch import Tensor
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.losses import weighted_logprob
 from rl_plugins.methods.minpro import Minpro
@@ -187,18 +186,8 @@ def quality(seed: int) -> dict[tuple[str, int], dict[str, float]]:
     return {key: {k: float(np.mean([x[k] for x in xs])) for k in xs[0]} for key, xs in found.items()}
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
 
     pairs = [(name, delay) for delay in DELAYS for name in (ESTIMATORS if delay else [ON_POLICY])]
@@ -225,7 +214,6 @@ def main() -> None:
             ours, base = (np.array(table[f"{name}, d={delay}"]["seeds"]) for name in ("MinPRO", ON_POLICY))
             table[f"MinPRO - token ratio, d={delay}"] = interval(ours - base)
 
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = dict(vocab=VOCAB, length=LENGTH, groups=GROUPS, group=GROUP, steps=STEPS, learning_rates=RATES)
     content = {
         "method": "minpro",
@@ -233,8 +221,7 @@ def main() -> None:
         "gradient": gradient,
         "training": training,
     }
-    (args.out / "minpro.json").write_text(json.dumps(content, indent=1))
-    plot(gradient, curves, args.out / "minpro.png")
+    save(args.out, "minpro", content, lambda path: plot(gradient, curves, path))
     for part in (gradient, training):
         print("\n" + f"{'':32s}" + "".join(f"{key:>36s}" for key in part))
         for row in next(iter(part.values())):
@@ -243,11 +230,6 @@ def main() -> None:
 
 
 def plot(gradient: dict[str, Any], curves: dict[Any, np.ndarray], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
     colors = dict(zip(ESTIMATORS, ("tab:blue", "tab:green", "tab:red", "tab:orange"), strict=True))
     shown = {

@@ -17,20 +17,15 @@ Student intervals over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.mssr import MssrBaseline
 from rl_plugins.stack import MethodStack, build_stack
@@ -128,18 +123,8 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
     return success, entropy_left
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=3)
     start = time.time()
     result: dict = {"seeds": args.seeds, "tracker_error": {}, "learning": {}, "curves": {}}
     print(f"{'tracker, error x 1000':24}" + "".join(f"{f'drift {d:g}':>18}" for d in (0.0, 0.05, 0.2)))
@@ -157,11 +142,7 @@ def main() -> None:
         result["learning"][arm] = {"success": cells[0], "entropy": cells[1]}
         result["curves"][arm] = [np.mean([run[k] for run in runs], axis=0).tolist() for k in (0, 1)]
         print(f"{arm:24}" + "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<4.1f}" for c in cells))
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "mssr.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "mssr.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'mssr.json'}, {args.out / 'mssr.png'}")
+    save(args.out, "mssr", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict, path: Path) -> None:

@@ -25,18 +25,17 @@ is right 40 % of the time ruins both: .27 +- .08 and .27 +- .22 at p = 0.5.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
+from common import arguments, interval, save
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.rtv_pdr import RtvPdr, rtv
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
@@ -131,17 +130,8 @@ def solve(waves: int, attempts_: int, p: float, accuracy: float, seed: int) -> f
     return float(np.mean([CharChat().decode(row[0][0].tokens) == "R" for row in rows]))
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
+    args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
 
     selection: dict[str, Any] = {}
@@ -160,11 +150,9 @@ def main() -> None:
                 found[f"{name}, judge {accuracy:g}"] = interval(runs_)
         refinement[f"p = {p:g}"] = found
 
-    args.out.mkdir(parents=True, exist_ok=True)
     constants = dict(candidates=N, trials=TRIALS, tasks=TASKS, seeds=args.seeds)
     content = {"method": "rtv_pdr", "settings": constants, "selection": selection, "refinement": refinement}
-    (args.out / "rtv_pdr.json").write_text(json.dumps(content, indent=1))
-    plot(selection, refinement, args.seeds, args.out / "rtv_pdr.png")
+    save(args.out, "rtv_pdr", content, lambda path: plot(selection, refinement, args.seeds, path))
     print(f"{'selection':50s}{'best selected':>20s}{'quality':>20s}")
     for name, values in selection.items():
         cells = [f"{values[c]['mean']:.3f} +- {values[c]['ci95']:.3f}" for c in ("best", "quality")]
@@ -176,11 +164,6 @@ def main() -> None:
 
 
 def plot(selection: dict[str, Any], refinement: dict[str, Any], seeds: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), constrained_layout=True)
     names = list(selection)
     mean = [selection[n]["best"]["mean"] for n in names]

@@ -23,18 +23,17 @@ the end); all others end at .93 to .96.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.scope import Scope
 from rl_plugins.params import build_params
@@ -193,30 +192,19 @@ def update(table: Table, optimizer: Any, stack: Any, method: Scope | None, rows:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__, seeds=3)
     results: dict[str, Any] = {}
     for arm in ARMS:
         runs = [one_run(arm, seed) for seed in range(args.seeds)]
-        results[arm] = {k: {"mean": (i := Interval.of([r[k] for r in runs])).mean, "ci95": i.half} for k in runs[0]}
+        results[arm] = {k: summary([r[k] for r in runs]) for k in runs[0]}
         cells = "   ".join(f"{k} {v['mean']:.3f} +- {v['ci95']:.3f}" for k, v in results[arm].items())
         print(f"{arm:26s} {cells}")
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = dict(prompts=PROMPTS, group=GROUP, steps=STEPS, updates=UPDATES, rate=RATE, seeds=args.seeds)
     content = {"method": "scope", "settings": settings, "results": results}
-    (args.out / "scope.json").write_text(json.dumps(content, indent=1))
-    plot(results, args.out / "scope.png")
+    save(args.out, "scope", content, lambda path: plot(results, path))
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     titles = {
         "right, all updates": "right answers, mean over updates",
         "right, end": "right answers, at the end",

@@ -21,15 +21,15 @@ at 2.6 times the calls; a real one would have to tell right from wrong by readin
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from common import arguments, interval, save
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, texts
@@ -129,18 +129,8 @@ def advice_in(prompt: str, kind: int) -> int | None:
     return int(found[-1]) if found else None
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__, seeds=5)
 
     results, curves = {}, {}
     for arm in ARMS:
@@ -151,11 +141,9 @@ def main() -> None:
             "wrong experiences": interval([run["wrong"] for run in runs]),
             "calls": interval([run["calls"] for run in runs]),
         }
-    args.out.mkdir(parents=True, exist_ok=True)
     constants = dict(kinds=KINDS, approaches=APPROACHES, group=GROUP, steps=STEPS, followed=FOLLOWED, seeds=args.seeds)
     content = {"method": "training_free_grpo", "settings": constants, "results": results}
-    (args.out / "training_free_grpo.json").write_text(json.dumps(content, indent=1))
-    plot(curves, args.out / "training_free_grpo.png")
+    save(args.out, "training_free_grpo", content, lambda path: plot(curves, path))
     columns = list(next(iter(results.values())))
     print(f"{'':26s}" + "".join(f"{name:>24s}" for name in columns))
     for arm, found in results.items():
@@ -164,11 +152,6 @@ def main() -> None:
 
 
 def plot(curves: dict[str, np.ndarray], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
     for arm, runs in curves.items():
         band = [Interval.of(column) for column in runs.T]

@@ -18,8 +18,6 @@ The method comes from the library and runs on the fake engine. Intervals are 95 
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import math
 import re
@@ -27,14 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.environments import Observation
 from rl_plugins.methods.turn_control import TurnControl
 from rl_plugins.rollouts import Rollouts
@@ -148,21 +143,12 @@ def limits(rule: str, seed: int) -> list[float]:
     return curve
 
 
-def summary(found: list[float]) -> dict[str, float]:
-    interval = Interval.of(found)
-    return {"mean": interval.mean, "ci95": interval.half}
-
-
 def _pm(cell: dict[str, float]) -> str:
     return f"{cell['mean']:.1f} +-{cell['ci95']:.1f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     result: dict[str, Any] = {"seeds": args.seeds, "strategies": {}, "limits": {}}
@@ -185,11 +171,7 @@ def main() -> None:
         end = summary(curves[:, -30:].mean(1).tolist())
         result["limits"][rule] = {"end": end, "mean": curves.mean(0).tolist()}
         print(f"{rule:34}{_pm(end):>34}")
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "turn_control.json").write_text(json.dumps(result, indent=1))
-    plot(result, args.out / "turn_control.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'turn_control.json'}, {args.out / 'turn_control.png'}")
+    save(args.out, "turn_control", result, lambda path: plot(result, path), start)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

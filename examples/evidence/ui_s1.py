@@ -20,20 +20,15 @@ over seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, save, summary
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.methods.ui_s1 import ExpertStep, SemiOnlineEpisode, UiS1, gui_step_reward, semi_online_performance
 from rl_plugins.rollouts import Steps
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -144,18 +139,8 @@ def train(arm: str, seed: int) -> dict[str, list[float]]:
     return curves
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Mean and half width of the 95 % interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = arguments(__doc__.splitlines()[0], seeds=5)
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     start = time.time()
     runs = {arm: [train(arm, seed) for seed in range(args.seeds)] for arm in ARMS}
@@ -172,11 +157,7 @@ def main() -> None:
         better = f"{gain[arm]['mean']:>14.0f} +-{gain[arm]['ci95']:<4.0f}" if arm in gain else ""
         print(f"{arm:32}{line}{better}")
     result = {"seeds": args.seeds, "final": final, "success_of_one_patch_minus": gain, "curves": runs}
-    result["seconds"] = time.time() - start
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "ui_s1.json").write_text(json.dumps(result, indent=1))
-    plot(runs, args.out / "ui_s1.png")
-    print(f"\n{result['seconds']:.0f} s; written: {args.out / 'ui_s1.json'}, {args.out / 'ui_s1.png'}")
+    save(args.out, "ui_s1", result, lambda path: plot(runs, path), start)
 
 
 def plot(runs: dict, path: Path) -> None:

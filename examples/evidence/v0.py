@@ -22,15 +22,14 @@ for new prompts), running mean .92, the batch's mean .50, true rates .93.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, interval, save
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.demo.tasks import build_rows
 from rl_plugins.driver import first_plan
 from rl_plugins.groups import Groups
@@ -132,22 +131,12 @@ def predict(seed: int, name: str) -> dict[str, float]:
     return {name: float(np.mean([x[f"v0/{name}"] for x in late])) for name in ("auc", "brier")}
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
     return {name: interval([run[name] for run in runs]) for name in runs[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
 
     budgets = {
@@ -155,11 +144,10 @@ def main() -> None:
         for noise in NOISES
     }
     priors = {name: summary([predict(s, name) for s in seeds]) for name in PRIORS}
-    args.out.mkdir(parents=True, exist_ok=True)
     constants = dict(prompts=PROMPTS, group=GROUP, lists=LISTS, batch=BATCH, steps=STEPS, seeds=args.seeds)
     results = {"budgets": budgets, "priors": priors}
-    (args.out / "v0.json").write_text(json.dumps({"method": "v0", "settings": constants, "results": results}, indent=1))
-    plot(budgets, priors, args.out / "v0.png")
+    content = {"method": "v0", "settings": constants, "results": results}
+    save(args.out, "v0", content, lambda path: plot(budgets, priors, path))
     for title, table in [*((f"budgets, {noise}", t) for noise, t in budgets.items()), ("priors", priors)]:
         print(title)
         for name, found in table.items():
@@ -168,11 +156,6 @@ def main() -> None:
 
 
 def plot(budgets: dict[str, Any], priors: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(1, 4, figsize=(17, 4.2), constrained_layout=True)
     what = {
         "mixed": "share of groups with both outcomes",

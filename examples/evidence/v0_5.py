@@ -21,15 +21,14 @@ running mean as prior: .187 -> .089 at 4 rollouts, .049 at 5.0.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, interval, save
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan, next_plan
 from rl_plugins.groups import Groups
 from rl_plugins.methods.v0_5 import V05
@@ -133,12 +132,6 @@ def drifting(seed: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def summary(runs: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
     return {
         arm: {"error": interval([run[arm][0] for run in runs]), "rollouts": interval([run[arm][1] for run in runs])}
@@ -147,21 +140,14 @@ def summary(runs: list[dict[str, tuple[float, float]]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=5)
     seeds = range(args.seeds)
 
     results = {f"bias {bias:g}": summary([biased(bias, seed) for seed in seeds]) for bias in BIASES}
     results["running mean"] = summary([drifting(seed) for seed in seeds])
-    args.out.mkdir(parents=True, exist_ok=True)
     constants = dict(prompts=PROMPTS, k_max=K_MAX, drift=DRIFT, visits=VISITS, seeds=args.seeds)
-    (args.out / "v0_5.json").write_text(
-        json.dumps({"method": "v0_5", "settings": constants, "results": results}, indent=1)
-    )
-    plot(results, args.out / "v0_5.png")
+    content = {"method": "v0_5", "settings": constants, "results": results}
+    save(args.out, "v0_5", content, lambda path: plot(results, path))
     for setting, arms in results.items():
         print(setting)
         for arm, found in arms.items():
@@ -170,11 +156,6 @@ def main() -> None:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for arm in results["bias 0"]:
         for ax, what in zip(axes, ("error", "rollouts"), strict=True):

@@ -16,17 +16,16 @@ batches after the jump the prompts are visited as often as those that always had
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from common import arguments, interval, save
 from scipy import stats
 
-from rl_plugins.compare.report import Interval
 from rl_plugins.driver import first_plan
 from rl_plugins.methods.vade import Vade
 from rl_plugins.stack import MethodStack
@@ -109,18 +108,8 @@ def jump(seed: int) -> dict[str, np.ndarray]:
     return visits
 
 
-def interval(values: Any) -> dict[str, Any]:
-    """Mean over seeds with the half-width of its 95 % t interval."""
-    found = Interval.of(values)
-    return {"mean": found.mean, "ci95": found.half, "seeds": [round(float(v), 6) for v in values]}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--out", type=Path, default=Path("evidence-results"))
-    args = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are tiny
+    args = arguments(__doc__, seeds=6)
     seeds = range(args.seeds)
 
     curves = {arm: [training(arm, s) for s in seeds] for arm in ARMS}
@@ -141,11 +130,9 @@ def main() -> None:
             kind: interval([100 * j[kind][start:end].mean() for j in jumps]) for kind in jumps[0]
         }
 
-    args.out.mkdir(parents=True, exist_ok=True)
     settings = dict(prompts=PROMPTS, batch=BATCH, group=GROUP, steps=STEPS, gain=GAIN, jump_at=JUMP_AT)
     content = {"method": "vade", "settings": {**settings, "seeds": args.seeds}, "results": results}
-    (args.out / "vade.json").write_text(json.dumps(content, indent=1))
-    plot(curves, jumps, args.out / "vade.png")
+    save(args.out, "vade", content, lambda path: plot(curves, jumps, path))
     for name, arms in results.items():
         print(name)
         for arm, r in arms.items():
@@ -155,11 +142,6 @@ def main() -> None:
 def plot(
     curves: dict[str, list[tuple[np.ndarray, np.ndarray]]], jumps: list[dict[str, np.ndarray]], path: Path
 ) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     def draw(ax: Any, runs: list[np.ndarray], label: str, smooth: int) -> None:
         y = np.stack([np.convolve(r, np.ones(smooth) / smooth, mode="valid") for r in runs])
         x = np.arange(y.shape[1]) + smooth
