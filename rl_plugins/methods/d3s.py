@@ -30,9 +30,9 @@ class D3s(Method):
     3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
 
     The rows of largest (population) variance are always the h largest and the rest smallest for some h, so all h are
-    tried on sorted values, which finds what brute force finds. Of equal variances the larger h wins, of equal rows or
-    tokens the earlier. At least one row of a group and of the batch is kept; one row alone has the variance 0, and it
-    is the one with the largest |A|.
+    tried on sorted values, which finds what brute force finds. Of equal variances the h nearest to half of the rows
+    wins, then the larger; of equal rows or tokens the earlier. At least one row of a group and of the batch is kept;
+    one row alone has the variance 0, and it is the one with the largest |A|.
 
     Symbols: A (rows,) float64 is the mean of the row's token advantages (they are equal for most estimators); A_it
     (tokens,) that of the token; H_it (tokens,) entropy of the full next-token distribution, in nats, of the policy at
@@ -158,7 +158,8 @@ def max_variance_rows(x: Tensor, groups: Groups, size: Tensor) -> Tensor:
     variance = torch.where(k == 1, alone, variance)
     trials = Groups(trial, count=groups.count)
     equal = variance >= trials.rows(trials.max(variance)) * (1 - _ROUNDING)
-    won = trials.top_k(torch.where(equal, h.double(), torch.nan), 1)
+    balance = torch.where(2 * h > k, 0.5, 0.0).double() - (2 * h - k).abs()  # then more of the largest
+    won = trials.top_k(torch.where(equal, balance, torch.nan), 1)
     largest = torch.zeros(groups.count, dtype=torch.int64).index_put((trial[won],), h[won])
     top = groups.top_k(x, largest)
     return top | groups.top_k(torch.where(top, torch.nan, -x), size - largest)

@@ -366,7 +366,11 @@ def test_v13_process_group_on_a_cpu_platform(stock: dict, patched: dict, functio
 @pytest.mark.host
 @pytest.mark.parametrize("case", ["reference", "offload"])
 def test_v13_offload_without_pinned_memory(stock: dict, patched: dict, case: str) -> None:
-    assert stock["V13"][case] == "RuntimeError: Cannot access accelerator device when none is available."
+    assert stock["V13"][case] in (  # of torch without CUDA, of torch with it where there is no GPU
+        "RuntimeError: Cannot access accelerator device when none is available.",
+        "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a "
+        "driver from http://www.nvidia.com/Download/index.aspx",
+    )
     assert patched["V13"][case] == "ok" and patched["V13"][f"{case}_same_output"] is True
     assert stock["V13"]["plain_same_output"] is patched["V13"]["plain_same_output"] is True
 
