@@ -1,13 +1,20 @@
-"""The dummy plugin package of `plugin_package/`, really installed, into a folder of its own."""
+"""The dummy plugin package of `plugin_package/`, really installed, into a folder of its own; and the examples of
+property tests, which are the same in every run unless HYPOTHESIS_PROFILE=random asks for others."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 SOURCE = Path(__file__).parent / "plugin_package"
 
