@@ -293,8 +293,8 @@ def patterns(model: Any, rows: int, takes: int) -> dict[str, dict[str, float]]:
     } | {
         "9 turns of 4 tokens, 19 read in between, contexts 16 to 200": growing(rows, 9, 4, 19),
         "4 turns of 32 tokens, 19 read in between, contexts 16 to 169": growing(rows, 4, 32, 19),
-        "LATR, 192 tokens in chunks of 64 (the default `decode_ahead`)": growing(rows, 3, 64, 0),
-        "LATR, 192 tokens in chunks of 16": growing(rows, 12, 16, 0),
+        "LATR, 192 tokens in chunks of 64": growing(rows, 3, 64, 0),
+        "LATR, 192 tokens in chunks of 16 (the default `decode_ahead`)": growing(rows, 12, 16, 0),
     }
     found = {}
     for name, work in works.items():

@@ -18,17 +18,18 @@ sampling (those decoded for nothing are among them), batches of requests one aft
 per rollout (without a prefix cache), also for other lengths of decoding ahead. Intervals are 95 % Student intervals
 over seeds; differences from sampling are paired by seed, on the same prompts.
 
-Found (8 seeds): where forks are even and few are real, a tree finds more stories than sampling (3.51 : 3.27 and 6.76 :
-6.45 of 8; differences 0.24 +- 0.23, 0.31 +- 0.21), and pruning is what does it (without: 2.48, 5.48). Edit distance,
-answers and groups without variance do not differ beyond the noise. Where forks are uneven most do not pass tau_rel, the
-tree stays small (2.7 branches), two thirds of the group are copies of the argmax that part only in the tail, and the
-group is less diverse than a sampled one (4.4 : 6.2 stories, edit distance 0.33 : 0.61). A policy that is sure of its
-tokens (the digits) gives 1.3 branches: 85 % of the groups have no variance (sampling: 25 %), at a mean reward of 0.85
-(0.32), near that of greedy decoding. So on these policies LATR needs forks within its thresholds, many of them, and a
-tail long enough for copies to part; `branches` in the log tells. Tokens decoded: 0.96 of sampling's with even forks,
-though half to two thirds of those for the tree are for nothing; but 11 batches instead of 1, and about 190 tokens of
-context read again per rollout of 150 tokens. Decoding ahead by 1, 16, 32 and 64 tokens (3 seeds) takes 77, 14, 12 and
-11 batches and loses 30, 40, 42 and 51 % of the tree's tokens: those of pruned branches, and what lies ahead of them.
+Found (8 seeds): where forks are even and few are real, a tree finds more stories than sampling (3.54 : 3.27 and 6.84 :
+6.45 of 8; differences 0.28 +- 0.23, 0.39 +- 0.17), and pruning is what does it (without: 2.48, 5.48). Edit distance and
+groups without variance do not differ beyond the noise. Where forks are uneven most do not pass tau_rel, the tree stays
+small (2.7 branches), two thirds of the group are copies of the argmax that part only in the tail, and the group is less
+diverse than a sampled one (4.3 : 6.2 stories, edit distance 0.33 : 0.61). A policy that is sure of its tokens (the
+digits) gives 1.3 branches: 85 % of the groups have no variance (sampling: 25 %), at a mean reward of 0.85 (0.32), near
+that of greedy decoding. So on these policies LATR needs forks within its thresholds, many of them, and a tail long
+enough for copies to part; `branches` in the log tells. Tokens decoded: 0.84 and 0.88 of sampling's with even forks,
+though 60 and 39 % of those for the tree are for nothing; but 14 batches instead of 1, 223 and 246 passes of the engine
+instead of 152, and 240 to 270 tokens of context read again per rollout of 150 tokens, unless they are cached. Decoding
+ahead by 1, 8, 16, 32 and 64 tokens takes 77, 19, 14, 12 and 11 batches and 153, 203, 246, 301 and 398 passes, and loses
+30, 34, 39, 42 and 51 % of the tree's tokens: those of pruned branches, and what lies ahead of them.
 
     python examples/evidence/latr.py --seeds 8 --out evidence-results
 """
@@ -60,7 +61,7 @@ STORIES = {  # share of real forks, largest p_1
     "even forks\n30 % real": (0.3, 0.55),
     "uneven forks\n30 % real": (0.3, 0.75),
 }
-EVEN, AHEAD = "even forks\n30 % real", (1, 16, 32, 64)  # what decoding ahead costs is measured there
+EVEN, AHEAD = "even forks\n30 % real", (1, 4, 8, 16, 32, 64)  # what decoding ahead costs is measured there
 SAMPLING, LATR = "sampling", "LATR"
 ONE = {"eta": (1.0,), "eta_steps": (0,)}
 ARMS: dict[str, dict[str, Any] | None] = {
@@ -94,7 +95,7 @@ class Engine:
 
     def __init__(self, logprobs: Callable[[list[list[int]], list[Prompt]], np.ndarray], eos: int, seed: int) -> None:
         self.logprobs, self.eos, self.rng = logprobs, eos, np.random.default_rng(seed)
-        self.decoded = self.batches = self.read = 0
+        self.decoded = self.batches = self.passes = self.read = 0
 
     def anybody(self, wants: bool) -> bool:
         return wants
@@ -114,6 +115,7 @@ class Engine:
             best = np.argsort(-table, axis=1, kind="stable")[:, :2]
             drawn = (np.cumsum(np.exp(table), axis=1) > self.rng.random((len(going), 1))).argmax(1)
             self.decoded += len(going)
+            self.passes += 1
             still = []
             for j, i in enumerate(going):
                 request = of[i][1]
@@ -280,6 +282,7 @@ def measure(
         "reward": float(rewards.mean()),
         "decoded": float(engine.decoded),
         "batches": float(engine.batches),
+        "passes": float(engine.passes),
         "read per rollout": engine.read / rewards.size,
         "decoded for nothing": logged.get("latr/unused", 0.0),
         "branches": logged.get("latr/branches", float("nan")),
@@ -337,7 +340,7 @@ def main() -> None:
     print(" " * 29 + "".join(f"{arm:>18s}" for arm in ARMS))
     print(f"decode_ahead, {EVEN.replace(chr(10), ', ')}")
     for arm in list(cost)[1:]:
-        shown = ("decoded / sampling", "batches", "read per rollout", "decoded for nothing")
+        shown = ("decoded / sampling", "batches", "passes", "read per rollout", "decoded for nothing")
         print(
             f"  {arm:10s}" + ", ".join(f"{n} {cost[arm][n]['mean']:.3f} +- {cost[arm][n]['ci95']:.3f}" for n in shown)
         )

@@ -37,7 +37,7 @@ class LatrParams(MethodParams):
     full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1)
     full_decay: float = param(0.05, "fall of that share over the length of a completion", ge=0, le=1)
     max_tree_tokens: int | None = param(512, "length of the tree at most; none: the completion's", ge=1)
-    decode_ahead: int = param(64, "tokens asked for in one request; changes the cost, not the tree", ge=1)
+    decode_ahead: int = param(16, "tokens asked for in one request; changes the cost, not the tree", ge=1)
 
     def check(self) -> None:
         if len(self.eta) != len(self.eta_steps) or not self.eta:
