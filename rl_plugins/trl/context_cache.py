@@ -211,7 +211,7 @@ class ContextCache:
             or config.prefill_chunk_size is not None
             or (config.num_beams or 1) != 1
             or model.config.is_encoder_decoder
-            or not model._supports_default_dynamic_cache()
+            or not getattr(model, "_supports_default_dynamic_cache", lambda: False)()
             or getattr(peft, "is_prompt_learning", False)
             or any(isinstance(v, Tensor) for v in kwargs.values())
         ):
