@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +52,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if not self.rollout_cache_gb >= 0:
+        if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
         self.methods = registry.parse_methods(self.methods)
         self.method_params = registry.parse_method_params(self.method_params)

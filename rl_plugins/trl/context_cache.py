@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 PASS = 1024
 """Positions that are read in the time of a call of its own. On a CPU 600 to 900 were measured for a model of 78,272
 parameters and 70 for one of 5 million; on a GPU it is by arithmetic some 1,000 for 7 billion and 3,000 for 1.5 billion.
-Where it is wrong the loss is a part of one pass, beside those of all tokens that are generated."""
+If the guess is wrong, at most a part of one pass is lost."""
+
+KEEPS_MORE = ("glm_moe_dsa",)
+"""Models that keep more of a context than its keys and values."""
 
 
 @dataclass
@@ -85,15 +89,15 @@ class ContextCache:
     ) -> Tensor:
         """`host`, the `generate` of `model`, with everything that is known handed to it."""
         self.positions += int(attention_mask.sum())
-        empty = self._empty(model, generation_config, kwargs)
-        if empty is None:
+        if not self.limit or not _can_reuse(model, generation_config, kwargs):
             self.read += int(attention_mask.sum())
             return host(
                 generation_config=generation_config, input_ids=input_ids, attention_mask=attention_mask, **kwargs
             )
 
         def call(config: Any, rows: Sequence[int], known: Sequence[_Known], **kwargs: Any) -> Tensor:
-            return self._call(host, empty, config, input_ids[rows], attention_mask[rows], known, **kwargs)
+            cache = DynamicCache(config=model.config)
+            return self._call(host, cache, config, input_ids[rows], attention_mask[rows], known, **kwargs)
 
         contexts = [_key(ids[mask]) for ids, mask in zip(_array(input_ids), _array(attention_mask) > 0, strict=True)]
         known = [self._find(c) for c in contexts]
@@ -103,14 +107,12 @@ class ContextCache:
             call(_one_token(generation_config), ahead, [known[i] for i in ahead], **other)
             known = [self._find(c) for c in contexts]
         output = call(generation_config, range(len(contexts)), known, **kwargs)
-        while sum(c.size for c in self._calls) > self.limit:
-            self._calls.pop(0)
-        self._sort()
+        self._fit()
         return output
 
     def end_round(self) -> None:
-        """All requests that waited at the same time are served. What none of them made or used goes: the rows of later
-        requests come from these."""
+        """A round of requests is served. What none of them made or used goes: most later requests go on from these. A
+        program that was held back finds its context gone, and it is read again."""
         self._calls = [c for c in self._calls if c.fresh]
         for c in self._calls:
             c.fresh = False
@@ -119,7 +121,7 @@ class ContextCache:
     def _call(
         self,
         host: Callable[..., Tensor],
-        empty: Callable[[], DynamicCache],
+        cache: DynamicCache,
         config: Any,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -131,7 +133,7 @@ class ContextCache:
         lengths = attention_mask.sum(1).cpu()
         unread = max(int(n) - min(k.length, int(n) - 1) for n, k in zip(lengths, known, strict=True))
         self.read += int(lengths.clamp(max=unread).sum())
-        cache = self._gather(empty(), known, width - lengths, width - unread)
+        self._gather(cache, known, width - lengths, width - unread)
         output = host(
             generation_config=config,
             input_ids=input_ids,
@@ -143,12 +145,25 @@ class ContextCache:
         return output
 
     def _keep(self, cache: DynamicCache, first: Tensor, output: Tensor) -> None:
-        columns = cache.get_seq_length()
-        if columns != output.size(1) - 1:  # the model did not use it
+        columns = output.size(1) - 1  # no pass has read the last token
+        if cache.get_seq_length() < columns:  # the model did not use it
             return
-        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        # where ranks share parameters, one that is done goes on with passes as long as others generate
+        layers = [(layer.keys[:, :, :columns], layer.values[:, :, :columns]) for layer in cache.layers]
         tokens = [_key(row[f:columns]) for row, f in zip(_array(output), first.tolist(), strict=True)]
         self._calls.append(_Read(layers, first, tokens))
+        self._sort()
+
+    def _fit(self) -> None:
+        """Drops the oldest calls, and of the newest the rows beyond the limit."""
+        while len(self._calls) > 1 and sum(c.size for c in self._calls) > self.limit:
+            self._calls.pop(0)
+        for c in self._calls:
+            rows = int(self.limit * len(c.tokens) // max(c.size, 1))
+            if rows < len(c.tokens):
+                c.layers = [(keys[:rows].clone(), values[:rows].clone()) for keys, values in c.layers]
+                c.first, c.tokens = c.first[:rows], c.tokens[:rows]
+        self._calls = [c for c in self._calls if c.tokens]
         self._sort()
 
     def _sort(self) -> None:
@@ -175,9 +190,9 @@ class ContextCache:
         return rows[: int(cost.argmin())]
 
     @staticmethod
-    def _gather(cache: DynamicCache, known: Sequence[_Known], first: Tensor, columns: int) -> DynamicCache:
-        """The first columns of rows whose tokens start at `first`, from wherever they are known. Columns of padding,
-        which are masked, hold anything finite."""
+    def _gather(cache: DynamicCache, known: Sequence[_Known], first: Tensor, columns: int) -> None:
+        """Puts the first columns of rows whose tokens start at `first` into an empty cache, from wherever they are
+        known. Columns of padding, which are masked, hold anything finite."""
         sources: dict[int, tuple[_Read, list[int]]] = {}
         for i, k in enumerate(known):
             if k.read is not None and first[i] < columns:
@@ -198,29 +213,35 @@ class ContextCache:
                     new[targets] = old[rows.to(old.device), :, place.to(old.device)].transpose(1, 2)
                 pair.append(new)
             cache.update(*pair, number)
-        return cache
 
-    def _empty(self, model: Any, config: Any, kwargs: dict[str, Any]) -> Callable[[], DynamicCache] | None:
-        """Makes caches for the model; None where keys and values are not all there is to a context, or cannot be taken
-        apart (sliding windows, recurrent layers, quantized or static caches, prompt tuning, images)."""
-        peft = getattr(model, "active_peft_config", None)
-        if (
-            not self.limit
-            or config.use_cache is False
-            or config.cache_implementation is not None
-            or config.prefill_chunk_size is not None
-            or (config.num_beams or 1) != 1
-            or model.config.is_encoder_decoder
-            or not getattr(model, "_supports_default_dynamic_cache", lambda: False)()
-            or getattr(peft, "is_prompt_learning", False)
-            or any(isinstance(v, Tensor) for v in kwargs.values())
-        ):
-            return None
 
-        def empty() -> DynamicCache:
-            return DynamicCache(config=model.config.get_text_config(decoder=True))
+def _can_reuse(model: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether keys and values are all there is to a context, stay what they are when it grows, and are kept row by row.
+    Not so: sliding windows, recurrent layers, RoPE that depends on the length, images, prompt tuning, and caches that
+    are quantized, static or off. What `config` leaves open is the model's own, as in `generate`."""
 
-        return empty if all(type(layer) is DynamicLayer for layer in empty().layers) else None
+    def option(name: str) -> Any:
+        value = getattr(config, name, None)
+        return getattr(model.generation_config, name, None) if value is None else value
+
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    kinds = [r.get("rope_type") or "" for r in (rope, *rope.values()) if isinstance(r, dict)]
+    return not (
+        option("use_cache") is False
+        or option("cache_implementation") is not None
+        or option("prefill_chunk_size") is not None
+        or (option("num_beams") or 1) != 1
+        or model.config.is_encoder_decoder
+        or model.config.get_text_config(decoder=True) is not model.config  # a model that sees images
+        or model.config.model_type in KEEPS_MORE
+        or not getattr(model, "_supports_default_dynamic_cache", lambda: False)()
+        or "past_key_values" not in inspect.signature(base.forward).parameters
+        or getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+        or any("dynamic" in k or k == "longrope" for k in kinds)
+        or any(isinstance(v, Tensor) for v in kwargs.values())
+        or any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers)
+    )
 
 
 def _one_token(config: Any) -> Any:

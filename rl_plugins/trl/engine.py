@@ -60,10 +60,11 @@ class TrlEngine:
         return any(gather(self.trainer.accelerator, wants))
 
     def log(self, mode: str) -> None:
-        """What was read of the contexts, to TRL's metrics."""
-        if self.contexts.positions:
-            share = self.contexts.read / self.contexts.positions
-            self.trainer._metrics[mode]["rl_plugins/contexts_read"].append(share)
+        """What all ranks read of their contexts, to TRL's metrics."""
+        parts = gather(self.trainer.accelerator, (self.contexts.read, self.contexts.positions))
+        read, positions = (sum(x) for x in zip(*parts, strict=True))
+        if positions:
+            self.trainer._metrics[mode]["rl_plugins/contexts_read"].append(read / positions)
 
     # ---- generation
 

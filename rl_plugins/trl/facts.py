@@ -74,7 +74,7 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
         problems.append(str(e))
     problems += _loss_problems(stack, args, seams)
     prompts = args.generation_batch_size // args.num_generations
-    if inputs.columns is not None and len(inputs.dataset) < prompts:
+    if inputs.columns is not None and not inputs.streaming and len(inputs.dataset) < prompts:
         problems.append(
             f"The dataset has {len(inputs.dataset)} prompts and a generation batch takes {prompts} "
             f"(generation_batch_size={args.generation_batch_size}, num_generations={args.num_generations}). TRL leaves "
@@ -211,7 +211,7 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
         missing["rollout_logprobs"] = "a rollout_func samples in its own way. Remove it."
     if args.beta == 0.0:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
-    if not stack.claims["admit"] and not stack.claims["rollout"]:
+    if not stack.claims["admit"]:
         missing["token_versions"] = "every batch is made by one policy. Name a method that carries groups over (april)."
     if inputs.streaming or inputs.dataset is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."

@@ -84,12 +84,15 @@ class Walk(Probe):
     @dataclass(frozen=True)
     class Params(MethodParams):
         greedy: bool = param(False, "all rollouts are")
+        uneven: bool = param(False, "some prompts have longer turns, so ranks are done at different times")
 
     def rollout(self, prompt):
+        most = 2 + sum(prompt.tokens) % 9 if self.params.uneven else 3
+
         def one(k):
             t = prompt.start()
             for turn in range(6):
-                (g,) = yield Generate(t, max_tokens=3, temperature=0 if k % 2 or self.params.greedy else None)
+                (g,) = yield Generate(t, max_tokens=most, temperature=0 if k % 2 or self.params.greedy else None)
                 t = t.add(g).observe(prompt.chat.encode(f"<{k}:{turn}>" * 2))
             return t
 

@@ -19,6 +19,8 @@ from transformers import (
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -26,6 +28,8 @@ from transformers import (
 from rl_plugins.trl.context_cache import ContextCache
 
 SIZE = dict(vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+SMALL_EYES = dict(depth=1, embed_dim=8, hidden_size=16, num_heads=2, mlp_ratio=2)
+THREE_AXES = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 0])
 SIZE |= dict(num_key_value_heads=2, head_dim=4, max_position_embeddings=256, bos_token_id=None, eos_token_id=None)
 
 
@@ -37,6 +41,13 @@ def build(family):
         model = LlamaForCausalLM(LlamaConfig(**SIZE))
     elif family == "sliding":
         model = MistralForCausalLM(MistralConfig(**SIZE, sliding_window=8))
+    elif family in ("dynamic", "yarn"):
+        rope = {"rope_type": family, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+        model = LlamaForCausalLM(LlamaConfig(**{**SIZE, "max_position_embeddings": 64}, rope_parameters=rope))
+    elif family == "images":
+        model = Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(text_config={**SIZE, "rope_parameters": THREE_AXES}, vision_config=SMALL_EYES)
+        )
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZE))
     if family == "lora":
@@ -99,7 +110,7 @@ def equal(plain, ours, contexts, tokens, seed=0, pad=0):
     return made
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "lora"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "yarn", "gpt2", "lora"])
 def test_turns_of_agents_read_what_is_new(family):
     plain, ours = both(build(family))
     rng = random.Random(0)
@@ -181,9 +192,51 @@ def test_any_sequence_of_requests(seed, limit, sample):
                 contexts.append(c)
             made = equal(plain, ours, contexts, rng.randint(1, 5), seed, rng.choice([0, 3]))
             pool = [*pool[-20:], *([*c, *m] for c, m in zip(contexts, made, strict=True))]
-        assert sum(c.size for c in ours.cache._calls) <= limit
+        assert sum(c.size for c in ours.cache._calls) <= limit and all(c.tokens for c in ours.cache._calls)
         ours.cache.end_round()
     assert ours.positions <= plain.positions + 64 * ours.passes  # padding columns
+
+
+def test_beyond_the_limit_some_rows_are_kept():
+    """Of 16 rows 14 fit; the other two are read ahead, in a pass of their own."""
+    row = 2 * 2 * 2 * 4 * 8 * 101  # keys and values, layers, heads, size of a head, bytes, positions
+    plain, ours = both(build("qwen3"), limit=14 * row + 100)
+    contexts = [[k] * 99 for k in range(2, 18)]
+    made = equal(plain, ours, contexts, 3)
+    assert [len(c.tokens) for c in ours.cache._calls] == [14]
+    ours.cache.end_round()
+    contexts = [[*c, *m, 3] for c, m in zip(contexts, made, strict=True)]
+    ours.positions = 0
+    equal(plain, ours, contexts, 1)
+    assert ours.positions == 2 * 103 + 16 * 2
+    kept = ours.cache._calls[-1]
+    assert sum(x.untyped_storage().nbytes() for layer in kept.layers for x in layer) <= 14 * row + 100
+
+
+def test_a_rank_that_is_done_before_the_others():
+    """With shared parameters it goes on with passes, whose positions are nothing it generated."""
+    model = build("qwen3")
+    plain, ours = both(model, more_passes=False)
+    host = model.generate
+
+    def synced(**kwargs):
+        out = host(**kwargs)
+        more = torch.cat([kwargs["attention_mask"], torch.ones(len(out), out.size(1) - kwargs["input_ids"].size(1))], 1)
+        for _ in range(3):
+            model(input_ids=out[:, -1:], attention_mask=more, past_key_values=kwargs["past_key_values"], use_cache=True)
+            more = torch.cat([more, more[:, -1:]], 1)
+        return out
+
+    model.generate = synced
+    contexts = [[3, 4, 5, 6], [7, 8, 9, 10, 11]]
+    with torch.no_grad():
+        made, _ = ours(contexts, 4, 0)
+    ours.cache.end_round()
+    del model.generate
+    contexts = [[*c, *m, 5] for c, m in zip(contexts, made, strict=True)]
+    ours.positions = 0
+    equal(plain, ours, contexts, 1)
+    assert ours.positions == 2 * 2
 
 
 def test_what_nobody_uses_goes():
@@ -196,30 +249,57 @@ def test_what_nobody_uses_goes():
     assert [len(c.tokens) for c in ours.cache._calls] == [1] and ours.cache._calls[0].tokens[0].startswith(b"\0\0\0\t")
 
 
-@pytest.mark.parametrize("change", ["sliding", "use_cache", "quantized", "tensor", "ignored"])
-def test_where_it_cannot_help_the_call_is_the_hosts(change):
-    model = build("sliding" if change == "sliding" else "qwen3")
+@pytest.mark.parametrize("family", ["sliding", "dynamic", "images"])
+def test_models_that_read_whole_contexts(family):
+    model = build(family)
     plain, ours = both(model)
-    if change == "use_cache":
-        plain.config.use_cache = ours.config.use_cache = False
-    contexts = [[3] * 90] * 8
-    if change == "ignored":  # by a model that recomputes activations
-        model.train()
-        model.gradient_checkpointing_enable()
-        equal(plain, ours, contexts[:1], 3)
-        equal(plain, ours, contexts[:1], 3)
-        assert not ours.cache._calls
-        return
-    if change == "tensor":  # images: the text is not all there is to a context
-        ids, mask = torch.tensor(contexts), torch.ones(8, 90, dtype=torch.int64)
-        seen = {}
-        ours.cache.generate(lambda **k: seen.update(k), model, ours.config, ids, mask, pixel_values=torch.zeros(1))
-        assert "past_key_values" not in seen and len(seen["pixel_values"]) == 1
-        return
-    if change == "quantized":
-        config = GenerationConfig(cache_implementation="quantized")
-        assert ours.cache._empty(model, config, {}) is None
-        return
-    equal(plain, ours, contexts, 3)
+    for contexts in ([[3] * 90] * 8, [[3] * 92] * 4):
+        equal(plain, ours, contexts, 3)
     assert ours.positions == plain.positions and not ours.cache._calls
-    assert ours.cache.read == ours.cache.positions == 720
+    assert ours.cache.read == ours.cache.positions == 720 + 368
+
+
+OWN = [("use_cache", False), ("cache_implementation", "static"), ("prefill_chunk_size", 32), ("num_beams", 2)]
+
+
+@pytest.mark.parametrize("of", ["run", "model"])
+@pytest.mark.parametrize(("option", "value"), OWN)
+def test_options_with_which_whole_contexts_are_read(option, value, of):
+    """Given for the run, or left to the model's own generation config, as TRL leaves it."""
+    model = build("qwen3")
+    plain, ours = both(model)
+    for config in (model.generation_config,) if of == "model" else (plain.config, ours.config):
+        setattr(config, option, value)
+    for seed in range(2):
+        if option == "num_beams":  # its logits are those of beams
+            ours.cache.generate(lambda **k: seen.update(k), model, ours.config, *(torch.ones(8, 90).long(),) * 2)
+        else:
+            equal(plain, ours, [[3] * 90] * 8, 3, seed)
+    assert not ours.cache._calls and ours.cache.read == ours.cache.positions == 2 * 720
+
+
+seen: dict = {}
+
+
+def test_what_comes_with_the_tokens():
+    """Images: the tokens are not all there is to a context. Prompt tuning: there are positions before them."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    ids, mask = torch.full((8, 90), 3), torch.ones(8, 90, dtype=torch.int64)
+    for model, more in (
+        (build("qwen3"), {"pixel_values": torch.zeros(1)}),
+        (get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), {}),
+    ):
+        seen.clear()
+        ContextCache(10**9).generate(lambda **k: seen.update(k), model, GenerationConfig(), ids, mask, **more)
+        assert "past_key_values" not in seen and set(more) < set(seen)
+
+
+def test_a_model_that_recomputes_activations_leaves_nothing():
+    model = build("qwen3")
+    plain, ours = both(model)
+    model.train()
+    model.gradient_checkpointing_enable()
+    for _ in range(2):
+        equal(plain, ours, [[3] * 90], 3)
+    assert not ours.cache._calls

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.host, pytest.mark.ranks]
 SCRIPT = Path(__file__).parent / "ranks_script.py"
 ROWS = dict(loss_type="grpo", beta=0.04, max_steps=2, learning_rate=0.05)
 OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
+REAL = {"real": True, "max_completion_length": 130}
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
@@ -35,11 +36,7 @@ CASES = [
     ["rows", ["rows"], ROWS],
     ["labels", ["labels"], ROWS],
     ["zero", ["zero"], ROWS],
-    [
-        "walk",
-        ["walk"],
-        {**ROWS, "real": True, "max_completion_length": 120, "method_params": {"walk": {"greedy": True}}},
-    ],
+    ["walk", ["walk"], {**ROWS, **REAL, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
 ]
 

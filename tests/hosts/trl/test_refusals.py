@@ -121,7 +121,7 @@ def test_a_dataset_smaller_than_a_batch(tmp_path):
     with pytest.raises(ConfigError, match=r"has 7 prompts and a generation batch takes 8 .*train no step"):
         make(tmp_path, ["mc_grpo"], dataset=build_dataset(7))
     make(tmp_path, ["mc_grpo"], dataset=build_dataset(8))
-    for given in (-1.0, float("nan")):
+    for given in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"rollout_cache_gb={given}: give a number of GB"):
             make(tmp_path, ["mc_grpo"], rollout_cache_gb=given)
 

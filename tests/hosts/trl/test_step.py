@@ -301,6 +301,7 @@ def test_streams_have_prompts_but_no_index(tmp_path):
     _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
     assert spy.steps[0].full_decision.rollouts.prompt_index.unique().tolist() == [-1]
+    make(tmp_path, ["mc_grpo"], dataset=build_dataset(200, seed=1).to_iterable_dataset())  # a stream with columns
     with pytest.raises(ConfigError, match="`vade` needs a stable dataset row.*stream"):
         make(tmp_path, ["vade"], dataset=stream)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from program_probes import SEEN
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.requests import Generate, Prompt
+from rl_plugins.testing.engine import make_prompt
 from rl_plugins.trl.context_cache import ContextCache
 
 
@@ -70,8 +72,6 @@ def test_the_engine_reports_what_the_policy_thinks(tmp_path):
 def test_stop_texts_end_rows_one_by_one(tmp_path):
     trainer = make(tmp_path, ["plain"], max_steps=1)
     engine = trainer._program_engine(lambda prompt: {})
-    from rl_plugins.testing.engine import make_prompt
-
     prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
     with torch.no_grad():
         (made,) = engine.generate([(prompt, Generate(prompt.start(), n=64, max_tokens=40, stop=("7", "=")))])
@@ -127,6 +127,23 @@ def test_contexts_are_read_once(tmp_path):
     assert torch.allclose(of[0.0][1], of[4.0][1], atol=1e-5)
     assert of[0.0][2] == [1.0] * 3 and len(of[4.0][2]) == 3 and max(of[4.0][2]) < 0.3
     assert min(of[1e-4][2]) > 0.3  # 100 kB hold two contexts in a hundred
+
+
+def test_what_the_engine_keeps(tmp_path):
+    """Nothing beyond the round after its last use; and no pass of its own where all ranks must make the same ones."""
+    trainer = make(tmp_path, ["walk"], max_steps=1)
+    engine = trainer._program_engine(lambda prompt: {})
+    assert engine.contexts.more_passes and engine.contexts.limit == 4 * 10**9
+    prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
+    with torch.no_grad():
+        for text in ("a:1", "b:2", "c:3"):
+            request = Generate(make_prompt(engine.chat, text, n=1, max_tokens=40).start(), max_tokens=2)
+            engine.generate([(prompt, request), (prompt, replace(request, temperature=0))])
+    assert 2 <= len(engine.contexts._calls) <= 4  # the last round's two, and what they began with
+    for way in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        setattr(trainer, way, True)
+        assert not trainer._program_engine(lambda prompt: {}).contexts.more_passes
+        setattr(trainer, way, False)
 
 
 def test_keys_and_values_are_given_back_before_the_update(tmp_path, monkeypatch):
