@@ -148,8 +148,8 @@ class ContextCache:
         columns = output.size(1) - 1  # no pass has read the last token
         if cache.get_seq_length() < columns:  # the model did not use it
             return
-        # where ranks share parameters, one that is done goes on with passes as long as others generate
-        layers = [(layer.keys[:, :, :columns], layer.values[:, :, :columns]) for layer in cache.layers]
+        # it may have more: where ranks share parameters, one that is done makes passes as long as others generate
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
         tokens = [_key(row[f:columns]) for row, f in zip(_array(output), first.tolist(), strict=True)]
         self._calls.append(_Read(layers, first, tokens))
         self._sort()

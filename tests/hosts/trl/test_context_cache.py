@@ -19,6 +19,8 @@ from transformers import (
     LogitsProcessorList,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     Qwen3Config,
@@ -44,6 +46,8 @@ def build(family):
     elif family in ("dynamic", "yarn"):
         rope = {"rope_type": family, "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
         model = LlamaForCausalLM(LlamaConfig(**{**SIZE, "max_position_embeddings": 64}, rope_parameters=rope))
+    elif family == "gpt":  # keeps nothing
+        model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=23, n_embd=16, n_layer=2, n_head=4, n_positions=256))
     elif family == "images":
         model = Qwen2VLForConditionalGeneration(
             Qwen2VLConfig(text_config={**SIZE, "rope_parameters": THREE_AXES}, vision_config=SMALL_EYES)
@@ -249,7 +253,7 @@ def test_what_nobody_uses_goes():
     assert [len(c.tokens) for c in ours.cache._calls] == [1] and ours.cache._calls[0].tokens[0].startswith(b"\0\0\0\t")
 
 
-@pytest.mark.parametrize("family", ["sliding", "dynamic", "images"])
+@pytest.mark.parametrize("family", ["sliding", "dynamic", "images", "gpt"])
 def test_models_that_read_whole_contexts(family):
     model = build(family)
     plain, ours = both(model)
