@@ -315,6 +315,8 @@ def _look_at_dataset(run: _Run, script_args: Any, dataset_args: Any) -> None:
     import trl
     from datasets import load_dataset
 
+    from rl_plugins.trl.facts import too_few_prompts
+
     try:
         if dataset_args.datasets:
             loaded = trl.get_dataset(dataset_args)
@@ -329,12 +331,8 @@ def _look_at_dataset(run: _Run, script_args: Any, dataset_args: Any) -> None:
     if dataset.column_names and "prompt" not in dataset.column_names:
         columns = ", ".join(dataset.column_names)
         run.problems.append(f"the dataset has no column `prompt`, which GRPO needs (it has: {columns}).")
-    prompts = run.args.generation_batch_size // run.args.num_generations
-    if run.dataset is not None and len(dataset) < prompts:
-        run.problems.append(
-            f"the dataset has {len(dataset)} prompts and a generation batch takes {prompts}: TRL drops incomplete "
-            f"batches, so nothing would be trained. Use a larger dataset or a smaller batch."
-        )
+    if run.dataset is not None and (problem := too_few_prompts(run.args, len(dataset))):
+        run.problems.append(problem)
 
 
 # ---- the batch plan

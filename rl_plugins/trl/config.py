@@ -26,8 +26,8 @@ class GRPOConfig(trl.GRPOConfig):
             back when the rollouts are made.
 
     Raises:
-        ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a negative
-            `rollout_cache_gb`.
+        ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
+            `rollout_cache_gb` that is negative or not finite.
     """
 
     _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "method_params"]

@@ -21,17 +21,17 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 PASS = 1024
-"""Positions that are read in the time of a call of its own. On a CPU 600 to 900 were measured for a model of 78,272
-parameters and 70 for one of 5 million; on a GPU it is by arithmetic some 1,000 for 7 billion and 3,000 for 1.5 billion.
-If the guess is wrong, at most a part of one pass is lost."""
+"""Positions that are read in the time of a call of its own. By a fit to CPU times it is 230 for a model of 78,272
+parameters and 110 for one of 5 million; on a GPU, with 25 ms a pass in `transformers` assumed, 1,000 for 7 billion and
+3,000 for 1.5 billion. If the guess is wrong, at most a part of one pass is lost."""
 
 KEEPS_MORE = ("glm_moe_dsa",)
 """Models that keep more of a context than its keys and values."""
 
 
 @dataclass
-class _Read:
-    """What one call left behind.
+class _Kept:
+    """The keys and values that one call left behind.
 
     Args:
         layers: keys and values of each layer, (rows, heads, columns, size of a head).
@@ -52,10 +52,10 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Known:
-    """The `length` first tokens of a context are in a row of a call."""
+    """The `length` first tokens of a context are in a row of what is kept."""
 
     length: int = 0
-    read: _Read | None = None
+    kept: _Kept | None = None
     row: int = 0
 
 
@@ -75,8 +75,8 @@ class ContextCache:
     def __init__(self, limit: int, more_passes: bool = True) -> None:
         self.limit, self.more_passes = limit, more_passes
         self.positions = self.read = 0
-        self._calls: list[_Read] = []
-        self._sorted: list[tuple[bytes, int, int]] = []  # tokens, number of the call, row
+        self._kept: list[_Kept] = []
+        self._sorted: list[tuple[bytes, int, int]] = []  # tokens, number in `_kept`, row
 
     def generate(
         self,
@@ -97,7 +97,7 @@ class ContextCache:
 
         def call(config: Any, rows: Sequence[int], known: Sequence[_Known], **kwargs: Any) -> Tensor:
             cache = DynamicCache(config=model.config)
-            return self._call(host, cache, config, input_ids[rows], attention_mask[rows], known, **kwargs)
+            return self._generate(host, cache, config, input_ids[rows], attention_mask[rows], known, **kwargs)
 
         contexts = [_key(ids[mask]) for ids, mask in zip(_array(input_ids), _array(attention_mask) > 0, strict=True)]
         known = [self._find(c) for c in contexts]
@@ -113,12 +113,12 @@ class ContextCache:
     def end_round(self) -> None:
         """A round of requests is served. What none of them made or used goes: most later requests go on from these. A
         program that was held back finds its context gone, and it is read again."""
-        self._calls = [c for c in self._calls if c.fresh]
-        for c in self._calls:
+        self._kept = [c for c in self._kept if c.fresh]
+        for c in self._kept:
             c.fresh = False
         self._sort()
 
-    def _call(
+    def _generate(
         self,
         host: Callable[..., Tensor],
         cache: DynamicCache,
@@ -151,32 +151,32 @@ class ContextCache:
         # it may have more: where ranks share parameters, one that is done makes passes as long as others generate
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         tokens = [_key(row[f:columns]) for row, f in zip(_array(output), first.tolist(), strict=True)]
-        self._calls.append(_Read(layers, first, tokens))
+        self._kept.append(_Kept(layers, first, tokens))
         self._sort()
 
     def _fit(self) -> None:
         """Drops the oldest calls, and of the newest the rows beyond the limit."""
-        while len(self._calls) > 1 and sum(c.size for c in self._calls) > self.limit:
-            self._calls.pop(0)
-        for c in self._calls:
+        while len(self._kept) > 1 and sum(c.size for c in self._kept) > self.limit:
+            self._kept.pop(0)
+        for c in self._kept:
             rows = int(self.limit * len(c.tokens) // max(c.size, 1))
             if rows < len(c.tokens):
                 c.layers = [(keys[:rows].clone(), values[:rows].clone()) for keys, values in c.layers]
                 c.first, c.tokens = c.first[:rows], c.tokens[:rows]
-        self._calls = [c for c in self._calls if c.tokens]
+        self._kept = [c for c in self._kept if c.tokens]
         self._sort()
 
     def _sort(self) -> None:
-        self._sorted = sorted((t, n, i) for n, c in enumerate(self._calls) for i, t in enumerate(c.tokens))
+        self._sorted = sorted((t, n, i) for n, c in enumerate(self._kept) for i, t in enumerate(c.tokens))
 
     def _find(self, context: bytes) -> _Known:
         """The row with the most tokens in common. It stands beside the context's place in the order of all rows."""
         place = bisect.bisect_left(self._sorted, (context,))
         best = _Known()
-        for tokens, call, row in self._sorted[max(0, place - 1) : place + 1]:
+        for tokens, number, row in self._sorted[max(0, place - 1) : place + 1]:
             length = _common(tokens, context)
             if length > best.length:
-                best = _Known(length, self._calls[call], row)
+                best = _Known(length, self._kept[number], row)
         return best
 
     def _read_ahead(self, contexts: Sequence[bytes], known: Sequence[_Known]) -> list[int]:
@@ -193,23 +193,23 @@ class ContextCache:
     def _gather(cache: DynamicCache, known: Sequence[_Known], first: Tensor, columns: int) -> None:
         """Puts the first columns of rows whose tokens start at `first` into an empty cache, from wherever they are
         known. Columns of padding, which are masked, hold anything finite."""
-        sources: dict[int, tuple[_Read, list[int]]] = {}
+        sources: dict[int, tuple[_Kept, list[int]]] = {}
         for i, k in enumerate(known):
-            if k.read is not None and first[i] < columns:
-                sources.setdefault(id(k.read), (k.read, []))[1].append(i)
+            if k.kept is not None and first[i] < columns:
+                sources.setdefault(id(k.kept), (k.kept, []))[1].append(i)
         parts = []
-        for read, targets in sources.values():
-            read.fresh = True
+        for kept, targets in sources.values():
+            kept.fresh = True
             rows = torch.tensor([known[i].row for i in targets])
             token = torch.arange(columns) - first[targets][:, None]  # its number in the context
-            parts.append((read, targets, rows[:, None], read.first[rows][:, None] + token.clamp(min=0)))
+            parts.append((kept, targets, rows[:, None], kept.first[rows][:, None] + token.clamp(min=0)))
         for number in range(len(parts[0][0].layers) if parts else 0):
             pair: list[Tensor] = []
             for which in (0, 1):
                 like = parts[0][0].layers[number][which]
                 new = like.new_zeros((len(known), like.size(1), columns, like.size(3)))
-                for read, targets, rows, place in parts:
-                    old = read.layers[number][which]
+                for kept, targets, rows, place in parts:
+                    old = kept.layers[number][which]
                     new[targets] = old[rows.to(old.device), :, place.to(old.device)].transpose(1, 2)
                 pair.append(new)
             cache.update(*pair, number)

@@ -12,6 +12,7 @@ from rl_plugins.method import HOOKS
 from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
+from rl_plugins.trl.config import GRPOConfig
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")  # divided by a number of rows, not of tokens
 
@@ -73,14 +74,6 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     problems += _loss_problems(stack, args, seams)
-    prompts = args.generation_batch_size // args.num_generations
-    if inputs.columns is not None and not inputs.streaming and len(inputs.dataset) < prompts:
-        problems.append(
-            f"The dataset has {len(inputs.dataset)} prompts and a generation batch takes {prompts} "
-            f"(generation_batch_size={args.generation_batch_size}, num_generations={args.num_generations}). TRL leaves "
-            f"out a batch that is not full, so it would train no step at all. Make the batch smaller, num_generations "
-            f"larger, or give more prompts."
-        )
     if any(m.rounds for m in stack.methods) and stack.claims["rollout"]:
         program = stack.claims["rollout"][0].name
         problems.append(
@@ -96,6 +89,19 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     if problems:
         raise ConfigError("\n".join(problems))
     return options
+
+
+def too_few_prompts(args: Any, rows: int) -> str:
+    """Why a dataset of so many rows cannot be trained; empty if it can. An evaluation needs no training batch, so this
+    is asked by a dry run and when training starts."""
+    prompts = args.generation_batch_size // args.num_generations
+    if rows >= prompts:
+        return ""
+    return (
+        f"The dataset has {rows} prompts and a generation batch takes {prompts} (generation_batch_size="
+        f"{args.generation_batch_size}, num_generations={args.num_generations}). TRL leaves out a batch that is not "
+        f"full, so it would train no step at all. Make the batch smaller, num_generations larger, or give more prompts."
+    )
 
 
 def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
@@ -161,11 +167,18 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
 
 
 def without_effect(stack: MethodStack, args: Any) -> list[str]:
-    """Options the user changed that the methods make meaningless, as `option=value (method)`."""
+    """Options the user changed that the methods make meaningless, as `option=value (method)`; and the cache of rollout
+    programs where none reads it."""
     import trl
 
+    idle = []
+    if args.rollout_cache_gb != GRPOConfig.rollout_cache_gb:
+        if args.use_vllm:
+            idle = [f"rollout_cache_gb={args.rollout_cache_gb} (vLLM has a prefix cache of its own)"]
+        elif not stack.claimed("rollout", "admit"):
+            idle = [f"rollout_cache_gb={args.rollout_cache_gb} (no method makes rollouts by a program)"]
     defaults = {f.name: f.default for f in fields(trl.GRPOConfig)}
-    return [
+    return idle + [
         f"{option}={getattr(args, option)} ({stack.claims[hook][0].name})"
         for hook, names in _WITHOUT_EFFECT.items()
         if stack.claims[hook]

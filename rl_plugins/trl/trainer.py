@@ -118,6 +118,9 @@ class MethodsMixin(_Host):  # type: ignore[misc]
     def _start_methods(self) -> None:
         """Once before the first step: `start` on the driver, then the state of the checkpoint."""
         if not self._started:
+            rows = len(self.train_dataset) if has_numbers(self.train_dataset) else None
+            if rows is not None and (problem := facts.too_few_prompts(self.args, rows)):
+                raise ConfigError(problem)
             on_driver(self.accelerator, lambda: self.methods.start(self._run()))
             self._started = True
         if self._resume_from is not None:

@@ -196,7 +196,7 @@ def test_any_sequence_of_requests(seed, limit, sample):
                 contexts.append(c)
             made = equal(plain, ours, contexts, rng.randint(1, 5), seed, rng.choice([0, 3]))
             pool = [*pool[-20:], *([*c, *m] for c, m in zip(contexts, made, strict=True))]
-        assert sum(c.size for c in ours.cache._calls) <= limit and all(c.tokens for c in ours.cache._calls)
+        assert sum(c.size for c in ours.cache._kept) <= limit and all(c.tokens for c in ours.cache._kept)
         ours.cache.end_round()
     assert ours.positions <= plain.positions + 64 * ours.passes  # padding columns
 
@@ -207,13 +207,13 @@ def test_beyond_the_limit_some_rows_are_kept():
     plain, ours = both(build("qwen3"), limit=14 * row + 100)
     contexts = [[k] * 99 for k in range(2, 18)]
     made = equal(plain, ours, contexts, 3)
-    assert [len(c.tokens) for c in ours.cache._calls] == [14]
+    assert [len(c.tokens) for c in ours.cache._kept] == [14]
     ours.cache.end_round()
     contexts = [[*c, *m, 3] for c, m in zip(contexts, made, strict=True)]
     ours.positions = 0
     equal(plain, ours, contexts, 1)
     assert ours.positions == 2 * 103 + 16 * 2
-    kept = ours.cache._calls[-1]
+    kept = ours.cache._kept[-1]
     assert sum(x.untyped_storage().nbytes() for layer in kept.layers for x in layer) <= 14 * row + 100
 
 
@@ -247,10 +247,10 @@ def test_what_nobody_uses_goes():
     _, ours = both(build("qwen3"))
     ours([[3, 4, 5]], 2, 0)
     ours.cache.end_round()
-    assert len(ours.cache._calls) == 1
+    assert len(ours.cache._kept) == 1
     ours([[9, 9, 9]], 2, 0)
     ours.cache.end_round()
-    assert [len(c.tokens) for c in ours.cache._calls] == [1] and ours.cache._calls[0].tokens[0].startswith(b"\0\0\0\t")
+    assert [len(c.tokens) for c in ours.cache._kept] == [1] and ours.cache._kept[0].tokens[0].startswith(b"\0\0\0\t")
 
 
 @pytest.mark.parametrize("family", ["sliding", "dynamic", "images", "gpt"])
@@ -259,7 +259,7 @@ def test_models_that_read_whole_contexts(family):
     plain, ours = both(model)
     for contexts in ([[3] * 90] * 8, [[3] * 92] * 4):
         equal(plain, ours, contexts, 3)
-    assert ours.positions == plain.positions and not ours.cache._calls
+    assert ours.positions == plain.positions and not ours.cache._kept
     assert ours.cache.read == ours.cache.positions == 720 + 368
 
 
@@ -279,7 +279,7 @@ def test_options_with_which_whole_contexts_are_read(option, value, of):
             ours.cache.generate(lambda **k: seen.update(k), model, ours.config, *(torch.ones(8, 90).long(),) * 2)
         else:
             equal(plain, ours, [[3] * 90] * 8, 3, seed)
-    assert not ours.cache._calls and ours.cache.read == ours.cache.positions == 2 * 720
+    assert not ours.cache._kept and ours.cache.read == ours.cache.positions == 2 * 720
 
 
 seen: dict = {}
@@ -306,4 +306,4 @@ def test_a_model_that_recomputes_activations_leaves_nothing():
     model.gradient_checkpointing_enable()
     for _ in range(2):
         equal(plain, ours, [[3] * 90], 3)
-    assert not ours.cache._calls
+    assert not ours.cache._kept

@@ -119,8 +119,12 @@ def test_losses_that_cannot_be_exact(tmp_path):
 def test_a_dataset_smaller_than_a_batch(tmp_path):
     """TRL itself reports success after 0 steps."""
     with pytest.raises(ConfigError, match=r"has 7 prompts and a generation batch takes 8 .*train no step"):
-        make(tmp_path, ["mc_grpo"], dataset=build_dataset(7))
-    make(tmp_path, ["mc_grpo"], dataset=build_dataset(8))
+        make(tmp_path, ["mc_grpo"], dataset=build_dataset(7), max_steps=1).train()
+    trainer = make(tmp_path, ["mc_grpo"], dataset=build_dataset(8), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    few = make(tmp_path, ["mc_grpo"], dataset=build_dataset(7), more={"eval_dataset": build_dataset(8, seed=2)})
+    assert "eval_reward" in few.evaluate()
     for given in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=f"rollout_cache_gb={given}: give a number of GB"):
             make(tmp_path, ["mc_grpo"], rollout_cache_gb=given)
@@ -133,6 +137,11 @@ def test_every_problem_is_told_at_once(tmp_path):
 def test_idle_host_options_are_shown(tmp_path, capsys):
     make(tmp_path, ["mc_grpo"], scale_rewards="none")
     assert "host options without effect: scale_rewards=none (mc_grpo)" in capsys.readouterr().out
+    make(tmp_path, ["mc_grpo"], rollout_cache_gb=1.0)
+    assert "without effect: rollout_cache_gb=1.0 (no method makes rollouts by a program)" in capsys.readouterr().out
+    make(tmp_path, ["plain"], rollout_cache_gb=1.0)
+    make(tmp_path, ["mc_grpo"])
+    assert "without effect" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

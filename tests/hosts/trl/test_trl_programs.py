@@ -139,7 +139,7 @@ def test_what_the_engine_keeps(tmp_path):
         for text in ("a:1", "b:2", "c:3"):
             request = Generate(make_prompt(engine.chat, text, n=1, max_tokens=40).start(), max_tokens=2)
             engine.generate([(prompt, request), (prompt, replace(request, temperature=0))])
-    assert 2 <= len(engine.contexts._calls) <= 4  # the last round's two, and what they began with
+    assert 2 <= len(engine.contexts._kept) <= 4  # the last round's two, and what they began with
     for way in ("is_fsdp_enabled", "is_deepspeed_enabled"):
         setattr(trainer, way, True)
         assert not trainer._program_engine(lambda prompt: {}).contexts.more_passes
