@@ -276,13 +276,10 @@ def test_options_with_which_whole_contexts_are_read(option, value, of):
         setattr(config, option, value)
     for seed in range(2):
         if option == "num_beams":  # its logits are those of beams
-            ours.cache.generate(lambda **k: seen.update(k), model, ours.config, *(torch.ones(8, 90).long(),) * 2)
+            ours.cache.generate(dict, model, ours.config, *(torch.ones(8, 90).long(),) * 2)
         else:
             equal(plain, ours, [[3] * 90] * 8, 3, seed)
     assert not ours.cache._kept and ours.cache.read == ours.cache.positions == 2 * 720
-
-
-seen: dict = {}
 
 
 def test_what_comes_with_the_tokens():
@@ -294,8 +291,7 @@ def test_what_comes_with_the_tokens():
         (build("qwen3"), {"pixel_values": torch.zeros(1)}),
         (get_peft_model(build("qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), {}),
     ):
-        seen.clear()
-        ContextCache(10**9).generate(lambda **k: seen.update(k), model, GenerationConfig(), ids, mask, **more)
+        seen = ContextCache(10**9).generate(dict, model, GenerationConfig(), ids, mask, **more)
         assert "past_key_values" not in seen and set(more) < set(seen)
 
 
