@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_plugins.methods.gigpo import Gigpo, _Clusters
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.testing import make_rollouts, make_steps
+from rl_plugins.testing import make_rollouts, make_turns
 
 SIZES = (960, 3840, 6400, 12800, 25600, 51200, 102400)
 GAMMA = 0.95
@@ -102,7 +102,7 @@ def make_batch(turns: int, longest: int | None = None) -> Rollouts:
     success = rng.integers(0, 2, size=len(lengths))
     rewards = [[0.0] * (n - 1) + [10.0 * s] for n, s in zip(lengths, success, strict=True)]
     group = np.arange(len(lengths)) // 8
-    return make_rollouts(10.0 * success, group, lengths=lengths, steps=make_steps(anchors, rewards))
+    return make_rollouts(10.0 * success, group, lengths=lengths, turns=make_turns(anchors, rewards))
 
 
 # ---- growth
@@ -126,7 +126,7 @@ def measure_growth(method: Gigpo | Hgpo, repeat: int) -> dict[int, float]:
 
 def plain(rollouts: Rollouts) -> tuple[Any, ...]:
     """What the reference takes: group, rollout, observation, reward of each turn and of its rollout, in time order."""
-    steps = rollouts.steps
+    steps = rollouts.turns
     assert steps is not None
     rollout = (rollouts.group * 8 + rollouts.rollout)[steps.row].numpy()
     return rollouts.group[steps.row].numpy(), rollout, steps.anchor, steps.reward.numpy(), rollouts.reward[steps.row]

@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 from rl_plugins.demo.policy import build_model, load_policy
 from rl_plugins.demo.rewards import exact
 from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.queue import from_plain
+from rl_plugins.runtime.carry_over import from_plain
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.engine import TrlEngine

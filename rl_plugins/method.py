@@ -94,7 +94,7 @@ SIGNALS: dict[str, str] = {
     "off_policy": "updates whose policy differs from the one that sampled",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
-    "steps": "turns of agents: environments or tools with what was observed and a reward per turn",
+    "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 
 
@@ -139,7 +139,7 @@ class Method:
         needs: signals (see SIGNALS). Only what somebody needs is computed.
         host_options: {"trl": {"option": value}}: host settings this method sets. A different value of the user's own
             is an error that shows both.
-        advantages_per: what `advantages` returns: "row" (rows,), or "turn" (steps,) over `rollouts.steps`, which
+        advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
             `needs` must then name.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
         rows_per_rollout: rows one rollout becomes (agents, turns).
@@ -216,7 +216,7 @@ class Method:
         raise MethodError(self._unclaimed("select"))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """Returns (rows,) advantages, or (steps,) with `advantages_per = "turn"`. NaN becomes 0, and so does the
+        """Returns (rows,) advantages, or (turns,) with `advantages_per = "turn"`. NaN becomes 0, and so does the
         advantage of a row whose reward is NaN."""
         raise MethodError(self._unclaimed("advantages"))
 

@@ -30,7 +30,7 @@ from rl_plugins.services import Service, number, prompt_text
 if TYPE_CHECKING:
     import numpy as np
 
-    from rl_plugins.rollouts import Rollouts, Run
+    from rl_plugins.rollouts import Run
 
 FEATURES = 2048  # buckets that n-grams of characters are hashed into
 NGRAMS = (1, 2, 3)
@@ -168,7 +168,7 @@ class BetaPosterior(RunningMean):
         return (total + 1) / (weight + 2)
 
 
-class Context(Prior):
+class ContextPrior(Prior):
     """Base of priors that read the latest outcomes of the current policy.
 
     A batch with more than `size` outcomes leaves a random `size` of them, in their order; a smaller one leaves what
@@ -199,7 +199,7 @@ class Context(Prior):
         return prompt_text(_cell(self._dataset, prompt, self.prompt_column))
 
 
-class Nearest(Context):
+class Nearest(ContextPrior):
     """Mean outcome of the most similar prompts of the context.
 
     Similarity s is the cosine of the counts of character 1-, 2- and 3-grams, times (shorter / longer text)^2. With the
@@ -245,7 +245,7 @@ class Nearest(Context):
         return self._features[prompt]
 
 
-class Called(Context):
+class FunctionPrior(ContextPrior):
     """A user's function `values(prompts, context)`: texts, and (text, value) pairs, oldest first. It may be async."""
 
     def __init__(
@@ -281,7 +281,7 @@ def make_prior(params: PriorParams, low: float, high: float, guess_unseen: bool 
         guess_unseen: of `running_mean` and `beta`.
     """
     if callable(params.prior):
-        return Called(params.prior, params.context_size, params.prompt_column, low, high, params.prior_timeout)
+        return FunctionPrior(params.prior, params.context_size, params.prompt_column, low, high, params.prior_timeout)
     if params.prior == "constant":
         assert params.prior_value is not None  # `check` saw to it
         return Constant(params.prior_value)
@@ -290,31 +290,6 @@ def make_prior(params: PriorParams, low: float, high: float, guess_unseen: bool 
     if params.prior == "nearest":
         return Nearest(params.context_size, params.prompt_column, params.prior_neighbors)
     return (BetaPosterior if params.prior == "beta" else RunningMean)(params.prior_decay, guess_unseen)
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Rollouts of a batch, each once, however many rows (turns, agents) it has.
-
-    Attributes:
-        place: (rows,) int64, the rollout of each row.
-        group, prompt: (rollouts,) int64.
-        reward: (rollouts,) float64, mean over its rows that have one; NaN if none has.
-    """
-
-    place: Tensor
-    group: Tensor
-    prompt: Tensor
-    reward: Tensor
-
-
-def outcomes(rollouts: Rollouts) -> Outcomes:
-    """One entry per rollout."""
-    width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
-    same = Groups(rollouts.group * width + rollouts.rollout)
-    return Outcomes(
-        same.index, same.ids // width, same.min(rollouts.prompt_index.double()).long(), same.mean(rollouts.reward)
-    )
 
 
 def _dataset(run: Run) -> Any:

@@ -27,6 +27,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rl_plugins.errors import MethodError
+from rl_plugins.renamed import renamed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -259,6 +260,7 @@ class Chat(Protocol):
         ...
 
 
+@renamed(step="batch")
 @dataclass(frozen=True)
 class Prompt:
     """One prompt and what is to be made of it.
@@ -273,7 +275,7 @@ class Prompt:
         chat: tokenizer and template.
         prefix: tokens every completion starts with, forced; `start` has them.
         payload: what the plan attached.
-        step: generation batch, counted from 0.
+        batch: generation batch, counted from 0.
         training: False in evaluation.
         reward_names: of the run's reward functions.
         seed: of random numbers, see `rng`.
@@ -288,7 +290,7 @@ class Prompt:
     chat: Chat
     prefix: tuple[int, ...] = ()
     payload: Any = None
-    step: int = 0
+    batch: int = 0
     training: bool = True
     reward_names: tuple[str, ...] = ()
     seed: str = ""
@@ -303,7 +305,7 @@ class Prompt:
         rank and after a resume."""
         import numpy as np
 
-        key = f"{self.seed}|{self.step}|{purpose}|{rollout}".encode()
+        key = f"{self.seed}|{self.batch}|{purpose}|{rollout}".encode()
         return np.random.default_rng(list(hashlib.sha256(key).digest()))
 
     def room(self, trajectory: Trajectory) -> int:

@@ -1,4 +1,4 @@
-"""The data a method sees: `Plan`, `Rollouts` (rows), `Steps` (agent turns), flat `Tokens`, and what hooks return.
+"""The data a method sees: `Plan`, `Rollouts` (rows), `TurnTable` (agent turns), flat `Tokens`, and what hooks return.
 
 On the driver everything is a CPU tensor (float64 for numbers of rows, float32 for tokens) or a list; in the update
 place (`Terms`, `Rows`) tensors lie on the training device. No object is ever changed by a hook: use `replace`.
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
+from rl_plugins.renamed import renamed
 
 Self = TypeVar("Self")
 
@@ -44,12 +45,13 @@ class Completion(Replaceable):
     logprobs: tuple[float, ...] | None = None
 
 
+@renamed(prompt="prompt_index")
 @dataclass(frozen=True)
 class PlanRow(Replaceable):
     """One prompt and the rollouts to make for it.
 
     Args:
-        prompt: dataset row; -1 for a foreign prompt, whose columns then all stand in `edit`.
+        prompt_index: dataset row; -1 for a foreign prompt, whose columns then all stand in `edit`.
         group: rollouts with the same number form a group. Unique per prompt unless a method merges prompts.
         n: rollouts that are trained. They count against the budget.
         spare: further rollouts, made to leave again (`select`, `shape`) by the method that asked for them.
@@ -60,7 +62,7 @@ class PlanRow(Replaceable):
         payload: anything the method wants to find again in `rollouts.payload`.
     """
 
-    prompt: int
+    prompt_index: int
     group: int
     n: int
     spare: int = 0
@@ -79,6 +81,7 @@ class GroupSoFar:
     rewards: Tensor
 
 
+@renamed(step="batch")
 @dataclass(frozen=True)
 class Plan(Replaceable):
     """What is to be generated.
@@ -90,7 +93,7 @@ class Plan(Replaceable):
         budget: rows that may still be trained.
         round: 0, 1, ..
         so_far: groups of the earlier rounds with their rewards (of the reward functions, before `rewards` hooks).
-        step: generation batch, counted from 0.
+        batch: generation batch, counted from 0.
     """
 
     rows: tuple[PlanRow, ...]
@@ -98,7 +101,7 @@ class Plan(Replaceable):
     budget: int
     round: int = 0
     so_far: tuple[GroupSoFar, ...] = ()
-    step: int = 0
+    batch: int = 0
 
     @property
     def trained(self) -> int:
@@ -109,12 +112,13 @@ class Plan(Replaceable):
         return sum(row.n + row.spare for row in self.rows)
 
 
+@renamed(prompt="prompt_index")
 @dataclass(frozen=True)
 class Carried:
     """A group that was begun in an earlier batch and waits to go on.
 
     Args:
-        prompt: dataset row.
+        prompt_index: dataset row.
         size: its rollouts.
         drawn: generation batch in which it was begun.
         tokens: of each rollout so far.
@@ -122,7 +126,7 @@ class Carried:
         versions: of each rollout, optimizer step of the policy that made its oldest token; -1 without a token.
     """
 
-    prompt: int
+    prompt_index: int
     size: int
     drawn: int
     tokens: tuple[int, ...]
@@ -130,6 +134,7 @@ class Carried:
     versions: tuple[int, ...]
 
 
+@renamed(step="batch")
 @dataclass(frozen=True)
 class Queue:
     """What `admit` decides on, before a batch is generated.
@@ -138,13 +143,13 @@ class Queue:
         carried: groups that wait, those that waited longest first.
         groups: groups the batch trains: generation stops when so many are complete.
         group_size: rollouts per prompt.
-        step: generation batch, counted from 0.
+        batch: generation batch, counted from 0.
     """
 
     carried: tuple[Carried, ...]
     groups: int
     group_size: int
-    step: int
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class Admission:
     drop: tuple[int, ...] = ()
 
 
+@renamed(step="batch")
 @dataclass(frozen=True)
 class PromptPool:
     """Where `select_prompts` chooses from.
@@ -174,16 +180,17 @@ class PromptPool:
         taken: prompts this batch has had already, those a plan left out included (a further call fills a batch that
             is not full); choose others.
         dataset: the dataset itself, for methods that look at columns.
-        step: generation batch, counted from 0.
+        batch: generation batch, counted from 0.
     """
 
     size: int
     proposal: tuple[int, ...]
     taken: tuple[int, ...]
     dataset: Any
-    step: int
+    batch: int
 
 
+@renamed(generation_steps="total_batches")
 @dataclass(frozen=True)
 class Run:
     """What `start` is told about the run.
@@ -196,7 +203,7 @@ class Run:
         reward_names: names of the reward functions.
         group_size: rollouts per prompt that are trained.
         total_steps: optimizer steps of the whole run.
-        generation_steps: generation batches of the whole run (rounded up).
+        total_batches: generation batches of the whole run (rounded up).
         max_completion_length: in tokens.
     """
 
@@ -208,7 +215,7 @@ class Run:
     reward_names: tuple[str, ...]
     group_size: int
     total_steps: int
-    generation_steps: int
+    total_batches: int
     max_completion_length: int
 
 
@@ -216,15 +223,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Steps(Replaceable):
+class TurnTable(Replaceable):
     """Turns of agents, flat: one entry per turn, whichever way the host lays rows out (a trajectory or a turn a row).
 
     Args:
-        row: (steps,) row of `Rollouts` that holds the turn's tokens.
-        turn: (steps,) number of the turn inside its rollout, from 0.
+        row: (turns,) row of `Rollouts` that holds the turn's tokens.
+        turn: (turns,) number of the turn inside its rollout, from 0.
         anchor: what was observed before the turn (any hashable or nested plain data), for grouping by state.
-        reward: (steps,) float64, NaN where the environment gave none.
-        valid: (steps,) bool, False for a turn whose action was not understood.
+        reward: (turns,) float64, NaN where the environment gave none.
+        valid: (turns,) bool, False for a turn whose action was not understood.
     """
 
     row: Tensor
@@ -234,6 +241,7 @@ class Steps(Replaceable):
     valid: Tensor
 
 
+@renamed(step="batch", steps="turns")
 @dataclass(frozen=True)
 class Rollouts(Replaceable):
     """All rollouts of one generation batch, one row per trained sequence, in the order of the plan.
@@ -255,8 +263,8 @@ class Rollouts(Replaceable):
             messages; present if a method needs them.
         meta: dataset columns asked for with `needs = {"column:NAME"}`, and the host's per-row extras: lists.
         payload: what the plan attached to each row.
-        steps: turns of agents, or None.
-        step: generation batch, counted from 0. total_steps: of the run.
+        turns: of agents, or None.
+        batch: generation batch, counted from 0.
     """
 
     group: Tensor
@@ -276,9 +284,8 @@ class Rollouts(Replaceable):
     messages: Sequence[Any] | None = None
     meta: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     payload: Sequence[Any] | None = None
-    steps: Steps | None = None
-    step: int = 0
-    total_steps: int = 0
+    turns: TurnTable | None = None
+    batch: int = 0
 
     def __len__(self) -> int:
         return len(self.group)
@@ -288,8 +295,13 @@ class Rollouts(Replaceable):
         """Statistics per group of these rows."""
         return Groups(self.group)
 
+    @cached_property
+    def once(self) -> Once:
+        """Every rollout once, however many rows (turns, agents) it has."""
+        return Once.of(self)
+
     def subset(self, keep: Tensor) -> Rollouts:
-        """The rows where `keep` is True; steps are renumbered."""
+        """The rows where `keep` is True; turns are renumbered."""
         if bool(keep.all()):
             return self
         places = keep.nonzero()[:, 0]
@@ -318,17 +330,78 @@ class Rollouts(Replaceable):
         )
         changes = {name: pick(getattr(self, name)) for name in per_row}
         changes["meta"] = {name: pick(values) for name, values in self.meta.items()}
-        if self.steps is not None:
-            stay = keep[self.steps.row]
+        if self.turns is not None:
+            stay = keep[self.turns.row]
             new_row = torch.cumsum(keep, 0) - 1
-            changes["steps"] = Steps(
-                row=new_row[self.steps.row[stay]],
-                turn=self.steps.turn[stay],
-                reward=self.steps.reward[stay],
-                anchor=[a for a, s in zip(self.steps.anchor, stay.tolist(), strict=True) if s],
-                valid=self.steps.valid[stay],
+            changes["turns"] = TurnTable(
+                row=new_row[self.turns.row[stay]],
+                turn=self.turns.turn[stay],
+                reward=self.turns.reward[stay],
+                anchor=[a for a, s in zip(self.turns.anchor, stay.tolist(), strict=True) if s],
+                valid=self.turns.valid[stay],
             )
         return self.replace(**changes)
+
+
+@dataclass(frozen=True)
+class Once:
+    """The rollouts of a batch, each once, by group and number.
+
+        once = rollouts.once
+        mean = once.groups.mean(once.reward)                             # (groups,) each rollout counts once
+        advantage = once.rows.rows(once.reward - once.groups.rows(mean))  # (rows,)
+
+    Attributes:
+        rows: which rows make a rollout; `rows.index` is the rollout of each row.
+        group, rollout: (rollouts,) int64 as in `Rollouts`.
+        prompt_index: (rollouts,) int64.
+        reward: (rollouts,) float64, mean over its rows that have one; NaN if none has.
+        last: (rollouts,) int64 its last row.
+    """
+
+    rows: Groups
+    group: Tensor
+    rollout: Tensor
+    prompt_index: Tensor
+    reward: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, rollouts: Rollouts) -> Once:
+        groups = rollouts.groups
+        width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
+        rows = Groups(groups.index * width + rollouts.rollout)
+        by_time = torch.sort(rollouts.index, stable=True).indices
+        last = by_time[rows.max(torch.argsort(by_time).double()).long()]
+        return cls(
+            rows=rows,
+            group=groups.ids[rows.ids // width],
+            rollout=rows.ids % width,
+            prompt_index=rollouts.prompt_index[last],
+            reward=rows.mean(rollouts.reward),
+            last=last,
+        )
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Statistics per group over rollouts; its numbers are those of `rollouts.groups`."""
+        return Groups(self.group)
+
+    def share(self, x: Tensor) -> Tensor:
+        """(rows,) 1 / rows of the same rollout that have a value in `x`: the weight with which a row of `x` makes its
+        rollout count once."""
+        return 1 / self.rows.rows(self.rows.n(x))
+
+    def members(self, rollouts: Rollouts, keep: Tensor) -> dict[int, list[list[int]]]:
+        """Group number -> its rollouts, in order -> their rows, in order; of rows where `keep` is True."""
+        order = torch.sort(rollouts.index, stable=True).indices
+        order = order[torch.sort(self.rows.index[order], stable=True).indices]
+        found: dict[int, dict[int, list[int]]] = {}
+        of = self.rows.index.tolist()
+        group = self.group.tolist()
+        for row in order[keep[order]].tolist():
+            found.setdefault(group[of[row]], {}).setdefault(of[row], []).append(row)
+        return {g: list(rows.values()) for g, rows in found.items()}
 
 
 def weighted_reward(rewards: Tensor, weights: Tensor) -> Tensor:
@@ -337,6 +410,7 @@ def weighted_reward(rewards: Tensor, weights: Tensor) -> Tensor:
     return torch.where(torch.isnan(rewards).all(dim=1), torch.nan, total)
 
 
+@renamed(step="turn")
 @dataclass(frozen=True)
 class Tokens(Replaceable):
     """Every token of the batch that may carry a gradient, flat: there is no padding here that anything could depend on.
@@ -346,7 +420,7 @@ class Tokens(Replaceable):
     Args:
         row: (tokens,) int64 row of the rollouts passed along.
         position: (tokens,) int64 place in the completion.
-        step: (tokens,) int64 entry of `rollouts.steps`, or None.
+        turn: (tokens,) int64 entry of `rollouts.turns`, or None.
         forced: (tokens,) bool, put in the policy's place (prefix, given completion) instead of sampled.
         version: (tokens,) int64 optimizer step of the policy that made each token; None where nobody knows.
         advantages: (tokens,) float64.
@@ -362,7 +436,7 @@ class Tokens(Replaceable):
     advantages: Tensor
     keep: Tensor
     forced: Tensor
-    step: Tensor | None = None
+    turn: Tensor | None = None
     version: Tensor | None = None
     old_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None

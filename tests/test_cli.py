@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-from rl_plugins import registry
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog, doctor, scaffold
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -171,7 +171,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
         args = GRPOConfig(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo")
         problem = ""
-        turns = "steps" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
+        turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:
             facts.check(stack, args, facts.Inputs(data, reward_functions=2, tools=turns), Seams.of(trl.GRPOTrainer))
         except ConfigError as e:

@@ -16,11 +16,11 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from rl_plugins import registry
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog, doctor, doctor_verl
 from rl_plugins.method import HOOKS, Bundle
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.verl import compat, facts
 from rl_plugins.verl.config import Settings, compose, read_settings
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins import registry
 from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip
 from rl_plugins.method import Bundle, Method, Paper
 from rl_plugins.params import MethodParams, build_params, param
 from rl_plugins.rollouts import Shape, Update
+from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
 
 # Methods whose parameters have no default, and what to test them with.
@@ -380,7 +380,7 @@ def too_many(self, plan):
 
 
 def other_prompts(self, plan):
-    return plan.replace(rows=tuple(r.replace(prompt=r.prompt + 1) for r in plan.rows))
+    return plan.replace(rows=tuple(r.replace(prompt_index=r.prompt_index + 1) for r in plan.rows))
 
 
 def negative(self, plan):
@@ -404,7 +404,7 @@ def negative_rate(self, rows):
 
 
 def needs_two_batches(self, rollouts, tokens, stats):
-    self.state["seen"] = [*self.state.get("seen", []), rollouts.step]
+    self.state["seen"] = [*self.state.get("seen", []), rollouts.batch]
     if len(self.state["seen"]) > len(set(self.state["seen"])):
         raise ValueError("seen before")
 
@@ -486,7 +486,7 @@ def test_what_does_not_run_at_all_is_said_once():
 
 
 def by_turn(self, rollouts):
-    steps, groups = rollouts.steps, Groups(rollouts.group[rollouts.steps.row])
+    steps, groups = rollouts.turns, Groups(rollouts.group[rollouts.turns.row])
     reward = steps.reward.nan_to_num(nan=0.0) + rollouts.reward[steps.row]
     return (reward - groups.rows(groups.mean(reward))) * (steps.turn + 1)
 
@@ -510,7 +510,7 @@ BROKEN_TURNS = [
     (dict(advantages_per="row"), "one number per row (16) is needed, as the class says"),
     (dict(function=advantages), "one number per turn (36) is needed, as the class says"),
     (
-        dict(function=lambda self, r: by_turn(self, r) / r.groups.rows(r.groups.n(r.reward))[r.steps.row]),
+        dict(function=lambda self, r: by_turn(self, r) / r.groups.rows(r.groups.n(r.reward))[r.turns.row]),
         "differ with one row per rollout and with one row per turn",
     ),
     (
@@ -519,7 +519,7 @@ BROKEN_TURNS = [
     ),
     (
         # the turn before is looked up where it lies and not where its number says
-        dict(function=lambda self, r: by_turn(self, r) + (r.steps.row == r.steps.row.roll(1)).double()),
+        dict(function=lambda self, r: by_turn(self, r) + (r.turns.row == r.turns.row.roll(1)).double()),
         "depend on the order of the rows (`advantages`)",
     ),
 ]

@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_plugins.agents import Environment
 from rl_plugins.demo import policy as demo_policy
 from rl_plugins.demo.environments import Calculator, Grid, Outcome, Sandbox, Shop, policy, sandbox
 from rl_plugins.demo.environments.calculator import is_arithmetic
 from rl_plugins.demo.environments.grid import MAZES
 from rl_plugins.demo.environments.shop import catalog
-from rl_plugins.environments import Environment
 
 ENVIRONMENTS = [Calculator, Grid, Shop]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes and files are looked up in /proc")

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.driver import decide, first_plan, next_plan
 from rl_plugins.errors import MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
-from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Shape, Steps
-from rl_plugins.stack import MethodStack
+from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Shape, TurnTable
+from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 NAN, INF = math.nan, math.inf
@@ -55,9 +56,9 @@ def each(change):
 
 def test_without_methods_the_plan_is_the_hosts_own():
     for stack in (MethodStack([]), MethodStack([method(shape=lambda r, t: None)])):
-        stack.step = 6
+        stack.batch = 6
         plan = plan_of(stack=stack)
-        assert plan == Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 0, step=6)
+        assert plan == Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 0, batch=6)
         assert plan.trained == plan.generated == 12 and stack.extra_prompts == 0
     assert plan_of(method(plan=lambda plan: None)) == plan_of()
 
@@ -65,9 +66,9 @@ def test_without_methods_the_plan_is_the_hosts_own():
 def test_what_a_plan_method_is_given():
     seen = []
     stack = MethodStack([method(plan=seen.append)])
-    stack.step = 2
+    stack.batch = 2
     plan_of(stack=stack)
-    assert seen == [Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 12, round=0, step=2)]
+    assert seen == [Plan((PlanRow(3, 0, 4), PlanRow(1, 1, 4), PlanRow(4, 2, 4)), 4, 12, round=0, batch=2)]
 
 
 def test_two_plan_methods_change_what_the_one_before_left():
@@ -90,8 +91,8 @@ def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
     stack = MethodStack([method(plan=halved)])
     plan = plan_of(stack=stack)
     assert [(r.n, r.spare) for r in plan.rows] == [(2, 1)] * 6 and (plan.trained, plan.budget) == (12, 0)
-    assert [r.prompt for r in plan.rows[:3]] == [3, 1, 4]
-    prompts = [r.prompt for r in plan.rows]
+    assert [r.prompt_index for r in plan.rows[:3]] == [3, 1, 4]
+    prompts = [r.prompt_index for r in plan.rows]
     assert len(set(prompts)) == 6 and all(0 <= p < 20 for p in prompts)
     assert [r.group for r in plan.rows] == [0, 1, 2, 3, 4, 5]
     assert calls == [(3, 12), (3, 6)] and stack.extra_prompts >= 3
@@ -99,7 +100,7 @@ def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
 
 def test_a_plan_of_one_under_a_group_size_of_two_takes_twice_as_many_prompts():
     plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), proposal=(0, 1, 2, 3), group_size=2)
-    assert [r.n for r in plan.rows] == [1] * 8 and len({r.prompt for r in plan.rows}) == 8
+    assert [r.n for r in plan.rows] == [1] * 8 and len({r.prompt_index for r in plan.rows}) == 8
 
 
 @pytest.mark.parametrize(("late", "trained"), [(3, 3 + 2 * 4), (4, 3 + 5), (7, 3 + 8), (8, 3 + 9), (9, 3)])
@@ -107,8 +108,8 @@ def test_filling_never_exceeds_the_batch_and_never_cuts_a_group(late, trained):
     """Prompts beyond the proposal get more rollouts than fit, and some of them two plan rows in one group."""
 
     def uneven(plan):
-        rows = [r.replace(n=1 if r.prompt in (3, 1, 4) else late) for r in plan.rows]
-        return plan.replace(rows=(*rows, *(r.replace(n=1) for r in rows if r.prompt not in (3, 1, 4))))
+        rows = [r.replace(n=1 if r.prompt_index in (3, 1, 4) else late) for r in plan.rows]
+        return plan.replace(rows=(*rows, *(r.replace(n=1) for r in rows if r.prompt_index not in (3, 1, 4))))
 
     plan = plan_of(method(plan=uneven), budget=12)
     assert plan.trained == trained <= 12 and plan.trained + plan.budget == 12
@@ -120,47 +121,47 @@ def test_filling_ends_when_prompts_add_nothing_to_train():
     asked = []
 
     def only_proposed(plan):
-        asked.append([r.prompt for r in plan.rows])
-        return plan.replace(rows=tuple(r.replace(n=2 if r.prompt in (3, 1, 4) else 0) for r in plan.rows))
+        asked.append([r.prompt_index for r in plan.rows])
+        return plan.replace(rows=tuple(r.replace(n=2 if r.prompt_index in (3, 1, 4) else 0) for r in plan.rows))
 
     plan = plan_of(method(plan=only_proposed))
-    assert [(r.prompt, r.n) for r in plan.rows] == [(3, 2), (1, 2), (4, 2)] and plan.budget == 6
+    assert [(r.prompt_index, r.n) for r in plan.rows] == [(3, 2), (1, 2), (4, 2)] and plan.budget == 6
     assert len(asked) == 2
     probes = plan_of(method(plan=each(lambda r: r.replace(n=0, spare=2))))  # made to leave again, all of them
-    assert [(r.prompt, r.spare) for r in probes.rows] == [(3, 2), (1, 2), (4, 2)]
+    assert [(r.prompt_index, r.spare) for r in probes.rows] == [(3, 2), (1, 2), (4, 2)]
     with pytest.raises(MethodError, match="asks for no rollout at all"):
         plan_of(method(plan=lambda plan: plan.replace(rows=())))
 
 
 def test_a_small_dataset_is_used_once_at_most():
     plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), pool=5)
-    assert sorted(r.prompt for r in plan.rows) == [0, 1, 2, 3, 4] and plan.budget == 7
-    foreign = each(lambda r: r if r.prompt != 3 else r.replace(prompt=-1, edit={"prompt": "x"}))
+    assert sorted(r.prompt_index for r in plan.rows) == [0, 1, 2, 3, 4] and plan.budget == 7
+    foreign = each(lambda r: r if r.prompt_index != 3 else r.replace(prompt_index=-1, edit={"prompt": "x"}))
     plan = plan_of(method("a", plan=each(lambda r: r.replace(n=1))), method("b", plan=foreign), pool=5)
-    assert sorted(r.prompt for r in plan.rows) == [-1, 0, 1, 2, 4]
+    assert sorted(r.prompt_index for r in plan.rows) == [-1, 0, 1, 2, 4]
     asked = []
-    left_out = each(lambda r: asked.append(r.prompt) or r.replace(n=int(r.prompt not in (0, 3))))
+    left_out = each(lambda r: asked.append(r.prompt_index) or r.replace(n=int(r.prompt_index not in (0, 3))))
     plan = plan_of(method(plan=left_out), pool=5)
-    assert sorted(r.prompt for r in plan.rows) == [1, 2, 4] and sorted(asked) == [0, 1, 2, 3, 4]
+    assert sorted(r.prompt_index for r in plan.rows) == [1, 2, 4] and sorted(asked) == [0, 1, 2, 3, 4]
     chosen = method(select_prompts=lambda pool, n: [i for i in range(5) if i not in pool.taken][:n], plan=left_out)
-    assert sorted(r.prompt for r in plan_of(chosen, pool=5).rows) == [1, 2, 4]
+    assert sorted(r.prompt_index for r in plan_of(chosen, pool=5).rows) == [1, 2, 4]
 
 
 def test_a_stream_has_the_prompts_of_the_host_only():
     stack = MethodStack([method(plan=each(lambda r: r.replace(n=1)))])
     plan = plan_of(stack=stack, pool=None)
-    assert [r.prompt for r in plan.rows] == [3, 1, 4] and plan.budget == 9 and stack.extra_prompts == 0
+    assert [r.prompt_index for r in plan.rows] == [3, 1, 4] and plan.budget == 9 and stack.extra_prompts == 0
 
 
 def test_methods_with_rounds_fill_their_batch_themselves():
     plan = plan_of(method(plan=each(lambda r: r.replace(n=1)), rounds=True))
-    assert [(r.prompt, r.n) for r in plan.rows] == [(3, 1), (1, 1), (4, 1)] and plan.budget == 9
+    assert [(r.prompt_index, r.n) for r in plan.rows] == [(3, 1), (1, 1), (4, 1)] and plan.budget == 9
 
 
 def further(steps, seed=0, stack=None, pool=20):
     """Prompts drawn beyond the host's, step by step."""
     stack = stack or MethodStack([method(plan=each(lambda r: r.replace(n=2)))], seed)
-    return [[r.prompt for r in plan_of(stack=stack, pool=pool).rows[3:]] for _ in range(steps)], stack
+    return [[r.prompt_index for r in plan_of(stack=stack, pool=pool).rows[3:]] for _ in range(steps)], stack
 
 
 def test_further_prompts_are_a_permutation_that_depends_on_the_seed_alone_and_can_be_resumed():
@@ -198,9 +199,9 @@ def test_select_prompts_replaces_the_proposal_and_fills_the_batch():
         return [i for i in range(pool.size - 1, -1, -1) if i not in pool.taken][:n]
 
     stack = MethodStack([method(select_prompts=select, plan=each(lambda r: r.replace(n=2)))])
-    stack.step = 4
+    stack.batch = 4
     plan = first_plan(stack, (3, 1, 4), 4, 12, 20, dataset="the data")
-    assert [r.prompt for r in plan.rows] == [19, 18, 17, 16, 15, 14] and stack.extra_prompts == 0
+    assert [r.prompt_index for r in plan.rows] == [19, 18, 17, 16, 15, 14] and stack.extra_prompts == 0
     (first, n), (second, m) = pools
     assert (first.size, first.proposal, first.taken, first.dataset, first.step, n) == (
         20,
@@ -216,7 +217,7 @@ def test_select_prompts_replaces_the_proposal_and_fills_the_batch():
 @pytest.mark.parametrize("answer", [np.array([5, 6, 7]), torch.tensor([5, 6, 7]), (5, 6, 7), [np.int32(5), 6, 7]])
 def test_select_prompts_may_answer_with_any_integers(answer):
     plan = plan_of(method(select_prompts=lambda pool, n: answer))
-    assert [r.prompt for r in plan.rows] == [5, 6, 7] and all(type(r.prompt) is int for r in plan.rows)
+    assert [r.prompt_index for r in plan.rows] == [5, 6, 7] and all(type(r.prompt_index) is int for r in plan.rows)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,9 @@ ILLEGAL_ROWS = [
     (ROW.replace(n=1.0), "must be whole numbers"),
     (ROW.replace(n=torch.tensor(2)), "must be whole numbers"),
     (ROW.replace(group="a"), "must be whole numbers"),
-    (ROW.replace(prompt=20), "prompt 20 of a dataset of 20 rows"),
-    (ROW.replace(prompt=-2, edit={"prompt": "x"}), "prompt -2 of a dataset"),
-    (ROW.replace(prompt=-1), "a foreign prompt (-1) without columns in `edit`"),
+    (ROW.replace(prompt_index=20), "prompt 20 of a dataset of 20 rows"),
+    (ROW.replace(prompt_index=-2, edit={"prompt": "x"}), "prompt -2 of a dataset"),
+    (ROW.replace(prompt_index=-1), "a foreign prompt (-1) without columns in `edit`"),
     (ROW.replace(max_tokens=0), "max_tokens=0"),
     ((0, 0, 1), "tuple instead of a PlanRow"),
     (None, "NoneType instead of a PlanRow"),
@@ -310,7 +311,7 @@ def test_more_rows_to_train_than_the_batch_holds_is_an_error_that_prints_the_pla
 def test_later_rounds_ask_only_methods_with_rounds():
     row = PlanRow(3, 0, 1)
     so_far = (GroupSoFar(row, torch.tensor([1.0])),)
-    given = Plan((), 4, 5, round=1, so_far=so_far, step=3)
+    given = Plan((), 4, 5, round=1, so_far=so_far, batch=3)
     seen = []
 
     def more(plan):
@@ -360,7 +361,7 @@ def test_hooks_run_in_the_order_of_a_step_and_methods_in_the_order_of_the_flag()
     stack = MethodStack([recorder("b", select=keep), recorder("a", rewards=[1.0, 0, 0, 0])])
     stack.methods.append(method("c", advantages=lambda r: calls.append("advantages c") or r.reward))
     stack = MethodStack(stack.methods)
-    stack.step = 8
+    stack.batch = 8
     decision = run([], make_rollouts([0.0, 1, 0, 1]), stack=stack)
     assert calls == [
         "rewards b",
@@ -373,7 +374,7 @@ def test_hooks_run_in_the_order_of_a_step_and_methods_in_the_order_of_the_flag()
         "observe b",
         "observe a",
     ]
-    assert stack.step == 9 and decision.estimator == "c" and tuple(decision.rewarded_by) == ("a",)
+    assert stack.batch == 9 and decision.estimator == "c" and tuple(decision.rewarded_by) == ("a",)
 
 
 def test_only_what_select_kept_is_in_the_statistics():
@@ -493,16 +494,16 @@ def test_the_weighted_reward_is_of_the_functions_that_scored_a_row():
 
 def test_a_subset_of_rows_takes_every_field_along():
     n, listed = 4, {"text", "raw_text", "messages", "payload"}
-    rollouts = make_rollouts([0.0] * n).replace(steps=agent_batch([1, 2, 0, 1])[0].steps)
+    rollouts = make_rollouts([0.0] * n).replace(turns=agent_batch([1, 2, 0, 1])[0].steps)
     numbers = {f.name: torch.arange(n) for f in dataclasses.fields(rollouts) if f.name in PER_ROW}
     full = rollouts.replace(**numbers, **{name: list("abcd") for name in listed}, meta={"answer": list("abcd")})
     keep = torch.tensor([False, True, False, True])
     part = full.subset(keep)
     assert all(getattr(part, name).tolist() == [1, 3] for name in PER_ROW)
     assert all(getattr(part, name) == ["b", "d"] for name in listed) and part.meta == {"answer": ["b", "d"]}
-    assert part.steps.anchor == ["3.0", "1.1", "1.0"] and part.steps.row.tolist() == [1, 0, 0]
-    assert part.steps.turn.tolist() == [0, 1, 0] and part.steps.reward.tolist() == [30.0, 11.0, 10.0]
-    assert len(part.steps.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
+    assert part.turns.anchor == ["3.0", "1.1", "1.0"] and part.turns.row.tolist() == [1, 0, 0]
+    assert part.turns.turn.tolist() == [0, 1, 0] and part.turns.reward.tolist() == [30.0, 11.0, 10.0]
+    assert len(part.turns.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
     whole = {"reward_names", "reward_weights", "meta", "steps", "step", "total_steps"}
     assert {f.name for f in dataclasses.fields(rollouts)} == PER_ROW | listed | whole  # a new field joins one of them
     assert full.subset(torch.ones(n, dtype=torch.bool)) is full
@@ -518,7 +519,7 @@ def agent_batch(turns, rewards=None, kept=None):
     rollouts = make_rollouts(rewards or [float(i) for i in range(len(turns))], [0] * len(turns))
     rollouts = rollouts.replace(
         length=torch.tensor([2 * n for n in turns]),
-        steps=Steps(
+        turns=TurnTable(
             row=torch.tensor([r for r, _ in rows]),
             turn=torch.tensor([t for _, t in rows]),
             anchor=[f"{r}.{t}" for r, t in rows],
@@ -529,7 +530,7 @@ def agent_batch(turns, rewards=None, kept=None):
     tokens = make_tokens(rollouts)
     place = {pair: i for i, pair in enumerate(rows)}
     step = [place[r, p // 2] for r, p in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)]
-    return rollouts, tokens.replace(step=torch.tensor(step))
+    return rollouts, tokens.replace(turn=torch.tensor(step))
 
 
 def of_turns(function, **hooks):
@@ -538,7 +539,7 @@ def of_turns(function, **hooks):
 
 def test_advantages_of_turns_reach_the_tokens_of_their_turn():
     rollouts, tokens = agent_batch([2, 1, 3])
-    decision = run([of_turns(lambda r: r.steps.reward)], rollouts, tokens)
+    decision = run([of_turns(lambda r: r.turns.reward)], rollouts, tokens)
     expected = [0.0, 0, 1, 1, 10, 10, 20, 20, 21, 21, 22, 22]
     assert decision.advantages.tolist() == expected and not decision.uniform
     assert decision.row_advantages.tolist() == [0.5, 10.0, 21.0]
@@ -569,15 +570,15 @@ def test_turns_stay_with_their_tokens_when_rows_leave():
     seen = {}
 
     def shape(r, t):
-        seen["anchors"] = [r.steps.anchor[i] for i in t.step.tolist()]
-        seen["rows"] = r.steps.row[t.step].tolist() == t.row.tolist()
+        seen["anchors"] = [r.turns.anchor[i] for i in t.step.tolist()]
+        seen["rows"] = r.turns.row[t.step].tolist() == t.row.tolist()
 
     def observe(r, t, stats):
-        seen["all anchors"] = [r.steps.anchor[i] for i in t.step.tolist()]
-        seen["all rows"] = r.steps.row[t.step].tolist() == t.row.tolist()
+        seen["all anchors"] = [r.turns.anchor[i] for i in t.step.tolist()]
+        seen["all rows"] = r.turns.row[t.step].tolist() == t.row.tolist()
 
     keep = torch.tensor([True, False, True, False])
-    m = of_turns(lambda r: r.steps.reward, select=lambda r: keep, shape=shape, observe=observe)
+    m = of_turns(lambda r: r.turns.reward, select=lambda r: keep, shape=shape, observe=observe)
     decision = run([m], rollouts, tokens)
     anchors = ["0.0", "0.0", "0.1", "0.1", "2.0", "2.0", "2.1", "2.1", "2.2", "2.2"]
     assert seen == {"anchors": anchors, "rows": True, "all anchors": anchors, "all rows": True}
@@ -595,10 +596,10 @@ def test_the_hosts_and_our_estimator_are_per_row_even_with_as_many_turns_as_rows
 
 def test_a_number_per_turn_needs_turns_and_tokens_that_know_theirs():
     rollouts, tokens = agent_batch([2, 1, 3])
-    m = of_turns(lambda r: r.steps.reward)
+    m = of_turns(lambda r: r.turns.reward)
     why = "`turns` makes one advantage per turn, and this batch does not say what its turns are"
-    refused(lambda: run([m], rollouts, tokens.replace(step=None)), why, "(tokens.step is None)", '"steps" in `needs`')
-    refused(lambda: run([m], rollouts.replace(steps=None), tokens), why, "(rollouts.steps is None)")
+    refused(lambda: run([m], rollouts, tokens.replace(turn=None)), why, "(tokens.turn is None)", '"turns" in `needs`')
+    refused(lambda: run([m], rollouts.replace(turns=None), tokens), why, "(rollouts.turns is None)")
 
 
 @pytest.mark.parametrize(
@@ -861,7 +862,7 @@ def test_an_illegal_answer_is_refused_with_the_method_and_the_hook(hook, answer,
     stack = MethodStack([fine, m])
     text = refused(lambda: run([], TWO, stack=stack), why)
     assert text.startswith(f"Method `odd` returned something illegal from `{hook}`: ")
-    assert text.endswith("Remove `odd` from `methods` to go on without it.") and stack.step == 0
+    assert text.endswith("Remove `odd` from `methods` to go on without it.") and stack.batch == 0
 
 
 def test_plain_lists_and_numpy_are_legal_answers():

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.environments import ENDED, Environment, Observation, TurnRecord, as_tools
+from rl_plugins.agents import ENDED, Environment, Observation, TurnRecord
+from rl_plugins.trl.environments import as_tools
 
 
 class Counter:
@@ -161,7 +162,7 @@ def test_the_tool_schema():
 
 def test_importing_loads_no_torch():
     code = (
-        "import sys, rl_plugins.environments, rl_plugins.demo.environments;"
+        "import sys, rl_plugins.agents.environment, rl_plugins.demo.environments;"
         "print(sorted({'torch', 'transformers', 'trl', 'verl', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.errors import MethodError
-from rl_plugins.metrics import Metrics, combine
+from rl_plugins.runtime.metrics import Metrics, combine
 
 NAN, INF = math.nan, math.inf
 

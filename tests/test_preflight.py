@@ -8,8 +8,8 @@ import pytest
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS, SIGNALS, Method
-from rl_plugins.preflight import HostFacts, preflight, render_table, table
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.preflight import HostFacts, preflight, render_table, table
+from rl_plugins.runtime.stack import MethodStack, build_stack
 
 
 def method(name: str, *hooks: str, **members: Any) -> Method:

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.calls import run_calls
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
-from rl_plugins.programs import Running, drive, run
 from rl_plugins.requests import (
     Call,
     Generate,
@@ -27,6 +25,8 @@ from rl_plugins.requests import (
     check_rows,
     together,
 )
+from rl_plugins.runtime.programs import Running, drive, run
+from rl_plugins.runtime.threads import run_calls
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
 TABLE = {">": {"a": 0.5, "b": 0.5}, "a": {"a": 0.6, "b": 0.4}, "b": {"a": 0.5, EOS: 0.5}}
@@ -291,7 +291,7 @@ def test_a_call_that_fails_is_an_answer_and_leaks_nothing():
 
 
 def test_calls_that_never_return_end_the_run_in_time(monkeypatch):
-    import rl_plugins.calls as calls
+    import rl_plugins.runtime.threads as calls
 
     monkeypatch.setattr(calls, "MAX_HANGING", 0)
     monkeypatch.setattr(calls, "CONCURRENCY", 2)

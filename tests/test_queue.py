@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import MethodError, StateError
 from rl_plugins.method import Method
-from rl_plugins.metrics import combine
-from rl_plugins.queue import Group, admit, finished, from_plain, settle_queue, to_plain
 from rl_plugins.requests import Generated, Trajectory
 from rl_plugins.rollouts import Admission, Completion, PlanRow, Queue
-from rl_plugins.stack import MethodStack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, settle_queue, to_plain
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state, save_state
 
 
 class Admits(Method):
@@ -68,7 +68,7 @@ def begin(stack: MethodStack, enough: int = 2, pool: int | None = 20, proposal: 
 
 def grown(group: Group, tokens: int, ended: int, version: int = 0) -> Group:
     """With so many tokens more for each rollout, the first `ended` of which end."""
-    rollouts = group.rollouts or tuple(Trajectory((9, group.row.prompt)) for _ in range(group.size))
+    rollouts = group.rollouts or tuple(Trajectory((9, group.row.prompt_index)) for _ in range(group.size))
     made = [
         t
         if finished(t)
@@ -81,9 +81,9 @@ def grown(group: Group, tokens: int, ended: int, version: int = 0) -> Group:
 def step(stack: MethodStack, done: Sequence[int], enough: int = 2, **changes: Any) -> tuple[list[Group], list[Group]]:
     """A batch in which the groups of these places complete, in this order."""
     groups = begin(stack, enough, **changes)
-    after = [grown(g, 3, g.size if i in done else 1, stack.step) for i, g in enumerate(groups)]
+    after = [grown(g, 3, g.size if i in done else 1, stack.batch) for i, g in enumerate(groups)]
     out = settle_queue(stack, after, list(done), enough)
-    stack.step, stack.draw = stack.step + 1, 0
+    stack.batch, stack.draw = stack.batch + 1, 0
     return groups, out[0]
 
 
@@ -93,17 +93,17 @@ def step(stack: MethodStack, done: Sequence[int], enough: int = 2, **changes: An
 def test_prompts_of_the_host_serve_until_more_are_needed() -> None:
     stack = MethodStack([Admits(all_first(2))])
     for proposal in ((3, 1), (4, 15)):
-        assert [g.row.prompt for g in begin(stack, proposal=proposal)] == list(proposal)
+        assert [g.row.prompt_index for g in begin(stack, proposal=proposal)] == list(proposal)
     assert stack.extra_prompts == 0
     over = MethodStack([Admits(all_first(4))])
-    assert len({g.row.prompt for g in begin(over)}) == 4 and over.extra_prompts == 4
+    assert len({g.row.prompt_index for g in begin(over)}) == 4 and over.extra_prompts == 4
     over.methods[0].answer = all_first(2)  # type: ignore[attr-defined]
-    own = [g.row.prompt for g in begin(over)]  # the host's own would come again later
+    own = [g.row.prompt_index for g in begin(over)]  # the host's own would come again later
     assert own != [3, 1] and over.extra_prompts == 6
 
 
 def test_rows_are_those_of_an_ordinary_plan() -> None:
-    row = Plans(lambda r: r.replace(spare=1, payload={"of": r.prompt}, prefix=(5,), max_tokens=4))
+    row = Plans(lambda r: r.replace(spare=1, payload={"of": r.prompt_index}, prefix=(5,), max_tokens=4))
     plain, mine = MethodStack([row]), MethodStack([row, Admits(all_first(2))])
     assert tuple(g.row for g in begin(mine)) == first_plan(plain, (3, 1), 2, 4, 20).rows
     assert mine.draw == plain.draw == 1 and [g.size for g in begin(mine)] == [3, 3]
@@ -116,10 +116,10 @@ def test_no_prompt_is_in_a_batch_twice() -> None:
     waiting: Counter[int] = Counter()
     for k in range(12):
         groups, trained = step(stack, [k % 6, (k + 3) % 6], pool=8)
-        prompts = [g.row.prompt for g in groups]
+        prompts = [g.row.prompt_index for g in groups]
         assert len(set(prompts)) == 6
-        seen.update(g.row.prompt for g in groups if not g.rollouts)
-        seen.subtract(g.row.prompt for g in trained)
+        seen.update(g.row.prompt_index for g in groups if not g.rollouts)
+        seen.subtract(g.row.prompt_index for g in trained)
         waiting = Counter(g["row"]["prompt"] for g in stack.carried)
         assert +seen == waiting and sum(waiting.values()) == 4
     assert stack.extra_prompts > 16
@@ -129,9 +129,9 @@ def test_a_method_that_selects_is_told_what_waits() -> None:
     picks = Picks()
     stack = MethodStack([picks, Admits(all_first(4))])
     groups, _ = step(stack, [1, 2], pool=9)
-    assert [g.row.prompt for g in groups] == [8, 7, 6, 5]
+    assert [g.row.prompt_index for g in groups] == [8, 7, 6, 5]
     groups, _ = step(stack, [0, 1], pool=9)
-    assert [g.row.prompt for g in groups] == [8, 5, 7, 6] and picks.pools[1].taken == (8, 5)
+    assert [g.row.prompt_index for g in groups] == [8, 5, 7, 6] and picks.pools[1].taken == (8, 5)
 
 
 def test_a_small_dataset_begins_what_there_is() -> None:
@@ -144,7 +144,7 @@ def test_a_small_dataset_begins_what_there_is() -> None:
 
 def test_a_stream_has_the_hosts_prompts_only() -> None:
     groups = begin(MethodStack([Admits(all_first(4))]), pool=None, proposal=(0, 1, 2))
-    assert [g.row.prompt for g in groups] == [0, 1, 2]
+    assert [g.row.prompt_index for g in groups] == [0, 1, 2]
 
 
 # ---- what waits
@@ -154,18 +154,18 @@ def test_groups_go_on_restart_wait_and_are_dropped() -> None:
     method = Admits(all_first(6))
     stack = MethodStack([method])
     groups, trained = step(stack, [4, 1])
-    assert [g.row.prompt for g in trained] == [groups[1].row.prompt, groups[4].row.prompt]
+    assert [g.row.prompt_index for g in trained] == [groups[1].row.prompt_index, groups[4].row.prompt_index]
     assert [g.row.group for g in trained] == [0, 1]
-    rest = [groups[i].row.prompt for i in (0, 2, 3, 5)]
+    rest = [groups[i].row.prompt_index for i in (0, 2, 3, 5)]
     assert [g["row"]["prompt"] for g in stack.carried] == rest
     method.answer = lambda q: Admission(1, resume=(2,), restart=(0,), drop=(3,))
     now = begin(stack)
     seen = method.queues[1]
     assert (seen.groups, seen.group_size, seen.step) == (2, 2, 1)
-    assert [(c.prompt, c.size, c.drawn, c.tokens, c.finished, c.versions) for c in seen.carried] == [
+    assert [(c.prompt_index, c.size, c.drawn, c.tokens, c.finished, c.versions) for c in seen.carried] == [
         (p, 2, 0, (3, 3), (True, False), (0, 0)) for p in rest
     ]
-    assert [g.row.prompt for g in now[:2]] == [rest[2], rest[0]] and now[2].row.prompt not in rest
+    assert [g.row.prompt_index for g in now[:2]] == [rest[2], rest[0]] and now[2].row.prompt_index not in rest
     assert [g.row.group for g in now] == [0, 1, 2]
     assert [g.drawn for g in now] == [0, 1, 1] and [len(g.rollouts) for g in now] == [2, 0, 0]
     assert [g["row"]["prompt"] for g in stack.carried] == [rest[1]]
@@ -175,7 +175,9 @@ def test_groups_go_on_restart_wait_and_are_dropped() -> None:
 def test_surplus_waits_complete_and_counts() -> None:
     stack = MethodStack([Admits(all_first(5))])
     groups, trained = step(stack, [4, 3, 0])
-    assert [g.row.prompt for g in trained] == [groups[i].row.prompt for i in (3, 4)]  # the first two to complete
+    assert [g.row.prompt_index for g in trained] == [
+        groups[i].row.prompt_index for i in (3, 4)
+    ]  # the first two to complete
     back = [from_plain(g) for g in stack.carried]
     assert [g.complete for g in back] == [True, False, False]
     logged = combine([stack.metrics.take()])

@@ -41,7 +41,7 @@ def test_example_config_takes_effect(monkeypatch):
     """Everything but the model and the GPUs: parsing, names, parameters, signals, options."""
     from trl import TrlParser
 
-    from rl_plugins.stack import build_stack
+    from rl_plugins.runtime.stack import build_stack
     from rl_plugins.trl import GRPOConfig, facts
     from rl_plugins.trl.compat import Seams
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.preflight import render_table
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,11 +15,11 @@ import torch
 
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import HOOKS, Method
-from rl_plugins.metrics import combine
 from rl_plugins.params import MethodParams, build_params, param
 from rl_plugins.rollouts import Shape
-from rl_plugins.stack import MethodStack, build_stack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 
 HOOK_ARGUMENTS = {h: 2 if h in ("select_prompts", "shape") else 3 if h == "observe" else 1 for h in HOOKS}
@@ -263,7 +263,7 @@ def test_an_error_in_a_coroutine_is_named():
 def draw(seed=0, name="m", purpose="p", step=0):
     m = method(name)
     stack = MethodStack([m], seed)
-    stack.step = step
+    stack.batch = step
     return m.rng(purpose).random(4).tolist()
 
 
@@ -279,7 +279,7 @@ def test_random_numbers_depend_on_seed_method_step_and_purpose_and_on_nothing_el
     MethodStack([a, b])
     a.rng("p").random(100)
     assert b.rng("p").random(4).tolist() == draw()  # another method beside it changes nothing
-    stack.step += 1
+    stack.batch += 1
     assert m.rng("p").random(4).tolist() == draw(step=1)
 
 
@@ -360,7 +360,7 @@ class Counter(Method):
     def observe(self, rollouts, tokens, stats):
         self.state["rows"] += len(rollouts)
         self.state["mean"] = self.params.decay * self.state["mean"] + rollouts.reward[:2]
-        self.state["past"].append({"step": rollouts.step})
+        self.state["past"].append({"step": rollouts.batch})
 
 
 class Stateless(Method):
@@ -397,10 +397,10 @@ def test_state_survives_the_disk_and_the_run_goes_on_as_if_nothing_had_happened(
     resumed = counting()
     resumed.load_state_dict(load_state(tmp_path), "data")
     assert plain(resumed.state_dict("data")) == plain(first.state_dict("data"))
-    assert (resumed.step, resumed.extra_prompts, resumed.stats) == (2, 7, {"counter/x": 0.25})
+    assert (resumed.batch, resumed.extra_prompts, resumed.stats) == (2, 7, {"counter/x": 0.25})
     for i in range(2, 5):
         one_step(resumed, make_rollouts([float(i), 1.0, 2.0]))
-    assert plain(resumed.methods[0].state) == plain(whole.methods[0].state) and resumed.step == whole.step == 5
+    assert plain(resumed.methods[0].state) == plain(whole.methods[0].state) and resumed.batch == whole.batch == 5
     assert resumed.methods[0].rng("p").random() == whole.methods[0].rng("p").random()
 
 
@@ -499,12 +499,12 @@ def test_what_has_no_state_may_change_over_a_resume():
         start_stack(Counter(), Stateless(), method("new", plan=hook())),  # or is new
     ):
         stack.load_state_dict(saved, "data")
-        assert stack.methods[0].state["rows"] == 6 and stack.step == 2
+        assert stack.methods[0].state["rows"] == 6 and stack.batch == 2
     no_state = start_stack(Stateless())
     one_step(no_state, make_rollouts([1.0]))
     fresh = start_stack(Stateless())
     fresh.load_state_dict(no_state.state_dict("data"), "another dataset")
-    assert fresh.step == 1
+    assert fresh.batch == 1
 
 
 def test_a_method_that_first_fills_its_state_later_gets_it_back():

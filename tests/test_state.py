@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins import state as module
 from rl_plugins.errors import StateError
-from rl_plugins.state import FOLDER, copy_plain, load_state, save_state
+from rl_plugins.runtime import state as module
+from rl_plugins.runtime.state import FOLDER, copy_plain, load_state, save_state
 
 DTYPES = [
     torch.float64,

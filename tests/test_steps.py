@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Turn
-from rl_plugins.steps import spans, token_steps, with_steps
+from rl_plugins.runtime.turn_table import spans, token_turns, with_turns
 from rl_plugins.testing import make_rollouts, make_tokens
-from rl_plugins.turns import Turns
 
 
 @given(st.lists(st.integers(0, 1), max_size=30))
@@ -63,7 +63,7 @@ def test_turns_are_numbered_along_their_rollout(data):
             if isinstance(v, torch.Tensor)
         }
     ).replace(row=row, position=position)
-    filled, shaped = with_steps(rollouts, tokens, turns)
+    filled, shaped = with_turns(rollouts, tokens, turns)
     number = 0
     for r in range(n):
         for k, t in enumerate(turns[r]):
@@ -72,10 +72,10 @@ def test_turns_are_numbered_along_their_rollout(data):
                 for q in range(n)
                 if (group[q], rollout[q]) == (group[r], rollout[r]) and index[q] < index[r]
             )
-            assert int(filled.steps.row[number]) == r and int(filled.steps.turn[number]) == earlier + k
-            assert filled.steps.anchor[number] == (r, t.start)
+            assert int(filled.turns.row[number]) == r and int(filled.turns.turn[number]) == earlier + k
+            assert filled.turns.anchor[number] == (r, t.start)
             mine = (row == r) & (position >= t.start) & (position < t.stop)
-            assert bool((shaped.step[mine] == number).all()) and int(mine.sum()) == 3
+            assert bool((shaped.turn[mine] == number).all()) and int(mine.sum()) == 3
             number += 1
     if number:
         assert len(Turns(filled).group) == number
@@ -84,5 +84,5 @@ def test_turns_are_numbered_along_their_rollout(data):
 def test_a_token_outside_of_every_turn_is_an_error():
     for at in ((0, 3), (1, 0), (0, 9)):
         with pytest.raises(MethodError, match="outside of every turn"):
-            token_steps(torch.tensor([at[0]]), torch.tensor([at[1]]), [[Turn(0, 3), Turn(4, 6)], []])
-    assert token_steps(torch.tensor([0, 0]), torch.tensor([2, 4]), [[Turn(0, 3), Turn(4, 6)], []]).tolist() == [0, 1]
+            token_turns(torch.tensor([at[0]]), torch.tensor([at[1]]), [[Turn(0, 3), Turn(4, 6)], []])
+    assert token_turns(torch.tensor([0, 0]), torch.tensor([2, 4]), [[Turn(0, 3), Turn(4, 6)], []]).tolist() == [0, 1]

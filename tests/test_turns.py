@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.agents.turns import Turns, canonical_form, joint, normalized, state_ids
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.testing import make_rollouts, make_steps, make_tokens, one_row_per_turn
-from rl_plugins.turns import Turns, canonical_form, joint, normalized, state_ids
+from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn
 
 NAN = math.nan
 
@@ -101,7 +101,7 @@ def test_canonical_forms_are_equal_exactly_where_python_says_so(a, b):
 
 def test_numbers_of_observations_are_the_same_in_every_process():
     observations = ["room", 3, [1.5, "x"], {"b": 1, "a": {"x", "y", "z"}}, {"a", "b", "c"}]
-    code = f"from rl_plugins.turns import state_ids; print(state_ids({observations!r}).tolist())"
+    code = f"from rl_plugins.agents.turns import state_ids; print(state_ids({observations!r}).tolist())"
     runs = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}
@@ -130,18 +130,18 @@ def test_an_observation_whose_equality_is_its_address_is_refused():
 
 def turns_of(anchors, rewards=None, outcome=None, group=None, **changes):
     outcome = [float(i) for i in range(len(anchors))] if outcome is None else outcome
-    return make_rollouts(outcome, group or [0] * len(anchors), steps=make_steps(anchors, rewards), **changes)
+    return make_rollouts(outcome, group or [0] * len(anchors), turns=make_turns(anchors, rewards), **changes)
 
 
 def shuffled(rollouts, seed):
     """The same turns, listed in another order, and that order."""
-    s = rollouts.steps
+    s = rollouts.turns
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(s.row)))
     anchors = [s.anchor[i] for i in order]
     steps = s.replace(
         row=s.row[order], turn=s.turn[order], anchor=anchors, reward=s.reward[order], valid=s.valid[order]
     )
-    return rollouts.replace(steps=steps), order
+    return rollouts.replace(turns=steps), order
 
 
 @settings(max_examples=100, deadline=None)
@@ -200,7 +200,7 @@ def test_states_of_earlier_turns():
 
 
 def test_rollouts_without_turns_are_an_error_that_says_what_to_do():
-    with pytest.raises(MethodError, match='names "steps" in `needs`'):
+    with pytest.raises(MethodError, match='names "turns" in `needs`'):
         Turns(make_rollouts([1.0]))
 
 
@@ -240,20 +240,20 @@ def test_normalized_differences():
 
 def test_turns_are_made_in_both_layouts():
     nested = dict(anchor=[["a", "b"], [], ["c"]], reward=[[0, 1], [], [NAN]], valid=[[True, False], [], [True]])
-    steps = make_steps(**nested)
+    steps = make_turns(**nested)
     assert (steps.row.tolist(), steps.turn.tolist(), steps.anchor) == ([0, 0, 2], [0, 1, 0], ["a", "b", "c"])
     assert steps.reward.tolist()[:2] == [0, 1] and steps.valid.tolist() == [True, False, True]
-    assert make_steps(**nested, row_per="turn").row.tolist() == [0, 1, 2]
-    defaults = make_steps([["a"]])
+    assert make_turns(**nested, row_per="turn").row.tolist() == [0, 1, 2]
+    defaults = make_turns([["a"]])
     assert math.isnan(defaults.reward[0]) and defaults.valid.tolist() == [True]
     with pytest.raises(ValueError, match=r"\[1\] entries per rollout for \[2\] turns"):
-        make_steps([["a", "b"]], [[1.0]])
+        make_turns([["a", "b"]], [[1.0]])
 
 
 def test_tokens_are_dealt_to_turns_in_order():
     rollouts, order = shuffled(turns_of([["a", "b"], ["c"], ["d", "e", "f"]], lengths=[5, 2, 2]), 1)
     tokens = make_tokens(rollouts)
-    assert [rollouts.steps.anchor[i] for i in tokens.step] == ["a", "a", "a", "b", "b", "c", "c", "d", "e"]
+    assert [rollouts.turns.anchor[i] for i in tokens.turn] == ["a", "a", "a", "b", "b", "c", "c", "d", "e"]
     with pytest.raises(ValueError, match="a row with tokens has no turn"):
         make_tokens(turns_of([["a"], []]))
 
@@ -269,6 +269,6 @@ def test_a_row_per_turn_holds_the_same_rollouts():
     assert rows.truncated.tolist() == [False, True, False] and rows.steps.row.tolist() == [0, 1, 2]
     assert rows.reward_names == rollouts.reward_names and rows.rewards.shape == (3, 1)
     assert by_turn.row.tolist() == [0, 0, 0, 1, 1, 2, 2] and by_turn.position.tolist() == [0, 1, 2, 0, 1, 0, 1]
-    assert torch.equal(by_turn.old_logprobs, tokens.old_logprobs) and torch.equal(by_turn.step, tokens.step)
+    assert torch.equal(by_turn.old_logprobs, tokens.old_logprobs) and torch.equal(by_turn.turn, tokens.turn)
     with pytest.raises(ValueError, match="are needed to make a row of every turn"):
         one_row_per_turn(make_rollouts([1.0]), make_tokens(make_rollouts([1.0])))

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from common import arguments, save, summary
 
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.aepo import AepoRollout
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Terms
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -165,7 +165,7 @@ def learn(arm: str, seed: int) -> list[float]:
             old = p.gather(1, action[:, None]).log()
             entropies = -(p * p.log()).sum(1)
         reward = (action == best[prompt]).double()
-        rollouts = make_rollouts(reward, group_size=GROUP, lengths=[1] * len(prompt), step=step)
+        rollouts = make_rollouts(reward, group_size=GROUP, lengths=[1] * len(prompt), batch=step)
         tokens = make_tokens(rollouts, old_logprobs=old[:, 0].float(), entropies=entropies.float())
         advantages = one_step(stack, rollouts, tokens).advantages[:, None]
         for _ in range(UPDATES):

@@ -38,8 +38,8 @@ import torch
 from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins import simulation
 from rl_plugins.methods.april import April
+from rl_plugins.testing import generation as simulation
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 GROUPS, SIZE, MEDIAN, BATCHES, SKIP = 16, 8, 24, 28, 8

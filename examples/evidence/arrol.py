@@ -31,10 +31,10 @@ import numpy as np
 from common import arguments, save, summary
 
 from rl_plugins.methods.arrol import Arrol
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.programs import Running, run
 from rl_plugins.requests import Generate, Generated, Prompt, Scored, Trajectory
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 from rl_plugins.testing.engine import CharChat, make_prompt
 
@@ -98,7 +98,7 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
     found: dict[str, list[float]] = {name: [] for name in (*MEASURES, "accuracy")}
     for step in range(BATCHES):
         p = np.random.default_rng([seed, step]).beta(0.8, 0.8, PROMPTS)
-        plan = make_plan(PROMPTS, group, step=step)
+        plan = make_plan(PROMPTS, group, batch=step)
         plan = stack.call("plan", driver, plan) or plan
         prompts = [
             make_prompt(

@@ -33,8 +33,8 @@ from common import arguments, interval, save
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.brpo import Brpo
-from rl_plugins.metrics import combine
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 ARMS, PROMPTS, GROUP, STEPS, RATE, NOISE = 40, 8, 16, 100, 0.6, 0.3
@@ -84,7 +84,7 @@ def train(method: str, position_bias: float, length_bias: float, seed: int) -> d
         p /= p.sum()
         curve.append((p @ quality, p @ verbosity))
         arms = rng.choice(ARMS, size=PROMPTS * GROUP, p=p)
-        rollouts = make_rollouts(taste[arms] + NOISE * rng.normal(size=len(arms)), group_size=GROUP, step=step)
+        rollouts = make_rollouts(taste[arms] + NOISE * rng.normal(size=len(arms)), group_size=GROUP, batch=step)
         rollouts = rollouts.replace(
             text=[f"{arm}#{step}.{i}" for i, arm in enumerate(arms)],  # the number keeps equal arms apart
             meta={"prompt": [f"prompt {g}" for g in rollouts.group.tolist()]},

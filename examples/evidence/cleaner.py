@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from common import arguments, save, summary
 
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation
 from rl_plugins.methods.cleaner import Cleaner
 from rl_plugins.requests import Trajectory
 from rl_plugins.testing import make_rollouts, one_step, start_stack

@@ -44,17 +44,17 @@ from common import arguments, save
 from scipy.stats import rankdata
 from torch import Tensor
 
+from rl_plugins.agents.turns import Turns
 from rl_plugins.compare.report import Interval
 from rl_plugins.demo.environments import Grid
-from rl_plugins.driver import decide
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.methods.ui_s1 import UiS1
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.testing import make_rollouts, make_steps, make_tokens, start_stack
-from rl_plugins.turns import Turns
+from rl_plugins.runtime.decide import decide
+from rl_plugins.testing import make_rollouts, make_tokens, make_turns, start_stack
 
 TASKS, BATCH, BATCHES = 4, 64, 8
 SIZES = (4, 8, 16)
@@ -230,7 +230,7 @@ def play(worlds: list[World], policies: list[np.ndarray], size: int, rng: np.ran
         [sum(r) for r in rewards],
         np.arange(n) // size,
         lengths=[len(t) for t in seen],
-        steps=make_steps(anchors, rewards, valid=matched),  # UI-S1 reads there what matches
+        turns=make_turns(anchors, rewards, valid=matched),  # UI-S1 reads there what matches
     )
     return Played(rollouts, *np.array([turn for turns in seen for turn in turns]).T)
 
@@ -242,8 +242,8 @@ def draw(chances: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def advantages(arm: str, rollouts: Rollouts) -> np.ndarray:
     """Of every turn."""
     made = ARMS[arm]
-    if not isinstance(made, UiS1) and rollouts.steps is not None:
-        rollouts = rollouts.replace(steps=rollouts.steps.replace(valid=torch.ones_like(rollouts.steps.valid)))
+    if not isinstance(made, UiS1) and rollouts.turns is not None:
+        rollouts = rollouts.replace(turns=rollouts.turns.replace(valid=torch.ones_like(rollouts.turns.valid)))
     methods, host = ([made], grpo_advantages) if isinstance(made, Method) else ([], made)
     tokens = make_tokens(rollouts)
     return decide(start_stack(*methods), rollouts, tokens, None, host, len(rollouts)).advantages.numpy()

@@ -27,10 +27,10 @@ import torch
 from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.driver import Decision
 from rl_plugins.methods.d3s import D3s
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
 PROMPTS, GROUP, DIGITS, VALUES, UPDATES = 32, 16, 6, 5, 120
@@ -53,7 +53,7 @@ class RandomTokens(D3s):
 
 
 def make_stack(arm: str, seed: int) -> MethodStack:
-    run = make_run(generation_steps=UPDATES, group_size=GROUP, max_completion_length=DIGITS)
+    run = make_run(total_batches=UPDATES, group_size=GROUP, max_completion_length=DIGITS)
     if arm == "GRPO":
         return start_stack(seed=seed, run=run)
     if arm == "random tokens":
@@ -81,7 +81,7 @@ class Task:
         drawn = self.rng.random((len(self.prompt), DIGITS, 1)) > policy.numpy().cumsum(2)[self.prompt]
         digit = drawn.sum(2).clip(max=VALUES - 1)
         reward = ((digit == self.right[self.prompt]).mean(1) >= 0.5).astype(float)
-        rollouts = make_rollouts(reward, self.prompt.tolist(), lengths=[DIGITS] * len(reward), step=stack.step)
+        rollouts = make_rollouts(reward, self.prompt.tolist(), lengths=[DIGITS] * len(reward), batch=stack.batch)
         entropy = -(policy * torch.log(policy.clamp(min=1e-30))).sum(2)
         decision = one_step(stack, rollouts, make_tokens(rollouts, entropies=entropy[self.prompt].flatten().float()))
         place = torch.arange(DIGITS).expand(len(self.prompt), DIGITS)

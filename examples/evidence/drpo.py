@@ -32,7 +32,7 @@ from torch import Tensor
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.drpo import Drpo
 from rl_plugins.rollouts import Rollouts, Rows, Terms
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 C = 8  # the longest answer

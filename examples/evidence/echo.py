@@ -28,13 +28,13 @@ import numpy as np
 import torch
 from common import arguments, save, summary
 
-from rl_plugins.driver import first_plan
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.echo import EchoTree
 from rl_plugins.methods.echo.controller import prune_at, statistics
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Terms
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -134,7 +134,7 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
     for step in range(STEPS):
         plan = first_plan(stack, rng.choice(PROMPTS, BATCH, replace=False).tolist(), TRAINED, BATCH * TRAINED, PROMPTS)
         made = [row for row in plan.rows for _ in range(row.n + row.spare)]
-        prompt = torch.tensor([row.prompt for row in made])
+        prompt = torch.tensor([row.prompt_index for row in made])
         with torch.no_grad():
             p1 = torch.softmax(first[prompt], 1)
             a = torch.from_numpy((rng.random((len(made), 1)) > p1.cumsum(1).numpy()).sum(1)).clamp(max=VALUES - 1)

@@ -35,11 +35,11 @@ import torch
 from common import arguments, save, summary
 from torch import Tensor
 
-from rl_plugins.driver import first_plan
 from rl_plugins.methods.fission_grpo import FissionGrpo, read_calls
 from rl_plugins.methods.fission_grpo.calls import GENERIC
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import make_run
 
@@ -99,8 +99,8 @@ class Policy:
 
 
 def context_of(row: PlanRow, data: Requests) -> tuple[int, tuple[int, int] | None, int]:
-    if row.prompt >= 0:
-        return row.prompt, None, 0
+    if row.prompt_index >= 0:
+        return row.prompt_index, None, 0
     assert row.edit is not None
     *_, answer, message = row.edit["prompt"]
     (failed,) = read_calls(answer["content"]) or ()
@@ -134,11 +134,11 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
         ]
         right = data.right[[c[0] for c in contexts]]
         reward = ((pick[0].numpy() == right[:, 0]) & (pick[1].numpy() == right[:, 1])).astype(float)
-        columns = [data[r.prompt] if r.prompt >= 0 else dict(r.edit or {}) for r in rows]
+        columns = [data[r.prompt_index] if r.prompt_index >= 0 else dict(r.edit or {}) for r in rows]
         rollouts = make_rollouts(
             reward,
             [r.group for r in rows],
-            prompt_index=[r.prompt for r in rows],
+            prompt_index=[r.prompt_index for r in rows],
             lengths=[1] * len(rows),
             text=[text_of(f, v) for f, v in zip(pick[0].tolist(), pick[1].tolist(), strict=True)],
             meta={k: [c[k] for c in columns] for k in ("prompt", "gold")},

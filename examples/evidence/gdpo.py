@@ -27,7 +27,7 @@ import torch
 from common import arguments, save, summary
 
 from rl_plugins.methods.gdpo import Gdpo
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GROUP_SIZES = (2, 3, 4, 5, 6)

@@ -28,8 +28,8 @@ from common import arguments, save, summary
 
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.stack import MethodStack
-from rl_plugins.testing import make_rollouts, make_steps, one_step, start_stack
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.testing import make_rollouts, make_turns, one_step, start_stack
 
 STATES, TURNS, GROUPS, SIZE, GAMMA = 7, 24, 4, 8, 0.95
 CHANCES = (0.5, 0.6, 0.7, 0.8)
@@ -64,7 +64,7 @@ def walk(right: np.ndarray, rng: np.random.Generator) -> tuple[Rollouts, np.ndar
     rewards = [[0.0] * (len(turns) - 1) + [float(d)] for turns, d in zip(seen, done, strict=True)]
     lengths = [len(turns) for turns in seen]
     rollouts = make_rollouts(
-        done.astype(float), np.arange(n) // SIZE, lengths=lengths, steps=make_steps(anchors, rewards)
+        done.astype(float), np.arange(n) // SIZE, lengths=lengths, turns=make_turns(anchors, rewards)
     )
     state, action, left = np.array([turn for turns in seen for turn in turns]).T
     return rollouts, state, action, left

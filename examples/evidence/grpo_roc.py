@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from rl_plugins.driver import first_plan
 from rl_plugins.methods.grpo_roc import GrpoRoc
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
 GROUPS, GROUP_SIZE, LEARNING_RATE = 16, 8, 0.1

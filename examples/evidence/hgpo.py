@@ -28,7 +28,7 @@ import numpy as np
 from common import arguments, save, summary
 
 from rl_plugins.methods.hgpo import Hgpo
-from rl_plugins.testing import make_rollouts, make_steps, one_step, start_stack
+from rl_plugins.testing import make_rollouts, make_turns, one_step, start_stack
 
 STATES, ACTIONS, TURNS, GAMMA = 3, 2, 8, 0.5
 SIZES = (4, 8, 16, 32)
@@ -100,9 +100,9 @@ def errors(past: float, size: int, seed: int) -> dict[str, tuple[float, float, f
         cell_number = np.ravel_multi_index(
             np.broadcast_arrays(*cell), (TURNS + 1, STATES + 1, STATES, ACTIONS)
         ).reshape(-1)
-        steps = make_steps([[str(s) for s in row] for row in state], reward.tolist())
+        steps = make_turns([[str(s) for s in row] for row in state], reward.tolist())
         group = np.arange(ROLLOUTS) // size
-        rollouts = make_rollouts(reward.sum(1), group, lengths=[TURNS] * ROLLOUTS, steps=steps)
+        rollouts = make_rollouts(reward.sum(1), group, lengths=[TURNS] * ROLLOUTS, turns=steps)
         for arm, params in ARMS.items():
             method = Hgpo(Hgpo.Params(mode="mean_norm", gamma=GAMMA, **params))
             error = one_step(start_stack(method), rollouts).advantages.numpy() - true

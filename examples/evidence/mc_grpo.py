@@ -29,9 +29,9 @@ import numpy as np
 import torch
 from common import arguments, save, summary
 
-from rl_plugins.driver import first_plan
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 SIZES = (2, 4, 8)
@@ -70,7 +70,7 @@ def add_noise(values: np.ndarray, kind: str, rng: np.random.Generator) -> np.nda
 def rows_of(stack: MethodStack, prompts: int, trained: int) -> list[int]:
     """The prompt of every row that the stack's plan generates."""
     plan = first_plan(stack, range(prompts), trained, prompts * trained, None)
-    return [row.prompt for row in plan.rows for _ in range(row.n + row.spare)]
+    return [row.prompt_index for row in plan.rows for _ in range(row.n + row.spare)]
 
 
 def decide_rows(stack: MethodStack, rewards: np.ndarray, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

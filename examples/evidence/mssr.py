@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from common import arguments, save, summary
 
-from rl_plugins.driver import first_plan
 from rl_plugins.methods.mssr import MssrBaseline
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
 DRIFTING, VISITS, BATCHES = 500, 128, 160
@@ -51,7 +51,7 @@ def tracker_error(name: str, drift: float, seed: int) -> float:
     """Mean squared error of the value over all prompts, averaged over the second half of the batches."""
     rng = np.random.default_rng([seed, 1])
     method = MssrBaseline(MssrBaseline.Params(rho=TRACKERS[name]))
-    stack = start_stack(method, run=make_run(dataset_size=DRIFTING, generation_steps=BATCHES))
+    stack = start_stack(method, run=make_run(dataset_size=DRIFTING, total_batches=BATCHES))
     hidden = rng.normal(size=DRIFTING) * 1.5
     kl = 0.005 if name == "KL, half the target" else 0.02
     d = math.sqrt(2 * kl)  # exp(d) - d - 1 is about d^2 / 2
@@ -74,7 +74,7 @@ def tracker_error(name: str, drift: float, seed: int) -> float:
 def make_arm(arm: str, seed: int) -> tuple[MethodStack, int]:
     methods, params, group_size = ARMS[arm]
     stack = build_stack(methods, params, seed)
-    stack.start(make_run(dataset_size=PROMPTS, group_size=group_size, generation_steps=UPDATES))
+    stack.start(make_run(dataset_size=PROMPTS, group_size=group_size, total_batches=UPDATES))
     return stack, group_size
 
 
@@ -95,7 +95,7 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
         proposal = [int(order[(step * count + i) % PROMPTS]) for i in range(count)]
         plan = first_plan(stack, proposal, group_size, ROWS, PROMPTS)
         rows = [row for row in plan.rows for _ in range(row.n)]
-        prompt = torch.tensor([row.prompt for row in rows])
+        prompt = torch.tensor([row.prompt_index for row in rows])
         p1 = torch.softmax(first.detach(), 1)
         a = torch.from_numpy((rng.random((len(rows), 1)) > p1[prompt].numpy().cumsum(1)).sum(1)).clamp(max=VALUES - 1)
         p2 = torch.softmax(second.detach(), 2)
@@ -103,7 +103,7 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
         b = b.clamp(max=VALUES - 1)
         reward = right[prompt.numpy(), (a * VALUES + b).numpy()]
         rollouts = make_rollouts(
-            reward, [r.group for r in rows], prompt_index=prompt.tolist(), lengths=[2] * len(rows), step=stack.step
+            reward, [r.group for r in rows], prompt_index=prompt.tolist(), lengths=[2] * len(rows), step=stack.batch
         )
         logprobs = torch.stack(
             [torch.log_softmax(first, 1)[prompt, a], torch.log_softmax(second, 2)[prompt, a, b]], 1

@@ -37,9 +37,9 @@ from torch import Tensor
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.scope import Scope
 from rl_plugins.params import build_params
-from rl_plugins.programs import Running, run
 from rl_plugins.requests import Generate, Generated, Kind, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import Terms
+from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 PROMPTS, GROUP, STEPS, VOCABULARY, UPDATES = 8, 8, 5, 8, 80

@@ -33,7 +33,7 @@ from common import arguments, interval, save
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, texts
-from rl_plugins.metrics import combine
+from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 from rl_plugins.testing.contract.dataset import Table
 
@@ -105,7 +105,7 @@ def train(arm: str, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng([seed, 1])
     curve, calls = [], 0.0
     for step in range(STEPS):
-        plan = make_plan(KINDS, GROUP, step=step)
+        plan = make_plan(KINDS, GROUP, batch=step)
         if method:
             plan = stack.call("plan", method, plan) or plan
         told = [advice_in((row.edit or {}).get("prompt", ""), k) for k, row in enumerate(plan.rows)]
@@ -116,7 +116,7 @@ def train(arm: str, seed: int) -> dict[str, Any]:
         reward = (approach == right[:, None]).astype(float)
         curve.append(reward.mean())
         text = [f"kind {k} approach {a}" for k in range(KINDS) for a in approach[k]]
-        rollouts = make_rollouts(reward.ravel(), group_size=GROUP, step=step)
+        rollouts = make_rollouts(reward.ravel(), group_size=GROUP, batch=step)
         rollouts = rollouts.replace(text=text, meta={"prompt": ["?"] * len(text)})
         one_step(stack, rollouts)
         calls += combine([stack.metrics.take()]).get("training_free_grpo/calls", 0.0)

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 from common import arguments, save, summary
 
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation
 from rl_plugins.methods.turn_control import TurnControl
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_tokens, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

@@ -30,7 +30,7 @@ import torch
 from common import arguments, save, summary
 
 from rl_plugins.methods.ui_s1 import ExpertStep, SemiOnlineEpisode, UiS1, gui_step_reward, semi_online_performance
-from rl_plugins.rollouts import Steps
+from rl_plugins.rollouts import TurnTable
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 TASKS, STEPS, ACTIONS, STYLES = 8, 5, 4, 3
@@ -123,9 +123,9 @@ def train(arm: str, seed: int) -> dict[str, list[float]]:
         turn = torch.tensor([t.turn for t in turns])
         reward = torch.tensor([t.reward for t in turns], dtype=torch.float64)
         valid = torch.tensor([t.valid for t in turns])
-        steps = Steps(torch.arange(len(flat)), turn, [t.anchor for t in turns], reward, valid)
+        steps = TurnTable(torch.arange(len(flat)), turn, [t.anchor for t in turns], reward, valid)
         rollouts = make_rollouts(
-            reward, task.tolist(), rollout=rollout, index=turn, lengths=[1] * len(flat), steps=steps
+            reward, task.tolist(), rollout=rollout, index=turn, lengths=[1] * len(flat), turns=steps
         )
         decision = one_step(stack, rollouts)
         rows += int(decision.trained.sum())

@@ -31,10 +31,10 @@ import torch
 from common import arguments, interval, save
 
 from rl_plugins.demo.tasks import build_rows
-from rl_plugins.driver import first_plan
 from rl_plugins.groups import Groups
 from rl_plugins.methods.v0 import V0
-from rl_plugins.metrics import combine
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 PROMPTS, GROUP, REPEATS = 256, 8, 8

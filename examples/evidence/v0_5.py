@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from common import arguments, interval, save
 
-from rl_plugins.driver import first_plan, next_plan
 from rl_plugins.groups import Groups
 from rl_plugins.methods.v0_5 import V05
 from rl_plugins.rollouts import GroupSoFar, Plan, Rollouts
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 PROMPTS, BIASES, K_MAX = 800, (0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0), 16

@@ -26,9 +26,9 @@ import torch
 from common import arguments, interval, save
 from scipy import stats
 
-from rl_plugins.driver import first_plan
 from rl_plugins.methods.vade import Vade
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 PROMPTS, BATCH, GROUP, STEPS, GAIN = 2000, 64, 8, 200, 0.15
@@ -54,7 +54,7 @@ def host_order(rng: np.random.Generator) -> Iterator[list[int]]:
 def one_batch(stack: MethodStack, rate: np.ndarray, proposal: list[int], rng: np.random.Generator) -> tuple[Any, Any]:
     """Chooses, samples and observes one generation batch; returns the prompts and which groups were mixed."""
     plan = first_plan(stack, proposal, GROUP, BATCH * GROUP, PROMPTS)
-    prompts = np.array([row.prompt for row in plan.rows])
+    prompts = np.array([row.prompt_index for row in plan.rows])
     correct = rng.random((BATCH, GROUP)) < rate[prompts][:, None]
     rollouts = make_rollouts(
         torch.from_numpy(correct.ravel().astype(float)),

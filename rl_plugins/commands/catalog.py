@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method, Paper
 from rl_plugins.params import build_params, describe_params, params_to_dict
+from rl_plugins.runtime import registry
 
 
 @dataclass(frozen=True)

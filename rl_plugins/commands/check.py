@@ -7,9 +7,9 @@ import os
 import sys
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
+from rl_plugins.runtime import registry
 
 
 def check_and_print(target: str, params: str | None = None) -> int:

@@ -20,7 +20,7 @@ from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
-from rl_plugins.registry import parse_method_params
+from rl_plugins.runtime.registry import parse_method_params
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -309,7 +309,7 @@ def _run(
 
 
 def _hooks(methods: Sequence[str]) -> set[str]:
-    from rl_plugins.registry import select
+    from rl_plugins.runtime.registry import select
 
     found: dict[str, Any] = dict(select(methods).classes)
     return {hook for cls in found.values() for hook in cls.claims()}

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import preflight, registry
 from rl_plugins.commands.catalog import entries
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import SIGNALS
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime import preflight, registry
+from rl_plugins.runtime.stack import MethodStack, build_stack
 
 # First tested version and first untested one (None: no bound); those of pyproject.toml where it names the package.
 TESTED: dict[str, tuple[str, str | None]] = {
@@ -378,8 +378,8 @@ def _batch(stack: MethodStack, run: _Run, processes: int) -> Iterator[tuple[str,
 
 def _first_plan(stack: MethodStack, run: _Run) -> Any:
     """The plan of the first batch, from the methods themselves, with TRL's own prompts as the proposal."""
-    from rl_plugins.driver import first_plan
     from rl_plugins.rollouts import Run
+    from rl_plugins.runtime.plan import first_plan
     from rl_plugins.trl.compat import trl_version
     from rl_plugins.trl.facts import optimizer_steps_per_generation
 
@@ -397,7 +397,7 @@ def _first_plan(stack: MethodStack, run: _Run) -> Any:
         reward_names=run.rewards,
         group_size=a.num_generations,
         total_steps=total,
-        generation_steps=math.ceil(total / optimizer_steps_per_generation(a)),
+        total_batches=math.ceil(total / optimizer_steps_per_generation(a)),
         max_completion_length=a.max_completion_length,
     )
     stack.start(start)

@@ -29,7 +29,7 @@ from rl_plugins.commands.doctor import (
     print_versions,
 )
 from rl_plugins.errors import ConfigError, RLPluginsError
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings
 from rl_plugins.verl.config import verl_folder as verl_folder
@@ -436,8 +436,8 @@ def _batch(run: _Run) -> Iterator[tuple[str, str]]:
 
 def _first_plan(run: _Run) -> Any:
     """The plan of the first batch, from the methods themselves, with the first rows of the data set as the proposal."""
-    from rl_plugins.driver import first_plan
     from rl_plugins.rollouts import Run
+    from rl_plugins.runtime.plan import first_plan
 
     read, stack = run.read, run.stack
     prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
@@ -454,7 +454,7 @@ def _first_plan(run: _Run) -> Any:
             reward_names=("score",),
             group_size=size,
             total_steps=total * read.optimizer_steps_per_batch,
-            generation_steps=total,
+            total_batches=total,
             max_completion_length=read("data.max_response_length"),
         )
     )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.method import HOOKS
+from rl_plugins.runtime import registry
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
 
 LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
 

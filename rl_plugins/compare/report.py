@@ -43,7 +43,7 @@ EVALUATIONS = ("eval_", "val-")  # how names of values of an evaluation begin, i
 
 @dataclass(frozen=True)
 class Curve:
-    """One logged value of one arm: (steps,), (seeds, steps)."""
+    """One logged value of one arm: (turns,), (seeds, steps)."""
 
     steps: np.ndarray[Any, Any]
     values: np.ndarray[Any, Any]

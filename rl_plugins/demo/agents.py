@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.compare.plan import Arm
 from rl_plugins.demo import environments
 from rl_plugins.demo.settings import ON_CPU
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
+from rl_plugins.runtime import registry
 
 LOOP = "turn_control"
 FOR_TOOLS = ("cleaner", "aepo_rollout")  # whose mechanism needs tool calls that can fail; the others play the grid

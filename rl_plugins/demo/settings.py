@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.method import Bundle
 from rl_plugins.params import build_params
+from rl_plugins.runtime import registry
 
 REWARDS = ("exact", "digits", "careful")
 GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.compare.verl import quoted
 from rl_plugins.demo import rewards
 from rl_plugins.demo.settings import BINARY, DEMO_PARAMS, GRADED, REWARDS, TEST_PROMPTS, TRAIN_PROMPTS, WANT_BINARY
+from rl_plugins.runtime import registry
 
 SOURCE = "digit_lists"
 # Of every run; examples/verl/laptop.sh has the same.

@@ -144,7 +144,7 @@ class April(Method):
             i
             for i, group in enumerate(queue.carried)
             if p.max_staleness is not None
-            and queue.step - group.drawn > p.max_staleness
+            and queue.batch - group.drawn > p.max_staleness
             and max(group.versions, default=-1) >= 0  # it has a token
         }
         drop = tuple(sorted(old)) if p.stale == "drop" else ()

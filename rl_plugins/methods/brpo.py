@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run
@@ -192,7 +191,7 @@ class Brpo(Method):
         reward = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
         duels: list[_Duel] = []
         questions: list[_Question] = []
-        for group, members in _rollouts_of_groups(rollouts).items():
+        for group, members in rollouts.once.members(rollouts, ~torch.isnan(rollouts.reward)).items():
             reference = members.pop(self._reference(group, len(members)))
             reward[reference] = 0.0
             if not members:
@@ -299,18 +298,6 @@ def _outcome(verdict: str | Failure | None, ours: str) -> str:
     return "tie" if verdict == "tie" else "won" if verdict == ours else "lost"
 
 
-def _rollouts_of_groups(rollouts: Rollouts) -> dict[int, list[list[int]]]:
-    """Group number -> its rollouts with a reward, in the order of their numbers -> their rows, in order."""
-    order = sorted(
-        torch.nonzero(~torch.isnan(rollouts.reward))[:, 0].tolist(),
-        key=lambda i: (int(rollouts.group[i]), int(rollouts.rollout[i]), int(rollouts.index[i])),
-    )
-    found: dict[int, dict[int, list[int]]] = {}
-    for row in order:
-        found.setdefault(int(rollouts.group[row]), {}).setdefault(int(rollouts.rollout[row]), []).append(row)
-    return {group: list(members.values()) for group, members in found.items()}
-
-
 def _text(rollouts: Rollouts, rows: list[int]) -> str:
     assert rollouts.text is not None  # it is in `needs`
     return rollouts.text[rows[-1]]
@@ -319,7 +306,5 @@ def _text(rollouts: Rollouts, rows: list[int]) -> str:
 def _skew(rollouts: Rollouts) -> Tensor:
     """(groups,) |sum of A| / rollouts, each rollout once; NaN without a reward."""
     groups, reward = rollouts.groups, rollouts.reward
-    width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
-    same = Groups(rollouts.group * width + rollouts.rollout)
-    share = torch.where(torch.isnan(reward), torch.nan, 1 / same.rows(same.n(reward)))
+    share = torch.where(torch.isnan(reward), torch.nan, rollouts.once.share(reward))
     return groups.sum(share * reward).abs() / groups.sum(share)

@@ -94,10 +94,10 @@ class D3s(Method):
                 )
 
     def start(self, run: Run) -> None:
-        self._batches = max(1, run.generation_steps)
+        self._batches = max(1, run.total_batches)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
-        p, progress = self.params, min(rollouts.step / self._batches, 1.0)
+        p, progress = self.params, min(rollouts.batch / self._batches, 1.0)
 
         def share(start: float, end: float) -> float:
             return (1 - progress) * start + progress * end

@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
+from rl_plugins.estimators import centered_rewards, gdpo_advantages
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, weighted_reward
-
-# Relative spread up to which a reward is constant in a group: rounding of a reward computed in float32, not signal.
-# Without it step 1 leaves about 1e-3 of such rounding, and in a batch without any signal step 3 scales that to 1.
-_ROUNDING = 1e-6
 
 
 class Gdpo(Method):
@@ -107,7 +103,7 @@ class Gdpo(Method):
             lengths=rollouts.length if p.batch_stat == "token" else None,
         )
         for name, reward in zip(rollouts.reward_names, rewards.unbind(1), strict=True):
-            spread = groups.max(_centered(reward, groups).abs())
+            spread = groups.max(centered_rewards(reward, groups).abs())
             self.log(f"constant/{name}", (spread == 0)[~torch.isnan(spread)].double().mean())
         if len(advantages):
             self.log("max_abs_advantage", advantages.abs().max(), "max")
@@ -129,44 +125,3 @@ class Gdpo(Method):
         if self.params.nan_policy == "zero":
             rewards = torch.nan_to_num(rewards, nan=0.0)
         return torch.where(withdrawn[:, None], torch.nan, rewards)
-
-
-def gdpo_advantages(
-    rewards: Tensor,
-    weights: Tensor,
-    groups: Groups,
-    eps_group: float = 1e-4,
-    eps_batch: float = 1e-4,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Advantages of GDPO for groups of any size; see `Gdpo`. Equal to TRL's "normalize_then_sum" on equal groups.
-
-    Args:
-        rewards: (rows, functions), NaN where a function gave none.
-        weights: (functions,).
-        groups: of the rows.
-        eps_group, eps_batch: floors of the standard deviations.
-        lengths: (rows,) tokens of each row for token statistics in the batch step; None for row statistics.
-
-    Returns:
-        (rows,) float64; 0 for rows without any reward and for groups of one.
-    """
-    columns = [
-        _centered(reward, groups) / (groups.rows(groups.std(reward)) + eps_group)
-        for reward in rewards.double().unbind(1)
-    ]
-    total = weighted_reward(torch.stack(columns, dim=1), weights.double())  # NaN for rows without any reward
-    count = torch.where(torch.isnan(total), 0.0, 1.0 if lengths is None else lengths.double())
-    centered = total - torch.nansum(count * total) / count.sum()
-    variance = torch.nansum(count * centered**2) / (count.sum() - 1).clamp(min=1)
-    scale = torch.sqrt(variance) + eps_batch if lengths is None else torch.sqrt(variance + eps_batch**2)
-    alone = groups.rows(groups.size == 1)
-    return torch.where(torch.isnan(total) | alone, 0.0, centered / scale)
-
-
-def _centered(reward: Tensor, groups: Groups) -> Tensor:
-    """(rows,) distance from the group's mean; exactly 0 in groups where the reward is constant, NaN stays NaN."""
-    centered = reward - groups.rows(groups.mean(reward))
-    size = groups.max(reward.abs()).clamp(min=1.0)
-    constant = groups.max(centered.abs()) <= _ROUNDING * size
-    return centered * groups.rows(~constant)

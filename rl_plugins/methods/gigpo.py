@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.turns import Turns, joint, normalized, state_ids
 
 
 class Gigpo(Method):
@@ -41,7 +41,7 @@ class Gigpo(Method):
     compares little more than beginnings: 400 letters of which one differs can have a ratio of 0.25. The authors' code
     leaves it so; `autojunk: false` compares all letters, slower.
 
-    Shapes: advantages and everything above are (steps,) float64 over `rollouts.steps`, whichever way the host lays out
+    Shapes: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
     rows. Where an environment gives no reward at all, R counts as the reward of the last turn, as in the paper's
     tasks.
 
@@ -107,7 +107,7 @@ class Gigpo(Method):
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)
-        penalty = p.invalid_action_penalty_coef * (~turns.steps.valid).double()
+        penalty = p.invalid_action_penalty_coef * (~turns.table.valid).double()
         by_std = p.mode == "mean_std_norm"
 
         reward, groups = turns.outcome - penalty, Groups(turns.group)
@@ -126,9 +126,9 @@ class Gigpo(Method):
         return (episode + step).nan_to_num(nan=0.0)
 
     def _states(self, turns: Turns) -> Tensor:
-        """(steps,) the same number for turns of a group that began in the same state."""
+        """(turns,) the same number for turns of a group that began in the same state."""
         if self.params.similarity is None:
-            return joint(turns.group, state_ids(turns.steps.anchor))
+            return joint(turns.group, state_ids(turns.table.anchor))
         return _similar(turns, self.params.similarity, self.params.autojunk)
 
     def _report(self, returns: Tensor, states: Groups, episode: Tensor, step: Tensor, single: Tensor) -> None:
@@ -153,8 +153,8 @@ class Gigpo(Method):
 
 
 def _similar(turns: Turns, threshold: float, autojunk: bool) -> Tensor:
-    """(steps,) clusters of similar texts inside each group. Clusters are greedy, so their texts come one by one."""
-    steps, scored = turns.steps, (~torch.isnan(turns.outcome)).tolist()
+    """(turns,) clusters of similar texts inside each group. Clusters are greedy, so their texts come one by one."""
+    steps, scored = turns.table, (~torch.isnan(turns.outcome)).tolist()
     texts: list[tuple[int, str] | None] = []  # with the group; None: like no other
     earliest: dict[tuple[int, str], int] = {}  # different texts of each group, and their earliest turn
     for g, text, t, s in zip(turns.group.tolist(), steps.anchor, steps.turn.tolist(), scored, strict=True):

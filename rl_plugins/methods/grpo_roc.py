@@ -179,9 +179,7 @@ class GrpoRoc(Method):
     def select(self, rollouts: Rollouts) -> Tensor:
         p = self.params
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
-        place = torch.stack([rollouts.group, rollouts.rollout], dim=1)
-        place, of_row = torch.unique(place, dim=0, return_inverse=True)
-        per_rollout, groups = Groups(of_row, count=len(place)), Groups(place[:, 0])
+        per_rollout, groups = rollouts.once.rows, rollouts.once.groups
         present = per_rollout.max(rollouts.kept.double()) > 0
         reward = torch.where(present, per_rollout.mean(rollouts.reward), torch.nan)
         penalty = per_rollout.mean(self._penalty(rollouts))
@@ -202,7 +200,7 @@ class GrpoRoc(Method):
         keep = keep | groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
         self._report(n, correct, penalty, keep, equal, short)
         self.state.clear()
-        return keep[of_row] & ~torch.isnan(rollouts.reward)
+        return per_rollout.rows(keep) & ~torch.isnan(rollouts.reward)
 
     def _check_group_size(self, size: int) -> None:
         p = self.params

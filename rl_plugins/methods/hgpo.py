@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.turns import Turns, joint, normalized, state_ids
 
 _ZERO = 1e-6  # relative difference from the mean that is rounding
 
@@ -36,7 +36,7 @@ class Hgpo(Method):
 
     Set `history_length` to the turns the prompt remembers; where it holds the whole conversation, to a large number.
 
-    Shapes: everything is (steps,) float64 over `rollouts.steps`, whichever way the host lays out rows. Observations are
+    Shapes: everything is (turns,) float64 over `rollouts.turns`, whichever way the host lays out rows. Observations are
     equal by value (texts, numbers, arrays, nested lists and mappings); None is like no other. Where an environment
     gives no reward at all, that of the rollout counts as the one of its last turn.
 
@@ -96,13 +96,13 @@ class Hgpo(Method):
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)
-        penalty = p.invalid_action_penalty_coef * (~turns.steps.valid).double()
+        penalty = p.invalid_action_penalty_coef * (~turns.table.valid).double()
         returns, reward = turns.returns(p.gamma) - penalty, turns.outcome - penalty
         total, weights = torch.zeros_like(returns), torch.zeros_like(returns)
         if p.base_group:
             entry, counts = self._base_entry(reward, Groups(turns.group))
             total, weights = torch.where(counts, entry, 0.0), counts.double()
-        states, history = state_ids(turns.steps.anchor), turns.group
+        states, history = state_ids(turns.table.anchor), turns.group
         for k in range(p.history_length + 1):
             inside = turns.before >= k
             if not bool(inside.any()):
@@ -125,7 +125,7 @@ class Hgpo(Method):
         return advantages
 
     def _entry(self, x: Tensor, groups: Groups, ddof: int) -> Tensor:
-        """(steps,) normalized difference from the mean, exactly 0 where it is rounding."""
+        """(turns,) normalized difference from the mean, exactly 0 where it is rounding."""
         p = self.params
         near = (x - groups.rows(groups.mean(x))).abs() <= _ZERO * x.abs().clamp(min=1)
         return normalized(x, groups, p.mode == "mean_std_norm", p.eps, ddof).masked_fill(near, 0.0)

@@ -15,7 +15,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import PriorParams, make_prior, outcomes
+from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
 Array = NDArray[np.float64]
@@ -129,7 +129,7 @@ class V0(Method):
     def plan(self, plan: Plan) -> Plan | None:
         """As many rollouts as given, spread over the prompts by their predicted success rate."""
         p = self.params
-        rate = self._predict(torch.tensor([row.prompt for row in plan.rows], dtype=torch.int64)).numpy()
+        rate = self._predict(torch.tensor([row.prompt_index for row in plan.rows], dtype=torch.int64)).numpy()
         chosen = [i for i, row in enumerate(plan.rows) if row.n > 0 and not np.isnan(rate[i])]
         if not chosen or p.allocation == "uniform":
             return None
@@ -152,9 +152,9 @@ class V0(Method):
         return plan.replace(rows=tuple(planned))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        each = outcomes(rollouts)
+        each = rollouts.once
         known = ~torch.isnan(each.reward)
-        prompt, success = each.prompt[known], (each.reward[known] >= self.params.success_threshold).double()
+        prompt, success = each.prompt_index[known], (each.reward[known] >= self.params.success_threshold).double()
         self._report(prompt, success, Groups(each.group[known]))
         self.state = self.prior.observe(self.state, prompt, success, self.rng("context"))
 

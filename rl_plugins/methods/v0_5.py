@@ -13,8 +13,8 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import Outcomes, PriorParams, make_prior, outcomes
-from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins.priors import PriorParams, make_prior
+from rl_plugins.rollouts import Once, Plan, Rollouts, Run, Tokens
 
 _EPS = 1e-4  # added to what advantages are divided by
 _MOST_ROUNDS = 60  # hosts end a step after 64
@@ -154,7 +154,7 @@ class V05(Method):
         self._check_bounds(torch.cat([*scored, torch.zeros(0)]))
         k = torch.tensor([len(x) for x in scored], dtype=torch.float64)
         mean = torch.stack([x.mean() if len(x) else torch.tensor(torch.nan).double() for x in scored])
-        prior = self._predict(torch.tensor([g.row.prompt for g in groups]))
+        prior = self._predict(torch.tensor([g.row.prompt_index for g in groups]))
         gain = next_gain(fuse(mean, k, prior, p.s2).bias2, k, p.s2)
         cost = p.s2 / p.k_max**2 if p.cost is None else p.cost
         for i in torch.sort(gain, descending=True, stable=True).indices.tolist():
@@ -165,26 +165,26 @@ class V05(Method):
         return plan.replace(rows=rows)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        p, each = self.params, outcomes(rollouts)
-        groups, reward = Groups(each.group), each.reward
+        p, each = self.params, rollouts.once
+        groups, reward = each.groups, each.reward
         self._check_bounds(reward[~torch.isnan(reward)])
-        prior = groups.mean(self._predict(each.prompt))  # a group has one prompt, unless a method merged some
+        prior = groups.mean(self._predict(each.prompt_index))  # a group has one prompt, unless a method merged some
         if p.leave_one_out:
             mean, k = groups.leave_one_out(reward), groups.rows(groups.n(reward)) - 1
             baseline = fuse(mean, k, groups.rows(prior), p.s2).baseline
         else:
             baseline = groups.rows(fuse(groups.mean(reward), groups.n(reward), prior, p.s2).baseline)
         self._report(each, groups, prior)
-        advantages = rollouts.reward - baseline[each.place]
+        advantages = rollouts.reward - each.rows.rows(baseline)
         if p.advantage_norm != "none":
             same = rollouts.groups if p.advantage_norm == "group" else Groups(torch.zeros_like(rollouts.group))
             advantages = advantages / (same.rows(same.mean(advantages**2)).sqrt() + _EPS)
         return torch.nan_to_num(advantages, nan=0.0)
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        each = outcomes(rollouts)
+        each = rollouts.once
         known = ~torch.isnan(each.reward)
-        self.state = self.prior.observe(self.state, each.prompt[known], each.reward[known], self.rng("context"))
+        self.state = self.prior.observe(self.state, each.prompt_index[known], each.reward[known], self.rng("context"))
 
     def _predict(self, prompts: Tensor) -> Tensor:
         """V of each prompt, asked once per prompt, inside the reward bounds."""
@@ -200,7 +200,7 @@ class V05(Method):
                 f"`reward_high` to those of your rewards."
             )
 
-    def _report(self, each: Outcomes, groups: Groups, prior: Tensor) -> None:
+    def _report(self, each: Once, groups: Groups, prior: Tensor) -> None:
         mean, k = groups.mean(each.reward), groups.n(each.reward)
         known = ~torch.isnan(prior) & (k > 0)
         weight = fuse(mean, k, prior, self.params.s2).weight[known]

@@ -123,7 +123,7 @@ class Vade(Method):
         batch = prompts.ids
         if len(batch) and int(batch.max()) >= len(alpha):
             raise self._other_dataset(f"prompt {int(batch.max())} was trained")
-        reward, share = rollouts.reward[counted], _share_of_rollout(rollouts)[counted]
+        reward, share = rollouts.reward[counted], rollouts.once.share(rollouts.reward)[counted]
         success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
 
         new_alpha, new_beta = p.unselected_decay * alpha, p.unselected_decay * beta
@@ -149,10 +149,3 @@ class Vade(Method):
             f"{what}. Counts belong to dataset rows: resume with the dataset of the checkpoint, or start a new run "
             f"from its weights."
         )
-
-
-def _share_of_rollout(rollouts: Rollouts) -> Tensor:
-    """(rows,) 1 / scored rows of the same rollout: 1 for the usual rollout of one row."""
-    width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
-    same = Groups(rollouts.group * width + rollouts.rollout)
-    return 1 / same.rows(same.n(rollouts.reward))

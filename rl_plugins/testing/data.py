@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision, decide
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Rows, Run, Steps, Terms, Tokens, weighted_reward
-from rl_plugins.stack import MethodStack
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Rows, Run, Terms, Tokens, TurnTable, weighted_reward
+from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.stack import MethodStack
 
 
 def make_run(**changes: Any) -> Run:
@@ -29,7 +29,7 @@ def make_run(**changes: Any) -> Run:
         reward_names=("accuracy", "format"),
         group_size=4,
         total_steps=100,
-        generation_steps=100,
+        total_batches=100,
         max_completion_length=12,
     )
     return Run(**{**facts, **changes})
@@ -44,7 +44,7 @@ def start_stack(*methods: Method, seed: int = 0, run: Run | None = None) -> Meth
 
 def make_plan(prompts: int = 4, group_size: int = 4, budget: int | None = None, **changes: Any) -> Plan:
     """The host's own plan: `group_size` rollouts for each of `prompts` prompts."""
-    rows = tuple(PlanRow(prompt=i, group=i, n=group_size) for i in range(prompts))
+    rows = tuple(PlanRow(prompt_index=i, group=i, n=group_size) for i in range(prompts))
     return Plan(rows, group_size, prompts * group_size if budget is None else budget, **changes)
 
 
@@ -93,15 +93,15 @@ def make_rollouts(
     return Rollouts(**{**values, **changes})
 
 
-def make_steps(
+def make_turns(
     anchor: Sequence[Sequence[Any]],
     reward: Sequence[Sequence[float]] | None = None,
     valid: Sequence[Sequence[bool]] | None = None,
     row_per: Literal["rollout", "turn"] = "rollout",
-) -> Steps:
+) -> TurnTable:
     """Turns of agents: one list per rollout, in it one entry per turn.
 
-        rollouts = make_rollouts([1.0, 0.0], steps=make_steps([["start", "door"], ["start"]], [[0, 1], [0]]))
+        rollouts = make_rollouts([1.0, 0.0], turns=make_turns([["start", "door"], ["start"]], [[0, 1], [0]]))
 
     Args:
         anchor: what was observed before each turn.
@@ -118,7 +118,7 @@ def make_steps(
             raise ValueError(f"{[len(v) for v in values]} entries per rollout for {turns.tolist()} turns.")
         return [v for of_rollout in values for v in of_rollout]
 
-    return Steps(
+    return TurnTable(
         row=rollout if row_per == "rollout" else number,
         turn=number - (torch.cumsum(turns, 0) - turns)[rollout],
         anchor=flat(anchor),
@@ -129,18 +129,18 @@ def make_steps(
 
 def one_row_per_turn(rollouts: Rollouts, tokens: Tokens) -> tuple[Rollouts, Tokens]:
     """The same rollouts in the other layout: from a row per rollout, as TRL has them, to a row per turn (`index` is
-    its number), as some of verl's agent loops have them. Row i is turn i of `rollouts.steps`; tokens keep their order.
+    its number), as some of verl's agent loops have them. Row i is turn i of `rollouts.turns`; tokens keep their order.
 
     Raises:
         ValueError: without turns, or if the tokens do not know theirs.
     """
-    steps = rollouts.steps
-    if steps is None or tokens.step is None:
-        raise ValueError("rollouts.steps and tokens.step are needed to make a row of every turn.")
-    order = torch.sort(tokens.step, stable=True).indices
-    length = torch.bincount(tokens.step, minlength=len(steps.row))
-    position = torch.empty_like(tokens.step)
-    position[order] = torch.arange(len(order)) - (torch.cumsum(length, 0) - length)[tokens.step[order]]
+    steps = rollouts.turns
+    if steps is None or tokens.turn is None:
+        raise ValueError("rollouts.turns and tokens.turn are needed to make a row of every turn.")
+    order = torch.sort(tokens.turn, stable=True).indices
+    length = torch.bincount(tokens.turn, minlength=len(steps.row))
+    position = torch.empty_like(tokens.turn)
+    position[order] = torch.arange(len(order)) - (torch.cumsum(length, 0) - length)[tokens.turn[order]]
     turns = Groups(steps.row, count=len(rollouts))
     last = steps.turn == turns.rows(turns.max(steps.turn.double()))
     rows = take_rows(rollouts, steps.row)
@@ -151,7 +151,7 @@ def one_row_per_turn(rollouts: Rollouts, tokens: Tokens) -> tuple[Rollouts, Toke
             truncated=rows.truncated & last,
             steps=steps.replace(row=torch.arange(len(steps.row))),
         ),
-        tokens.replace(row=tokens.step, position=position),
+        tokens.replace(row=tokens.turn, position=position),
     )
 
 
@@ -195,12 +195,12 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
 
 def _dealt_to_turns(rollouts: Rollouts, row: Tensor, position: Tensor) -> Tensor | None:
     """(tokens,) the turn of each token, if there are turns."""
-    steps = rollouts.steps
+    steps = rollouts.turns
     if steps is None:
         return None
     turns = torch.bincount(steps.row, minlength=len(rollouts))
     if bool((turns[row] == 0).any()):
-        raise ValueError("a row with tokens has no turn in rollouts.steps; give it one, or lengths of 0.")
+        raise ValueError("a row with tokens has no turn in rollouts.turns; give it one, or lengths of 0.")
     by_turn = torch.sort(steps.turn, stable=True).indices
     in_order = by_turn[torch.sort(steps.row[by_turn], stable=True).indices]
     number = position * turns[row] // rollouts.length[row]

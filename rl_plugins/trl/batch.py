@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision
 from rl_plugins.rollouts import Tokens
+from rl_plugins.runtime.decide import Decision
 from rl_plugins.trl.ranks import gather
 
 ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"

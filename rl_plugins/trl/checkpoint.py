@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rl_plugins.errors import StateError
-from rl_plugins.metrics import combine
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.trl.ranks import gather, on_driver
 
 
@@ -102,6 +102,6 @@ def read_state(trainer: Any, checkpoint: str) -> None:
             generate_every = trainer.args.steps_per_generation * trainer.num_iterations
             return trainer.state.global_step * trainer.args.gradient_accumulation_steps // generate_every, 0
         stack.load_state_dict(saved, trainer._fingerprint)
-        return stack.step, stack.extra_prompts
+        return stack.batch, stack.extra_prompts
 
-    stack.step, stack.extra_prompts = on_driver(trainer.accelerator, read)
+    stack.batch, stack.extra_prompts = on_driver(trainer.accelerator, read)

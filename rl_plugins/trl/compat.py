@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.preflight import moved
+from rl_plugins.runtime.preflight import moved
 
 TESTED = ((1, 16), (1, 17))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"

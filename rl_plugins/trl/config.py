@@ -10,8 +10,8 @@ import trl
 from transformers import TrainerCallback
 from transformers import trainer as hf_trainer
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
 
 
 @dataclass

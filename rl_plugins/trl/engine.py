@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from rl_plugins.chat import TokenizerChat
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
+from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.ranks import gather
 

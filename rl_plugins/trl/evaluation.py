@@ -74,7 +74,7 @@ def _planned(trainer: Any, method: Method, plans: list[PlanRow]) -> list[PlanRow
         rows = [p for part in parts for p in part]
         numbered = tuple(replace(p, group=i) for i, p in enumerate(rows))
         size = max((p.n for p in numbered), default=1)
-        plan = Plan(numbered, size, sum(p.n for p in numbered), step=stack.step)
+        plan = Plan(numbered, size, sum(p.n for p in numbered), batch=stack.batch)
         new = stack.call("plan", method, plan)
         result = list(new.rows if new is not None else numbered)
         if [(p.group, p.n + p.spare) for p in result] != [(p.group, p.n) for p in numbered]:

@@ -9,8 +9,8 @@ from typing import Any
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
-from rl_plugins.preflight import HostFacts, preflight
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 from rl_plugins.trl.config import GRPOConfig
 

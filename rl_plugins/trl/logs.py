@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision
 from rl_plugins.estimators import batch_std
+from rl_plugins.runtime.decide import Decision
 
 
 def make_room(trainer: Any, rows: int) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.programs import Running, run
 from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.steps import spans
+from rl_plugins.runtime.programs import Running, run
+from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.ranks import gather
 
 
@@ -68,7 +68,7 @@ def start_programs(
             chat=engine.chat,
             prefix=tuple(p.prefix),
             payload=p.payload,
-            step=stack.step,
+            batch=stack.batch,
             training=training,
             reward_names=tuple(trainer.reward_func_names),
             seed=f"{stack.seed}|{method.name}|{p.group}",

@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.trl.ranks import gather
 
-ROW = "rl_plugins_row"  # column added to what the dataloader yields; removed before anything of TRL or the user sees it
+# Column added to what the dataloader yields; removed before anything of TRL or the user sees it.
+PROMPT_INDEX = "rl_plugins_prompt_index"
 
 
 class NumberedDataset(Dataset[dict[str, Any]]):
@@ -25,7 +26,7 @@ class NumberedDataset(Dataset[dict[str, Any]]):
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {**self.dataset[int(i)], ROW: int(i)}
+        return {**self.dataset[int(i)], PROMPT_INDEX: int(i)}
 
     def __getitems__(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         known = {i: self[i] for i in dict.fromkeys(map(int, ids))}  # rollouts of one prompt repeat its number
@@ -39,7 +40,7 @@ def has_numbers(dataset: Any) -> bool:
 
 def strip(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without their number."""
-    return [{k: v for k, v in row.items() if k != ROW} for row in rows]
+    return [{k: v for k, v in row.items() if k != PROMPT_INDEX} for row in rows]
 
 
 def fingerprint(dataset: Any) -> str:
@@ -73,6 +74,6 @@ class Prompts:
 
     def row(self, plan: PlanRow) -> dict[str, Any]:
         """The row of a plan row, its edits applied; a new dict every time, because TRL adds keys to it."""
-        if self.dataset is not None and plan.prompt >= 0 and plan.prompt not in self._known:
-            self._known[plan.prompt] = self.dataset[plan.prompt]
-        return {**(self._known[plan.prompt] if plan.prompt >= 0 else {}), **(plan.edit or {})}
+        if self.dataset is not None and plan.prompt_index >= 0 and plan.prompt_index not in self._known:
+            self._known[plan.prompt_index] = self.dataset[plan.prompt_index]
+        return {**(self._known[plan.prompt_index] if plan.prompt_index >= 0 else {}), **(plan.edit or {})}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from rl_plugins.queue import Group, admit, finished, settle_queue
 from rl_plugins.requests import Generate, Prompt, Trajectory
+from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
 from rl_plugins.trl.programs import ProgramRow
 from rl_plugins.trl.ranks import gather, on_driver
 

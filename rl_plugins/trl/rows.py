@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rl_plugins.preflight import no_row_has
 from rl_plugins.requests import Kind, Trajectory, Turn
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
-from rl_plugins.steps import spans, with_steps
+from rl_plugins.runtime.preflight import no_row_has
+from rl_plugins.runtime.turn_table import spans, with_turns
 from rl_plugins.trl.programs import host_turns
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ def collect(step: Any, host_advantages: Tensor, out: dict[str, Any] | None) -> d
     if step.programs:
         part["version"] = _versions(step, real, inside)
         part["meta"] = [dict(_trajectory(step, i).meta) for i in real]
-    if "steps" in needs:
+    if "turns" in needs:
         part["turns"] = _turns(step, real, tool_mask, ids)
     if "text" in needs:
         part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
@@ -150,8 +150,7 @@ def rollouts_of(step: Any, parts: list[dict[str, Any]]) -> tuple[Rollouts, Token
         messages=listed("messages"),
         meta=meta,
         payload=step.payload,
-        step=step.stack.step,
-        total_steps=t.state.max_steps,
+        batch=step.stack.batch,
     )
     row = torch.repeat_interleave(torch.arange(len(rows)), length)
     advantages = cat("advantages")
@@ -170,7 +169,7 @@ def rollouts_of(step: Any, parts: list[dict[str, Any]]) -> tuple[Rollouts, Token
         rollouts, tokens = rollouts.replace(version=oldest), tokens.replace(version=version)
     turns = listed("turns")
     if turns is not None:
-        rollouts, tokens = with_steps(rollouts, tokens, turns)
+        rollouts, tokens = with_turns(rollouts, tokens, turns)
     return rollouts, tokens, advantages
 
 

@@ -18,7 +18,7 @@ import yaml
 from trl.scripts import grpo
 
 from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
 MODULE = "rl_plugins.trl.script"

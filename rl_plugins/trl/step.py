@@ -15,15 +15,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision, decide, first_plan, next_plan
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.metrics import combine
+from rl_plugins.estimators import gdpo_advantages, grpo_advantages
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow, Rollouts, weighted_reward
+from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan, next_plan
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
-from rl_plugins.trl.prompts import ROW, Prompts, strip
+from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
 from rl_plugins.trl.ranks import deal, gather, on_driver
 from rl_plugins.trl.rows import collect, flat, rollouts_of
@@ -96,8 +97,8 @@ class GenerationStep:
         self.rows: list[list[Row]] = []
 
         proposal = [
-            int(x.get(ROW, -1))
-            for part in gather(self.accelerator, [{ROW: x.get(ROW, -1)} for x in inputs])
+            int(x.get(PROMPT_INDEX, -1))
+            for part in gather(self.accelerator, [{PROMPT_INDEX: x.get(PROMPT_INDEX, -1)} for x in inputs])
             for x in part
         ][:: self.group_size]
         self.loader_rows = strip(inputs)
@@ -183,8 +184,8 @@ class GenerationStep:
         longest = max([len(c.tokens) for c in p.given], default=0)
         if len(p.prefix) >= limit or longest > t.max_completion_length:
             raise MethodError(
-                f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
-                f"tokens; the completion length is {limit}."
+                f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
+                f"{longest} tokens; the completion length is {limit}."
             )
 
     def _rounds(self, rows: list[Row]) -> list[Row]:
@@ -215,7 +216,7 @@ class GenerationStep:
                     for g in groups.values()
                 )
                 left = self.batch_rows - sum(p.n for p in plans)
-                plan = next_plan(self.stack, Plan((), self.group_size, left, round_, so_far, self.stack.step))
+                plan = next_plan(self.stack, Plan((), self.group_size, left, round_, so_far, self.stack.batch))
                 self._check_plan(plan)
                 return self._keep_payload(plan.rows)
 
@@ -469,16 +470,14 @@ class GenerationStep:
                 self.stack, rollouts, tokens, advantages if self.regular else None, self._estimator, self.batch_rows
             )
             self.full_decision, self.driver_metrics = decision, combine([self.stack.metrics.take()])
-            return local_decisions(decision, tokens, [len(r) for r in self.rows], self.batch_rows), self.stack.step
+            return local_decisions(decision, tokens, [len(r) for r in self.rows], self.batch_rows), self.stack.batch
 
-        self.decision, self.stack.step = on_driver(self.accelerator, run)
+        self.decision, self.stack.batch = on_driver(self.accelerator, run)
 
     def _estimator(self, rollouts: Rollouts) -> Tensor:
         """TRL's estimator for groups of any size."""
         t = self.trainer
         if t.multi_objective_aggregation == "normalize_then_sum":
-            from rl_plugins.methods.gdpo import gdpo_advantages
-
             return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
         return grpo_advantages(rollouts, t.scale_rewards)
 

@@ -11,17 +11,17 @@ import torch
 import trl
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.preflight import render_table
 from rl_plugins.requests import Prompt
 from rl_plugins.rollouts import Rows, Run
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, logs, loss
 from rl_plugins.trl.batch import ROW_COLUMN
 from rl_plugins.trl.checkpoint import MethodsCallback, read_state, write_state
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
 from rl_plugins.trl.engine import TrlEngine
 from rl_plugins.trl.evaluation import evaluation_view
-from rl_plugins.trl.prompts import ROW, NumberedDataset, fingerprint, has_numbers
+from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, fingerprint, has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
 from rl_plugins.trl.step import GenerationStep
 
@@ -140,7 +140,7 @@ class MethodsMixin(_Host):  # type: ignore[misc]
             reward_names=tuple(self.reward_func_names),
             group_size=self.num_generations,
             total_steps=self.state.max_steps,
-            generation_steps=-(-self.state.max_steps // max(1, int(per_step))),
+            total_batches=-(-self.state.max_steps // max(1, int(per_step))),
             max_completion_length=self.max_completion_length,
         )
 
@@ -158,8 +158,8 @@ class MethodsMixin(_Host):  # type: ignore[misc]
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if self.methods and ROW not in self._signature_columns:
-            self._signature_columns.append(ROW)
+        if self.methods and PROMPT_INDEX not in self._signature_columns:
+            self._signature_columns.append(PROMPT_INDEX)
 
     def get_train_dataloader(self) -> Any:
         with self._numbered_dataset():

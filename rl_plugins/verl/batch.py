@@ -20,13 +20,13 @@ from transfer_queue import KVBatchMeta
 from verl import DataProto
 from verl.utils.debug.metrics import calculate_debug_metrics
 
-from rl_plugins.driver import Decision, Selection, select_rows, settle
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import Scale, batch_std, grpo_advantages
-from rl_plugins.metrics import Partial, combine
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.stack import MethodStack
-from rl_plugins.steps import steps_table, token_steps
+from rl_plugins.runtime.decide import Decision, Selection, select_rows, settle
+from rl_plugins.runtime.metrics import Partial, combine
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.turn_table import token_turns, turn_table
 from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN
 from rl_plugins.verl.rows import (
     GROUP,
@@ -114,13 +114,13 @@ class MethodsBatch:
             self.stack,
             self.rewards,
             self.tokenizer,
-            self.stack.step,
+            self.stack.batch,
             self.total_steps,
         )
         extra = plain(rows["extra_fields"])
-        if "steps" in self.stack.needs:
+        if "turns" in self.stack.needs:
             self.turns = read_turns(rows, self.tokenizer)
-            rollouts = rollouts.replace(steps=steps_table(rollouts, self.turns))
+            rollouts = rollouts.replace(turns=turn_table(rollouts, self.turns))
         self.generated = rollouts
         self.by_program = any(MADE in e for e in extra)
         self.program_metrics: list[Partial] = [e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")]
@@ -128,7 +128,7 @@ class MethodsBatch:
         self.unknown = {key: e[UNKNOWN] for key, e in zip(batch.keys, extra, strict=True) if e.get(UNKNOWN)}
         self.selection: Selection = select_rows(self.stack, rollouts)
         self.number = {key: i for i, key in enumerate(batch.keys)}
-        self.lag = [self.stack.step - n.get("planned_at", self.stack.step) for n in plain(rows[COLUMN])]
+        self.lag = [self.stack.batch - n.get("planned_at", self.stack.batch) for n in plain(rows[COLUMN])]
         uids = [split(key)[0] for key in batch.keys]
         pairs = set(zip(uids, rollouts.group.tolist(), strict=True))
         self.groups_of_verl = len(pairs) == len(set(uids)) == len(rollouts.groups.ids)  # verl groups by uid
@@ -146,7 +146,7 @@ class MethodsBatch:
     def _selection_columns(self) -> list[str] | None:
         if any(n.startswith("column:") for n in self.stack.needs):
             return None  # a dataset column may be anywhere
-        prompts = ["prompts"] if "steps" in self.stack.needs else []
+        prompts = ["prompts"] if "turns" in self.stack.needs else []
         return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts]
 
     def _write_rewards(self, batch: KVBatchMeta, rows: Any) -> None:
@@ -183,15 +183,15 @@ class MethodsBatch:
         batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = self.stack.needs & set(TOKEN_COLUMNS)
         if self.nothing:
-            tokens = no_tokens(wanted, "steps" in self.stack.needs)
+            tokens = no_tokens(wanted, "turns" in self.stack.needs)
             self.decision = settle(self.stack, self.selection, tokens, None, self._estimator, self.rows)
             return batch
         fields = ["response_mask", "loss_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)]
         rows = fetch(batch, fields)
         number = torch.tensor([self.number[key] for key in batch.keys])
         tokens, of, live = read_tokens(rows, wanted, number, [self.forced[key] for key in batch.keys])
-        if "steps" in self.stack.needs:
-            tokens = tokens.replace(step=token_steps(tokens.row, tokens.position, self.turns))
+        if "turns" in self.stack.needs:
+            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, self.turns))
         host = flat(rows["advantages"])[live] if self._host_counts() else None
         # verl's own agent loops may give any number of rows per rollout
         budget = sys.maxsize if self._several_rows_of_verl() else self.rows

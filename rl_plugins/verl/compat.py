@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.preflight import moved
+from rl_plugins.runtime.preflight import moved
 
 TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"

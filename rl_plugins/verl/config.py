@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError, did_you_mean
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import MethodStack, build_stack
 
 # Registered name -> the mode of verl it follows.
 MODES = {

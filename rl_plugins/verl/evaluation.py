@@ -9,7 +9,7 @@ from typing import Any
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Plan, PlanRow
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.prompts import COLUMN, PromptBatches, flat_columns, messages_of
 
 
@@ -46,13 +46,13 @@ class PlannedBatches:
             if isinstance(values, np.ndarray):
                 out[name] = np.fromiter((row[name] for row in rows), dtype=object, count=len(rows))
         notes = [
-            self.prompts.note(p, "evaluation", i, 0) | {"planned_at": self.stack.step} for i, p in enumerate(plans)
+            self.prompts.note(p, "evaluation", i, 0) | {"planned_at": self.stack.batch} for i, p in enumerate(plans)
         ]
         out[COLUMN] = np.array(notes, dtype=object)
         return out
 
     def _ask(self, method: Method, plans: Sequence[PlanRow]) -> list[PlanRow]:
-        plan = Plan(tuple(plans), self.n, self.n * len(plans), step=self.stack.step)
+        plan = Plan(tuple(plans), self.n, self.n * len(plans), batch=self.stack.batch)
         new = self.stack.call("plan", method, plan)
         result = list(plans if new is None else new.rows)
         same = [(p.group, p.n + p.spare) for p in result] == [(p.group, p.n) for p in plans]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.metrics import combine
 from rl_plugins.rollouts import Rows, Terms
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
 from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, flat

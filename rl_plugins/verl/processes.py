@@ -10,14 +10,14 @@ from typing import Any
 import ray
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 
 
 def report(actor: Any, methods: Sequence[str]) -> dict[str, Any]:
     """Runs in a worker: what of rl-plugins it has."""
     import importlib.metadata
 
-    from rl_plugins import registry
+    from rl_plugins.runtime import registry
     from rl_plugins.verl import plugin
 
     claims = {name: list(cls.claims()) for name, cls in registry.select(list(methods)).classes.items()}

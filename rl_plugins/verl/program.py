@@ -16,11 +16,11 @@ from typing import Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from rl_plugins.chat import TokenizerChat
 from rl_plugins.errors import MethodError
-from rl_plugins.programs import Running, drive
 from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.programs import Running, drive
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, register_loop
 from rl_plugins.verl.facts import TOP_LOGPROBS
 from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, PROGRAM_AGENT, TURNS, UNKNOWN, flat_columns, ranges
@@ -112,7 +112,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
             chat=chat_of(self.tokenizer, service.eos, self.apply_chat_template_kwargs),
             prefix=tuple(note.get("prefix") or ()),
             payload=note.get("payload"),
-            step=step,
+            batch=step,
             training=service.training,
             reward_names=tuple(service.rewards) or ("score",),
             # asynchronous modes plan several times in one step, and these plans number their groups alike

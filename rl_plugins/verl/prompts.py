@@ -16,13 +16,13 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.verl.facts import NESTED_COLUMNS
 
-ROW = "rl_plugins_row"  # column of the dataset row's number, added to what the dataset yields
+PROMPT_INDEX = "rl_plugins_prompt_index"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
 # What an agent loop says of a row, in its `extra_fields`:
 FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # [start, stop) of tokens, see `ranges`
 TURNS = "rl_plugins_turns"  # of the agent, see turns.py
 MADE = "rl_plugins_program"  # what a rollout program says of its row, see program.py
-TECHNICAL = (ROW, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
+TECHNICAL = (PROMPT_INDEX, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 PROGRAM_AGENT = "rl_plugins_program"  # agent loop that runs a rollout program
 
@@ -58,7 +58,7 @@ def number_rows(dataset: Any) -> None:
 
     def __getitem__(self: Any, i: Any) -> Any:
         row = cls.__getitem__(self, i)  # type: ignore[attr-defined]
-        row[ROW] = int(i)
+        row[PROMPT_INDEX] = int(i)
         return row
 
     body = {"__getitem__": __getitem__, "rl_plugins_numbered": True, "__module__": cls.__module__}
@@ -116,7 +116,7 @@ class PromptBatches:
 
         wave = wave or uuid.uuid4().hex
         batch = collate_fn([self._row(p) for p in rows])
-        batch.pop(ROW, None)
+        batch.pop(PROMPT_INDEX, None)
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
         for i, p in enumerate(rows):
@@ -135,9 +135,9 @@ class PromptBatches:
         return tu.get_tensordict(batch)
 
     def _row(self, plan: PlanRow) -> dict[str, Any]:
-        row = dict(self.dataset[plan.prompt if plan.prompt >= 0 else 0])
+        row = dict(self.dataset[plan.prompt_index if plan.prompt_index >= 0 else 0])
         edit = dict(plan.edit or {})
-        if plan.prompt < 0:
+        if plan.prompt_index < 0:
             missing = sorted(set(row) - set(TECHNICAL) - set(edit))
             if missing:
                 raise MethodError(
@@ -146,7 +146,7 @@ class PromptBatches:
                 )
             row["extra_info"] = {}
         for name, value in edit.items():
-            self.set(row, name, value, foreign=plan.prompt < 0)
+            self.set(row, name, value, foreign=plan.prompt_index < 0)
         if self.prompt_key in edit and "raw_prompt" not in edit:
             row["raw_prompt"] = messages_of(edit[self.prompt_key])
         return row
@@ -168,7 +168,7 @@ class PromptBatches:
     def note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
         """What the plan says about a prompt and must be known again later."""
         return {
-            "prompt": plan.prompt,
+            "prompt_index": plan.prompt_index,
             "wave": wave,
             "group": plan.group,
             "place": place,
@@ -205,6 +205,6 @@ class PromptBatches:
             longest = max([len(c.tokens) for c in p.given], default=0)
             if len(p.prefix) >= limit or longest > self.response_length:
                 raise MethodError(
-                    f"The plan gives prompt {p.prompt} a prefix of {len(p.prefix)} and completions of up to {longest} "
-                    f"tokens; the completion length is {limit}."
+                    f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
+                    f"{longest} tokens; the completion length is {limit}."
                 )

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.preflight import no_row_has
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
-from rl_plugins.stack import MethodStack
-from rl_plugins.steps import spans
+from rl_plugins.runtime.preflight import no_row_has
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.prompts import COLUMN, MADE, TURNS
 
@@ -147,7 +147,7 @@ def read_rollouts(
     weights = torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64)
     return Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
-        prompt_index=torch.tensor([note["prompt"] for note in notes], dtype=torch.int64),
+        prompt_index=torch.tensor([note["prompt_index"] for note in notes], dtype=torch.int64),
         rollout=torch.tensor(rollout, dtype=torch.int64),
         index=torch.tensor(index, dtype=torch.int64),
         rewards=each,
@@ -163,8 +163,7 @@ def read_rollouts(
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
         meta=row_columns(rows, stack) if stack is not None else {},
         payload=[note["payload"] for note in notes],
-        step=step,
-        total_steps=total_steps,
+        batch=step,
     )
 
 
@@ -273,7 +272,7 @@ def no_tokens(columns: set[str], steps: bool) -> Tokens:
         advantages=nothing.double(),
         keep=nothing.bool(),
         forced=nothing.bool(),
-        step=nothing if steps else None,
+        turn=nothing if steps else None,
         **{name: nothing.float() for name in sorted(columns)},
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.preflight import render_table
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import facts
 from rl_plugins.verl.compat import check_verl_version
 from rl_plugins.verl.config import MODES, Settings, read_settings

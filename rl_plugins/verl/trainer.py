@@ -16,10 +16,10 @@ from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins.driver import first_plan, next_plan
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Run
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.verl import facts, loss, start
 from rl_plugins.verl.batch import (
     MethodsBatch,
@@ -32,7 +32,7 @@ from rl_plugins.verl.compat import moved_symbols, states_its_mode, untested_allo
 from rl_plugins.verl.config import MODES, read_settings
 from rl_plugins.verl.evaluation import PlannedBatches, planning
 from rl_plugins.verl.processes import Watch, confirm, died
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, ROW, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import GROUP, flat, plain, read_rollouts, split
 
 MAX_ROUNDS = 64
@@ -121,7 +121,7 @@ class MethodsTrainer(_Host):
             reward_names=tuple(self.settings.rewards) or ("score",),
             group_size=self.config.actor_rollout_ref.rollout.n,
             total_steps=batches * read.optimizer_steps_per_batch,
-            generation_steps=batches,
+            total_batches=batches,
             max_completion_length=self.config.data.max_response_length,
         )
 
@@ -145,7 +145,7 @@ class MethodsTrainer(_Host):
                     f"The checkpoint {folder} holds no state of methods, and {', '.join(stateful)} cannot resume "
                     f"without theirs. To go on from its weights, start a new run with that model."
                 )
-            self.methods.step = self.global_steps * self.parameter_sync_step
+            self.methods.batch = self.global_steps * self.parameter_sync_step
             return
         self.methods.load_state_dict(saved, self._fingerprint)
 
@@ -164,7 +164,7 @@ class MethodsTrainer(_Host):
             return batch
         from verl.utils import tensordict_utils as tu
 
-        proposal = [int(i) for i in batch[ROW]]
+        proposal = [int(i) for i in batch[PROMPT_INDEX]]
         plan = first_plan(
             self.methods,
             proposal,
@@ -187,7 +187,7 @@ class MethodsTrainer(_Host):
     def _build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0) -> Any:
         """Prompts of a plan as verl's batch."""
         self._prompts.by_program = self.methods.claimed("rollout")
-        return self._prompts.build(rows, wave, round_, self.methods.step, self.methods.draw)
+        return self._prompts.build(rows, wave, round_, self.methods.batch, self.methods.draw)
 
     def _check_async_plan(self, plan: Plan, prompts: int) -> None:
         size = self._prompts.group_size
@@ -226,7 +226,7 @@ class MethodsTrainer(_Host):
         for round_ in range(1, MAX_ROUNDS + 1):
             rows = fetch(batch)
             rollouts = read_rollouts(
-                rows, batch.keys, batch.tags, None, self.settings.rewards, self.tokenizer, self.methods.step, 0
+                rows, batch.keys, batch.tags, None, self.settings.rewards, self.tokenizer, self.methods.batch, 0
             )
             group = [n["group"] for n in plain(rows[COLUMN])]
             planned = {row.group: row for row in reversed(list(first.values()))}
@@ -236,7 +236,7 @@ class MethodsTrainer(_Host):
             )
             budget = self.config.data.train_batch_size * self._prompts.group_size - self._trained_rows
             plan = next_plan(
-                self.methods, Plan((), self._prompts.group_size, budget, round_, so_far, self.methods.step)
+                self.methods, Plan((), self._prompts.group_size, budget, round_, so_far, self.methods.batch)
             )
             if not plan.rows:
                 return batch
@@ -270,7 +270,7 @@ class MethodsTrainer(_Host):
             made.setdefault(uid, set()).add(session)
         missing = sum(max(0, row.n + row.spare - len(made[uid])) for uid, row in self._submitted.items())
         special = [
-            row.prompt
+            row.prompt_index
             for uid, row in self._submitted.items()
             if (row.given or row.prefix) and len(made[uid]) < row.n + row.spare
         ]

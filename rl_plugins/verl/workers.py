@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import moved_worker_symbols, untested_allowed, verl_version
 from rl_plugins.verl.config import end_tokens, read_settings
 from rl_plugins.verl.program import SERVICE, Service, row_kwargs

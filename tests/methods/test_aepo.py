@@ -18,16 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.aepo import AEPO, AepoAdvantages, AepoClip, AepoRollout
 from rl_plugins.methods.aepo.rollout import branch_chance, initial_rollouts, turn_entropy
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Trajectory
 from rl_plugins.rollouts import Rollouts, Terms, Tokens
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

@@ -12,7 +12,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.methods.m_grpo import MGrpo, MGrpoRollout
 from rl_plugins.methods.ui_s1 import UiS1, UiS1Rollout
 from rl_plugins.requests import Kind
-from rl_plugins.steps import steps_table
+from rl_plugins.runtime.turn_table import turn_table
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -135,19 +135,19 @@ def test_rows_reach_the_advantages_of_ui_s1():
         rollout=torch.tensor([k for k, _, _ in flat]),
         index=torch.tensor([i for _, i, _ in flat]),
     )
-    made = made.replace(steps=steps_table(made, [row.turns for _, _, row in flat]))
+    made = made.replace(turns=turn_table(made, [row.turns for _, _, row in flat]))
     method = UiS1(UiS1.Params(filter_by="none"))
     start_stack(method)
     advantages = method.advantages(made)
-    assert made.steps.turn.tolist() == [i for _, i, _ in flat]
+    assert made.turns.turn.tolist() == [i for _, i, _ in flat]
     right = [
         a
-        for a, v, t in zip(advantages.tolist(), made.steps.valid.tolist(), made.steps.turn.tolist(), strict=True)
+        for a, v, t in zip(advantages.tolist(), made.turns.valid.tolist(), made.turns.turn.tolist(), strict=True)
         if v and t == 0
     ]
     wrong = [
         a
-        for a, v, t in zip(advantages.tolist(), made.steps.valid.tolist(), made.steps.turn.tolist(), strict=True)
+        for a, v, t in zip(advantages.tolist(), made.turns.valid.tolist(), made.turns.turn.tolist(), strict=True)
         if not v and t == 0
     ]
     assert right and wrong and min(right) > max(wrong)

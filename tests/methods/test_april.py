@@ -15,18 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.april import CORRECTION, STRATEGY, THRESHOLD, WARMUP, April
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.preflight import HostFacts, preflight
-from rl_plugins.queue import admit, finished
 from rl_plugins.rollouts import Carried, Queue, Tokens
-from rl_plugins.simulation import Batch, Simulation, summary
-from rl_plugins.stack import MethodStack, build_stack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.carry_over import admit, finished
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.testing.generation import Batch, Simulation, summary
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "april.json").read_text())["cases"]
 
@@ -80,24 +80,24 @@ def test_golden_schedules(case: dict[str, Any], lose_surplus: bool) -> None:
     status = {"eos": "completed", "length": "truncated", "abort": "aborted"}
     for step, (got, wanted) in enumerate(zip(batches, case["expected"]["steps"], strict=True)):
         assert (got.time, got.decoded) == (wanted["virtual_ticks"], wanted["tokens_generated"])
-        groups = sorted(got.trained, key=lambda g: g.row.prompt)
+        groups = sorted(got.trained, key=lambda g: g.row.prompt_index)
         size, drawn, trained = p["group_size"], drawn + got.fresh, trained + len(groups)
-        assert [g.row.prompt for g in groups] == [g["prompt"] for g in wanted["batch_groups"]]
+        assert [g.row.prompt_index for g in groups] == [g["prompt"] for g in wanted["batch_groups"]]
         for g, w in zip(groups, wanted["batch_groups"], strict=True):
             lengths = [len(t) for t in g.rollouts]
             assert lengths == w["response_lengths"]
             assert [status[t.finish] for t in g.rollouts] == w["status"]
-            reward = [float((7 * n + g.row.prompt * size + k) % 3 == 0) for k, n in enumerate(lengths)]
+            reward = [float((7 * n + g.row.prompt_index * size + k) % 3 == 0) for k, n in enumerate(lengths)]
             assert reward == w["rewards"]
             assert [g.drawn if g.drawn < step else None] * size == w["start_step"]
         waiting = got.waiting if p["partial_rollout"] else ()
         buffer = [
             {
-                "prompt": g.row.prompt,
+                "prompt": g.row.prompt_index,
                 "response_lengths": [len(t) for t in g.rollouts],
                 "status": [status[t.finish] for t in g.rollouts],
             }
-            for g in sorted(waiting, key=lambda g: g.row.prompt)
+            for g in sorted(waiting, key=lambda g: g.row.prompt_index)
         ]
         assert buffer == wanted["buffer_after"]
         assert drawn == wanted["prompts_drawn_so_far"]
@@ -148,18 +148,18 @@ def test_every_group_is_trained_once_waits_or_was_dropped(data: st.DataObject) -
     made = given_up = done = 0
     waiting: tuple[Any, ...] = ()
     for step in range(6):
-        before = {g.row.prompt: g for g in waiting}
+        before = {g.row.prompt_index: g for g in waiting}
         got = run.batch()
         assert got.fresh + got.resumed + got.restarted == total
         assert len(got.trained) == groups and len(got.waiting) == total - groups
-        now = [g.row.prompt for g in (*got.trained, *got.waiting)]
+        now = [g.row.prompt_index for g in (*got.trained, *got.waiting)]
         assert len(set(now)) == len(now) == total  # no prompt twice, no group in two places
         dropped = len(set(before) - set(now))
         assert dropped == got.dropped
         for g in (*got.trained, *got.waiting):
-            natural = table[(g.row.prompt + g.drawn) % len(table)]
-            assert len(g.rollouts) == size and len({g.row.prompt}) == 1
-            old = before.get(g.row.prompt)
+            natural = table[(g.row.prompt_index + g.drawn) % len(table)]
+            assert len(g.rollouts) == size and len({g.row.prompt_index}) == 1
+            old = before.get(g.row.prompt_index)
             goes_on = old is not None and g.drawn == old.drawn < step
             for k, t in enumerate(g.rollouts):
                 assert len(t.tokens) == len(t.logprobs) == len(t.versions) == len(t.kinds) <= limit
@@ -178,10 +178,10 @@ def test_every_group_is_trained_once_waits_or_was_dropped(data: st.DataObject) -
                 if finished(t):
                     assert len(t) == min(natural[k], limit)
                     assert t.finish == ("eos" if natural[k] <= limit else "length")
-            fresh[g.row.prompt] += g.drawn == step and g.row.prompt not in before
+            fresh[g.row.prompt_index] += g.drawn == step and g.row.prompt_index not in before
         for g in got.trained:
             assert g.complete
-            trained[g.row.prompt] += 1
+            trained[g.row.prompt_index] += 1
             if staleness is not None:
                 assert all(step - v <= staleness for t in g.rollouts for v in t.versions)
         if staleness is None:
@@ -191,7 +191,7 @@ def test_every_group_is_trained_once_waits_or_was_dropped(data: st.DataObject) -
         for p in before:
             fresh[p] -= p not in now  # dropped
     for g in waiting:
-        trained[g.row.prompt] += 1
+        trained[g.row.prompt_index] += 1
     assert trained == +fresh
     assert made == done + given_up + tokens_of(waiting)
 
@@ -211,7 +211,7 @@ def test_without_over_sampling_batches_are_the_hosts_own() -> None:
         assert mine.carried == [] and mine.extra_prompts == host.extra_prompts == 0
         assert (mine.draw, mine.step) == (host.draw, host.step)
         for stack in (host, mine):
-            stack.step, stack.draw = stack.step + 1, 0
+            stack.batch, stack.draw = stack.batch + 1, 0
     for b in (batches := simulate(5, {"over_sampling": 1})):
         assert not b.waiting and b.resumed == b.read == 0
         assert b.time == max(len(t) for g in b.trained for t in g.rollouts)

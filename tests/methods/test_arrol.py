@@ -15,12 +15,12 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.methods.arrol import Arrol, Calibrator, balanced, features_of, quality, rank_weights, vote
 from rl_plugins.methods.arrol.head import fit, with_prompt
 from rl_plugins.methods.arrol.survivors import Rule, count_to_keep, draw, extremes, inclusion, shift_for, survival
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Prompt
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.stack import MethodStack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -391,8 +391,8 @@ def test_the_head_is_sent_after_the_cold_start() -> None:
     plan = make_plan(3)
     assert stack.call("plan", method, plan) is None
     feed(stack, 0)
-    assert stack.call("plan", method, plan.replace(step=1)) is None
-    before = plan.replace(step=2, rows=tuple(r.replace(payload={"other": 1}) for r in plan.rows))
+    assert stack.call("plan", method, plan.replace(batch=1)) is None
+    before = plan.replace(batch=2, rows=tuple(r.replace(payload={"other": 1}) for r in plan.rows))
     planned = stack.call("plan", method, before)
     payload = planned.rows[0].payload
     assert payload["other"] == 1 and set(payload["arrol"]) == {"head", "rates", "shift"}
@@ -400,7 +400,7 @@ def test_the_head_is_sent_after_the_cold_start() -> None:
     q = Calibrator(payload["arrol"]["rates"])(quality(payload["arrol"]["head"], [[2.0, 0.0], [-2.0, 0.0]]))
     assert len(q) == 2
     fresh = start_stack(arrol())
-    assert fresh.call("plan", fresh.methods[0], plan.replace(step=50)) is None  # nothing learned yet
+    assert fresh.call("plan", fresh.methods[0], plan.replace(batch=50)) is None  # nothing learned yet
 
 
 def test_learning_is_logged_and_nan_foreign_notes_and_none_are_left_out() -> None:
@@ -423,7 +423,7 @@ def test_only_one_kind_of_outcome_stops_nobody() -> None:
     method = arrol()
     stack = start_stack(method)
     one_step(stack, rollouts_of([[1.0], [2.0], [3.0], [4.0]], [1.0] * 4))
-    assert stack.call("plan", method, make_plan(step=5)) is None
+    assert stack.call("plan", method, make_plan(batch=5)) is None
 
 
 def test_survivors_count_with_the_inverse_of_their_probability() -> None:
@@ -444,7 +444,7 @@ def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
             stack = start_stack(method)
             stack.load_state_dict(load_state(tmp_path) or {}, "d")
         feed(stack, 1)
-        return stack.call("plan", method, make_plan(step=2)).rows[0].payload
+        return stack.call("plan", method, make_plan(batch=2)).rows[0].payload
 
     assert run(False) == run(True)
 
@@ -456,7 +456,7 @@ def test_from_the_program_to_the_head_and_back() -> None:
     stack = start_stack(method, run=make_run(max_completion_length=64))
     accuracy, kept = [], []
     for step in range(6):
-        plan = stack.call("plan", method, make_plan(4, 16, step=step)) or make_plan(4, 16, step=step)
+        plan = stack.call("plan", method, make_plan(4, 16, batch=step)) or make_plan(4, 16, batch=step)
         assert (plan.rows[0].payload is not None) == (step >= 3)
         prompts = [
             make_prompt(engine.chat, "p", n=16, payload=r.payload, seed=f"{step}|{i}") for i, r in enumerate(plan.rows)

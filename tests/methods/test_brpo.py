@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.demo import judges
-from rl_plugins.driver import Decision
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.brpo import SCORES, TEMPLATE, Brpo
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.services import fill
-from rl_plugins.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "brpo.json").read_text())["cases"]
@@ -217,7 +217,7 @@ def test_reference_is_uniform_seeded_and_new_every_step() -> None:
     assert torch.equal(one, place(brpo_stack(by_quality, tie_value=0)))
     assert not torch.equal(one, place(brpo_stack(by_quality, seed=1)))
     stack = brpo_stack(by_quality)
-    stack.step = 1
+    stack.batch = 1
     assert not torch.equal(one, place(stack))
     counts = torch.bincount(one, minlength=4)
     assert counts.min() >= 10 and counts.sum() == 100

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.agents import play
+from rl_plugins.agents import Observation, play
 from rl_plugins.demo.environments import Calculator
-from rl_plugins.environments import Observation
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method
 from rl_plugins.methods.cleaner import PATTERNS, Cleaner, call_start, code_of, error_type, merge_turns

@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import Decision
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.methods.d3s import D3s, max_variance_rows
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
 NAN = math.nan
@@ -40,14 +40,14 @@ class Raw(Method):
 
 def d3s_stack(*before: Method, batches: int = 10, step: int = 0, **params: Any) -> MethodStack:
     method = D3s(build_params(D3s.Params, params, "d3s"))
-    stack = start_stack(*before, method, run=make_run(generation_steps=batches, total_steps=7 * batches))
-    stack.step = step
+    stack = start_stack(*before, method, run=make_run(total_batches=batches, total_steps=7 * batches))
+    stack.batch = step
     return stack
 
 
 def decide(rollouts: Rollouts, tokens: Tokens | None = None, *, raw: bool = True, **options: Any) -> Decision:
     stack = d3s_stack(*([Raw()] if raw else []), **options)
-    return one_step(stack, rollouts.replace(step=stack.step), tokens)
+    return one_step(stack, rollouts.replace(batch=stack.batch), tokens)
 
 
 # ---- oracles
@@ -267,7 +267,7 @@ def test_the_shares_relax_with_the_generation_batches() -> None:
     shares = []
     for step in range(11):
         stack = d3s_stack(Raw(), step=step, batches=10)
-        one_step(stack, rollouts.replace(step=step))
+        one_step(stack, rollouts.replace(batch=step))
         logged = combine([stack.metrics.take()])
         shares.append((logged["d3s/rows_kept"], logged["d3s/tokens_kept"]))
     for i, (rows, tokens) in enumerate(shares):
@@ -285,11 +285,11 @@ def test_a_resumed_run_goes_on_at_the_same_share() -> None:
     stack = d3s_stack(Raw())
     rollouts = make_rollouts(np.random.default_rng(4).normal(size=32), group_size=8)
     for step in range(4):
-        one_step(stack, rollouts.replace(step=step))
+        one_step(stack, rollouts.replace(batch=step))
     resumed = d3s_stack(Raw())
     resumed.load_state_dict(stack.state_dict("data"), "data")
-    assert resumed.step == 4
-    a, b = (one_step(s, rollouts.replace(step=s.step)) for s in (stack, resumed))
+    assert resumed.batch == 4
+    a, b = (one_step(s, rollouts.replace(batch=s.step)) for s in (stack, resumed))
     assert torch.equal(a.keep_tokens, b.keep_tokens) and torch.equal(a.trained, b.trained)
 
 

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.driver import Decision
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method
 from rl_plugins.methods.drpo import Drpo
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.rollouts import Rollouts, Rows, Shape, Terms, Update
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_terms, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "drpo.json").read_text())["cases"]

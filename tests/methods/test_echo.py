@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.echo import ECHO, EchoClip, EchoLabels, EchoShaping, EchoTree
 from rl_plugins.methods.echo.answers import boxed_answer
 from rl_plugins.methods.echo.controller import branch_at, penalty, prune_at, statistics
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Trajectory
 from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Terms, Tokens
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -531,7 +531,7 @@ def test_votes_through_the_driver() -> None:
     stack = build_stack("echo_labels", {"echo_labels": {"n_votes": 6, "label_column": "truth"}})
     stack.start(make_run())
     plan = first_plan(stack, [3, 5], 4, 8, 16)
-    assert [(r.prompt, r.n, r.spare, r.payload) for r in plan.rows] == [
+    assert [(r.prompt_index, r.n, r.spare, r.payload) for r in plan.rows] == [
         (3, 4, 2, {"echo_labels": 4}),
         (5, 4, 2, {"echo_labels": 4}),
     ]

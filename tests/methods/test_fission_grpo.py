@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.methods.fission_grpo import (
@@ -26,12 +25,13 @@ from rl_plugins.methods.fission_grpo import (
     simulate,
 )
 from rl_plugins.methods.fission_grpo.calls import GENERIC, UNREADABLE
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow, Rollouts
-from rl_plugins.stack import MethodStack
-from rl_plugins.state import load_state, save_state
-from rl_plugins.testing import make_plan, make_rollouts, make_run, make_steps, one_step, start_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.testing import make_plan, make_rollouts, make_run, make_turns, one_step, start_stack
 
 GOLD = [{"name": "book", "arguments": {"city": "Paris", "nights": 2}}]
 TOOLS = [
@@ -87,7 +87,7 @@ def rollouts_of(
     rows = [data[i] if i >= 0 else {"prompt": "?", "gold": GOLD, "tools": TOOLS} for i in index]
     meta = {k: [r[k] for r in rows] for k in ("prompt", "gold", "tools")} | changes.pop("meta", {})
     texts = [f"answer {i}" for i in range(n)] if texts is None else texts
-    return make_rollouts(rewards, prompt_index=index, text=texts, meta=meta, step=step, **changes)
+    return make_rollouts(rewards, prompt_index=index, text=texts, meta=meta, batch=step, **changes)
 
 
 def feed(stack: MethodStack, rollouts: Rollouts) -> dict[str, float]:
@@ -96,11 +96,11 @@ def feed(stack: MethodStack, rollouts: Rollouts) -> dict[str, float]:
 
 
 def plan_at(stack: MethodStack, step: int, prompts: int = 4, **changes: Any) -> Any:
-    return stack.call("plan", stack.methods[0], make_plan(prompts, 4, step=step, **changes))
+    return stack.call("plan", stack.methods[0], make_plan(prompts, 4, batch=step, **changes))
 
 
 def sources(plan: Any) -> list[int]:
-    return [row.payload["fission_grpo"]["source"] for row in plan.rows if row.prompt < 0]
+    return [row.payload["fission_grpo"]["source"] for row in plan.rows if row.prompt_index < 0]
 
 
 # ---- the pool
@@ -111,7 +111,7 @@ def test_an_error_becomes_a_prompt_with_a_group_of_its_own() -> None:
     logged = feed(stack, rollouts_of([1.0, 0, 1, 1, 1, 1, 1, 1], [3, 5]))
     assert logged["fission_grpo/pushed"] == logged["fission_grpo/pool"] == 1 and logged["fission_grpo/errors"] == 1 / 8
     plan = plan_at(stack, 1)
-    assert [r.n for r in plan.rows] == [4] * 4 and [r.prompt for r in plan.rows].count(-1) == 1
+    assert [r.n for r in plan.rows] == [4] * 4 and [r.prompt_index for r in plan.rows].count(-1) == 1
     row = plan.rows[-1]
     assert row.group not in {r.group for r in plan.rows[:-1]} and plan.trained == 16
     assert row.edit is not None and "raw_prompt" not in row.edit and row.edit["gold"] == GOLD
@@ -139,7 +139,7 @@ def test_the_newest_are_served_first_and_the_rest_stays() -> None:
     for step, prompt in enumerate((7, 8, 9)):
         feed(stack, rollouts_of([1.0, 1, 1, 0], [prompt], texts=[f"{step}"] * 4, step=step))
     plan = plan_at(stack, 3)
-    assert sources(plan) == [9, 8] and [r.prompt < 0 for r in plan.rows] == [False, False, True, True]
+    assert sources(plan) == [9, 8] and [r.prompt_index < 0 for r in plan.rows] == [False, False, True, True]
     assert [e["source"] for e in method.state["pool"]] == [7]
 
 
@@ -154,14 +154,14 @@ def test_the_newest_are_served_first_and_the_rest_stays() -> None:
 def test_the_batch_never_overflows(entries: int, share: float, size: int | None, prompts: int, free: int) -> None:
     stack, method = stack_of(share=share, group_size=size)
     method.state["pool"] = [{"prompt": str(i), "source": i, "step": 0, "depth": 1} for i in range(entries)]
-    before = make_plan(prompts, 4, budget=4 * prompts + free, step=1)
+    before = make_plan(prompts, 4, budget=4 * prompts + free, batch=1)
     plan = stack.call("plan", method, before) or before
     assert plan.trained <= before.budget
-    recovery = [r for r in plan.rows if r.prompt < 0]
+    recovery = [r for r in plan.rows if r.prompt_index < 0]
     each = size or 4
     assert all(r.n == each for r in recovery) and len(recovery) * each <= share * before.budget + 1e-6
     assert sources(plan) == list(range(entries))[::-1][: len(recovery)]
-    ordinary = [r for r in plan.rows if r.prompt >= 0]
+    ordinary = [r for r in plan.rows if r.prompt_index >= 0]
     assert ordinary == [r for r in before.rows if r in ordinary]  # unchanged, in order
     assert ordinary or share == 1
     assert len({r.group for r in plan.rows}) == len(plan.rows)
@@ -175,9 +175,9 @@ def test_prompts_are_left_out_at_random() -> None:
     gone = set()
     for step in range(40):
         stack, method = stack_of()
-        stack.step = step
+        stack.batch = step
         method.state["pool"] = [{"prompt": "x", "source": 1, "step": step, "depth": 1}]
-        (missing,) = {0, 1, 2, 3} - {r.prompt for r in plan_at(stack, step).rows}
+        (missing,) = {0, 1, 2, 3} - {r.prompt_index for r in plan_at(stack, step).rows}
         gone.add(missing)
     assert gone == {0, 1, 2, 3}
 
@@ -186,7 +186,7 @@ def test_the_papers_alternation() -> None:
     stack, method = stack_of(share=1.0, every=2, trigger=4)
     method.state["pool"] = [{"prompt": str(i), "source": i, "step": 2, "depth": 1} for i in range(6)]
     assert plan_at(stack, 3) is None
-    assert [r.prompt for r in plan_at(stack, 4).rows] == [-1] * 4
+    assert [r.prompt_index for r in plan_at(stack, 4).rows] == [-1] * 4
     assert plan_at(stack, 6) is None  # two are left, four trigger
     assert len(method.state["pool"]) == 2
 
@@ -244,7 +244,7 @@ def test_failed_recoveries_stop_at_max_depth() -> None:
 
 def test_answers_of_several_turns_are_left_out() -> None:
     stack, method = stack_of()
-    feed(stack, rollouts_of([0.0] * 4, [1], steps=make_steps([["a", "b"], ["a", "b"], ["a"], ["a", "b"]])))
+    feed(stack, rollouts_of([0.0] * 4, [1], turns=make_turns([["a", "b"], ["a", "b"], ["a"], ["a", "b"]])))
     assert [e["prompt"][1]["content"] for e in method.state["pool"]] == ["answer 2"]
     two, method = stack_of()
     feed(two, rollouts_of([0.0] * 4, [1], rollout=torch.tensor([0, 0, 1, 1]), index=torch.tensor([0, 1, 0, 1])))
@@ -260,7 +260,7 @@ def test_long_contexts_are_dropped_and_counted() -> None:
 def test_plain_text_prompts_stay_text() -> None:
     stack, _ = stack_of(Data(text=True))
     feed(stack, rollouts_of([0.0] * 4, [6], data=Data(text=True)))
-    (row,) = [r for r in plan_at(stack, 1).rows if r.prompt < 0]
+    (row,) = [r for r in plan_at(stack, 1).rows if r.prompt_index < 0]
     assert row.edit["prompt"] == f"question 6\nanswer 0\n{UNREADABLE}\n"
 
 
@@ -278,7 +278,7 @@ def test_groups_do_not_mix_through_the_driver() -> None:
     stack, method = stack_of()
     one_step(stack, rollouts_of([0.0, 1, 1, 1] * 4, [0, 1, 2, 3]))
     plan = first_plan(stack, [4, 5, 6, 7], 4, 16, 16, Data())
-    prompts = [r.prompt for r in plan.rows]
+    prompts = [r.prompt_index for r in plan.rows]
     assert set(prompts[:3]) < {4, 5, 6, 7} and prompts[3] == -1 and plan.trained == 16
     base = [1.0, 0, 0, 1, 0, 1, 0, 0, 1, 1, 1, 0]
     group = [r.group for r in plan.rows for _ in range(4)]
@@ -430,8 +430,8 @@ def test_correctness() -> None:
 def reward_of(rewards: Any, step: int, **params: Any) -> Any:
     method = FissionReward(build_params(FissionReward.Params, params, "fission_grpo_reward"))
     names = ("format", "correctness", "length")
-    stack = start_stack(method, run=make_run(reward_names=names, generation_steps=10))
-    return stack.call("rewards", method, make_rollouts(rewards, reward_names=names, step=step))
+    stack = start_stack(method, run=make_run(reward_names=names, total_batches=10))
+    return stack.call("rewards", method, make_rollouts(rewards, reward_names=names, batch=step))
 
 
 def test_reward_equals_the_formula_and_is_bounded() -> None:
@@ -459,6 +459,6 @@ def test_rows_of_a_plan_by_others_are_left_as_they_are() -> None:
     stack, method = stack_of()
     feed(stack, rollouts_of([0.0] * 4, [1]))
     rows = (PlanRow(3, 7, 4, spare=2, payload=("x", 1)), PlanRow(5, 9, 8), PlanRow(6, 9, 4))
-    plan = stack.call("plan", method, make_plan(4, 4, step=1).replace(rows=rows))
-    assert [r.prompt for r in plan.rows] in ([3, -1], [5, 6, -1])  # a group goes as a whole
+    plan = stack.call("plan", method, make_plan(4, 4, batch=1).replace(rows=rows))
+    assert [r.prompt_index for r in plan.rows] in ([3, -1], [5, 6, -1])  # a group goes as a whole
     assert set(plan.rows[:-1]) < set(rows) and plan.rows[-1].group == 10

@@ -15,10 +15,10 @@ from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.methods.gdpo import Gdpo, gdpo_advantages
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.preflight import HostFacts, preflight
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "gdpo.json").read_text())["cases"]

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.methods.gigpo import Gigpo, _Clusters
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.testing import make_rollouts, make_steps, make_tokens, one_row_per_turn, one_step, start_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "gigpo.json").read_text())["cases"]
 NAN = math.nan
@@ -37,7 +37,7 @@ def batch(rollouts):
         [r for _, r, _ in rollouts],
         [g for g, _, _ in rollouts],
         lengths=[2 * len(turns) for _, _, turns in rollouts],
-        steps=make_steps(anchor, reward, valid),
+        turns=make_turns(anchor, reward, valid),
     )
 
 
@@ -118,7 +118,7 @@ def test_equals_the_loop_over_all_pairs_in_both_layouts(rollouts, params):
     tokens = make_tokens(made)
     for rows, row_tokens in ((made, tokens), one_row_per_turn(made, tokens)):
         decision = one_step(start_stack(method(**params)), rows, row_tokens)
-        of_token = [expected[i] for i in row_tokens.step.tolist()]
+        of_token = [expected[i] for i in row_tokens.turn.tolist()]
         # equal returns may differ by rounding, which eps turns into 1e-9
         assert decision.advantages.tolist() == pytest.approx(of_token, rel=1e-7, abs=1e-7)
 
@@ -137,7 +137,7 @@ def golden_rollouts(inputs):
         rollout=torch.tensor([names.index(u) for u in inputs["traj_uid"]]),
         index=torch.tensor(turns),
         lengths=inputs["response_lengths"],
-        steps=make_steps(
+        turns=make_turns(
             [[o] for o in inputs["anchor_obs"]], [[r] for r in inputs["step_env_reward"]], row_per="turn"
         ).replace(turn=torch.tensor(turns)),
     ), n
@@ -233,7 +233,7 @@ def test_similar_states_are_compared_and_other_groups_are_not():
     texts = ["You are in the kitchen. You see a mug 1.", "You are in the kitchen. You see a mug 2.", "elsewhere"]
     made = batch([(g, r, [(t, NAN, True)]) for g, r, t in [(0, 1, 0), (0, 0, 1), (0, 0, 2), (1, 1, 0), (1, 0, 2)]])
     anchors = [texts[t] for t in (0, 1, 2, 0, 2)]
-    made = made.replace(steps=made.steps.replace(anchor=anchors))
+    made = made.replace(turns=made.turns.replace(anchor=anchors))
     plain = advantages(made)
     similar = advantages(made, similarity=0.95)
     step = [a - b for a, b in zip(similar, plain, strict=True)]
@@ -251,9 +251,9 @@ def test_similar_groups_do_not_depend_on_the_order_of_the_batch():
     made = batch(rollouts)
     one = method(similarity=0.97).advantages(made)
     order = torch.from_numpy(torch.randperm(40, generator=torch.Generator().manual_seed(0)).numpy())
-    s = made.steps
+    s = made.turns
     moved = made.replace(
-        steps=s.replace(
+        turns=s.replace(
             row=s.row[order],
             turn=s.turn[order],
             anchor=[s.anchor[i] for i in order],
@@ -300,7 +300,7 @@ def test_without_the_step_term_it_is_grpo():
     rollouts = chains([1.0, 0.0, 0.5, 0.25], anchors)
     for mode, scale in (("mean_std_norm", "group"), ("mean_norm", "none")):
         a = advantages(rollouts, step_advantage_w=0.0, statistics="rollouts", mode=mode)
-        expected = grpo_advantages(rollouts, scale, eps=1e-6)[rollouts.steps.row]
+        expected = grpo_advantages(rollouts, scale, eps=1e-6)[rollouts.turns.row]
         assert a == pytest.approx(expected.tolist(), rel=1e-12)
 
 
@@ -327,7 +327,7 @@ def test_sums_over_groups_are_zero():
             for i in range(12)
         ]
     )
-    group = rollouts.group[rollouts.steps.row]
+    group = rollouts.group[rollouts.turns.row]
     for weight in (0.0, 1.0):
         a = method(step_advantage_w=weight).advantages(rollouts)
         sums = torch.zeros(3, dtype=torch.float64).index_add_(0, group, a)

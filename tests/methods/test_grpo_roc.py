@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.methods.grpo_roc import GrpoRoc, _quota
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "grpo_roc.json").read_text())["cases"]
@@ -437,7 +437,7 @@ def test_the_plan_is_relative_and_keeps_payloads():
     m = method()
     rows = (PlanRow(7, 0, 4, spare=1, payload="other"), PlanRow(8, 1, 6), PlanRow(9, 1, 2))
     plan = m.plan(make_plan().replace(rows=rows))
-    assert [(r.prompt, r.n, r.spare, r.payload) for r in plan.rows] == [
+    assert [(r.prompt_index, r.n, r.spare, r.payload) for r in plan.rows] == [
         (7, 4, 5, "other"),
         (8, 6, 6, None),
         (9, 2, 2, None),

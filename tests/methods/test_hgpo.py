@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.testing import make_rollouts, make_steps, make_tokens, one_row_per_turn, one_step, start_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hgpo.json").read_text())["cases"]
 NAN = math.nan
@@ -36,7 +36,7 @@ def batch(rollouts):
         [r for _, r, _ in rollouts],
         [g for g, _, _ in rollouts],
         lengths=[2 * len(turns) for _, _, turns in rollouts],
-        steps=make_steps(anchor, reward, valid),
+        turns=make_turns(anchor, reward, valid),
     )
 
 
@@ -116,7 +116,7 @@ def test_equals_the_loop_over_all_pairs_in_both_layouts(rollouts, params):
     tokens = make_tokens(made)
     for rows, row_tokens in ((made, tokens), one_row_per_turn(made, tokens)):
         decision = one_step(start_stack(method(**params)), rows, row_tokens)
-        of_token = [expected[i] for i in row_tokens.step.tolist()]
+        of_token = [expected[i] for i in row_tokens.turn.tolist()]
         assert decision.advantages.tolist() == pytest.approx(of_token, rel=1e-7, abs=1e-7)
 
 
@@ -129,13 +129,13 @@ def test_equals_the_authors_code(case, key):
     history, mode, base, alpha = re.fullmatch(r"adv_row_K(\d)_(mean(?:_std)?_norm)_base(\d)(_alpha0)?", key).groups()
     groups, names, seen = sorted(set(inputs["uid"])), list(dict.fromkeys(inputs["traj_uid"])), {}
     turns = [seen.setdefault(u, []).append(i) or len(seen[u]) - 1 for i, u in enumerate(inputs["traj_uid"])]
-    steps = make_steps([[o] for o in inputs["anchor_obs"]], [[r] for r in inputs["step_env_reward"]], row_per="turn")
+    steps = make_turns([[o] for o in inputs["anchor_obs"]], [[r] for r in inputs["step_env_reward"]], row_per="turn")
     rollouts = make_rollouts(
         inputs["episode_reward"],
         [groups.index(g) for g in inputs["uid"]],
         rollout=torch.tensor([names.index(u) for u in inputs["traj_uid"]]),
         index=torch.tensor(turns),
-        steps=steps.replace(turn=torch.tensor(turns)),
+        turns=steps.replace(turn=torch.tensor(turns)),
     )
     result = advantages(
         rollouts,
@@ -174,7 +174,7 @@ def test_depth_zero_is_the_step_advantage_of_gigpo():
     assert advantages(rollouts, history_length=0, mode="mean_norm") == pytest.approx(
         of_gigpo["mean_norm"].tolist(), rel=1e-5
     )
-    steps = rollouts.steps
+    steps = rollouts.turns
     key = list(zip(rollouts.group[steps.row].tolist(), steps.anchor, strict=True))
     factor = [math.sqrt(key.count(k) / (key.count(k) - 1)) for k in key]
     expected = [a * f for a, f in zip(of_gigpo["mean_std_norm"].tolist(), factor, strict=True)]

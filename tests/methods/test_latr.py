@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method
 from rl_plugins.methods.latr import Latr, grow
 from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.requests import Generated, Kind, Prompt, Trajectory
 from rl_plugins.rollouts import Plan, PlanRow
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
@@ -586,9 +586,9 @@ def test_plan_sends_the_share_and_changes_no_count() -> None:
     method = Latr()
     stack = start_stack(method)
     for step, eta in ((0, 1.0), (9, 1.0), (10, 0.75), (79, 0.5), (80, 0.25), (200, 0.0), (5000, 0.0)):
-        stack.step = step
+        stack.batch = step
         plan = first_plan(stack, [3, 1], 4, 8, 16)
-        assert [(r.prompt, r.n, r.spare, r.payload) for r in plan.rows] == [
+        assert [(r.prompt_index, r.n, r.spare, r.payload) for r in plan.rows] == [
             (3, 4, 0, {"latr": eta}),
             (1, 4, 0, {"latr": eta}),
         ]
@@ -596,7 +596,7 @@ def test_plan_sends_the_share_and_changes_no_count() -> None:
 
 
 def test_payloads_of_others_stay() -> None:
-    plan = start_stack(Latr()).call("plan", Latr(), Plan((PlanRow(0, 0, 2, payload={"x": 1}),), 2, 2, step=15))
+    plan = start_stack(Latr()).call("plan", Latr(), Plan((PlanRow(0, 0, 2, payload={"x": 1}),), 2, 2, batch=15))
     assert plan.rows[0].payload == {"x": 1, "latr": 0.75}
 
 

@@ -20,10 +20,10 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.m_grpo import MGrpo, alignment, sub_agent_format
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "m_grpo.json").read_text())["cases"]

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.stack import MethodStack, build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_plan, make_rollouts, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "mc_grpo.json").read_text())["cases"]

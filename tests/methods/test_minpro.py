@@ -17,11 +17,11 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.losses import aggregate, weighted_logprob
 from rl_plugins.method import Method
 from rl_plugins.methods.minpro import Minpro, log_prefix_min
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.rollouts import Terms
-from rl_plugins.stack import build_stack
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_terms, start_stack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "minpro.json").read_text())["cases"]

@@ -14,18 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins import registry
-from rl_plugins.driver import Decision, first_plan
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import Bundle, Method
 from rl_plugins.methods.mssr import MssrBaseline, MssrPrompts, MssrShaping
 from rl_plugins.methods.mssr.tracker import TrackerParams, forgetting_rate
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.preflight import HostFacts, preflight
 from rl_plugins.rollouts import Completion, PlanRow, PromptPool, Rollouts
-from rl_plugins.stack import MethodStack, build_stack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "mssr.json").read_text())["cases"]
@@ -280,13 +281,13 @@ def test_values_from_a_column() -> None:
 
 def generate(stack: MethodStack, group_size: int, prompts: int, size: int, rate: np.ndarray | None = None) -> Rollouts:
     """Plans as a host with this nominal group size does, and makes the rollouts."""
-    proposal = [(stack.step * prompts + i) % size for i in range(prompts)]
+    proposal = [(stack.batch * prompts + i) % size for i in range(prompts)]
     plan = first_plan(stack, proposal, group_size, prompts * group_size, size)
     rows = [row for row in plan.rows for _ in range(row.n + row.spare)]
-    index = [row.prompt for row in rows]
-    chance = np.random.default_rng([9, stack.step]).random(size)[index]
+    index = [row.prompt_index for row in rows]
+    chance = np.random.default_rng([9, stack.batch]).random(size)[index]
     rewards = (chance < (np.full(size, 0.5) if rate is None else rate)[index]).astype(float)
-    return make_rollouts(rewards, [row.group for row in rows], prompt_index=index, step=stack.step)
+    return make_rollouts(rewards, [row.group for row in rows], prompt_index=index, batch=stack.batch)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 4])
@@ -311,7 +312,7 @@ def test_the_batch_is_full_of_prompts_with_one_rollout(group_size: int, sampler:
 
 def test_plan_is_changed_relative_to_what_is_given() -> None:
     plan = baseline_stack().methods[0].plan(make_plan(prompts=3, group_size=4))
-    assert [(r.prompt, r.n, r.spare) for r in plan.rows] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
+    assert [(r.prompt_index, r.n, r.spare) for r in plan.rows] == [(0, 1, 0), (1, 1, 0), (2, 1, 0)]
     given_ = tuple(Completion((i,)) for i in range(4))
     odd = make_plan(prompts=0).replace(rows=(PlanRow(0, 0, 0, spare=2), PlanRow(1, 1, 3, spare=1, given=given_)))
     changed = baseline_stack().methods[0].plan(odd)
@@ -379,7 +380,7 @@ def prompts_stack(size: int, seed: int = 0, **params: Any) -> MethodStack:
 
 
 def choose(stack: MethodStack, size: int, n: int, taken: tuple[int, ...] = (), step: int = 0) -> list[int]:
-    stack.step = step
+    stack.batch = step
     return list(stack.one("select_prompts", PromptPool(size, (), taken, None, step), n))
 
 
@@ -462,7 +463,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
     def step(stack: MethodStack) -> list[Any]:
         rollouts = generate(stack, 2, 6, 40)
-        return decided(one_step(stack, rollouts, make_tokens(rollouts, seed=stack.step)))
+        return decided(one_step(stack, rollouts, make_tokens(rollouts, seed=stack.batch)))
 
     stack = new()
     for _ in range(12):
@@ -478,7 +479,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
             k: v.tolist() if k != "kl" else v for k, v in b.state.items()
         }
     forgetful = new()
-    forgetful.step, forgetful.draw, forgetful.extra_prompts = 12, 0, stack.extra_prompts
+    forgetful.batch, forgetful.draw, forgetful.extra_prompts = 12, 0, stack.extra_prompts
     assert [step(forgetful) for _ in range(4)] != rest
 
 

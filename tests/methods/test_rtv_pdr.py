@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.rtv_pdr import RtvPdr, parse_vote, rtv, rtv_rounds, texts
 from rl_plugins.params import build_params

@@ -13,16 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.agents import play
+from rl_plugins.agents import Observation, play
 from rl_plugins.demo.environments import Grid
-from rl_plugins.environments import Observation
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method
 from rl_plugins.methods.turn_control import CUT, TurnControl, turns_at
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Trajectory, together
 from rl_plugins.rollouts import Rollouts
+from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_plan, make_rollouts, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

@@ -22,10 +22,10 @@ from rl_plugins.methods.ui_s1 import (
     semi_online_performance,
     step_returns,
 )
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Steps
-from rl_plugins.stack import build_stack
+from rl_plugins.rollouts import Rollouts, TurnTable
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "ui_s1.json").read_text())["cases"]
@@ -47,7 +47,7 @@ def rows_of(steps, **changes) -> Rollouts:
         lengths=[1 + i % 3 for i in range(n)],
         rollout=torch.tensor(rollout),
         index=torch.tensor(turn),
-        steps=Steps(
+        turns=TurnTable(
             torch.arange(n),
             torch.tensor(turn),
             [None] * n,
@@ -240,7 +240,7 @@ def test_one_row_per_rollout_gives_the_same_advantages():
     expected = method().advantages(rows_of(steps)).tolist()
     row = [s[1] for s in steps]
     flat = rows_of(steps).steps.replace(row=torch.tensor(row))
-    rollouts = make_rollouts([0.0] * 3, [0] * 3, lengths=[6, 1, 4], steps=flat)
+    rollouts = make_rollouts([0.0] * 3, [0] * 3, lengths=[6, 1, 4], turns=flat)
     assert method().advantages(rollouts).tolist() == expected
     decision = one_step(start_stack(method()), rollouts)
     assert decision.advantages.tolist() == [expected[i] for i in (0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 5)]

@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.v0 import V0, allocate_exact, allocate_greedy, auc, utility, value_model_loss
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Completion, Plan, PlanRow
-from rl_plugins.stack import MethodStack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "v0.json").read_text())["cases"]
@@ -281,7 +281,7 @@ def test_state_survives(prior: str, tmp_path: Path) -> None:
         plan = first_plan(stack, [step, step + 1, step + 2], 8, 24, PROMPTS)
         group = np.repeat(range(3), [row.n for row in plan.rows])
         rewards = np.random.default_rng(step).random(24) < 0.2 + 0.3 * group
-        index = [plan.rows[g].prompt for g in group]
+        index = [plan.rows[g].prompt_index for g in group]
         one_step(stack, make_rollouts(rewards.astype(float), group.tolist(), prompt_index=index))
         return [row.n for row in plan.rows]
 

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan, next_plan
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.v0_5 import V05, fuse, next_gain
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.priors import BetaPosterior, Nearest, RunningMean
 from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Rollouts
-from rl_plugins.stack import MethodStack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 NAN = math.nan
@@ -203,11 +203,11 @@ def rounds(stack: MethodStack, rewards: Any, prompts: int, group_size: int, limi
             GroupSoFar(next(r for r in rows if r.group == g), torch.tensor(rewards[g][:c]).double())
             for g, c in counts.items()
         )
-        plan = next_plan(stack, Plan((), group_size, budget - sum(r.n for r in rows), n, so_far, stack.step))
+        plan = next_plan(stack, Plan((), group_size, budget - sum(r.n for r in rows), n, so_far, stack.batch))
         if not plan.rows:
             break
         rows += plan.rows
-    prompt = [row.prompt for row in rows for _ in range(row.n)]
+    prompt = [row.prompt_index for row in rows for _ in range(row.n)]
     group = [row.group for row in rows for _ in range(row.n)]
     number = [group[:i].count(g) for i, g in enumerate(group)]
     values = [float(rewards[p][i]) for p, i in zip(prompt, number, strict=True)]

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.driver import first_plan
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import Method
 from rl_plugins.methods.vade import Vade
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Plan, PromptPool, Rollouts
-from rl_plugins.stack import MethodStack, build_stack
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vade.json").read_text())["cases"]
@@ -40,7 +40,7 @@ def set_counts(method: Vade, alpha: Any, beta: Any) -> None:
 
 
 def choose(stack: MethodStack, size: int, n: int, taken: tuple[int, ...] = (), step: int = 0) -> list[int]:
-    stack.step = step
+    stack.batch = step
     return list(stack.one("select_prompts", PromptPool(size, tuple(range(n)), taken, None, step), n))
 
 
@@ -319,11 +319,11 @@ def train(stack: MethodStack, rate: np.ndarray, steps: int, prompts: int = 4, gr
     history = []
     for _ in range(steps):
         plan = first_plan(stack, list(range(prompts)), group, prompts * group, len(rate))
-        index = np.repeat([r.prompt for r in plan.rows], [r.n for r in plan.rows])
-        outcome = np.random.default_rng([7, stack.step]).random(len(index)) < rate[index]
+        index = np.repeat([r.prompt_index for r in plan.rows], [r.n for r in plan.rows])
+        outcome = np.random.default_rng([7, stack.batch]).random(len(index)) < rate[index]
         number = np.repeat([r.group for r in plan.rows], [r.n for r in plan.rows])
         one_step(stack, make_rollouts(outcome.astype(float), group=number.tolist(), prompt_index=index.tolist()))
-        history.append([r.prompt for r in plan.rows])
+        history.append([r.prompt_index for r in plan.rows])
     return history
 
 
@@ -345,7 +345,7 @@ def test_driver_takes_the_chosen_prompts_and_counts_them() -> None:
 def test_a_batch_that_is_not_full_gets_the_next_of_the_ranking() -> None:
     stack = start_stack(Vade(), HalfPlans(), run=make_run(dataset_size=20))
     plan = first_plan(stack, [0, 1, 2], 4, 12, 20)
-    chosen = [r.prompt for r in plan.rows]
+    chosen = [r.prompt_index for r in plan.rows]
     assert [r.n for r in plan.rows] == [2] * 6
     assert chosen == choose(vade_stack(20)[0], 20, 6)
 

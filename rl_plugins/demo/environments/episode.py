@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from rl_plugins.agents import Observation
 from rl_plugins.demo.tasks import MAX_ROWS, SPLITS, split_of
-from rl_plugins.environments import Observation
 
 _MISSES = 500  # draws in a row that bring nothing new: the level has no more tasks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.agents import Episode, Steps, act, finish, open_episode, reply
+from rl_plugins.agents import Episode, Subprogram, act, finish, open_episode, reply
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
@@ -48,7 +48,7 @@ class AepoRollout(Method):
     log-probs. What the environment says is not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch`
     (turns at the copy, None for those from the prompt) in `rollouts.meta` of methods that need them.
 
-    Environments: `environment()` makes one (see `rl_plugins.environments`); it is copied with `copy.deepcopy`, so it
+    Environments: `environment()` makes one (see `rl_plugins.agents`); it is copied with `copy.deepcopy`, so it
     must hold its state in ordinary attributes, or define `__deepcopy__`. One that cannot be copied is said in a
     warning, and the missing chains start from the prompt. One that raises or hangs ends its chain. A chain also ends
     after `max_turns`, and where an answer to the observation would not fit. Evaluation plays plain rollouts.
@@ -132,7 +132,7 @@ class AepoRollout(Method):
         given = self.params.initial_rollouts
         return (k + 1) // 2 if given is None else min(given, k)
 
-    def _probe(self, prompt: Prompt, opened: ExitStack) -> Steps:
+    def _probe(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
         """How many chains start from the prompt, from a short generation and one whole rollout."""
         p = self.params
         chain = yield from self._root(prompt, opened)
@@ -143,7 +143,7 @@ class AepoRollout(Method):
             turns.append(chain.entropy)
         return initial_rollouts(prompt.n, self._entropy(short), sum(turns) / len(turns), p.probe_weight)
 
-    def _chains(self, prompt: Prompt, opened: ExitStack, m: int) -> Steps:
+    def _chains(self, prompt: Prompt, opened: ExitStack, m: int) -> Subprogram:
         """All chains of a prompt, in the order they ended; m start at once."""
         p, rng = self.params, prompt.rng("branch")
         active: list[_Chain] = yield from together([self._root(prompt, opened) for _ in range(m)])
@@ -178,14 +178,14 @@ class AepoRollout(Method):
                 self.log("penalized", float(np.mean(attempts)))
         return ended
 
-    def _root(self, prompt: Prompt, opened: ExitStack) -> Steps:
+    def _root(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
         """A chain that starts from the prompt."""
         environment = self.params.environment()
         opened.callback(environment.close)
         episode = yield from open_episode(prompt, environment, self.params.timeout)
         return _Chain(episode)
 
-    def _turn(self, prompt: Prompt, chain: _Chain) -> Steps:
+    def _turn(self, prompt: Prompt, chain: _Chain) -> Subprogram:
         """The chain after another turn, and whether it goes on; then it ends with the observation."""
         p, before = self.params, chain.episode
         (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
@@ -200,7 +200,7 @@ class AepoRollout(Method):
             return chain, False
         return replace(chain, episode=following), True
 
-    def _copies(self, parents: Sequence[_Chain], opened: ExitStack) -> Steps:
+    def _copies(self, parents: Sequence[_Chain], opened: ExitStack) -> Subprogram:
         """Copies of these chains, fewer if an environment cannot be copied."""
         timeout = self.params.timeout
         name = "copying an environment"

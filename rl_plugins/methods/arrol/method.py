@@ -160,7 +160,7 @@ class Arrol(Method):
         """Attaches the head, once it may be used."""
         s, p = self.state, self.params
         known = s["head"] is not None and bool((s["label"] != s["label"][:1]).any())
-        if plan.step < p.cold_start or not known or p.keep_ratio == 1:
+        if plan.batch < p.cold_start or not known or p.keep_ratio == 1:
             return None
         calibrator = Calibrator.fitted(s["score"], s["label"], s["weight"], p.bins)
         payload = {

@@ -96,11 +96,9 @@ class EchoLabels(Method):
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         assert rollouts.text is not None  # in `needs`
-        group, rollout, index = rollouts.group.tolist(), rollouts.rollout.tolist(), rollouts.index.tolist()
-        rows = range(len(rollouts))
-        last: dict[tuple[int, int], int] = {}  # of each rollout, in the order they were generated
-        for i in sorted(rows, key=lambda i: (group[i], rollout[i], index[i])):
-            last[group[i], rollout[i]] = i
+        group, rollout = rollouts.group.tolist(), rollouts.rollout.tolist()
+        once = rollouts.once
+        last = dict(zip(zip(once.group.tolist(), once.rollout.tolist(), strict=True), once.last.tolist(), strict=True))
         answer = {who: self._answer(rollouts.text[i]) for who, i in last.items()}
         votes: dict[int, Counter[str]] = {g: Counter() for g, _ in last}
         size: Counter[int] = Counter()

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Method, Paper
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
@@ -131,9 +133,9 @@ class FissionGrpo(Method):
     def plan(self, plan: Plan) -> Plan | None:
         """Serves the newest entries, in the place of other prompts."""
         p = self.params
-        pool = [entry for entry in self.state["pool"] if plan.step - entry["step"] <= p.max_age]
+        pool = [entry for entry in self.state["pool"] if plan.batch - entry["batch"] <= p.max_age]
         self.state["pool"] = pool
-        if plan.step % p.every or len(pool) < p.trigger or not plan.rows:
+        if plan.batch % p.every or len(pool) < p.trigger or not plan.rows:
             return None
         size = p.group_size or plan.group_size
         free, groups = plan.budget - plan.trained, list(dict.fromkeys(row.group for row in plan.rows))
@@ -194,7 +196,7 @@ class FissionGrpo(Method):
             elif _key(prompt) not in known:
                 known.add(_key(prompt))
                 source, depth = own[i]
-                pool.append({"prompt": prompt, "source": source, "step": rollouts.step, "depth": depth + 1})
+                pool.append({"prompt": prompt, "source": source, "batch": rollouts.batch, "depth": depth + 1})
                 pushed += 1
         self.state["pool"] = pool[-p.capacity :]
         self.log("pushed", pushed, "sum")
@@ -222,14 +224,10 @@ class FissionGrpo(Method):
 
     def _several(self, rollouts: Rollouts) -> list[bool]:
         """Rows of rollouts that are more than one answer."""
-        rows: dict[tuple[int, int], int] = {}
-        each = list(zip(rollouts.group.tolist(), rollouts.rollout.tolist(), strict=True))
-        for key in each:
-            rows[key] = rows.get(key, 0) + 1
-        turns = [0] * len(each)
-        for row in rollouts.steps.row.tolist() if rollouts.steps is not None else ():
-            turns[row] += 1
-        return [rows[key] > 1 or n > 1 for key, n in zip(each, turns, strict=True)]
+        several = rollouts.once.rows.rows(rollouts.once.rows.size > 1)
+        if rollouts.turns is not None:
+            several = several | (torch.bincount(rollouts.turns.row, minlength=len(rollouts)) > 1)
+        return several.tolist()
 
     def _report(self, rollouts: Rollouts, own: Sequence[tuple[int, int]], wrong: Sequence[bool]) -> None:
         of_recovery = [i for i, (_, depth) in enumerate(own) if depth]

@@ -70,11 +70,11 @@ class FissionReward(Method):
                 f"there is no reward function {', '.join(f'`{n}`' for n in missing)}; the run has "
                 f"{', '.join(run.reward_names)}. Name yours with `format`, `correctness` and `length`."
             )
-        self._batches = max(1, run.generation_steps)
+        self._batches = max(1, run.total_batches)
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         p = self.params
-        progress = min(rollouts.step / self._batches, 1.0)
+        progress = min(rollouts.batch / self._batches, 1.0)
         weight = p.start + progress * (p.end - p.start)
         self.log("weight_correctness", weight)
 

@@ -98,13 +98,13 @@ class Latr(Method):
         self.needs = frozenset({f"engine:logprobs={self.params.candidates}"})
 
     def plan(self, plan: Plan) -> Plan:
-        eta = self.params.eta_at(plan.step)
+        eta = self.params.eta_at(plan.batch)
         self.log("eta", eta)
         return plan.replace(rows=tuple(r.replace(payload={**(r.payload or {}), self.name: eta}) for r in plan.rows))
 
     def rollout(self, prompt: Prompt) -> Program:
         # rows that another method adds in a later round have no share of ours: the schedule is the same
-        share = (prompt.payload or {}).get(self.name, self.params.eta_at(prompt.step))
+        share = (prompt.payload or {}).get(self.name, self.params.eta_at(prompt.batch))
         k = round(prompt.n * share) if prompt.training else 0
         wanted = [(prompt.start(), prompt.n - k)]
         if k:

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_plugins.agents.turns import joint, normalized
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
-from rl_plugins.turns import joint, normalized
 
 _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
 

@@ -23,7 +23,7 @@ from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import Column, outcomes
+from rl_plugins.priors import Column
 from rl_plugins.rollouts import Rollouts, Run, Tokens
 
 PAPER = Paper(
@@ -94,9 +94,9 @@ class Tracked(Method):
         p, alpha, beta = self.params, self.state["alpha"].clone(), self.state["beta"].clone()
         window = [*self.state["kl"], *(_kl(tokens) if p.rho is None else [])][-p.kl_window :]
         rho = forgetting_rate(window, p)
-        found = outcomes(rollouts)  # in the order of groups and rollouts, whatever the order of the rows
-        counted = ~torch.isnan(found.reward) & (found.prompt >= 0)
-        prompts = Groups(found.prompt[counted])
+        found = rollouts.once  # in the order of groups and rollouts, whatever the order of the rows
+        counted = ~torch.isnan(found.reward) & (found.prompt_index >= 0)
+        prompts = Groups(found.prompt_index[counted])
         self._check(prompts.ids)
         success = (found.reward[counted] > p.success_threshold).double()
         visits = prompts.size.double()

@@ -203,7 +203,7 @@ class TrainingFreeGrpo(Method):
 
     def _with_experiences(self, row: PlanRow, shown: str) -> PlanRow:
         column, edit = self.params.prompt_column, dict(row.edit or {})
-        prompt = edit[column] if column in edit else self._cell(row.prompt)
+        prompt = edit[column] if column in edit else self._cell(row.prompt_index)
 
         def told(problem: str) -> str:
             return fill(self.params.prompt_template, {"problem": problem, "experiences": shown})
@@ -249,21 +249,15 @@ class TrainingFreeGrpo(Method):
             self.state["experiences"] = self._advisor.revise(self.experiences, operations)
         self.log("experiences", len(self.state["experiences"]))
         if p.library is not None:
-            library.write_library(p.library, self.experiences, rollouts.step + 1, p.variant)
+            library.write_library(p.library, self.experiences, rollouts.batch + 1, p.variant)
 
     def _attempts(self, rollouts: Rollouts) -> list[list[Attempt]]:
         """The rollouts with a reward, group by group in the order of their numbers."""
         p = self.params
         assert rollouts.text is not None  # it is in `needs`
-        order = sorted(
-            (rollouts.kept & ~rollouts.reward.isnan()).nonzero()[:, 0].tolist(),
-            key=lambda i: (int(rollouts.group[i]), int(rollouts.rollout[i]), int(rollouts.index[i])),
-        )
-        rows: dict[tuple[int, int], list[int]] = {}
-        for i in order:
-            rows.setdefault((int(rollouts.group[i]), int(rollouts.rollout[i])), []).append(i)
         groups: dict[int, list[Attempt]] = {}
-        for (group, _), mine in rows.items():
+        of_groups = rollouts.once.members(rollouts, rollouts.kept & ~rollouts.reward.isnan())
+        for group, mine in ((group, rows) for group, members in of_groups.items() for rows in members):
             last = mine[-1]
             index = int(rollouts.prompt_index[last])
             known = index >= 0 and self._dataset is not None

@@ -28,7 +28,7 @@ class ExpertStep:
 
 @dataclass(frozen=True)
 class Turn:
-    """One step of a rollout, as a row reports it: the columns of `rollouts.steps`, and whether a patch followed."""
+    """One step of a rollout, as a row reports it: the columns of `rollouts.turns`, and whether a patch followed."""
 
     turn: int
     anchor: Any

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_plugins.agents.turns import joint, normalized
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
-from rl_plugins.turns import joint, normalized
 
 
 class UiS1(Method):
@@ -44,7 +44,7 @@ class UiS1(Method):
     The reward of a row counts only as scored or not (NaN): what reward functions and other methods' `rewards` made of
     it plays no part.
 
-    Shapes: rewards, returns and advantages are (steps,) float64. A step without a reward (NaN, or its row's reward is
+    Shapes: rewards, returns and advantages are (turns,) float64. A step without a reward (NaN, or its row's reward is
     NaN) is out of every statistic, has A = 0, and ends the return of the step before it; so does a step whose row left.
     Equal values give exactly 0. A step only one rollout reached has A_step = 0; a task of one step has A = 0 and a
     warning. gamma = 0 makes R = r; then, with episode_weight = 0 and one step per task, this is GRPO.
@@ -128,10 +128,10 @@ class UiS1(Method):
         return torch.nan_to_num(self._credit(self._read(rollouts)), nan=0.0)
 
     def _read(self, rollouts: Rollouts) -> _Steps:
-        steps, p = rollouts.steps, self.params
+        steps, p = rollouts.turns, self.params
         if steps is None:
             raise MethodError(
-                "the batch has no steps (rollouts.steps is None). `ui_s1` needs the turn, the reward and the match of "
+                "the batch has no steps (rollouts.turns is None). `ui_s1` needs the turn, the reward and the match of "
                 "every step; let the agent loop, environment or rollout function of the run report them."
             )
         unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[steps.row]
@@ -143,7 +143,7 @@ class UiS1(Method):
         return _Steps(reward, returns, steps.valid, steps.turn, tasks, Groups(rollout), same_step)
 
     def _credit(self, s: _Steps) -> Tensor:
-        """(steps,) advantages; NaN where a step has no reward."""
+        """(turns,) advantages; NaN where a step has no reward."""
         p = self.params
         by_std, eps = p.scale == "std", p.std_eps
         if p.episode_source == "step_reward":
@@ -177,7 +177,7 @@ class UiS1(Method):
 
 @dataclass(frozen=True)
 class _Steps:
-    """All (steps,), NaN reward and return where a step has no reward; and the groups they are compared in."""
+    """All (turns,), NaN reward and return where a step has no reward; and the groups they are compared in."""
 
     reward: Tensor
     returns: Tensor
@@ -194,9 +194,9 @@ def step_returns(
     """Discounted return of every step over the matching steps that follow it without a gap.
 
     Args:
-        reward: (steps,) float64, NaN where there is none.
-        matched: (steps,) bool.
-        rollout, turn: (steps,) int64, whose step and which; in any order.
+        reward: (turns,) float64, NaN where there is none.
+        matched: (turns,) bool.
+        rollout, turn: (turns,) int64, whose step and which; in any order.
         gamma: discount.
         include_first_mismatch: the first step that does not match counts in the returns before it.
     """

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision
 from rl_plugins.method import Method
-from rl_plugins.rollouts import Rollouts, Steps, Tokens
+from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
+from rl_plugins.runtime.decide import Decision
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.kit import BUDGET, GROUPS, NAN, Kit, short_error
 from rl_plugins.testing.contract.results import row_of_each
@@ -90,7 +90,7 @@ def check_layouts(kit: Kit) -> bool:
         for rows, tokens in (per_rollout, one_row_per_turn(*per_rollout)):
             kit.decide(kit.stack(), rows, tokens)
             given, result = next((args[0], result) for hook, args, result in kit.calls if hook == "advantages")
-            of_turns.append(result if kit.cls.advantages_per == "turn" else result[given.steps.row])
+            of_turns.append(result if kit.cls.advantages_per == "turn" else result[given.turns.row])
         if differences(of_turns[0], of_turns[1], close=True):
             kit.fail(
                 "`advantages` of the same turns differ with one row per rollout and with one row per turn. A rollout "
@@ -154,10 +154,12 @@ def _permute(rollouts: Rollouts, tokens: Tokens, order: Tensor) -> tuple[Rollout
     moved = take_rows(rollouts, order)
     token_order = torch.sort(place[tokens.row], stable=True).indices
     moved_tokens = tokens.subset(token_order, place)
-    if rollouts.steps is not None and moved_tokens.step is not None:
-        s = rollouts.steps
+    if rollouts.turns is not None and moved_tokens.turn is not None:
+        s = rollouts.turns
         turns = torch.from_numpy(np.random.default_rng(3).permutation(len(s.row)))
         anchors = [s.anchor[i] for i in turns]
-        moved = moved.replace(steps=Steps(place[s.row[turns]], s.turn[turns], anchors, s.reward[turns], s.valid[turns]))
-        moved_tokens = moved_tokens.replace(step=torch.argsort(turns)[moved_tokens.step])
+        moved = moved.replace(
+            turns=TurnTable(place[s.row[turns]], s.turn[turns], anchors, s.reward[turns], s.valid[turns])
+        )
+        moved_tokens = moved_tokens.replace(turn=torch.argsort(turns)[moved_tokens.turn])
     return moved, moved_tokens, token_order

@@ -8,10 +8,10 @@ import re
 import sys
 from typing import Any, get_args, get_type_hints
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS, SIGNALS, Paper
 from rl_plugins.params import MethodParams, build_params
+from rl_plugins.runtime import registry
 from rl_plugins.testing.contract.kit import NAN, Kit
 
 

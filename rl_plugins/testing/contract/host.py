@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import Decision, first_plan, next_plan
 from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Rollouts, Tokens
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, NAN, PROMPTS, Kit
 
 MAX_ROUNDS = 64
@@ -28,23 +29,23 @@ class Batch:
 
 def run_batch(kit: Kit, stack: MethodStack) -> Batch:
     """Plans, generates and decides once."""
-    proposal = [(GROUPS * stack.step + i) % PROMPTS for i in range(GROUPS)]
+    proposal = [(GROUPS * stack.batch + i) % PROMPTS for i in range(GROUPS)]
     plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET * kit.rows_per_rollout, PROMPTS, kit.dataset)
     rows = list(plan.rows)
-    rollouts, forced = _generate(kit, rows, stack.step)
+    rollouts, forced = _generate(kit, rows, stack.batch)
     for number in range(1, MAX_ROUNDS) if any(m.rounds for m in stack.methods) else ():
         first = {row.group: row for row in reversed(rows)}
         so_far = tuple(GroupSoFar(row, rollouts.reward[rollouts.group == g]) for g, row in sorted(first.items()))
         rest = BUDGET - sum(row.n for row in rows)
-        later = next_plan(stack, Plan((), GROUP_SIZE, rest, number, so_far, stack.step))
+        later = next_plan(stack, Plan((), GROUP_SIZE, rest, number, so_far, stack.batch))
         if not later.rows:
             break
         rows += later.rows
-        rollouts, forced = _generate(kit, rows, stack.step)
+        rollouts, forced = _generate(kit, rows, stack.batch)
     else:
         if any(m.rounds for m in stack.methods):
             kit.fail(f"`plan` still asks for rollouts after {MAX_ROUNDS} rounds.")
-    tokens = kit.tokens(rollouts, forced=forced, seed=stack.step)
+    tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
     return Batch(rows, tokens, decision)
 
@@ -57,15 +58,15 @@ def _generate(kit: Kit, plan: Sequence[PlanRow], step: int) -> tuple[Rollouts, T
     rewards, lengths, forced = [], [], []
     for (row, i), k in zip(made, number, strict=True):
         given = row.given[i].tokens if i < len(row.given) else row.prefix
-        length = len(given) if i < len(row.given) else len(row.prefix) + 1 + (3 * row.prompt + 2 * k) % 4
-        chance = np.random.default_rng([step, row.prompt + 1, k]).random()
-        rewards.append(NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt % 3)))
+        length = len(given) if i < len(row.given) else len(row.prefix) + 1 + (3 * row.prompt_index + 2 * k) % 4
+        chance = np.random.default_rng([step, row.prompt_index + 1, k]).random()
+        rewards.append(NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt_index % 3)))
         lengths.append(length)
         forced += [j < len(given) for j in range(length)]
     per_rollout = kit.rows_per_rollout
     repeat = torch.arange(len(made)).repeat_interleave(per_rollout).tolist()
     dataset = kit.dataset
-    edits = [{**dataset[max(row.prompt, 0)], **(row.edit or {})} for row, _ in made]
+    edits = [{**dataset[max(row.prompt_index, 0)], **(row.edit or {})} for row, _ in made]
     rollouts = kit.rollouts(
         [rewards[i] for i in repeat],
         [group[i] for i in repeat],

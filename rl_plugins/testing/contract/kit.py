@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from rl_plugins.driver import Decision, decide
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
-from rl_plugins.metrics import combine
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Steps, Tokens
-from rl_plugins.stack import MethodStack
+from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
+from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.compare import copy_of, differences, global_generators
 from rl_plugins.testing.contract.dataset import Table, column_value
 from rl_plugins.testing.contract.results import wrong_result
@@ -129,7 +129,7 @@ class Kit:
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
         if turns or "steps" in self.needs:
-            made = made.replace(steps=_turns(made))
+            made = made.replace(turns=_turns(made))
         return self.prepare(made) if self.prepare else made
 
     def tokens(self, rollouts: Rollouts, **changes: Any) -> Tokens:
@@ -150,14 +150,14 @@ class _QuietStack(MethodStack):
         pass
 
 
-def _turns(rollouts: Rollouts) -> Steps:
+def _turns(rollouts: Rollouts) -> TurnTable:
     """One to three turns per row, as long as it has tokens; one if a rollout is several rows. All rollouts begin in the
     same state, go to one of two, and come back."""
     count = torch.ones_like(rollouts.length) if bool(rollouts.index.any()) else rollouts.length.clamp(1, 3)
     row = torch.repeat_interleave(torch.arange(len(rollouts)), count)
     turn = rollouts.index[row] + torch.arange(len(row)) - (torch.cumsum(count, 0) - count)[row]
     number = rollouts.rollout[row]
-    return Steps(
+    return TurnTable(
         row=row,
         turn=turn,
         anchor=[f"room {1 + n % 2 if t == 1 else 0}" for t, n in zip(turn.tolist(), number.tolist(), strict=True)],

@@ -21,8 +21,8 @@ def check_plans(kit: Kit) -> bool:
             stack = kit.stack()
             planned = [stack.call("plan", stack.methods[-1], plan) or plan for _ in range(3)]
             for p in planned:
-                given = {row.prompt for row in plan.rows}
-                foreign = sorted({row.prompt for row in p.rows} - given - {-1})
+                given = {row.prompt_index for row in plan.rows}
+                foreign = sorted({row.prompt_index for row in p.rows} - given - {-1})
                 if foreign:
                     kit.fail(
                         f"`plan` has the prompts {foreign}, which were not chosen; those given are {sorted(given)}."

@@ -22,8 +22,8 @@ def wrong_result(method: type[Method], hook: str, args: tuple[Any, ...], result:
 
 def row_of_each(method: type[Method], rollouts: Rollouts) -> Tensor:
     """The row each advantage of this class belongs to: one per row, or one per turn."""
-    if method.advantages_per == "turn" and rollouts.steps is not None:
-        return rollouts.steps.row
+    if method.advantages_per == "turn" and rollouts.turns is not None:
+        return rollouts.turns.row
     return torch.arange(len(rollouts))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from rl_plugins.state import load_state, save_state
+from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.decisions import decided
 from rl_plugins.testing.contract.host import Batch, run_batch

@@ -13,7 +13,7 @@ def _probes():
     """The registry finds the probes of this folder, and only in these tests."""
     import probes
 
-    from rl_plugins import registry
+    from rl_plugins.runtime import registry
 
     entry_points = registry._entry_points
     probes.register()

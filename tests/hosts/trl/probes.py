@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from rl_plugins import registry
 from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip, weighted_logprob
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Completion, PlanRow, Shape, Update
+from rl_plugins.runtime import registry
 
 _PAPER = Paper("0000.00000", "A probe", "Nobody", 2026)
 
@@ -76,7 +76,9 @@ class Over(Probe):
 
     def plan(self, plan):
         k = len(plan.rows)
-        more = tuple(PlanRow((r.prompt + 7) % 200, k + i, 0, spare=r.n) for i, r in enumerate(plan.rows[: k // 2]))
+        more = tuple(
+            PlanRow((r.prompt_index + 7) % 200, k + i, 0, spare=r.n) for i, r in enumerate(plan.rows[: k // 2])
+        )
         return plan.replace(rows=plan.rows + more)
 
     def select(self, rollouts):
@@ -311,7 +313,7 @@ class Boom(Probe):
         where: str = param("driver", "driver, or rank1: in the loss of rank 1")
 
     def observe(self, rollouts, tokens, stats):
-        if self.params.where == "driver" and rollouts.step == 1:
+        if self.params.where == "driver" and rollouts.batch == 1:
             raise ValueError("the driver hook went wrong")
 
     def regularize(self, terms):

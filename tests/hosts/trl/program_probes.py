@@ -49,7 +49,7 @@ class Talk(Probe):
     """Two turns: what it says, a tool's answer of two tokens, what it says then. The first rollout has a hint."""
 
     name = "talk"
-    needs = {"steps", "column:mood"}
+    needs = {"turns", "column:mood"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -182,7 +182,7 @@ class Evaluated(Probe):
 
     def plan(self, plan):
         SEEN.setdefault("plans", []).append(len(plan.rows))
-        if all(r.prompt == -1 for r in plan.rows):
+        if all(r.prompt_index == -1 for r in plan.rows):
             edited = [r.replace(edit={**r.edit, "prompt": [{"role": "user", "content": "u:9"}]}) for r in plan.rows]
             return plan.replace(rows=tuple(edited))
         return None

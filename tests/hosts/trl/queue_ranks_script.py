@@ -28,13 +28,13 @@ def main(out: Path) -> None:
 
     def watched_admit(*args: Any) -> Any:
         groups = admit(*args)
-        steps.append({"fresh": [g.row.prompt for g in groups if not g.rollouts]})
+        steps.append({"fresh": [g.row.prompt_index for g in groups if not g.rollouts]})
         return groups
 
     def watched_settle(stack: Any, groups: Any, order: Any, enough: int) -> Any:
         found = settle(stack, groups, order, enough)
-        steps[-1]["after"] = {g.row.prompt: g.rollouts for g in groups}
-        steps[-1]["trained"] = [g.row.prompt for g in found[0]]
+        steps[-1]["after"] = {g.row.prompt_index: g.rollouts for g in groups}
+        steps[-1]["trained"] = [g.row.prompt_index for g in found[0]]
         return found
 
     def watched_decode(trainer: Any, groups: Any, enough: int, row_of: Any) -> Any:

@@ -167,7 +167,7 @@ def test_yaml_and_command_line_say_the_same(tmp_path, yaml, arguments, methods, 
     (tmp_path / "run.yaml").write_text(yaml + f"\noutput_dir: {tmp_path}\nuse_cpu: true\nbf16: false\n")
     (args,) = TrlParser((GRPOConfig,)).parse_args_and_config(["--config", str(tmp_path / "run.yaml"), *arguments])
     assert args.methods == methods and args.method_params == params
-    from rl_plugins.stack import build_stack
+    from rl_plugins.runtime.stack import build_stack
 
     stack = build_stack(args.methods, args.method_params)
     assert [m.name for m in stack.methods] == methods

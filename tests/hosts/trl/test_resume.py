@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import StateError
-from rl_plugins.state import load_state
+from rl_plugins.runtime.state import load_state
 
 pytestmark = pytest.mark.host
 
@@ -165,4 +165,4 @@ def test_methods_without_state_resume_from_a_plain_checkpoint(tmp_path):
     plain.train()
     t = make(tmp_path, ["mc_grpo"], max_steps=4)
     t.train(resume_from_checkpoint=True)
-    assert t.methods.step == 4 and Path(policy(tmp_path / "policy")).exists()
+    assert t.methods.batch == 4 and Path(policy(tmp_path / "policy")).exists()

@@ -320,7 +320,10 @@ def test_turn_control_limits_and_reminds(train):
             assert read.count("left ") == len(told) and all(text in read for text in told)
             masked = [bool(m) for m in loss_mask[i, : len(t)]]
             assert masked == [k == Kind.SAMPLED for k in t.kinds], "what is read has no gradient"
-            assert replayed(Grid, seen.trainer.train_dataset[row.plan.prompt], actions(t, decode))[0] == t.meta["score"]
+            assert (
+                replayed(Grid, seen.trainer.train_dataset[row.plan.prompt_index], actions(t, decode))[0]
+                == t.meta["score"]
+            )
         assert batch.rollouts.reward.tolist() == [row.trajectory.meta["score"] for row in batch.made]
     assert stopped["extended_limit"] > 8 and stopped["done"] > 8 and set(stopped) == {"extended_limit", "done"}
     turns = [len(row.trajectory.turns) for row in seen.batches[0].made]
@@ -433,7 +436,7 @@ def test_aepo_branches_with_copies_of_the_environment(train):
             branches += len(copies)
             restarts += 8 - 4 - len(copies)
             for t in group:
-                result, texts = replayed(Calculator, rows[row.plan.prompt], actions(t, decode))
+                result, texts = replayed(Calculator, rows[row.plan.prompt_index], actions(t, decode))
                 assert result == t.meta["score"]
                 read = decode([x for x, k in zip(t.tokens, t.kinds, strict=True) if k == Kind.OBSERVED])
                 shown = texts if t.meta["turns"] > len(t.turns) or not t.meta["done"] else texts[:-1]

@@ -153,9 +153,9 @@ def test_vade_trains_on_the_prompts_it_chose(tmp_path):
     t, spy = run(tmp_path, ["vade"], max_steps=3)
     rows = build_dataset(200, seed=1)
     for step in spy.steps:
-        prompts = [r.plan.prompt for r in step.mine]
+        prompts = [r.plan.prompt_index for r in step.mine]
         assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::8] for _ in range(8)]
-        assert list(t._logs["prompt"])[-64:][0] == rows[[r.plan.prompt for r in spy.steps[-1].mine][0]]["prompt"]
+        assert list(t._logs["prompt"])[-64:][0] == rows[[r.plan.prompt_index for r in spy.steps[-1].mine][0]]["prompt"]
     counts = t.methods.methods[0].state
     total = float(sum(v.sum() for v in counts.values() if isinstance(v, torch.Tensor)))
     assert 64 * 2 < total <= 64 * 3
@@ -229,17 +229,17 @@ def test_short_plans_are_filled_with_further_prompts(tmp_path):
     _, spy = run(tmp_path, ["small"], max_steps=2)
     for step, out in zip(spy.steps, spy.batches, strict=True):
         plans = [r.plan for r in step.mine]
-        prompts = [p.prompt for p in plans if p is not None]
+        prompts = [p.prompt_index for p in plans if p is not None]
         assert len(set(prompts)) == 12 and plans.count(None) == 4
         assert len(out["advantages"]) == 64 and int((out["tool_mask"].sum(1) > 0).sum()) == 60
         assert int(out["num_items_in_batch"]) == int((out["completion_mask"] * out["tool_mask"]).sum())
-    first, second = ([r.plan.prompt for r in s.mine if r.plan][40:] for s in spy.steps)
+    first, second = ([r.plan.prompt_index for r in s.mine if r.plan][40:] for s in spy.steps)
     assert set(first) != set(second)
 
 
 def test_one_rollout_per_prompt(tmp_path):
     _, spy = run(tmp_path, ["one"], num_generations=2, max_steps=1)
-    prompts = [r.plan.prompt for r in spy.steps[0].mine]
+    prompts = [r.plan.prompt_index for r in spy.steps[0].mine]
     assert len(set(prompts)) == 64
 
 

@@ -97,7 +97,7 @@ def test_books_of_two_turns_are_exact(tmp_path, scored):
     if not scored:
         assert calls[0][1][:3] == ["m0", "m1", "m2"]
     assert rollouts.meta["mood"] == [f"m{k}" for k in range(8)] * 8
-    steps = rollouts.steps
+    steps = rollouts.turns
     assert steps.turn.tolist() == [0, 1] * 64 and steps.row.tolist() == [r for r in range(64) for _ in (0, 1)]
     assert steps.anchor[:4] == ["start", "told 0", "start", "told 1"]
     assert steps.valid.tolist()[:4] == [True, True, True, False]
@@ -106,7 +106,7 @@ def test_books_of_two_turns_are_exact(tmp_path, scored):
     assert tokens.forced[first].tolist()[:2] == [True, True] and int(tokens.forced.sum()) == 2 * 8
     for row in (0, 9):  # two observed tokens lie between the turns and carry no gradient
         at = tokens.position[tokens.row == row]
-        step = tokens.step[tokens.row == row]
+        step = tokens.turn[tokens.row == row]
         gap = at.diff()
         assert gap.max() == 3 and int((gap == 3).sum()) == 1
         assert step[: int(gap.argmax()) + 1].unique().tolist() == [2 * row]

@@ -10,8 +10,8 @@ import torch
 from harness import history, make, score, weights
 from program_probes import SEEN
 
-from rl_plugins import queue as module
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import carry_over as module
 
 pytestmark = pytest.mark.host
 
@@ -42,19 +42,19 @@ def test_every_group_that_was_drawn_is_trained_or_waits(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_plugins.trl.queue.admit", watched_admit)
     monkeypatch.setattr("rl_plugins.trl.queue.settle_queue", watched_settle)
     trainer = run(tmp_path)
-    fresh = [g.row.prompt for groups in begun for g in groups if not g.rollouts]
-    done = [g.row.prompt for groups, _, _ in trained for g in groups]
+    fresh = [g.row.prompt_index for groups in begun for g in groups if not g.rollouts]
+    done = [g.row.prompt_index for groups, _, _ in trained for g in groups]
     waiting = [g["row"]["prompt"] for g in trainer.methods.carried]
     assert Counter(fresh) == Counter(done) + Counter(waiting)
     assert len(done) == 32 * 4 and len(waiting) == 32 and len(begun[0]) == 64
     assert [len(q.carried) for q in SEEN["queues"]] == [0, 32, 32, 32]
     resumed = 0
     for k in range(1, 4):  # a group that goes on keeps its tokens bit for bit
-        before = {g.row.prompt: g for g in trained[k - 1][1]}
+        before = {g.row.prompt_index: g for g in trained[k - 1][1]}
         for g in trained[k][1]:
-            if g.row.prompt not in before or g.drawn == k:
+            if g.row.prompt_index not in before or g.drawn == k:
                 continue
-            for old, new in zip(before[g.row.prompt].rollouts, g.rollouts, strict=True):
+            for old, new in zip(before[g.row.prompt_index].rollouts, g.rollouts, strict=True):
                 assert new.tokens[: len(old)] == old.tokens and new.logprobs[: len(old)] == old.logprobs
                 assert len(new) <= 120
                 if module.finished(old):

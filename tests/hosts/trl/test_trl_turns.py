@@ -14,11 +14,12 @@ import torch
 import trl
 from harness import history, make, score, weights
 
+from rl_plugins.agents import Observation
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.environments import Observation, as_tools
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.trl import step as module
+from rl_plugins.trl.environments import as_tools
 
 pytestmark = pytest.mark.host
 
@@ -83,18 +84,18 @@ def test_a_program_in_an_environment(tmp_path, method):
     before = weights(trainer).clone()
     for decision, tokens in decisions_of(trainer):
         rollouts = decision.rollouts
-        steps = rollouts.steps
+        steps = rollouts.turns
         assert {"0", "4"}.isdisjoint(steps.anchor), "no turn begins where the episode has ended"
         assert set(steps.anchor) == {"1", "2", "3"}
         last = torch.zeros(len(rollouts), dtype=torch.int64).scatter_reduce(0, steps.row, steps.turn, "amax")
         ended = ~torch.isnan(steps.reward)
         assert bool((steps.turn[ended] == last[steps.row[ended]]).all())
         assert torch.equal(rollouts.reward[steps.row[ended]], steps.reward[ended])
-        assert set(tokens.step.tolist()) == set(range(len(steps.row))), "every turn has tokens"
-        assert torch.equal(steps.row[tokens.step], tokens.row)
+        assert set(tokens.turn.tolist()) == set(range(len(steps.row))), "every turn has tokens"
+        assert torch.equal(steps.row[tokens.turn], tokens.row)
         of_turn = decision.advantages[torch.arange(len(tokens))]
         for step in range(0, len(steps.row), 7):  # one advantage per turn
-            mine = of_turn[tokens.step == step]
+            mine = of_turn[tokens.turn == step]
             assert float(mine.max() - mine.min()) == 0
         assert len({round(a, 6) for a in of_turn.tolist()}) > 4, "turns of a rollout differ"
     assert (weights(trainer) - before).abs().max() > 1e-4
@@ -173,7 +174,7 @@ def test_trls_own_environments_fill_the_turns(with_tools):
         more={"environment_factory": as_tools(Walk)},
     )
     ((decision, tokens),) = decisions_of(trainer)
-    rollouts, steps = decision.rollouts, decision.rollouts.steps
+    rollouts, steps = decision.rollouts, decision.rollouts.turns
     assert set(steps.anchor) <= {"0", "1", "2", "3", "4", None}
     first = steps.turn == 0
     assert {a for a, f in zip(steps.anchor, first.tolist(), strict=True) if f} <= {"2", None}
@@ -182,7 +183,7 @@ def test_trls_own_environments_fill_the_turns(with_tools):
     rewarded = steps.reward == 1
     assert set(steps.row[rewarded].tolist()) == set(won_rows.nonzero()[:, 0].tolist())
     again = Gigpo().advantages(rollouts)
-    assert torch.allclose(again[tokens.step], decision.advantages)
+    assert torch.allclose(again[tokens.turn], decision.advantages)
     assert again.unique().numel() > 3
 
 
@@ -197,7 +198,7 @@ def test_tools_without_records_give_what_was_read(with_tools):
 
     trainer = make(with_tools, ["gigpo"], reward=score, max_steps=1, max_completion_length=60, more={"tools": [act]})
     ((decision, _),) = decisions_of(trainer)
-    steps = decision.rollouts.steps
+    steps = decision.rollouts.turns
     later = {a for a, t in zip(steps.anchor, steps.turn.tolist(), strict=True) if t}
     assert later and all("saw" in a for a in later)
     assert {a for a, t in zip(steps.anchor, steps.turn.tolist(), strict=True) if not t} == {""}
@@ -223,7 +224,7 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
     ((decision, _),) = decisions_of(trainer)
     rollouts = decision.rollouts
     assert len(rollouts.groups.ids) == 4 and set(rollouts.index.tolist()) == {0, 1}
-    assert torch.equal(rollouts.steps.turn, rollouts.index[rollouts.steps.row])
+    assert torch.equal(rollouts.turns.turn, rollouts.index[rollouts.turns.row])
     assert (weights(trainer) - before).abs().max() > 1e-4
 
     trainer = make(

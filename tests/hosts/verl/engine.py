@@ -394,7 +394,7 @@ class _Host:
         for m in used.stack.methods:
             m.state = {"secret": "x" * 100}
             m.log("left", 1.0)
-        used.stack.step = 7
+        used.stack.batch = 7
         text = pickle.dumps(used)
         copy = pickle.loads(text)
         return {
@@ -403,7 +403,7 @@ class _Host:
             "names": copy.stack.names,
             "params": [dataclasses.asdict(m.params) for m in copy.stack.methods],
             "state": [dict(m.state) for m in copy.stack.methods],
-            "step": copy.stack.step,
+            "step": copy.stack.batch,
             "metrics": copy.stack.metrics.take(),
             "max_length": copy.max_length,
         }

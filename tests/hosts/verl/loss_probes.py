@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rl_plugins import registry
 from rl_plugins.losses import ppo_clip
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Update
+from rl_plugins.runtime import registry
 
 SEEN: list[Any] = []
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 
 import probes
 
-from rl_plugins import registry
+from rl_plugins.runtime import registry
 
 
 @contextmanager

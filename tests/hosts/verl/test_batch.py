@@ -17,14 +17,14 @@ import probes
 from memory_queue import MemoryQueue
 from transfer_queue import KVBatchMeta
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import MethodsBatch, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, ROW, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
 from rl_plugins.verl.trainer import MethodsColocateAsync, MethodsSync
 
@@ -298,7 +298,7 @@ def test_datasets_are_numbered_and_told_apart() -> None:
     one, other = Dataset(), Dataset(4)
     number_rows(one)
     number_rows(one)  # a second time is nothing
-    assert one[3][ROW] == 3 and isinstance(one, Dataset) and type(one).__name__ == "Dataset"
+    assert one[3][PROMPT_INDEX] == 3 and isinstance(one, Dataset) and type(one).__name__ == "Dataset"
     assert fingerprint(one) == fingerprint(Dataset()) != fingerprint(other)
 
 
@@ -320,7 +320,7 @@ def test_plans_become_prompt_batches() -> None:
     prompts = [getattr(x, "data", x) for x in batch["raw_prompt"]]
     assert prompts[1] == [{"role": "user", "content": "hint"}] and prompts[0][0]["content"] == "3"
     assert getattr(batch["extra_info"][1], "data", batch["extra_info"][1])["level"] == 9
-    assert len({str(u) for u in batch["uid"]}) == 2 and ROW not in batch
+    assert len({str(u) for u in batch["uid"]}) == 2 and PROMPT_INDEX not in batch
     plain = made.build([PlanRow(0, 0, 2), PlanRow(2, 1, 2)])
     assert "__rollout_n__" not in plain and "agent_name" not in plain
 

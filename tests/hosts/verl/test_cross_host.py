@@ -168,7 +168,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
                 }
             },
             COLUMN: {
-                "prompt": row.plan.prompt,
+                "prompt": row.plan.prompt_index,
                 "wave": "w",
                 "group": row.plan.group,
                 "place": row.plan.group,

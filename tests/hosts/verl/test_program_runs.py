@@ -90,15 +90,15 @@ def replayed(raw: str) -> list[tuple[int, float, bool]]:
 
 def test_turns_of_an_agent_in_time_order(carousel: Run) -> None:
     rollouts, tokens = seen(carousel, "ladder2.pt")
-    steps = rollouts.steps
+    steps = rollouts.turns
     assert len(rollouts) == 64 and steps.row.tolist() == [r for r in range(64) for _ in range(3)]
     assert steps.turn.tolist() == [0, 1, 2] * 64
     told = [t for raw in rollouts.raw_text for t in replayed(raw)]
     assert list(zip(steps.anchor, steps.reward.tolist(), steps.valid.tolist(), strict=True)) == told
     assert len({h for h, _, _ in told}) > 1 and {r for _, r, _ in told} == {0.0, 1.0}
     order = (tokens.row * 100 + tokens.position).argsort()
-    assert bool((tokens.step[order].diff() >= 0).all()), "a later token belongs to a later turn"
-    assert bool((rollouts.steps.row[tokens.step] == tokens.row).all())
+    assert bool((tokens.turn[order].diff() >= 0).all()), "a later token belongs to a later turn"
+    assert bool((rollouts.turns.row[tokens.turn] == tokens.row).all())
 
 
 def test_gigpo_on_the_agent(carousel: Run) -> None:
@@ -119,7 +119,7 @@ def test_gigpo_on_the_agent(carousel: Run) -> None:
         a, s = of_group[group[row]], of_state[(group[row], height)]
         expected.append(whole - sum(a) / len(a) + later - sum(s) / len(s))
     got = tokens.advantages
-    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64)[tokens.step], atol=1e-6)
+    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64)[tokens.turn], atol=1e-6)
     d = step(carousel, "ladder+gigpo")["decision"]
     assert d.estimator == "gigpo" and not d.uniform and carousel.updates()[0]["grad_norm"] > 0
 
@@ -156,7 +156,7 @@ def test_two_rows_per_rollout(carousel: Run) -> None:
     assert rollouts.groups.size.tolist() == [2 * SAMPLES] * (PROMPTS // 2), "the batch has rows for half of the prompts"
     assert rollouts.index.tolist() == [0, 1] * 32 == rollouts.meta["place"]
     assert rollouts.rollout.tolist() == [k for _ in range(4) for k in range(8) for _ in range(2)]
-    steps = rollouts.steps
+    steps = rollouts.turns
     assert steps.row.tolist() == list(range(64)) and steps.turn.tolist() == [0, 1] * 32
     assert list(steps.anchor) == ["start", "again"] * 32
     d, groups, r = step(carousel, "turns_apart")["decision"], rollouts.groups, rollouts.reward
@@ -239,5 +239,5 @@ def test_an_asynchronous_mode(tmp_path: Path) -> None:
     for number, s in enumerate(run.steps(), 1):
         d = s["decision"]
         assert d.rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and d.estimator == "gigpo"
-        assert len(d.rollouts.steps.row) == 3 * 64 and run.metrics(number)["ladder/asked"] == 64
+        assert len(d.rollouts.turns.row) == 3 * 64 and run.metrics(number)["ladder/asked"] == 64
         assert run.metrics(number)["actor/grad_norm"] > 0

@@ -30,7 +30,7 @@ from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.requests import Generate, Score, Trajectory
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as batch_module
 from rl_plugins.verl import workers
 from rl_plugins.verl.cpu.decoder import Decoder
@@ -157,7 +157,7 @@ def test_prompts_are_verls_own() -> None:
     assert TOKENIZER.decode(prompt.tokens) == "<user>a:12<asst>"
     assert prompt.chat.prompt(COLUMNS["raw_prompt"]) == prompt.tokens
     assert prompt.chat.reply([{"role": "user", "content": "9"}]) == prompt.chat.encode("<user>9<asst>")
-    assert (prompt.n, prompt.max_tokens, prompt.max_context, prompt.step) == (3, 20, 40, 7)
+    assert (prompt.n, prompt.max_tokens, prompt.max_context, prompt.batch) == (3, 20, 40, 7)
     assert (prompt.prefix, prompt.payload, prompt.training, prompt.seed) == ((9,), {"k": 1}, True, "0|scripted|5")
     assert prompt.columns["level"] == 3 and prompt.columns["x"] == 1, "extra_info before reward_model"
     assert prompt.columns["ground_truth"] == "7" and prompt.columns["prompt"] == COLUMNS["raw_prompt"]
@@ -521,7 +521,7 @@ class SeesTurns(probes.Probe):
     advantages_per = "turn"
 
     def advantages(self, rollouts):
-        return rollouts.steps.turn.double() + 1
+        return rollouts.turns.turn.double() + 1
 
 
 @pytest.mark.parametrize("layout", ["one row per rollout", "one row per turn"])
@@ -533,7 +533,7 @@ def test_both_layouts_give_the_same_turns(queue: MemoryQueue, layout: str) -> No
         rows = {"a_0_1": native([1, 1]), "a_0_0": native([1]), "a_1_0": native([1])}
         expected = {"a_0_0": [1], "a_0_1": [2, 2], "a_1_0": [1]}
     mine, _, after = run(queue, rows, "sees_turns")
-    assert mine.generated.steps.turn.tolist() == [0, 1, 0]
+    assert mine.generated.turns.turn.tolist() == [0, 1, 0]
     assert {k: queue.rows[k]["advantages"].tolist() for k in after.keys} == expected
 
 

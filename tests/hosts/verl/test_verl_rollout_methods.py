@@ -113,9 +113,9 @@ def test_latr(carousel: Run) -> None:
 
 def test_turn_control_and_hgpo(carousel: Run) -> None:
     rollouts, tokens, logged, s = of(carousel, "turn_control")
-    assert rollouts.steps.turn.tolist() == [0, 1, 2] * 64 and logged["turn_control/turns"] == 3
+    assert rollouts.turns.turn.tolist() == [0, 1, 2] * 64 and logged["turn_control/turns"] == 3
     assert s["decision"].estimator == "hgpo"
-    spread = [float(tokens.advantages[tokens.step == k].std(unbiased=False)) for k in range(0, 192, 5)]
+    spread = [float(tokens.advantages[tokens.turn == k].std(unbiased=False)) for k in range(0, 192, 5)]
     assert max(spread) < 1e-9 and len(tokens.advantages.unique()) > 8, "one advantage per turn"
 
 
@@ -165,12 +165,12 @@ def test_m_grpo(carousel: Run) -> None:
 def test_ui_s1_on_recorded_steps(carousel: Run) -> None:
     """A row per step; the advantages are those of the method on the steps that were played."""
     rollouts, tokens, logged, s = of(carousel, "ui_s1")
-    steps = rollouts.steps
+    steps = rollouts.turns
     assert s["decision"].estimator == "ui_s1" and set(rollouts.index.tolist()) == {0, 1}
     assert torch.equal(steps.turn, rollouts.index[steps.row]) and len(rollouts.groups.ids) == PROMPTS // 2
     assert 0 < logged["ui_s1/matched"] < 1 and set(steps.reward.tolist()) == {0.0, 1.0}
     method = UiS1(UiS1.Params(filter_by="none", rows_per_rollout=2))
-    assert torch.allclose(method.advantages(rollouts)[tokens.step], tokens.advantages, atol=1e-6)
+    assert torch.allclose(method.advantages(rollouts)[tokens.turn], tokens.advantages, atol=1e-6)
 
 
 def test_april_where_verl_carries_groups_over(tmp_path: Path) -> None:

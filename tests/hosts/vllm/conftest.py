@@ -40,7 +40,7 @@ def _probes() -> Iterator[None]:
     """The registry finds the probes of the TRL tests, and only here."""
     import probes
 
-    from rl_plugins import registry
+    from rl_plugins.runtime import registry
 
     entry_points = registry._entry_points
     probes.register()

@@ -38,7 +38,7 @@ def _carousel(module: object) -> None:
         class Watched(cls):
             def _next_train_batch(self, num_prompts=None):
                 batch = super()._next_train_batch(num_prompts)
-                note("plan", step=self.global_steps, prompts=[r.prompt for r in self._submitted.values()])
+                note("plan", step=self.global_steps, prompts=[r.prompt_index for r in self._submitted.values()])
                 return batch
 
             def _compute_advantage(self, batch, metrics):
@@ -103,7 +103,7 @@ def _carousel(module: object) -> None:
 
         def on_step_begin(self):
             self.settings, stack = self._places[(self.global_steps - 1) % len(self._places)]
-            stack.step = self.global_steps - 1
+            stack.batch = self.global_steps - 1
             self.methods = stack
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
             self.actor_rollout_wg.set_loss_fn(loss.MethodsLoss(actor, self.settings, self.config))

@@ -9,8 +9,7 @@ import probes
 import torch
 from verl_probes import OUT, note
 
-from rl_plugins.agents import play
-from rl_plugins.environments import Observation
+from rl_plugins.agents import Observation, play
 from rl_plugins.requests import Call, Generate, Score, together
 from rl_plugins.rollouts import Shape
 
@@ -74,7 +73,7 @@ class Agent(Program):
         return [r.noted(edited=float(edited and not prompt.training)) for r in rows]
 
     def observe(self, rollouts, tokens, stats):
-        torch.save((rollouts, tokens), OUT / f"ladder{rollouts.step}.pt")
+        torch.save((rollouts, tokens), OUT / f"ladder{rollouts.batch}.pt")
 
 
 class TurnsApart(Program):
@@ -177,11 +176,11 @@ class Failing(Program):
     name = "failing"
 
     def plan(self, plan):
-        return plan.replace(rows=tuple(r.replace(payload=plan.step + i) for i, r in enumerate(plan.rows)))
+        return plan.replace(rows=tuple(r.replace(payload=plan.batch + i) for i, r in enumerate(plan.rows)))
 
     def rollout(self, prompt):
         made = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)
-        if prompt.step == 1 and prompt.payload == 1:
+        if prompt.batch == 1 and prompt.payload == 1:
             raise ValueError("the program gave up")
         return [prompt.start().add(g) for g in made]
 
@@ -206,7 +205,7 @@ class Watch(probes.Probe):
     needs = frozenset({"raw_text"})
 
     def observe(self, rollouts, tokens, stats):
-        torch.save((rollouts, tokens), OUT / f"watch{rollouts.step}.pt")
+        torch.save((rollouts, tokens), OUT / f"watch{rollouts.batch}.pt")
 
 
 class Recorded(probes.Probe):

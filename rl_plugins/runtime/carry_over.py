@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.driver import admitted_prompts
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Trajectory
 from rl_plugins.rollouts import Admission, Carried, PlanRow, Queue
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.plan import admitted_prompts
+from rl_plugins.runtime.stack import MethodStack
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def admit(
     """
     method = stack.claims["admit"][0]
     waiting = [from_plain(g) for g in stack.carried]
-    queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.step)
+    queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.batch)
     answer = stack.one("admit", queue)
     if not isinstance(answer, Admission):
         raise stack.refuse(method, "admit", f"{type(answer).__name__} instead of an Admission.")
@@ -100,8 +100,8 @@ def admit(
             f"the method that plans."
         )
     stack.carried = [to_plain(g) for i, g in enumerate(waiting) if i not in set(named)]
-    begun = [waiting[i] for i in resume] + [Group(waiting[i].row, stack.step) for i in restart]
-    begun += [Group(row, stack.step) for row in rows]
+    begun = [waiting[i] for i in resume] + [Group(waiting[i].row, stack.batch) for i in restart]
+    begun += [Group(row, stack.batch) for row in rows]
     stack.metrics.add("rl_plugins/groups_dropped", len(drop), "sum")
     return [replace(g, row=g.row.replace(group=i)) for i, g in enumerate(begun)]
 
@@ -153,7 +153,7 @@ def settle_queue(
 def _seen(group: Group) -> Carried:
     tokens = tuple(len(t) for t in group.rollouts)
     return Carried(
-        prompt=group.row.prompt,
+        prompt_index=group.row.prompt_index,
         size=group.size,
         drawn=group.drawn,
         tokens=tokens,
@@ -170,7 +170,7 @@ def to_plain(group: Group) -> dict[str, Any]:
     row = group.row
     return {
         "row": {
-            "prompt": row.prompt,
+            "prompt_index": row.prompt_index,
             "group": row.group,
             "n": row.n,
             "spare": row.spare,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.environments import Environment, Observation
+from rl_plugins.agents.environment import Environment, Observation
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Call, Called, Generate, Prompt, Trajectory
 from rl_plugins.services import prompt_text
 
-Steps = Generator[Any, Any, Any]
+Subprogram = Generator[Any, Any, Any]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Episode:
         return self.observation.anchor
 
 
-def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0, extra: str = "") -> Steps:
+def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0, extra: str = "") -> Subprogram:
     """Resets the environment (`yield from` it). What it says stands behind the prompt's last message, unless the
     prompt's text has it already, and `extra` behind that. Returns an `Episode`.
 
@@ -70,7 +70,7 @@ def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0
     return Episode(environment, trajectory, first)
 
 
-def generate(trajectory: Trajectory, max_tokens: int | None = None) -> Steps:
+def generate(trajectory: Trajectory, max_tokens: int | None = None) -> Subprogram:
     """The policy's next turn (`yield from` it); a generation the engine interrupts is continued. Returns the trajectory
     with it, which is no longer than before if nothing fits or the engine makes no token."""
     start = len(trajectory)
@@ -82,7 +82,7 @@ def generate(trajectory: Trajectory, max_tokens: int | None = None) -> Steps:
             return trajectory
 
 
-def act(prompt: Prompt, episode: Episode, trajectory: Trajectory, timeout: float = 60.0) -> Steps:
+def act(prompt: Prompt, episode: Episode, trajectory: Trajectory, timeout: float = 60.0) -> Subprogram:
     """Lets the environment take what the agent generated behind `episode.trajectory` (`yield from` it). Returns the
     `Episode` after it, whose trajectory has the turn, but not yet the observation (see `reply`).
 
@@ -115,7 +115,7 @@ def play(
     timeout: float = 60.0,
     turn_tokens: int | None = None,
     role: str = "user",
-) -> Steps:
+) -> Subprogram:
     """One rollout of an agent, as a program of its own. Returns its trajectory, with `meta` of `summary`.
 
     It ends when the environment is done, after `max_turns`, or when nothing more fits: an observation that would leave

@@ -11,13 +11,13 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rl_plugins import registry
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import HOOKS, Context, Method
-from rl_plugins.metrics import Metrics
 from rl_plugins.params import build_params, params_to_dict
 from rl_plugins.rollouts import Run
-from rl_plugins.state import copy_plain
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.metrics import Metrics
+from rl_plugins.runtime.state import copy_plain
 
 logger = logging.getLogger("rl_plugins")
 
@@ -43,10 +43,10 @@ class MethodStack(Context):
     Attributes:
         claims: hook -> methods that override it, in order.
         needs: union of the signals.
-        step: generation batch, counted from 0; part of the saved state.
+        batch: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
-        carried: groups that wait to go on in a later batch (`rl_plugins.queue`); part of the saved state.
+        carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`); part of the saved state.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
 
@@ -58,7 +58,7 @@ class MethodStack(Context):
         self.methods = list(methods)
         self.seed = seed
         self.bundle_of = dict(bundle_of or {})
-        self.step = 0
+        self.batch = 0
         self.extra_prompts = 0
         self.draw = 0
         self.carried: list[dict[str, Any]] = []
@@ -153,7 +153,7 @@ class MethodStack(Context):
     def rng(self, method: str, purpose: str) -> Any:
         import numpy as np
 
-        key = f"{self.seed}|{method}|{self.step}|{purpose}{f'|{self.draw}' if self.draw > 1 else ''}".encode()
+        key = f"{self.seed}|{method}|{self.batch}|{purpose}{f'|{self.draw}' if self.draw > 1 else ''}".encode()
         return np.random.default_rng(list(hashlib.sha256(key).digest()))
 
     # ---------------------------------------------------------------------------------------------------------- state
@@ -161,7 +161,7 @@ class MethodStack(Context):
     def state_dict(self, fingerprint: str) -> dict[str, Any]:
         """Everything that must survive, as plain data; a copy that later steps do not change."""
         return {
-            "step": self.step,
+            "batch": self.batch,
             "extra_prompts": self.extra_prompts,
             "draw": self.draw,
             "carried": copy_plain(self.carried),
@@ -184,7 +184,7 @@ class MethodStack(Context):
             StateError: of other methods, another version or parameters of a method that keeps state, or another
                 dataset. Nothing is taken over then.
         """
-        missing = {"step", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"} - set(saved)
+        missing = {"batch", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
                 f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
@@ -239,7 +239,7 @@ class MethodStack(Context):
         for m in self.methods:
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
-        self.step, self.extra_prompts, self.draw = saved["step"], saved["extra_prompts"], saved["draw"]
+        self.batch, self.extra_prompts, self.draw = saved["batch"], saved["extra_prompts"], saved["draw"]
         self.carried = copy_plain(saved["carried"])
         self.stats = dict(saved["stats"])
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from rl_plugins.calls import run_call, run_calls
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.requests import (
@@ -27,6 +26,7 @@ from rl_plugins.requests import (
     Trajectory,
     check_rows,
 )
+from rl_plugins.runtime.threads import run_call, run_calls
 
 
 class Engine(Protocol):

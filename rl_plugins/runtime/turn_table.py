@@ -1,4 +1,4 @@
-"""The `Steps` table of a batch, from the turns of its rows: what both adapters fill `rollouts.steps` with."""
+"""The `TurnTable` table of a batch, from the turns of its rows: what both adapters fill `rollouts.turns` with."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.agents.turns import joint
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts, Steps, Tokens
-from rl_plugins.turns import joint
+from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
 
 
 def spans(mask: Sequence[int], observations: Sequence[Any] = (), rewards: Sequence[float] = ()) -> tuple[Turn, ...]:
@@ -33,8 +33,8 @@ def spans(mask: Sequence[int], observations: Sequence[Any] = (), rewards: Sequen
     )
 
 
-def with_steps(rollouts: Rollouts, tokens: Tokens, turns: Sequence[Sequence[Turn]]) -> tuple[Rollouts, Tokens]:
-    """Fills `rollouts.steps` and `tokens.step`.
+def with_turns(rollouts: Rollouts, tokens: Tokens, turns: Sequence[Sequence[Turn]]) -> tuple[Rollouts, Tokens]:
+    """Fills `rollouts.turns` and `tokens.turn`.
 
     Turns are numbered along their rollout: those of its first row, then those of its second, and so on.
 
@@ -44,11 +44,11 @@ def with_steps(rollouts: Rollouts, tokens: Tokens, turns: Sequence[Sequence[Turn
     Raises:
         MethodError: a token that is trained belongs to no turn, or to two.
     """
-    table = steps_table(rollouts, turns)
-    return rollouts.replace(steps=table), tokens.replace(step=token_steps(tokens.row, tokens.position, turns))
+    table = turn_table(rollouts, turns)
+    return rollouts.replace(turns=table), tokens.replace(turn=token_turns(tokens.row, tokens.position, turns))
 
 
-def steps_table(rollouts: Rollouts, turns: Sequence[Sequence[Turn]]) -> Steps:
+def turn_table(rollouts: Rollouts, turns: Sequence[Sequence[Turn]]) -> TurnTable:
     """One entry per turn, in the order of the rows."""
     each = torch.tensor([len(t) for t in turns], dtype=torch.int64)
     row = torch.repeat_interleave(torch.arange(len(turns)), each)
@@ -64,7 +64,7 @@ def steps_table(rollouts: Rollouts, turns: Sequence[Sequence[Turn]]) -> Steps:
     start = torch.where(first, running, 0).cummax(0).values if len(of) else running
     before[order] = running - start
     inside = torch.arange(len(row)) - (torch.cumsum(each, 0) - each)[row]
-    return Steps(
+    return TurnTable(
         row=row,
         turn=before[row] + inside,
         anchor=[t.anchor for t in flat],
@@ -73,7 +73,7 @@ def steps_table(rollouts: Rollouts, turns: Sequence[Sequence[Turn]]) -> Steps:
     )
 
 
-def token_steps(row: Tensor, position: Tensor, turns: Sequence[Sequence[Turn]]) -> Tensor:
+def token_turns(row: Tensor, position: Tensor, turns: Sequence[Sequence[Turn]]) -> Tensor:
     """(tokens,) int64: the turn each token belongs to.
 
     Args:

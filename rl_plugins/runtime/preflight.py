@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
-from rl_plugins.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack
 
 
 @dataclass(frozen=True)

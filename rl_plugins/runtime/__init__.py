@@ -1,0 +1,1 @@
+"""The host-free engine: what every adapter stands on. Methods do not import it."""
