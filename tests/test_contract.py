@@ -492,7 +492,7 @@ def by_turn(self, rollouts):
 
 
 def per_turn(function=by_turn, **members):
-    return toy(advantages=function, **{"needs": {"steps"}, "advantages_per": "turn", **members})
+    return toy(advantages=function, **{"needs": {"turns"}, "advantages_per": "turn", **members})
 
 
 def test_a_method_of_turns_passes_in_both_layouts():
@@ -504,7 +504,7 @@ def test_a_method_of_turns_passes_in_both_layouts():
 
 BROKEN_TURNS = [
     (dict(function=lambda self, r: by_turn(self, r).cumsum(0)), "depend on the order of the rows (`advantages`)"),
-    (dict(needs=set()), '`advantages_per` is "turn", so `needs` must have "steps"'),
+    (dict(needs=set()), '`advantages_per` is "turn", so `needs` must have "turns"'),
     (dict(needs=set()), "makes one advantage per turn, and this batch does not say what its turns are"),
     (dict(advantages_per="token"), "`advantages_per` is 'token'; it must be"),
     (dict(advantages_per="row"), "one number per row (16) is needed, as the class says"),

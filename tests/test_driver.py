@@ -203,7 +203,7 @@ def test_select_prompts_replaces_the_proposal_and_fills_the_batch():
     plan = first_plan(stack, (3, 1, 4), 4, 12, 20, dataset="the data")
     assert [r.prompt_index for r in plan.rows] == [19, 18, 17, 16, 15, 14] and stack.extra_prompts == 0
     (first, n), (second, m) = pools
-    assert (first.size, first.proposal, first.taken, first.dataset, first.step, n) == (
+    assert (first.size, first.proposal, first.taken, first.dataset, first.batch, n) == (
         20,
         (3, 1, 4),
         (),
@@ -494,7 +494,7 @@ def test_the_weighted_reward_is_of_the_functions_that_scored_a_row():
 
 def test_a_subset_of_rows_takes_every_field_along():
     n, listed = 4, {"text", "raw_text", "messages", "payload"}
-    rollouts = make_rollouts([0.0] * n).replace(turns=agent_batch([1, 2, 0, 1])[0].steps)
+    rollouts = make_rollouts([0.0] * n).replace(turns=agent_batch([1, 2, 0, 1])[0].turns)
     numbers = {f.name: torch.arange(n) for f in dataclasses.fields(rollouts) if f.name in PER_ROW}
     full = rollouts.replace(**numbers, **{name: list("abcd") for name in listed}, meta={"answer": list("abcd")})
     keep = torch.tensor([False, True, False, True])
@@ -504,7 +504,7 @@ def test_a_subset_of_rows_takes_every_field_along():
     assert part.turns.anchor == ["3.0", "1.1", "1.0"] and part.turns.row.tolist() == [1, 0, 0]
     assert part.turns.turn.tolist() == [0, 1, 0] and part.turns.reward.tolist() == [30.0, 11.0, 10.0]
     assert len(part.turns.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
-    whole = {"reward_names", "reward_weights", "meta", "steps", "step", "total_steps"}
+    whole = {"reward_names", "reward_weights", "meta", "turns", "batch"}
     assert {f.name for f in dataclasses.fields(rollouts)} == PER_ROW | listed | whole  # a new field joins one of them
     assert full.subset(torch.ones(n, dtype=torch.bool)) is full
 
@@ -570,12 +570,12 @@ def test_turns_stay_with_their_tokens_when_rows_leave():
     seen = {}
 
     def shape(r, t):
-        seen["anchors"] = [r.turns.anchor[i] for i in t.step.tolist()]
-        seen["rows"] = r.turns.row[t.step].tolist() == t.row.tolist()
+        seen["anchors"] = [r.turns.anchor[i] for i in t.turn.tolist()]
+        seen["rows"] = r.turns.row[t.turn].tolist() == t.row.tolist()
 
     def observe(r, t, stats):
-        seen["all anchors"] = [r.turns.anchor[i] for i in t.step.tolist()]
-        seen["all rows"] = r.turns.row[t.step].tolist() == t.row.tolist()
+        seen["all anchors"] = [r.turns.anchor[i] for i in t.turn.tolist()]
+        seen["all rows"] = r.turns.row[t.turn].tolist() == t.row.tolist()
 
     keep = torch.tensor([True, False, True, False])
     m = of_turns(lambda r: r.turns.reward, select=lambda r: keep, shape=shape, observe=observe)

@@ -399,7 +399,7 @@ def test_random_numbers_depend_on_prompt_step_and_purpose_alone():
     assert draws() == draws()
     prompt: Prompt = make_prompt(CharChat(), "hi")
     values = {prompt.rng("a").random(), prompt.rng("b").random(), prompt.rng("a", 1).random()}
-    values |= {draws(step=1), draws(seed="1|test|0")}
+    values |= {draws(batch=1), draws(seed="1|test|0")}
     assert len(values) == 5
 
 

@@ -120,7 +120,7 @@ def test_no_prompt_is_in_a_batch_twice() -> None:
         assert len(set(prompts)) == 6
         seen.update(g.row.prompt_index for g in groups if not g.rollouts)
         seen.subtract(g.row.prompt_index for g in trained)
-        waiting = Counter(g["row"]["prompt"] for g in stack.carried)
+        waiting = Counter(g["row"]["prompt_index"] for g in stack.carried)
         assert +seen == waiting and sum(waiting.values()) == 4
     assert stack.extra_prompts > 16
 
@@ -157,18 +157,18 @@ def test_groups_go_on_restart_wait_and_are_dropped() -> None:
     assert [g.row.prompt_index for g in trained] == [groups[1].row.prompt_index, groups[4].row.prompt_index]
     assert [g.row.group for g in trained] == [0, 1]
     rest = [groups[i].row.prompt_index for i in (0, 2, 3, 5)]
-    assert [g["row"]["prompt"] for g in stack.carried] == rest
+    assert [g["row"]["prompt_index"] for g in stack.carried] == rest
     method.answer = lambda q: Admission(1, resume=(2,), restart=(0,), drop=(3,))
     now = begin(stack)
     seen = method.queues[1]
-    assert (seen.groups, seen.group_size, seen.step) == (2, 2, 1)
+    assert (seen.groups, seen.group_size, seen.batch) == (2, 2, 1)
     assert [(c.prompt_index, c.size, c.drawn, c.tokens, c.finished, c.versions) for c in seen.carried] == [
         (p, 2, 0, (3, 3), (True, False), (0, 0)) for p in rest
     ]
     assert [g.row.prompt_index for g in now[:2]] == [rest[2], rest[0]] and now[2].row.prompt_index not in rest
     assert [g.row.group for g in now] == [0, 1, 2]
     assert [g.drawn for g in now] == [0, 1, 1] and [len(g.rollouts) for g in now] == [2, 0, 0]
-    assert [g["row"]["prompt"] for g in stack.carried] == [rest[1]]
+    assert [g["row"]["prompt_index"] for g in stack.carried] == [rest[1]]
     assert combine([stack.metrics.take()])["rl_plugins/groups_dropped"] == 1
 
 
@@ -225,12 +225,12 @@ def test_illegal_admissions(answer: Any, message: str) -> None:
     method = Admits(all_first(6))
     stack = MethodStack([method])
     step(stack, [0, 1])
-    before = [g["row"]["prompt"] for g in stack.carried]
+    before = [g["row"]["prompt_index"] for g in stack.carried]
     method.answer = lambda q: answer
     with pytest.raises(MethodError, match="`admits`") as e:
         begin(stack)
     assert message in str(e.value)
-    assert [g["row"]["prompt"] for g in stack.carried] == before
+    assert [g["row"]["prompt_index"] for g in stack.carried] == before
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_the_saved_queue_is_a_copy() -> None:
     assert torch.equal(saved["carried"][0]["rollouts"][0]["tokens"], tokens)
     other = MethodStack([Admits(all_first(4))])
     other.load_state_dict(saved, "data")
-    assert [g["row"]["prompt"] for g in other.carried] == [g["row"]["prompt"] for g in stack.carried]
+    assert [g["row"]["prompt_index"] for g in other.carried] == [g["row"]["prompt_index"] for g in stack.carried]
     assert other.extra_prompts == stack.extra_prompts
 
 

@@ -60,7 +60,7 @@ def test_without_the_package_its_names_are_unknown():
 
 def test_a_name_loads_its_own_module_only(plugin_path):
     code = (
-        "import json, sys; from rl_plugins import registry; before = registry.all_names();"
+        "import json, sys; from rl_plugins.runtime import registry; before = registry.all_names();"
         "registry.load('dummy_scale');"
         "print(json.dumps([len(before), sorted(m for m in sys.modules if m.startswith('rl_plugins_dummy'))]))"
     )

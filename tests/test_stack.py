@@ -422,8 +422,8 @@ def test_what_was_saved_and_what_was_loaded_is_a_copy():
 
 def test_what_the_state_dict_holds():
     saved = counting(steps=1).state_dict("data")
-    assert set(saved) == {"step", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"}
-    assert saved["step"] == 1 and saved["fingerprint"] == "data"
+    assert set(saved) == {"batch", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"}
+    assert saved["batch"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
     assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}
 
@@ -473,7 +473,7 @@ REFUSALS = {
         lambda saved: saved.update(fingerprint="5 rows"),
         r"`counter` belongs to another dataset \(fingerprint 5 rows, now data\)",
     ),
-    "without the step": (lambda: counting(steps=1), without("step"), r"lacks `step`; another version of rl-plugins"),
+    "without the step": (lambda: counting(steps=1), without("batch"), r"lacks `batch`; another version of rl-plugins"),
     "foreign": (lambda: counting(steps=1), without("stats", "methods"), r"lacks `methods`, `stats`"),
 }
 

@@ -266,7 +266,7 @@ def test_a_row_per_turn_holds_the_same_rollouts():
     rows, by_turn = one_row_per_turn(rollouts, tokens)
     assert (rows.group.tolist(), rows.rollout.tolist(), rows.index.tolist()) == ([4, 4, 6], [0, 0, 0], [0, 1, 0])
     assert rows.length.tolist() == [3, 2, 2] and rows.reward.tolist() == [0, 0, 1] and rows.text == ["x", "x", "y"]
-    assert rows.truncated.tolist() == [False, True, False] and rows.steps.row.tolist() == [0, 1, 2]
+    assert rows.truncated.tolist() == [False, True, False] and rows.turns.row.tolist() == [0, 1, 2]
     assert rows.reward_names == rollouts.reward_names and rows.rewards.shape == (3, 1)
     assert by_turn.row.tolist() == [0, 0, 0, 1, 1, 2, 2] and by_turn.position.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert torch.equal(by_turn.old_logprobs, tokens.old_logprobs) and torch.equal(by_turn.turn, tokens.turn)

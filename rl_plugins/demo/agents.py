@@ -34,7 +34,7 @@ TRAIN_PROMPTS, TEST_PROMPTS = 300, 160
 
 def needed(names: Iterable[str]) -> bool:
     """Whether any of the methods plays in environments."""
-    return any("steps" in cls(_params(cls)).needs or _has_environment(cls) for cls in _classes(names))
+    return any("turns" in cls(_params(cls)).needs or _has_environment(cls) for cls in _classes(names))
 
 
 def environment_of(names: Iterable[str]) -> str:

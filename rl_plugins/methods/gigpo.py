@@ -80,7 +80,7 @@ class Gigpo(Method):
         "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
         "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
     )
-    needs = frozenset({"steps"})
+    needs = frozenset({"turns"})
     advantages_per = "turn"
 
     @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Hgpo(Method):
         "A group of a single turn keeps its reward as `base_group` entry in the code: `single_group: reward` (default "
         "zero).",
     )
-    needs = frozenset({"steps"})
+    needs = frozenset({"turns"})
     advantages_per = "turn"
 
     @dataclass(frozen=True)

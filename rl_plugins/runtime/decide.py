@@ -179,8 +179,8 @@ def settle(
             old_logprobs = within.old_logprobs
 
     for m in stack.claims["observe"]:
-        # rows that left have no tokens here; `row` and `step` point into all rows and steps
-        everywhere = within.replace(row=tokens.row[stay], step=None if tokens.turn is None else tokens.turn[stay])
+        # rows that left have no tokens here; `row` and `turn` point into all rows and turns
+        everywhere = within.replace(row=tokens.row[stay], turn=None if tokens.turn is None else tokens.turn[stay])
         stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
     return _decision(

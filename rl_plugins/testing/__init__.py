@@ -6,6 +6,9 @@ check_method(MyMethod)
 
 from __future__ import annotations
 
+from typing import Any
+
+from rl_plugins.errors import MethodError
 from rl_plugins.testing.contract import check_method
 from rl_plugins.testing.data import (
     make_plan,
@@ -33,3 +36,9 @@ __all__ = [
     "one_step",
     "start_stack",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "make_steps":
+        raise MethodError("`rl_plugins.testing.make_steps` is called `make_turns` now.")
+    raise AttributeError(f"module 'rl_plugins.testing' has no attribute {name!r}")

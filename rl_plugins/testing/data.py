@@ -87,8 +87,7 @@ def make_rollouts(
         truncated=torch.zeros(n, dtype=torch.bool),
         kept=torch.ones(n, dtype=torch.bool),
         version=torch.zeros(n, dtype=torch.int64),
-        step=0,
-        total_steps=100,
+        batch=0,
     )
     return Rollouts(**{**values, **changes})
 
@@ -134,22 +133,22 @@ def one_row_per_turn(rollouts: Rollouts, tokens: Tokens) -> tuple[Rollouts, Toke
     Raises:
         ValueError: without turns, or if the tokens do not know theirs.
     """
-    steps = rollouts.turns
-    if steps is None or tokens.turn is None:
+    table = rollouts.turns
+    if table is None or tokens.turn is None:
         raise ValueError("rollouts.turns and tokens.turn are needed to make a row of every turn.")
     order = torch.sort(tokens.turn, stable=True).indices
-    length = torch.bincount(tokens.turn, minlength=len(steps.row))
+    length = torch.bincount(tokens.turn, minlength=len(table.row))
     position = torch.empty_like(tokens.turn)
     position[order] = torch.arange(len(order)) - (torch.cumsum(length, 0) - length)[tokens.turn[order]]
-    turns = Groups(steps.row, count=len(rollouts))
-    last = steps.turn == turns.rows(turns.max(steps.turn.double()))
-    rows = take_rows(rollouts, steps.row)
+    turns = Groups(table.row, count=len(rollouts))
+    last = table.turn == turns.rows(turns.max(table.turn.double()))
+    rows = take_rows(rollouts, table.row)
     return (
         rows.replace(
-            index=steps.turn,
+            index=table.turn,
             length=length,
             truncated=rows.truncated & last,
-            steps=steps.replace(row=torch.arange(len(steps.row))),
+            turns=table.replace(row=torch.arange(len(table.row))),
         ),
         tokens.replace(row=tokens.turn, position=position),
     )
@@ -160,11 +159,11 @@ def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
     order, changes = rows.tolist(), {}
     for f in dataclasses.fields(rollouts):
         value = getattr(rollouts, f.name)
-        if f.name in ("reward_names", "reward_weights", "meta", "steps") or isinstance(value, int):
+        if f.name in ("reward_names", "reward_weights", "meta", "turns") or isinstance(value, int):
             continue
         changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
     meta = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
-    return rollouts.replace(**changes, meta=meta, steps=None)
+    return rollouts.replace(**changes, meta=meta, turns=None)
 
 
 def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = None, **changes: Any) -> Tokens:
@@ -181,7 +180,7 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
     values: dict[str, Any] = dict(
         row=row,
         position=position,
-        step=_dealt_to_turns(rollouts, row, position),
+        turn=_dealt_to_turns(rollouts, row, position),
         advantages=torch.zeros(n, dtype=torch.float64) if advantages is None else advantages[row].double(),
         keep=torch.ones(n, dtype=torch.bool),
         forced=torch.zeros(n, dtype=torch.bool),
@@ -195,14 +194,14 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
 
 def _dealt_to_turns(rollouts: Rollouts, row: Tensor, position: Tensor) -> Tensor | None:
     """(tokens,) the turn of each token, if there are turns."""
-    steps = rollouts.turns
-    if steps is None:
+    table = rollouts.turns
+    if table is None:
         return None
-    turns = torch.bincount(steps.row, minlength=len(rollouts))
+    turns = torch.bincount(table.row, minlength=len(rollouts))
     if bool((turns[row] == 0).any()):
         raise ValueError("a row with tokens has no turn in rollouts.turns; give it one, or lengths of 0.")
-    by_turn = torch.sort(steps.turn, stable=True).indices
-    in_order = by_turn[torch.sort(steps.row[by_turn], stable=True).indices]
+    by_turn = torch.sort(table.turn, stable=True).indices
+    in_order = by_turn[torch.sort(table.row[by_turn], stable=True).indices]
     number = position * turns[row] // rollouts.length[row]
     return in_order[(torch.cumsum(turns, 0) - turns)[row] + number]
 

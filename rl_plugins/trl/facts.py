@@ -195,7 +195,7 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
             f"needed. Set temperature=1.0, or use_vllm=False."
         )
     if not stack.claims["rollout"] and not inputs.tools and not inputs.rollout_func:
-        missing["steps"] = (
+        missing["turns"] = (
             "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
             "environment_factory, or name a method that plays one (turn_control)."
         )

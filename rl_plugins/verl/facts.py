@@ -219,7 +219,7 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
             f"trainer.v1.trainer_mode=rl_plugins_sync."
         )
     if not stack.claimed("rollout") and not _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
-        missing["steps"] = (
+        missing["turns"] = (
             "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
             f"({rollout}.agent.default_agent_loop), or name a method that plays one (turn_control)."
         )

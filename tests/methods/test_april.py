@@ -209,7 +209,7 @@ def test_without_over_sampling_batches_are_the_hosts_own() -> None:
         got = admit(mine, proposal, 4, 3, 40, None)
         assert tuple(g.row for g in got) == wanted and not any(g.rollouts for g in got)
         assert mine.carried == [] and mine.extra_prompts == host.extra_prompts == 0
-        assert (mine.draw, mine.step) == (host.draw, host.step)
+        assert (mine.draw, mine.batch) == (host.draw, host.batch)
         for stack in (host, mine):
             stack.batch, stack.draw = stack.batch + 1, 0
     for b in (batches := simulate(5, {"over_sampling": 1})):

@@ -289,7 +289,7 @@ def test_a_resumed_run_goes_on_at_the_same_share() -> None:
     resumed = d3s_stack(Raw())
     resumed.load_state_dict(stack.state_dict("data"), "data")
     assert resumed.batch == 4
-    a, b = (one_step(s, rollouts.replace(batch=s.step)) for s in (stack, resumed))
+    a, b = (one_step(s, rollouts.replace(batch=s.batch)) for s in (stack, resumed))
     assert torch.equal(a.keep_tokens, b.keep_tokens) and torch.equal(a.trained, b.trained)
 
 

@@ -858,7 +858,7 @@ def test_the_bundle_from_the_tree_to_the_decision() -> None:
     engine = TableEngine(model, seed=2)
     rows = []
     for row in plan.rows:
-        prompt = make_prompt(engine.chat, f"go{row.prompt}", n=row.n + row.spare)
+        prompt = make_prompt(engine.chat, f"go{row.prompt_index}", n=row.n + row.spare)
         rows += [r for rollout in run_program(built(EchoTree, **shrunk), prompt, engine) for r in rollout]
     texts = [engine.chat.decode(r.tokens) for r in rows]
     rollouts = make_rollouts(

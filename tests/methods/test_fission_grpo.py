@@ -153,7 +153,7 @@ def test_the_newest_are_served_first_and_the_rest_stays() -> None:
 )
 def test_the_batch_never_overflows(entries: int, share: float, size: int | None, prompts: int, free: int) -> None:
     stack, method = stack_of(share=share, group_size=size)
-    method.state["pool"] = [{"prompt": str(i), "source": i, "step": 0, "depth": 1} for i in range(entries)]
+    method.state["pool"] = [{"prompt": str(i), "source": i, "batch": 0, "depth": 1} for i in range(entries)]
     before = make_plan(prompts, 4, budget=4 * prompts + free, batch=1)
     plan = stack.call("plan", method, before) or before
     assert plan.trained <= before.budget
@@ -176,7 +176,7 @@ def test_prompts_are_left_out_at_random() -> None:
     for step in range(40):
         stack, method = stack_of()
         stack.batch = step
-        method.state["pool"] = [{"prompt": "x", "source": 1, "step": step, "depth": 1}]
+        method.state["pool"] = [{"prompt": "x", "source": 1, "batch": step, "depth": 1}]
         (missing,) = {0, 1, 2, 3} - {r.prompt_index for r in plan_at(stack, step).rows}
         gone.add(missing)
     assert gone == {0, 1, 2, 3}
@@ -184,7 +184,7 @@ def test_prompts_are_left_out_at_random() -> None:
 
 def test_the_papers_alternation() -> None:
     stack, method = stack_of(share=1.0, every=2, trigger=4)
-    method.state["pool"] = [{"prompt": str(i), "source": i, "step": 2, "depth": 1} for i in range(6)]
+    method.state["pool"] = [{"prompt": str(i), "source": i, "batch": 2, "depth": 1} for i in range(6)]
     assert plan_at(stack, 3) is None
     assert [r.prompt_index for r in plan_at(stack, 4).rows] == [-1] * 4
     assert plan_at(stack, 6) is None  # two are left, four trigger

@@ -603,7 +603,7 @@ def test_payloads_of_others_stay() -> None:
 def test_rows_that_another_method_adds_have_the_share_of_the_schedule() -> None:
     method = latr(**SMALL, eta=(1.0, 0.0), eta_steps=(0, 5))
     for step, kind in ((4, Kind.FORCED), (5, Kind.SAMPLED)):
-        rows = rows_of(method, prompt_of((1, 2), 2, 8, step=step), engine_of(random_model(3)))
+        rows = rows_of(method, prompt_of((1, 2), 2, 8, batch=step), engine_of(random_model(3)))
         assert [r.kinds[0] for r in rows] == [kind] * 2
 
 

@@ -196,7 +196,7 @@ def test_counts_stay_in_their_range_and_tend_to_the_memory_of_rho() -> None:
     rng = np.random.default_rng(0)
     stack = baseline_stack(2, rho=0.9)
     for step in range(200):
-        one_step(stack, batch((rng.random(2) < 0.3).astype(float), [0, 1], step=step))
+        one_step(stack, batch((rng.random(2) < 0.3).astype(float), [0, 1], batch=step))
         total = stack.methods[0].state["alpha"] + stack.methods[0].state["beta"]
         assert bool((total > 0).all()) and bool((total <= 10 + 1e-9).all())
         values = stack.methods[0]._values(torch.arange(2))

@@ -441,7 +441,7 @@ def test_the_library_is_a_file_that_is_begun_with(tmp_path: Path) -> None:
     stack = stack_of(Llm(revision=revision), library=str(path))
     step(stack, rollouts_of([1, 1, 1, 1]))
     assert read_library(path) == {}
-    step(stack, rollouts_of([1, 0, 0, 0], step=1))
+    step(stack, rollouts_of([1, 0, 0, 0], batch=1))
     content = json.loads(path.read_text(encoding="utf-8"))
     assert content == {
         "format": 1,
@@ -501,7 +501,7 @@ def test_what_is_resumed_is_the_checkpoint(tmp_path: Path) -> None:
     saved = json.loads(json.dumps(stack.state_dict("data")))
     llm = Llm()
     stack.methods[0].params.llm.replies["revision"] = fenced([{"content": "Later: lost."}])
-    step(stack, rollouts_of([1, 0, 0, 0], step=1))
+    step(stack, rollouts_of([1, 0, 0, 0], batch=1))
     assert len(read_library(params["library"])) == 2
     resumed = stack_of(stack.methods[0].params.llm, **params)
     resumed.load_state_dict(saved, "data")
@@ -592,7 +592,7 @@ def test_it_trains_nothing_and_acts_in_evaluation() -> None:
 def test_deterministic() -> None:
     def run() -> Any:
         stack = stack_of(Llm())
-        return [step(stack, rollouts_of([1, 0, 0, 0, 1, 1, 1, 0], step=s)) for s in range(3)], held(stack)
+        return [step(stack, rollouts_of([1, 0, 0, 0, 1, 1, 1, 0], batch=s)) for s in range(3)], held(stack)
 
     assert run() == run()
 
@@ -601,7 +601,7 @@ def test_deterministic() -> None:
 def test_the_canned_advisor_of_the_demo(variant: str) -> None:
     stack = stack_of(**TrainingFreeGrpo.example_params, variant=variant)
     for number in range(3):
-        logged = step(stack, rollouts_of([1, 0, 0, 0], step=number))
+        logged = step(stack, rollouts_of([1, 0, 0, 0], batch=number))
         assert logged["failed"] == 0 and logged["operations"] == 1
         assert held(stack) == {"G0": ADVICE}
 

@@ -66,7 +66,7 @@ def of_rollouts(*rollouts, task=0):
 def returns(steps, gamma=0.5, include_first_mismatch=False) -> list[float]:
     s = rows_of(steps)
     rollout = 100 * s.group + s.rollout
-    return step_returns(s.steps.reward, s.steps.valid, rollout, s.steps.turn, gamma, include_first_mismatch).tolist()
+    return step_returns(s.turns.reward, s.turns.valid, rollout, s.turns.turn, gamma, include_first_mismatch).tolist()
 
 
 def oracle(steps, p):
@@ -239,7 +239,7 @@ def test_one_row_per_rollout_gives_the_same_advantages():
     steps = of_rollouts([(1.0, T), (0.8, T), (0.1, F)], [(0.3, F)], [(0.9, T), (0.2, F)])
     expected = method().advantages(rows_of(steps)).tolist()
     row = [s[1] for s in steps]
-    flat = rows_of(steps).steps.replace(row=torch.tensor(row))
+    flat = rows_of(steps).turns.replace(row=torch.tensor(row))
     rollouts = make_rollouts([0.0] * 3, [0] * 3, lengths=[6, 1, 4], turns=flat)
     assert method().advantages(rollouts).tolist() == expected
     decision = one_step(start_stack(method()), rollouts)
@@ -346,7 +346,7 @@ def test_parameters_out_of_range_are_named(values, wrong):
 def test_is_found_by_name_and_says_how_many_rows_a_rollout_takes():
     stack = build_stack("ui_s1", {"ui_s1": {"rows_per_rollout": 12}})
     assert [m.rows_per_rollout for m in stack.methods] == [12]
-    assert stack.needs == {"steps"}
+    assert stack.needs == {"turns"}
     with pytest.raises(ConfigError, match="both decide `advantages`"):
         build_stack("ui_s1, mc_grpo")
 

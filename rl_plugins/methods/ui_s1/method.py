@@ -36,7 +36,7 @@ class UiS1(Method):
     A task also leaves whose rollouts differ only in steps R_0 does not reach, all of them if gamma = 0: set
     `filter_by: none` then. The loss is the host's; the paper's is clipped GRPO with KL 1e-4.
 
-    What rows carry: signal "steps". `steps.turn` is k, `steps.reward` is r_k, `steps.valid` is m_k (a recording knows
+    What rows carry: signal "turns". `turns.turn` is k, `turns.reward` is r_k, `turns.valid` is m_k (a recording knows
     no answer to another action); anchors are not read. After a patch the history is not what the policy wrote, so
     every step is a row of its own (prompt with the patched history, response), and the rows of a rollout share `group`
     and `rollout`: they are not further members of the group, and no row is ever copied. Without patches a rollout may
@@ -89,7 +89,7 @@ class UiS1(Method):
         "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released script, 0 "
         "in its yaml.",
     )
-    needs = frozenset({"steps"})
+    needs = frozenset({"turns"})
     advantages_per = "turn"
 
     @dataclass(frozen=True)

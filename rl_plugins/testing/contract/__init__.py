@@ -4,10 +4,10 @@
     print(check_method(MyMethod, some_parameter=3))
 
 What is checked follows from the hooks the class claims. Rollouts are made by hand (regular, ragged, interleaved,
-unscorable, with turns, ..), and a small host plans, "generates" and decides several steps. A method gets only what its
+unscorable, with turns, ..), and a small host plans, "generates" and decides several batches. A method gets only what its
 `needs` name, so a signal it forgot is found here and not in a training run.
 
-Checks are in documents, decisions, plans, steps and updates; `results` is asked on every call of a hook. They work with
+Checks are in documents, decisions, plans, batches and updates; `results` is asked on every call of a hook. They work with
 `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and `update_step` (one update).
 """
 
@@ -19,6 +19,7 @@ from typing import Any
 
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Rollouts
+from rl_plugins.testing.contract.batches import check_determinism, check_observe_twice, check_resumption
 from rl_plugins.testing.contract.decisions import (
     check_every_kind,
     check_layouts,
@@ -29,7 +30,6 @@ from rl_plugins.testing.contract.decisions import (
 from rl_plugins.testing.contract.documents import check_documentation, check_parameters
 from rl_plugins.testing.contract.kit import NOT_CHECKED, Kit
 from rl_plugins.testing.contract.plans import check_plans, check_prompts
-from rl_plugins.testing.contract.steps import check_determinism, check_observe_twice, check_resumption
 from rl_plugins.testing.contract.updates import check_before_update, check_losses
 
 # In this order; their docstrings are the lines of the report. One that returns False had nothing to check.

@@ -80,7 +80,7 @@ def _by_rollout(method: type[Method], rollouts: Rollouts, advantages: Tensor) ->
 
 def check_layouts(kit: Kit) -> bool:
     """a row per turn and a row per rollout give the same advantages"""
-    if "advantages" not in kit.cls.claims() or "steps" not in kit.needs:
+    if "advantages" not in kit.cls.claims() or "turns" not in kit.needs:
         return False
     rewards = [0.9, NAN, 0.1, 0.4, 0.7, 0.2, 0.3, 0.7, 0.8, 0.7, 0.1, 0.6, 0.5, 0.0, 0.25, 0.65]
     rollouts = kit.rollouts(rewards, [0, 1, 1, 2, 2, 2, 0, 0, 0, 3, 3, 3, 3, 3, 1, 1])
@@ -107,7 +107,7 @@ def check_row_order(kit: Kit) -> None:
     order = torch.from_numpy(rng.permutation(BUDGET))
     rollouts = kit.rollouts(distinct, group)
     given = {"graded rewards": (rollouts, kit.tokens(rollouts))}
-    if "steps" in kit.needs:
+    if "turns" in kit.needs:
         given["one row per turn"] = one_row_per_turn(*given["graded rewards"])
     for name, (rows, row_tokens) in given.items():
         with kit.at(name):

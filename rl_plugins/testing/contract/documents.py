@@ -67,8 +67,8 @@ def check_parameters(kit: Kit) -> None:
             kit.fail(f"`needs` has {signal!r}; known: {', '.join(SIGNALS)}, column:NAME, engine:logprobs=N.")
     if method.advantages_per not in ("row", "turn"):
         kit.fail(f'`advantages_per` is {method.advantages_per!r}; it must be "row" or "turn".')
-    if method.advantages_per == "turn" and "steps" not in method.needs:
-        kit.fail('`advantages_per` is "turn", so `needs` must have "steps".')
+    if method.advantages_per == "turn" and "turns" not in method.needs:
+        kit.fail('`advantages_per` is "turn", so `needs` must have "turns".')
     for hook in set(method.in_eval) - set(HOOKS):
         kit.fail(f"`in_eval` has {hook!r}, which is no hook.")
     if not refused("no_such_parameter", 1):

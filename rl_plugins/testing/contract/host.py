@@ -50,8 +50,8 @@ def run_batch(kit: Kit, stack: MethodStack) -> Batch:
     return Batch(rows, tokens, decision)
 
 
-def _generate(kit: Kit, plan: Sequence[PlanRow], step: int) -> tuple[Rollouts, Tensor]:
-    """The rollouts of a plan, which depend on step, prompt and number alone; and which tokens are forced."""
+def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, Tensor]:
+    """The rollouts of a plan, which depend on batch, prompt and number alone; and which tokens are forced."""
     made = [(row, i) for row in plan for i in range(row.n + row.spare)]
     group = [row.group for row, _ in made]
     number = [group[:i].count(g) for i, g in enumerate(group)]
@@ -59,7 +59,7 @@ def _generate(kit: Kit, plan: Sequence[PlanRow], step: int) -> tuple[Rollouts, T
     for (row, i), k in zip(made, number, strict=True):
         given = row.given[i].tokens if i < len(row.given) else row.prefix
         length = len(given) if i < len(row.given) else len(row.prefix) + 1 + (3 * row.prompt_index + 2 * k) % 4
-        chance = np.random.default_rng([step, row.prompt_index + 1, k]).random()
+        chance = np.random.default_rng([batch, row.prompt_index + 1, k]).random()
         rewards.append(NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt_index % 3)))
         lengths.append(length)
         forced += [j < len(given) for j in range(length)]
@@ -71,11 +71,11 @@ def _generate(kit: Kit, plan: Sequence[PlanRow], step: int) -> tuple[Rollouts, T
         [rewards[i] for i in repeat],
         [group[i] for i in repeat],
         lengths=[lengths[i] for i in repeat],
-        prompt_index=[made[i][0].prompt for i in repeat],
+        prompt_index=[made[i][0].prompt_index for i in repeat],
         rollout=torch.tensor([number[i] for i in repeat], dtype=torch.int64),
         index=torch.arange(len(repeat)) % per_rollout,
         payload=[made[i][0].payload for i in repeat],
         meta={c: [edits[i].get(c) for i in repeat] for c in kit.columns},
-        step=step,
+        batch=batch,
     )
     return rollouts, torch.tensor(forced if per_rollout == 1 else [False] * int(rollouts.length.sum()))

@@ -128,7 +128,7 @@ class Kit:
             fields["messages"] = [[{"role": "assistant", "content": t}] for t in texts]
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
-        if turns or "steps" in self.needs:
+        if turns or "turns" in self.needs:
             made = made.replace(turns=_turns(made))
         return self.prepare(made) if self.prepare else made
 

@@ -195,7 +195,7 @@ def test_one_row_is_kept_where_every_row_leaves(queue: MemoryQueue, hook: str) -
 
     class Leave(probes.Probe):
         name = "leave"
-        needs = frozenset({"steps"})
+        needs = frozenset({"turns"})
 
         def select(self, rollouts):
             return torch.full((len(rollouts),), hook != "select")

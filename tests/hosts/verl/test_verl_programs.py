@@ -517,7 +517,7 @@ class SeesTurns(probes.Probe):
     """Advantages 1, 2, 3, .. in the order of turns."""
 
     name = "sees_turns"
-    needs = frozenset({"steps"})
+    needs = frozenset({"turns"})
     advantages_per = "turn"
 
     def advantages(self, rollouts):
@@ -553,7 +553,7 @@ class Rolls(probes.Probe):
     name = "rolls"
     forces_tokens = True
     rows_per_rollout = 2
-    needs = frozenset({"engine:logprobs=2", "steps", "column:mine"})
+    needs = frozenset({"engine:logprobs=2", "turns", "column:mine"})
     in_eval = ("rollout", "plan")
 
     def plan(self, plan):
@@ -574,7 +574,7 @@ class WantsLogprobs(probes.Probe):
 
 class Turning(WantsLogprobs):
     name = "turning"
-    needs = frozenset({"steps"})
+    needs = frozenset({"turns"})
 
 
 def test_programs_get_workers_of_ours() -> None:

@@ -81,7 +81,7 @@ class TurnsApart(Program):
 
     name = "turns_apart"
     rows_per_rollout = 2
-    needs = frozenset({"column:place", "steps"})
+    needs = frozenset({"column:place", "turns"})
 
     def rollout(self, prompt):
         first = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Several steps: the same seed, a resumed run, the same feedback twice."""
+"""Several batches: the same seed, a resumed run, the same feedback twice."""
 
 from __future__ import annotations
 
