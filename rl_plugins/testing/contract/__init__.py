@@ -4,11 +4,12 @@
     print(check_method(MyMethod, some_parameter=3))
 
 What is checked follows from the hooks the class claims. Rollouts are made by hand (regular, ragged, interleaved,
-unscorable, with turns, ..), and a small host plans, "generates" and decides several batches. A method gets only what its
-`needs` name, so a signal it forgot is found here and not in a training run.
+unscorable, with turns, ..), and a small host plans, "generates" and decides several batches. A method gets only what
+its `needs` name, so a signal it forgot is found here and not in a training run.
 
-Checks are in documents, decisions, plans, batches and updates; `results` is asked on every call of a hook. They work with
-`kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and `update_step` (one update).
+Checks are in documents, decisions, plans, batches and updates; `results` is asked on every call of a hook. They work
+with `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and `update_step` (one
+update).
 """
 
 from __future__ import annotations
