@@ -73,6 +73,10 @@ class PlanRow(Replaceable):
     payload: Any = None
 
 
+MAX_ROUNDS = 64
+"""Rounds of one batch; a method that still asks for rollouts in the last of them is an error."""
+
+
 @dataclass(frozen=True)
 class GroupSoFar:
     """A group after the rounds so far: its plan row of the first round and the rewards, (rollouts,) float64."""

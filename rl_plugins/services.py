@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.runtime.threads import Threads
 
-MAX_HANGING = 64  # calls that never returned; each holds a thread until the process ends
 LONGEST_PAUSE = 60.0  # seconds between two tries
 _POLL = 5.0  # seconds after which a waiting `ask` looks whether the event loop is alive
 
@@ -107,7 +107,8 @@ class Service:
         self.batch_size, self.timeout, self.retries, self.backoff = batch_size, timeout, retries, backoff
         self.concurrency, self.cache_size = concurrency, cache_size
         self._cache: OrderedDict[str, Any] = OrderedDict()
-        self._running: set[threading.Thread] = set()
+        advice = "A call must end by itself: give its own requests a time-out."
+        self._threads = Threads(f"calls of {name}", concurrency, advice)
 
     def ask(self, items: Sequence[Any], strict: bool = True) -> list[Any]:
         """One answer per item, in their order. Waits for all of them.
@@ -139,11 +140,7 @@ class Service:
     def _ask_all(self, wanted: Mapping[Any, Any], strict: bool) -> dict[Any, Any]:
         if not wanted:
             return {}
-        if len(self._running) >= MAX_HANGING:
-            raise MethodError(
-                f"{len(self._running)} calls of {self.name} never returned and still hold a thread each. A call must "
-                f"end by itself: give its own requests a time-out."
-            )
+        self._threads.check()
         size = self.batch_size or 1
         places = list(wanted)
         calls = [places[i : i + size] for i in range(0, len(places), size)]
@@ -201,7 +198,8 @@ class Service:
         """What the callable answers, within its time."""
 
         async def answer() -> Any:
-            result = await self._in_thread(items[0] if self.batch_size is None else items)
+            argument = items[0] if self.batch_size is None else items
+            result = await asyncio.wrap_future(self._threads.start(lambda: self.function(argument), self.name))
             return await result if inspect.isawaitable(result) else result
 
         task = asyncio.create_task(answer())
@@ -213,28 +211,6 @@ class Service:
             return task.result()
         finally:
             task.cancel()
-
-    def _in_thread(self, argument: Any) -> asyncio.Future[Any]:
-        """Calls the function in a thread that nobody joins: neither a time-out nor the end of the process waits."""
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
-
-        def run() -> None:
-            try:
-                result, error = self.function(argument), None
-            except BaseException as e:  # an exit, or an exception that a future must not hold
-                ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
-                result, error = None, e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
-            self._running.discard(thread)
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        thread = threading.Thread(target=run, name=f"rl_plugins {self.name}", daemon=True)
-        self._running.add(thread)
-        thread.start()
-        return asyncio.wrap_future(future)
 
     def _checked(self, given: Any, n: int) -> list[Any]:
         if self.batch_size is None:

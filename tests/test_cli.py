@@ -106,11 +106,6 @@ def test_list_for_programs(plugins):
     assert found["mc_grpo"]["distribution"] == "rl-plugins and rl-plugins-dummy"
 
 
-def test_list_points_to_what_is_used_in_another_way(monkeypatch):
-    monkeypatch.setitem(registry.OUTSIDE_THE_HOOKS, "otr", "it is `rl_plugins.tools.otr`.")
-    assert "otr: it is `rl_plugins.tools.otr`." in rl_plugins("list")
-
-
 @pytest.mark.parametrize("name", registry.all_names())
 def test_info_of_every_method_can_be_followed(name):
     """The lines it tells to write into a config and onto the command line are accepted and mean the same."""

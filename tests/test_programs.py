@@ -294,7 +294,7 @@ def test_calls_that_never_return_end_the_run_in_time(monkeypatch):
     import rl_plugins.runtime.threads as calls
 
     monkeypatch.setattr(calls, "MAX_HANGING", 0)
-    monkeypatch.setattr(calls, "CONCURRENCY", 2)
+    monkeypatch.setattr(calls._calls, "concurrency", 2)
     release = threading.Event()
     try:
         run_calls([Call(release.wait, (5,), timeout=0.05, name="judge")] * 2)

@@ -302,11 +302,6 @@ def test_the_baseline_is_no_method():
     assert "leave `methods` empty" in refused("grpo")
 
 
-def test_a_method_outside_the_hooks_is_refused_with_the_way_to_use_it(monkeypatch):
-    monkeypatch.setitem(registry.OUTSIDE_THE_HOOKS, "otr", "use `rl_plugins.tools.otr`.")
-    assert "cannot be named in `methods`: use `rl_plugins.tools.otr`." in refused("otr")
-
-
 def test_an_unknown_parameter_shows_the_nearest_ones():
     message = refused("mc_grpo", {"mc_grpo": {"mad_epps": 1}})
     assert "`mc_grpo` has no parameter `mad_epps`. Did you mean `mad_eps`?" in message

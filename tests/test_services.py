@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins import services
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.runtime import threads
 from rl_plugins.services import ChatEndpoint, Endpoint, Failure, Service, fill, number, prompt_text, with_task
 
 
@@ -347,7 +347,7 @@ def test_errors_of_configuration_are_not_tried_again() -> None:
 
 
 def test_calls_that_never_end_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "MAX_HANGING", 3)
+    monkeypatch.setattr(threads, "MAX_HANGING", 3)
     s = service(hang, timeout=0.05, retries=0, concurrency=3)
     assert len(s.ask([1, 2, 3], strict=False)) == 3
     with pytest.raises(MethodError, match="3 calls of the judge never returned"):

@@ -134,15 +134,11 @@ def print_list(as_json: bool = False) -> None:
         if chosen:
             console.print(table)
             console.print()
-    for title, names in (
-        ("Cannot be used", {e.name: e.problem for e in broken}),
-        ("Not among the hooks, used in another way", registry.OUTSIDE_THE_HOOKS),
-    ):
-        if names:
-            console.print(title)
-            for name, why in names.items():
-                console.print(f"  {name}: {why}", markup=False, highlight=False)
-            console.print()
+    if broken:
+        console.print("Cannot be used")
+        for e in broken:
+            console.print(f"  {e.name}: {e.problem}", markup=False, highlight=False)
+        console.print()
     print("Use: `methods: [name, name]` in the config of a run. `rl-plugins info NAME` explains one.")
 
 
@@ -300,9 +296,6 @@ def methods_page() -> str:
         rows.append(f"| {' | '.join(cells)} |")
     text.append("\n".join(rows))
     text += [_section(registry.load(e.name, plugins)) for e in found]
-    if registry.OUTSIDE_THE_HOOKS:
-        outside = [f"- `{name}`: {why}" for name, why in registry.OUTSIDE_THE_HOOKS.items()]
-        text.append("\n".join(["## Not among the hooks", "", *outside]))
     return "\n\n".join(text) + "\n"
 
 

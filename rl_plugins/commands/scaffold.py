@@ -278,7 +278,7 @@ def _check_name(name: str) -> None:
             f"{name!r} cannot be the name of a method: lower-case letters, digits and single underscores only, a "
             f"letter first, e.g. my_method."
         )
-    taken = {*registry.all_names(), *registry.BASELINES, *registry.OUTSIDE_THE_HOOKS}
+    taken = {*registry.all_names(), *registry.BASELINES}
     if name in taken:
         origin = next((str(o) for o in registry.origins_of(name)), "rl-plugins itself")
         raise ConfigError(f"The name `{name}` is taken by {origin}. Choose another one.")

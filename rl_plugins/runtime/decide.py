@@ -7,7 +7,7 @@ Nothing here knows a host, so both hosts decide alike on the same rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def settle(
     Raises:
         MethodError: from a hook, for an illegal return value, or when more rows stay than the batch holds.
     """
-    rollouts, rewarded_by = selection.rollouts, selection.rewarded_by
+    rollouts = selection.rollouts
     keep = rollouts.kept
     inside = rollouts.subset(keep)  # what left is out of every statistic
     stay = keep[tokens.row]
@@ -164,94 +164,141 @@ def settle(
     nothing = torch.isnan(values) | torch.isnan(inside.reward)[within.row]
     within = within.replace(advantages=torch.where(nothing, 0.0, values))
 
-    row_columns: dict[str, Tensor] = {}
-    token_columns: dict[str, Tensor] = {}
-    old_logprobs = None
-    stays = torch.ones(len(inside), dtype=torch.bool)
+    shaping = _Shaping(within, torch.ones(len(inside), dtype=torch.bool))
     for m in stack.claims["shape"]:
-        shaped = stack.call("shape", m, inside, within)
-        if shaped is None:
-            continue
-        within = _apply_shape(stack, m, shaped, inside, within, row_columns, token_columns)
-        if shaped.keep_rows is not None:
-            stays &= torch.as_tensor(shaped.keep_rows, device="cpu")
-        if shaped.old_logprobs is not None:
-            old_logprobs = within.old_logprobs
+        shaped = stack.call("shape", m, inside, shaping.tokens)
+        if shaped is not None:
+            shaping.apply(stack, m, shaped, inside)
+    within = shaping.tokens
 
     for m in stack.claims["observe"]:
         # rows that left have no tokens here; `row` and `turn` point into all rows and turns
         everywhere = within.replace(row=tokens.row[stay], turn=None if tokens.turn is None else tokens.turn[stay])
         stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
-    return _decision(
-        rollouts,
-        inside,
-        within,
-        stays,
-        keep,
-        stay,
-        tokens,
-        row_columns,
-        token_columns,
-        old_logprobs,
-        rewarded_by,
-        source,
-        budget,
+    _check_rows(shaping.stays(inside), inside, budget)
+    return _decision(selection, inside, shaping, stay, source)
+
+
+@dataclass
+class _Shaping:
+    """What the `shape` hooks made so far of the rows that `select` left.
+
+    Attributes:
+        tokens: with the advantages, `keep` and old log-probs to use.
+        keep_rows: (rows,) bool.
+        row_columns, token_columns: for the loss.
+        new_old_logprobs: some hook gave old log-probs.
+    """
+
+    tokens: Tokens
+    keep_rows: Tensor
+    row_columns: dict[str, Tensor] = field(default_factory=dict)
+    token_columns: dict[str, Tensor] = field(default_factory=dict)
+    new_old_logprobs: bool = False
+
+    def apply(self, stack: MethodStack, m: Method, shaped: Any, rollouts: Rollouts) -> None:
+        """Takes over what one hook returned.
+
+        Raises:
+            MethodError: it is illegal.
+        """
+        if not isinstance(shaped, Shape):
+            raise stack.refuse(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
+        tokens = self.tokens
+
+        def sized(name: str, value: Any, n: int, kind: str) -> Tensor:
+            given = _numbers(stack, m, "shape", f"`{name}`", value)
+            if given.shape != (n,):
+                why = f"`{name}` needs one entry per {kind} ({n}), it has {tuple(given.shape)}."
+                raise stack.refuse(m, "shape", why)
+            if given.is_floating_point() and not bool(torch.isfinite(given).all()):
+                raise stack.refuse(m, "shape", f"`{name}` has values that are not finite.")
+            return given
+
+        changes: dict[str, Tensor] = {}
+        if shaped.advantages is not None:
+            changes["advantages"] = sized("advantages", shaped.advantages, len(tokens), "token").double()
+        if shaped.old_logprobs is not None:
+            changes["old_logprobs"] = sized("old_logprobs", shaped.old_logprobs, len(tokens), "token").float()
+            self.new_old_logprobs = True
+        keep = tokens.keep
+        if shaped.keep_rows is not None:
+            rows = sized("keep_rows", shaped.keep_rows, len(rollouts), "row")
+            self.keep_rows = self.keep_rows & _bool(stack, m, "shape", "`keep_rows`", rows)
+            keep = keep & rows[tokens.row]
+        if shaped.keep_tokens is not None:
+            stays = sized("keep_tokens", shaped.keep_tokens, len(tokens), "token")
+            keep = keep & _bool(stack, m, "shape", "`keep_tokens`", stays)
+        for columns, given, n, kind in (
+            (self.row_columns, shaped.row_columns, len(rollouts), "row"),
+            (self.token_columns, shaped.token_columns, len(tokens), "token"),
+        ):
+            for name, value in given.items():
+                if name in self.row_columns or name in self.token_columns:
+                    raise stack.refuse(m, "shape", f"the column `{name}` exists already.")
+                columns[name] = sized(name, value, n, kind)
+        self.tokens = tokens.replace(keep=keep, **changes)
+
+    def live(self) -> Tensor:
+        """(tokens,) advantages, NaN for tokens that left."""
+        return torch.where(self.tokens.keep, self.tokens.advantages, torch.nan)
+
+    def stays(self, rollouts: Rollouts) -> Tensor:
+        """(rows,) bool. A row whose every token left is gone, too."""
+        of_row = Groups(self.tokens.row, count=len(rollouts))
+        return self.keep_rows & ((of_row.n(self.live()) > 0) | (of_row.size == 0))
+
+
+def _check_rows(stays: Tensor, rollouts: Rollouts, budget: int) -> None:
+    """Refuses more rows than the batch holds."""
+    if int(stays.sum()) <= budget:
+        return
+    groups = Groups(rollouts.group[stays])
+    sizes = list(zip(groups.ids.tolist(), groups.size.tolist(), strict=True))
+    listed = ", ".join(f"group {g}: {n}" for g, n in sizes[:32])
+    raise MethodError(
+        f"{int(stays.sum())} rows would be trained, the batch takes {budget}. Rows that stayed: {listed}"
+        f"{', ..' if len(sizes) > 32 else ''}. The method that asked for spare rollouts must make them leave "
+        f"(`select` or `shape`)."
     )
 
 
-def _decision(
-    rollouts: Rollouts,
-    inside: Rollouts,
-    within: Tokens,
-    stays: Tensor,
-    keep: Tensor,
-    stay: Tensor,
-    tokens: Tokens,
-    row_columns: dict[str, Tensor],
-    token_columns: dict[str, Tensor],
-    old_logprobs: Tensor | None,
-    rewarded_by: dict[str, Tensor],
-    source: str,
-    budget: int,
-) -> Decision:
-    """Back to the coordinates of all rows and tokens."""
+def _decision(selection: Selection, inside: Rollouts, shaping: _Shaping, stay: Tensor, source: str) -> Decision:
+    """Back to the coordinates of all rows and tokens.
+
+    Args:
+        inside: the rows `select` left, which `shaping` is about.
+        stay: (tokens,) bool, tokens of those rows among all that were given.
+        source: who made the advantages.
+    """
+    rollouts, within = selection.rollouts, shaping.tokens
+
+    def back(x: Tensor, into: Tensor) -> Tensor:
+        full = torch.zeros(len(into), dtype=x.dtype)
+        full[into] = x
+        return full
 
     def rows_back(x: Tensor) -> Tensor:
-        full = torch.zeros(len(rollouts), dtype=x.dtype)
-        full[keep] = x
-        return full
+        return back(x, rollouts.kept)
 
     def tokens_back(x: Tensor) -> Tensor:
-        full = torch.zeros(len(tokens), dtype=x.dtype)
-        full[stay] = x
-        return full
+        return back(x, stay)
 
-    of_row = Groups(within.row, count=len(inside))
-    live = torch.where(within.keep, within.advantages, torch.nan)
-    trained = of_row.n(live) > 0
-    stays = stays & (trained | (of_row.size == 0))  # a row whose every token left is gone, too
-    if int(stays.sum()) > budget:
-        groups = Groups(inside.group[stays])
-        sizes = list(zip(groups.ids.tolist(), groups.size.tolist(), strict=True))
-        listed = ", ".join(f"group {g}: {n}" for g, n in sizes[:32])
-        raise MethodError(
-            f"{int(stays.sum())} rows would be trained, the batch takes {budget}. Rows that stayed: {listed}"
-            f"{', ..' if len(sizes) > 32 else ''}. The method that asked for spare rollouts must make them leave "
-            f"(`select` or `shape`)."
-        )
+    of_row, live = Groups(within.row, count=len(inside)), shaping.live()
+    old = within.old_logprobs if shaping.new_old_logprobs else None
     return Decision(
         rollouts=rollouts,
-        stays=rows_back(stays),
-        trained=rows_back(trained),
+        stays=rows_back(shaping.stays(inside)),
+        trained=rows_back(of_row.n(live) > 0),
         keep_tokens=tokens_back(within.keep),
         advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
         row_advantages=rows_back(torch.nan_to_num(of_row.mean(live), nan=0.0)),
         uniform=not bool((of_row.max(live) > of_row.min(live)).any()),
-        old_logprobs=None if old_logprobs is None else tokens_back(old_logprobs),
-        row_columns={k: rows_back(v) for k, v in row_columns.items()},
-        token_columns={k: tokens_back(v) for k, v in token_columns.items()},
-        rewarded_by=rewarded_by,
+        old_logprobs=None if old is None else tokens_back(old),
+        row_columns={k: rows_back(v) for k, v in shaping.row_columns.items()},
+        token_columns={k: tokens_back(v) for k, v in shaping.token_columns.items()},
+        rewarded_by=selection.rewarded_by,
         estimator=source,
     )
 
@@ -303,46 +350,3 @@ def _advantages(stack: MethodStack, m: Method, rollouts: Rollouts, tokens: Token
         )
         raise stack.refuse(m, "advantages", why)
     return given[place]
-
-
-def _apply_shape(
-    stack: MethodStack,
-    m: Method,
-    shaped: Any,
-    rollouts: Rollouts,
-    tokens: Tokens,
-    row_columns: dict[str, Tensor],
-    token_columns: dict[str, Tensor],
-) -> Tokens:
-    if not isinstance(shaped, Shape):
-        raise stack.refuse(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
-
-    def sized(name: str, value: Any, n: int, kind: str) -> Tensor:
-        given = _numbers(stack, m, "shape", f"`{name}`", value)
-        if given.shape != (n,):
-            raise stack.refuse(m, "shape", f"`{name}` needs one entry per {kind} ({n}), it has {tuple(given.shape)}.")
-        if given.is_floating_point() and not bool(torch.isfinite(given).all()):
-            raise stack.refuse(m, "shape", f"`{name}` has values that are not finite.")
-        return given
-
-    changes: dict[str, Tensor] = {}
-    if shaped.advantages is not None:
-        changes["advantages"] = sized("advantages", shaped.advantages, len(tokens), "token").double()
-    if shaped.old_logprobs is not None:
-        changes["old_logprobs"] = sized("old_logprobs", shaped.old_logprobs, len(tokens), "token").float()
-    keep = tokens.keep
-    if shaped.keep_rows is not None:
-        rows = sized("keep_rows", shaped.keep_rows, len(rollouts), "row")
-        keep = keep & _bool(stack, m, "shape", "`keep_rows`", rows)[tokens.row]
-    if shaped.keep_tokens is not None:
-        stays = sized("keep_tokens", shaped.keep_tokens, len(tokens), "token")
-        keep = keep & _bool(stack, m, "shape", "`keep_tokens`", stays)
-    for columns, given, n, kind in (
-        (row_columns, shaped.row_columns, len(rollouts), "row"),
-        (token_columns, shaped.token_columns, len(tokens), "token"),
-    ):
-        for name, value in given.items():
-            if name in row_columns or name in token_columns:
-                raise stack.refuse(m, "shape", f"the column `{name}` exists already.")
-            columns[name] = sized(name, value, n, kind)
-    return tokens.replace(keep=keep, **changes)

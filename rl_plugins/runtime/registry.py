@@ -21,13 +21,11 @@ from typing import Any, cast
 from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.method import HOOKS, Bundle, Method
 from rl_plugins.params import MethodParams
+from rl_plugins.renamed import check_signals
 
 ENTRY_POINT_GROUP = "rl_plugins.methods"
 VETO_VARIABLE = "RL_PLUGINS_VETO"
 BASELINES = ("grpo",)  # what a run without methods is called in `demo` and `compare`
-
-# Methods of papers that change something no hook reaches: refused in `methods`, with the way to use them.
-OUTSIDE_THE_HOOKS: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Selection:
+class NamedMethods:
     """What `methods` and `method_params` came to: classes in order, their parameters, the bundles they are from."""
 
     classes: Mapping[str, type[Method]]
@@ -94,7 +92,7 @@ def _parsed(text: str) -> Any:
             raise ConfigError(f"`method_params` is not readable as JSON or YAML: {e}.") from None
 
 
-def select(methods: Any, method_params: Any = None) -> Selection:
+def select(methods: Any, method_params: Any = None) -> NamedMethods:
     """Expands bundles and vetoes, and checks that every parameter belongs to a method that is enabled.
 
     Raises:
@@ -157,7 +155,7 @@ def select(methods: Any, method_params: Any = None) -> Selection:
             f"`method_params` has parameters for `{name}`, which is not among the methods of this run ({enabled})."
             f"{did_you_mean(name, names)} Add `{name}` to `methods` or remove its parameters."
         )
-    return Selection(names, values, bundle_of)
+    return NamedMethods(names, values, bundle_of)
 
 
 def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
@@ -169,8 +167,6 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     """
     if name in BASELINES:
         raise ConfigError(f"`{name}` is the host's own algorithm, not a method: leave `methods` empty to run it alone.")
-    if name in OUTSIDE_THE_HOOKS:
-        raise ConfigError(f"`{name}` cannot be named in `methods`: {OUTSIDE_THE_HOOKS[name]}")
     environment = {v.strip() for v in os.environ.get(VETO_VARIABLE, "").split(",") if v.strip()}
     if name in environment:
         raise ConfigError(
@@ -244,6 +240,7 @@ def check_class(cls: Any, name: str, origin: str) -> None:
         raise refuse('it must set `paper` and `fidelity` ("code", "paper" or "reconstruction").')
     if not (isinstance(cls.Params, type) and issubclass(cls.Params, MethodParams)):
         raise refuse("`Params` must be a frozen dataclass that inherits from MethodParams.")
+    check_signals(name, cls.needs or ())
     for attribute, value in vars(cls).items():
         if attribute.startswith("_") or not inspect.isfunction(value):
             continue

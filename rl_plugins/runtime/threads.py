@@ -1,4 +1,6 @@
-"""Calls of rollout programs: tools, environments and judges, each in a thread, with a time-out."""
+"""Calls that may hang, each in a daemon thread that nobody joins: of rollout programs (tools, environments, judges) and
+of services. One that never returns costs its time-out and no more, until too many of them hold a thread.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,74 @@ import concurrent.futures
 import inspect
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Call, Called
 
-MAX_HANGING = 64
-CONCURRENCY = 32  # calls at a time
-_running: set[threading.Thread] = set()
+MAX_HANGING = 64  # calls of one `Threads` that never returned; each holds a thread until the process ends
+
+
+class Threads:
+    """Threads for calls of one kind.
+
+    Args:
+        what: how messages name them: "calls of rollout programs".
+        concurrency: calls at a time; those beyond it that still run have never returned.
+        advice: how to mend calls that never return.
+    """
+
+    def __init__(self, what: str, concurrency: int, advice: str) -> None:
+        self.what, self.concurrency, self.advice = what, concurrency, advice
+        self._running: set[threading.Thread] = set()
+
+    def check(self, beyond: int = 0, last: str = "") -> None:
+        """Raises MethodError if too many calls never returned.
+
+        Args:
+            beyond: calls that may be running rightly.
+        """
+        if len(self._running) >= MAX_HANGING + beyond:
+            raise MethodError(
+                f"{len(self._running)} {self.what}{last} never returned and still hold a thread each. {self.advice}"
+            )
+
+    def start(self, function: Callable[[], Any], name: str) -> concurrent.futures.Future[Any]:
+        """Calls a function in a thread of its own. The future never holds an exit or a StopIteration, which would end
+        what waits for it, but a RuntimeError that tells of it.
+
+        Raises:
+            MethodError: too many earlier calls never returned.
+        """
+        self.check(self.concurrency, f" (the last: {name})")
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # from here on nobody can cancel it
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as e:
+                ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
+                error = e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
+            self._running.discard(thread)
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name=f"rl_plugins {name}", daemon=True)
+        self._running.add(thread)
+        thread.start()
+        return future
+
+
+_calls = Threads(
+    "calls of rollout programs",
+    32,
+    "A tool must end by itself: run what may hang in a process of its own that is killed.",
+)
 
 
 def run_calls(calls: Sequence[Call]) -> list[Called]:
@@ -25,8 +86,8 @@ def run_calls(calls: Sequence[Call]) -> list[Called]:
         MethodError: too many calls never returned.
     """
     results: list[Called] = []
-    for first in range(0, len(calls), CONCURRENCY):
-        wave = [(call, start_call(call)) for call in calls[first : first + CONCURRENCY]]
+    for first in range(0, len(calls), _calls.concurrency):
+        wave = [(call, start_call(call)) for call in calls[first : first + _calls.concurrency]]
         done = {id(f): f for f in _wait([(f, call.timeout) for call, f in wave])}
         results += [done[id(f)].result() if id(f) in done else _late(call) for call, f in wave]
     return results
@@ -40,30 +101,16 @@ async def run_call(call: Call) -> Called:
 
 
 def start_call(call: Call) -> concurrent.futures.Future[Called]:
-    """Starts a call in a daemon thread that nobody joins."""
-    if len(_running) >= MAX_HANGING + CONCURRENCY:
-        raise MethodError(
-            f"{len(_running)} calls of rollout programs (the last: {call.name}) never returned and still hold a thread "
-            f"each. A tool must end by itself: run what may hang in a process of its own that is killed."
-        )
-    future: concurrent.futures.Future[Called] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
+    """Starts a call; its future never holds an error."""
 
-    def run() -> None:
+    def called() -> Called:
         try:
             result: Any = call.function(*call.args)
-            if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result))
-            called = Called(result)
+            return Called(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as e:  # SystemExit of a tool must not end the thread without an answer
-            called = Called(error=f"{type(e).__name__}: {e}")
-        _running.discard(thread)
-        future.set_result(called)
+            return Called(error=f"{type(e).__name__}: {e}")
 
-    thread = threading.Thread(target=run, name=f"rl_plugins {call.name}", daemon=True)
-    _running.add(thread)
-    thread.start()
-    return future
+    return _calls.start(called, call.name)
 
 
 async def _awaited(value: Any) -> Any:

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
 from rl_plugins.runtime.decide import Decision
-from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, NAN, PROMPTS, Kit
-
-MAX_ROUNDS = 64
 
 
 @dataclass
@@ -33,18 +32,10 @@ def run_batch(kit: Kit, stack: MethodStack) -> Batch:
     plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET * kit.rows_per_rollout, PROMPTS, kit.dataset)
     rows = list(plan.rows)
     rollouts, forced = _generate(kit, rows, stack.batch)
-    for number in range(1, MAX_ROUNDS) if any(m.rounds for m in stack.methods) else ():
-        first = {row.group: row for row in reversed(rows)}
-        so_far = tuple(GroupSoFar(row, rollouts.reward[rollouts.group == g]) for g, row in sorted(first.items()))
-        rest = BUDGET - sum(row.n for row in rows)
-        later = next_plan(stack, Plan((), GROUP_SIZE, rest, number, so_far, stack.batch))
-        if not later.rows:
-            break
-        rows += later.rows
+    rounds = Rounds(stack, rows, GROUP_SIZE, BUDGET)
+    while in_rounds(stack) and rounds.more(rollouts.group, rollouts.reward):
+        rows = rounds.rows
         rollouts, forced = _generate(kit, rows, stack.batch)
-    else:
-        if any(m.rounds for m in stack.methods):
-            kit.fail(f"`plan` still asks for rollouts after {MAX_ROUNDS} rounds.")
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
     return Batch(rows, tokens, decision)

@@ -1,0 +1,139 @@
+"""What methods do in one optimizer step: `before_update` on all of its rows, and the hooks in the loss.
+
+An adapter gathers the rows of the step from all ranks, calls `before_update`, and writes the columns into its own
+batch; in the loss it calls `surrogate` and `regularizer`. What a hook returns is checked here, once for every host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from rl_plugins.method import Method
+from rl_plugins.rollouts import Rows, Terms, Update
+from rl_plugins.runtime.stack import MethodStack
+
+
+def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Update:
+    """Asks every method that claims `before_update`, on every rank with the same rows.
+
+    Args:
+        parts: rows of the optimizer step of each rank, on the CPU; rows that are not trained have length 0.
+        rank: this one. Every rank logs the same, and only rank 0 keeps it.
+
+    Returns:
+        The product of the learning-rate factors, and columns for this rank's rows, (rows,) float32: 0 for rows that
+        are not trained.
+
+    Raises:
+        MethodError: from a hook, or for an illegal return value.
+    """
+    together = _joined(parts)
+    trained = together.length > 0
+    rows = _taken(together, trained)
+    first = sum(len(p.length) for p in parts[:rank])
+    mine = slice(first, first + len(parts[rank].length))
+    scale, columns = 1.0, dict[str, Tensor]()
+    for m in stack.claims["before_update"]:
+        update = stack.call("before_update", m, rows)
+        if update is None:
+            continue
+        checked = _checked_update(stack, m, update, len(rows.length))
+        scale *= checked.lr_scale
+        for name, values in checked.columns.items():
+            full = torch.zeros(len(trained), dtype=torch.float32)
+            full[trained] = values
+            columns[name] = full[mine]
+    if rank:
+        stack.metrics.take()
+    return Update(scale, columns)
+
+
+def surrogate(stack: MethodStack, terms: Terms) -> Tensor:
+    """(rows, time) the surrogate of the method that claims `policy_loss`.
+
+    Raises:
+        MethodError: from the hook, or for an illegal return value.
+    """
+    m = stack.claims["policy_loss"][0]
+    return _per_token(stack, m, "policy_loss", stack.call("policy_loss", m, terms), terms)
+
+
+def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
+    """(rows, time) the sum of what `regularize` hooks add to the loss; None if no method claims it.
+
+    Raises:
+        MethodError: from a hook, or for an illegal return value.
+    """
+    total = None
+    for m in stack.claims["regularize"]:
+        term = _per_token(stack, m, "regularize", stack.call("regularize", m, terms), terms)
+        total = term if total is None else total + term
+    return total
+
+
+def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
+    """Sum over trained tokens: what a loss with `aggregation = "sum"` is. Values at masked tokens may be NaN."""
+    return torch.where(mask > 0, per_token, 0.0).sum()
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of all ranks, in rank order."""
+
+    def cat(values: list[Tensor | None]) -> Tensor | None:
+        given = [v for v in values if v is not None]
+        return torch.cat(given) if given else None
+
+    names = [f.name for f in fields(Rows) if f.name != "columns"]
+    columns = {k: torch.cat([p.columns[k] for p in parts]) for k in parts[0].columns}
+    return parts[0].replace(**{n: cat([getattr(p, n) for p in parts]) for n in names}, columns=columns)
+
+
+def _taken(rows: Rows, keep: Tensor) -> Rows:
+    names = [f.name for f in fields(Rows) if f.name != "columns" and getattr(rows, f.name) is not None]
+    return rows.replace(
+        **{n: getattr(rows, n)[keep] for n in names}, columns={k: v[keep] for k, v in rows.columns.items()}
+    )
+
+
+def _checked_update(stack: MethodStack, m: Method, update: object, n: int) -> Update:
+    if not isinstance(update, Update):
+        raise stack.refuse(m, "before_update", f"{type(update).__name__} instead of an Update.")
+    if not isinstance(update.columns, Mapping):
+        why = f"`columns` is {type(update.columns).__name__}; it maps names to one number per row."
+        raise stack.refuse(m, "before_update", why)
+    columns = {}
+    for name, values in update.columns.items():
+        try:
+            column = torch.as_tensor(values, device="cpu").detach().float()
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise stack.refuse(m, "before_update", f"the column `{name}` is no tensor: {e}.") from None
+        if column.shape != (n,):
+            why = f"the column `{name}` needs one number per row ({n}), it has the shape {tuple(column.shape)}."
+            raise stack.refuse(m, "before_update", why)
+        columns[str(name)] = column
+    return Update(_lr_scale(stack, m, update.lr_scale), columns)
+
+
+def _lr_scale(stack: MethodStack, m: Method, value: object) -> float:
+    scale = math.nan
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        scale = float(value)
+    if not 0 <= scale < math.inf:
+        why = f"`lr_scale` is {value!r}; it must be a finite number of at least 0 (1: the schedule's learning rate)."
+        raise stack.refuse(m, "before_update", why)
+    return scale
+
+
+def _per_token(stack: MethodStack, m: Method, hook: str, value: object, terms: Terms) -> Tensor:
+    shape = tuple(terms.logprobs.shape)
+    try:
+        return torch.broadcast_to(value, shape)  # type: ignore[arg-type]
+    except (RuntimeError, TypeError):
+        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise stack.refuse(m, hook, f"a tensor of shape {shape} is needed, it gave {given}.") from None

@@ -1,0 +1,71 @@
+"""`runtime/rounds.py`: the books of a batch that is generated in rounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.rollouts import MAX_ROUNDS, PlanRow
+from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.runtime.stack import MethodStack
+
+
+class Asks(Method):
+    """Asks for what `rows` says of the plan so far."""
+
+    name = "asks"
+    rounds = True
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows, self.plans = rows, []
+
+    def plan(self, plan):
+        self.plans.append(plan)
+        return plan.replace(rows=plan.rows + tuple(self.rows(plan)))
+
+
+FIRST = (PlanRow(7, 0, 2, payload={"hint": "x"}), PlanRow(8, 1, 2, spare=1))
+GROUP, REWARD = torch.tensor([0, 1, 0, 1, 1]), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=torch.float64)
+
+
+def test_a_later_round_sees_the_first_rows_with_their_payloads_and_all_rewards_so_far():
+    m = Asks(lambda plan: [plan.so_far[1].row.replace(n=1, spare=0)] if plan.round < 3 else [])
+    rounds = Rounds(MethodStack([m]), FIRST, 2, 8)
+    more = rounds.more(GROUP, REWARD)
+    assert [(r.prompt_index, r.group, r.n) for r in more] == [(8, 1, 1)]
+    rounds.more(torch.cat([GROUP, torch.tensor([1])]), torch.cat([REWARD, torch.tensor([0.6], dtype=torch.float64)]))
+    first, second = m.plans
+    assert (first.round, second.round, first.budget, second.budget, first.group_size) == (1, 2, 4, 3, 2)
+    assert [g.row for g in second.so_far] == list(FIRST)
+    assert second.so_far[0].rewards.tolist() == [0.1, 0.3]
+    assert second.so_far[1].rewards.tolist() == [0.2, 0.4, 0.5, 0.6]
+    last = rounds.more(torch.cat([GROUP, torch.tensor([1, 1])]), torch.cat([REWARD, torch.zeros(2).double()]))
+    assert last == () and [r.n for r in rounds.rows] == [2, 2, 1, 1] and rounds.number == 3
+
+
+def test_more_than_the_budget_is_refused():
+    m = Asks(lambda plan: [plan.so_far[0].row.replace(n=5)])
+    with pytest.raises(MethodError, match="The plan trains 5 rows, the batch takes 4"):
+        Rounds(MethodStack([m]), FIRST, 2, 8).more(GROUP, REWARD)
+
+
+def test_a_method_that_never_ends_is_stopped_after_the_same_number_of_rounds_everywhere():
+    m = Asks(lambda plan: [plan.so_far[0].row.replace(n=0, spare=1)])
+    rounds = Rounds(MethodStack([m]), FIRST, 2, 8)
+    for _ in range(MAX_ROUNDS - 1):
+        assert len(rounds.more(GROUP, REWARD)) == 1
+    with pytest.raises(MethodError, match=f"`asks` asked for more rollouts in {MAX_ROUNDS} rounds of one batch"):
+        rounds.more(GROUP, REWARD)
+
+
+def test_methods_without_rounds_are_not_asked():
+    class Once(Asks):
+        name = "once"
+        rounds = False
+
+    m = Once(lambda plan: [FIRST[0]])
+    assert not in_rounds(MethodStack([m])) and in_rounds(MethodStack([Asks(lambda plan: [])]))
+    assert Rounds(MethodStack([m]), FIRST, 2, 8).more(GROUP, REWARD) == () and not m.plans

@@ -1,0 +1,148 @@
+"""`runtime/update.py`: before_update over all rows of an optimizer step, and the checks of what hooks return."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rl_plugins.errors import MethodError
+from rl_plugins.method import Method
+from rl_plugins.rollouts import Rows, Update
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
+from rl_plugins.testing import make_terms
+
+
+def part(*lengths, start=0):
+    n = len(lengths)
+    return Rows(
+        group=torch.arange(start, start + n),
+        length=torch.tensor(lengths),
+        old_logprobs=-torch.arange(start, start + n).double(),
+        columns={"mine": 10.0 * torch.arange(start, start + n).double()},
+    )
+
+
+PARTS = [part(3, 0, 2), part(0, start=3), part(4, 1, start=4)]  # rows 1 and 3 are not trained
+
+
+class Asks(Method):
+    name = "asks"
+
+    def __init__(self, answer, name="asks"):
+        super().__init__()
+        self.answer, self.name, self.seen = answer, name, []
+
+    def before_update(self, rows):
+        self.seen.append(rows)
+        self.log("rows", len(rows.length))
+        return self.answer(rows) if callable(self.answer) else self.answer
+
+
+class Loses(Method):
+    name = "loses"
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def policy_loss(self, terms):
+        return self.value(terms)
+
+    def regularize(self, terms):
+        return self.value(terms)
+
+
+def test_every_rank_sees_the_trained_rows_of_all_and_gets_columns_for_its_own():
+    found = []
+    for rank in range(3):
+        m = Asks(lambda rows: Update(0.5, {"twice": 2 * rows.columns["mine"]}))
+        found.append(before_update(MethodStack([m]), PARTS, rank))
+        (rows,) = m.seen
+        assert rows.group.tolist() == [0, 2, 4, 5] and rows.length.tolist() == [3, 2, 4, 1]
+        assert rows.old_logprobs.tolist() == [0, -2, -4, -5] and rows.logprobs is None
+        assert rows.columns["mine"].tolist() == [0, 20, 40, 50]
+    assert [u.lr_scale for u in found] == [0.5] * 3
+    assert [u.columns["twice"].tolist() for u in found] == [[0, 0, 40], [0], [80, 100]]
+    assert all(u.columns["twice"].dtype == torch.float32 for u in found)
+
+
+def test_factors_multiply_a_later_column_wins_and_none_changes_nothing():
+    def column(value):
+        return lambda rows: Update(0.5, {"x": torch.full((len(rows.length),), value)})
+
+    stack = MethodStack([Asks(column(1.0), "a"), Asks(None, "b"), Asks(column(2.0), "c")])
+    update = before_update(stack, PARTS, 0)
+    assert update.lr_scale == 0.25 and update.columns["x"].tolist() == [2, 0, 2]
+
+
+def test_only_the_first_rank_keeps_what_was_logged():
+    for rank, kept in ((0, {"asks/rows": ("mean", 4.0, 1.0)}), (2, {})):
+        stack = MethodStack([Asks(None)])
+        before_update(stack, PARTS, rank)
+        assert stack.metrics.take() == kept
+
+
+def test_a_step_without_a_trained_row_is_asked_with_none():
+    m = Asks(lambda rows: Update(columns={"x": rows.length.float()}))
+    update = before_update(MethodStack([m]), [part(0, 0)], 0)
+    assert len(m.seen[0].length) == 0 and update.columns["x"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ([1, 2], "list instead of an Update"),
+        ("fast", "str instead of an Update"),
+        (Update(math.nan), "`lr_scale` is nan; it must be a finite number of at least 0"),
+        (Update(-0.5), "`lr_scale` is -0.5"),
+        (Update(math.inf), "`lr_scale` is inf"),
+        (Update(torch.ones(2)), "`lr_scale` is tensor"),
+        (Update("1"), "`lr_scale` is '1'"),
+        (
+            Update(columns={"x": torch.ones(3)}),
+            r"the column `x` needs one number per row \(4\), it has the shape \(3,\)",
+        ),
+        (Update(columns={"x": "abc"}), "the column `x` is no tensor"),
+        (Update(columns=[1]), "`columns` is list"),
+    ],
+)
+def test_what_is_illegal_is_refused_by_name(answer, why):
+    with pytest.raises(MethodError, match=f"Method `asks` returned something illegal from `before_update`: {why}"):
+        before_update(MethodStack([Asks(answer)]), PARTS, 0)
+
+
+def test_a_factor_may_be_a_tensor_of_one_number():
+    assert before_update(MethodStack([Asks(Update(torch.tensor(0.25)))]), PARTS, 0).lr_scale == 0.25
+
+
+def test_hooks_in_the_loss_give_one_number_per_token():
+    terms = make_terms()
+    per_row = surrogate(MethodStack([Loses(lambda t: t.advantages[:, :1])]), terms)
+    assert per_row.shape == terms.logprobs.shape and torch.equal(per_row[:, 3], terms.advantages[:, 0])
+    twice = MethodStack([Loses(lambda t: t.logprobs)])
+    assert torch.equal(regularizer(twice, terms), terms.logprobs)
+    assert regularizer(MethodStack([]), terms) is None
+    for value, given in ((torch.ones(5, 3), r"\(5, 3\)"), ([1.0], "list"), (None, "NoneType")):
+        with pytest.raises(MethodError, match=rf"`policy_loss`: a tensor of shape .* is needed, it gave {given}"):
+            surrogate(MethodStack([Loses(lambda t, value=value: value)]), terms)
+
+
+def test_regularizers_add_up():
+    class Second(Loses):
+        name = "second"
+        policy_loss = Method.policy_loss
+
+    class First(Second):
+        name = "first"
+
+    stack = MethodStack([First(lambda t: t.logprobs), Second(lambda t: 2 * t.logprobs)])
+    terms = make_terms()
+    assert torch.allclose(regularizer(stack, terms), 3 * terms.logprobs)
+
+
+def test_a_plain_sum_leaves_out_what_is_masked():
+    x = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
+    assert masked_sum(x, torch.tensor([[1, 0], [1, 1]])) == 6
