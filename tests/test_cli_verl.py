@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rl_plugins.cli import app
-from rl_plugins.commands import catalog, doctor, doctor_verl
+from rl_plugins.commands import catalog, doctor_verl
 from rl_plugins.method import HOOKS, Bundle
-from rl_plugins.runtime import registry
+from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.verl import compat, facts
 from rl_plugins.verl.config import Settings, compose, read_settings
@@ -41,7 +41,7 @@ RUN = (
 @pytest.fixture(autouse=True)
 def installed(tmp_path, monkeypatch):
     """The package as pip installs it, in front of what an old build left in the checkout; returns its metadata."""
-    for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", *doctor.VARIABLES):
+    for variable in ("VERL_USE_EXTERNAL_PLUGINS", "VERL_PLATFORM", *report.VARIABLES):
         monkeypatch.delenv(variable, raising=False)
     folder = tmp_path / "site" / "rl_plugins-0.1.0.dist-info"
     folder.mkdir(parents=True)
@@ -106,12 +106,12 @@ def test_it_imports_neither_verl_nor_ray():
 
 def test_versions_are_those_the_adapter_refuses_by():
     low, high = (".".join(map(str, v)) for v in compat.TESTED)
-    assert doctor.TESTED["verl"][0] == low and high.startswith(doctor.TESTED["verl"][1])
+    assert report.TESTED["verl"][0] == low and high.startswith(report.TESTED["verl"][1])
 
 
 def test_a_missing_or_untested_verl(monkeypatch):
-    real = doctor.importlib.metadata.version
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "0.10.1" if name == "verl" else real(name))
+    real = report.importlib.metadata.version
+    monkeypatch.setattr(report.importlib.metadata, "version", lambda name: "0.10.1" if name == "verl" else real(name))
     text = examine(status=1)
     assert "untested (tested: >=0.9.1,<0.10)" in text and "verl 0.10.1 is installed; this version" in problems(text)
     monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
@@ -119,10 +119,10 @@ def test_a_missing_or_untested_verl(monkeypatch):
 
     def nothing(name):
         if name == "verl":
-            raise doctor.importlib.metadata.PackageNotFoundError(name)
+            raise report.importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", nothing)
+    monkeypatch.setattr(report.importlib.metadata, "version", nothing)
     assert "verl is not installed" in problems(examine(status=1))
 
 

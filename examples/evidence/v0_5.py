@@ -69,7 +69,7 @@ def generate(stack: MethodStack, mu: np.ndarray, prompts: np.ndarray, rng: np.ra
     for number in range(1, 64):
         for row in rows:
             have[row.group] += row.n
-        so_far = tuple(GroupSoFar(r, torch.from_numpy(draws[r.prompt, : have[g]])) for g, r in first.items())
+        so_far = tuple(GroupSoFar(r, torch.from_numpy(draws[r.prompt_index, : have[g]])) for g, r in first.items())
         rows = list(next_plan(stack, Plan((), K_MAX, budget - int(have.sum()), number, so_far)).rows)
         if not rows:
             break

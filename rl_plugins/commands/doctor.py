@@ -9,7 +9,6 @@ import importlib
 import importlib.metadata
 import math
 import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,22 +18,12 @@ from typing import Any
 from rl_plugins.commands.catalog import entries
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import SIGNALS
-from rl_plugins.runtime import preflight, registry
+from rl_plugins.runtime import preflight
+from rl_plugins.runtime.report import VARIABLES, per_prompt, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import MethodStack, build_stack
 
-# First tested version and first untested one (None: no bound); those of pyproject.toml where it names the package.
-TESTED: dict[str, tuple[str, str | None]] = {
-    "torch": ("2.6", None),
-    "transformers": ("5.10", "5.11"),
-    "trl": ("1.16", "1.17"),
-    "peft": ("0.18", None),
-    "verl": ("0.9.1", "0.10"),
-    "TransferQueue": ("0.1.10", None),
-    "vllm": ("0.22", "0.32"),
-}
 HOSTS = ("trl", "verl")
 SHOWN = ("torch", "transformers", "trl", "peft", "verl", "vllm")
-VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED")
 
 
 # ---- the two commands
@@ -66,21 +55,6 @@ def dry_run(argv: Sequence[str]) -> int:
     return print_problems(_print_run(argv, None))
 
 
-def print_problems(problems: Sequence[str]) -> int:
-    """The end of every report.
-
-    Returns:
-        1 if there is a problem, else 0.
-    """
-    if not problems:
-        print("\nNo problem found.")
-        return 0
-    print(f"\n{len(problems)} problem{'s' if len(problems) > 1 else ''}:")
-    for problem in problems:
-        print("  - " + problem.strip().replace("\n", "\n    "))
-    return 1
-
-
 # ---- the installation
 
 
@@ -106,27 +80,6 @@ def _print_installation() -> Iterator[str]:
     print_found()
 
 
-def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Versions of packages and the number of GPUs; returns the state of each package."""
-    print("Versions")
-    states = {name: package_state(name) for name in names}
-    print(f"  {'python':<15}{platform.python_version()}")
-    for name, (version, state) in states.items():
-        print(f"  {name:<15}{version:<14}{state}".rstrip())
-    if states["torch"][1] != "missing":
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        print(f"  {'CUDA':<15}{f'{count} device(s)' if count else 'no device'}")
-    return states
-
-
-def print_environment(variables: Sequence[str]) -> None:
-    print("\nEnvironment")
-    for variable in variables:
-        print(f"  {variable:<28}{os.environ.get(variable, 'not set')}")
-
-
 def print_found() -> None:
     """How many methods there are, and which cannot be used."""
     found = entries()
@@ -136,32 +89,6 @@ def print_found() -> None:
     for e in found:
         if e.problem:
             print(f"  cannot be used: {e.name}: {e.problem}")
-
-
-def package_state(name: str) -> tuple[str, str]:
-    """Installed version, and what that means: nothing for a package that is in no tested range."""
-    low, high = TESTED.get(name, ("0", None))
-    wanted = f">={low}" + (f",<{high}" if high else "")
-    for distribution in (name, f"{name}-cpu"):  # vLLM for the CPU has a name of its own
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        inside = _number(version) >= _number(low) and (high is None or _number(version) < _number(high))
-        if name not in TESTED:
-            return version, ""
-        return version, "ok" if inside else f"untested (tested: {wanted})"
-    return "-", "missing"
-
-
-def _number(version: str) -> tuple[int, ...]:
-    """Release number of a version: (2, 13, 0) of "2.13.0+cpu"."""
-    out = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        out.append(int(part))
-    return tuple(out)
 
 
 # ---- methods without a run
@@ -418,24 +345,6 @@ def _total_steps(run: _Run) -> int:
     if run.dataset is not None:
         batches = math.ceil(len(run.dataset) * a.num_generations // a.generation_batch_size * a.num_train_epochs)
     return max(1, math.ceil(batches * optimizer_steps_per_generation(a)))
-
-
-def per_prompt(rows: Sequence[Any]) -> str:
-    """ "9 (8 trained, 1 made to leave)", or ranges where prompts differ."""
-    trained: dict[int, int] = {}
-    spare: dict[int, int] = {}
-    for r in rows:
-        trained[r.group] = trained.get(r.group, 0) + r.n
-        spare[r.group] = spare.get(r.group, 0) + r.spare
-    made = [trained[g] + spare[g] for g in trained]
-    if not any(spare.values()):
-        return _range(made)
-    return f"{_range(made)} ({_range(trained.values())} trained, {_range(spare.values())} made to leave)"
-
-
-def _range(values: Any) -> str:
-    low, high = min(values, default=0), max(values, default=0)
-    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def _off_policy(steps: float, args: Any) -> str:

@@ -20,15 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.commands.doctor import (
-    VARIABLES,
-    per_prompt,
-    print_environment,
-    print_found,
-    print_problems,
-    print_versions,
-)
+from rl_plugins.commands.doctor import print_found
 from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.runtime.report import VARIABLES, per_prompt, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings

@@ -134,7 +134,7 @@ def rollouts_of(step: Any, parts: list[dict[str, Any]]) -> tuple[Rollouts, Token
     group = [m.group for m in made] if made else [p.group for p in plans]
     rollouts = Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
-        prompt_index=torch.tensor([p.prompt if step.prompts.numbered else -1 for p in plans], dtype=torch.int64),
+        prompt_index=torch.tensor([p.prompt_index if step.prompts.numbered else -1 for p in plans], dtype=torch.int64),
         rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
         index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
         rewards=rewards,

@@ -1,0 +1,103 @@
+"""What the doctors of all hosts print: versions, the environment, problems, and how many rollouts a plan has."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+from rl_plugins.runtime import registry
+
+# First tested version and first untested one (None: no bound); those of pyproject.toml where it names the package.
+TESTED: dict[str, tuple[str, str | None]] = {
+    "torch": ("2.6", None),
+    "transformers": ("5.10", "5.11"),
+    "trl": ("1.16", "1.17"),
+    "peft": ("0.18", None),
+    "verl": ("0.9.1", "0.10"),
+    "TransferQueue": ("0.1.10", None),
+    "vllm": ("0.22", "0.32"),
+}
+VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED")
+
+
+def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Versions of packages and the number of GPUs; returns the state of each package."""
+    print("Versions")
+    states = {name: package_state(name) for name in names}
+    print(f"  {'python':<15}{platform.python_version()}")
+    for name, (version, state) in states.items():
+        print(f"  {name:<15}{version:<14}{state}".rstrip())
+    if states["torch"][1] != "missing":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        print(f"  {'CUDA':<15}{f'{count} device(s)' if count else 'no device'}")
+    return states
+
+
+def print_environment(variables: Sequence[str]) -> None:
+    print("\nEnvironment")
+    for variable in variables:
+        print(f"  {variable:<28}{os.environ.get(variable, 'not set')}")
+
+
+def package_state(name: str) -> tuple[str, str]:
+    """Installed version, and what that means: nothing for a package that is in no tested range."""
+    low, high = TESTED.get(name, ("0", None))
+    wanted = f">={low}" + (f",<{high}" if high else "")
+    for distribution in (name, f"{name}-cpu"):  # vLLM for the CPU has a name of its own
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        inside = _number(version) >= _number(low) and (high is None or _number(version) < _number(high))
+        if name not in TESTED:
+            return version, ""
+        return version, "ok" if inside else f"untested (tested: {wanted})"
+    return "-", "missing"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Release number of a version: (2, 13, 0) of "2.13.0+cpu"."""
+    out = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        out.append(int(part))
+    return tuple(out)
+
+
+def print_problems(problems: Sequence[str]) -> int:
+    """The end of every report.
+
+    Returns:
+        1 if there is a problem, else 0.
+    """
+    if not problems:
+        print("\nNo problem found.")
+        return 0
+    print(f"\n{len(problems)} problem{'s' if len(problems) > 1 else ''}:")
+    for problem in problems:
+        print("  - " + problem.strip().replace("\n", "\n    "))
+    return 1
+
+
+def per_prompt(rows: Sequence[Any]) -> str:
+    """ "9 (8 trained, 1 made to leave)", or ranges where prompts differ."""
+    trained: dict[int, int] = {}
+    spare: dict[int, int] = {}
+    for r in rows:
+        trained[r.group] = trained.get(r.group, 0) + r.n
+        spare[r.group] = spare.get(r.group, 0) + r.spare
+    made = [trained[g] + spare[g] for g in trained]
+    if not any(spare.values()):
+        return _range(made)
+    return f"{_range(made)} ({_range(trained.values())} trained, {_range(spare.values())} made to leave)"
+
+
+def _range(values: Any) -> str:
+    low, high = min(values, default=0), max(values, default=0)
+    return f"{low}" if low == high else f"{low} to {high}"
