@@ -32,7 +32,7 @@ import numpy as np
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.april import April
-from rl_plugins.testing.generation import Simulation, summary
+from rl_plugins.simulation import Simulation, summary
 
 GROUPS, SIZE, MEDIAN, BATCHES, SKIP = 32, 8, 24, 36, 8
 SIGMAS = (0.5, 1.0, 1.5)

@@ -208,6 +208,15 @@ class Groups:
         return by_value[torch.sort(self.index[by_value], stable=True).indices], start
 
 
+def joint(first: Tensor, *others: Tensor) -> Tensor:
+    """(n,) int64: equal numbers, from 0, where all keys are equal. Numbers follow the order of the keys' values."""
+    index = Groups(first).index
+    for key in others:
+        values = Groups(key)
+        index = Groups(index * values.count + values.index).index
+    return index
+
+
 def _ends(ids: Tensor) -> tuple[int, int]:
     """Smallest and largest, (0, -1) of nothing."""
     if not len(ids):

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
+from rl_plugins.groups import Groups, joint
 from rl_plugins.rollouts import Rollouts
+
+__all__ = ["Turns", "canonical_form", "joint", "normalized", "state_ids"]
 
 _EXACT = 2**53  # whole numbers below it are exact in float64
 
@@ -89,15 +91,6 @@ class Turns:
         out = torch.empty_like(shifted)
         out[self._order] = shifted
         return out
-
-
-def joint(first: Tensor, *others: Tensor) -> Tensor:
-    """(n,) int64: equal numbers, from 0, where all keys are equal. Numbers follow the order of the keys' values."""
-    index = Groups(first).index
-    for key in others:
-        values = Groups(key)
-        index = Groups(index * values.count + values.index).index
-    return index
 
 
 def normalized(x: Tensor, groups: Groups, by_std: bool, eps: float, ddof: int = 1, of: Tensor | None = None) -> Tensor:

@@ -29,7 +29,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """One training run of an arm with one seed."""
 
     arm: Arm
@@ -88,7 +88,7 @@ class Comparison:
 
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[PlannedRun, ...]
     out: Path
     notes: tuple[str, ...] = field(default=())
 
@@ -134,5 +134,5 @@ def make_plan(
             mine = {n: params[n] for n in arm.methods if n in params}
             registry.select(arm.methods, mine)
             arguments = host.arguments(arm, seed, folder, mine)
-            runs.append(Run(arm, seed, folder, host.worker, tuple(arguments), host.config))
+            runs.append(PlannedRun(arm, seed, folder, host.worker, tuple(arguments), host.config))
     return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

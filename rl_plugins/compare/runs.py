@@ -20,26 +20,26 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from rl_plugins.compare.plan import LOG_VARIABLE, Comparison, Run
+from rl_plugins.compare.plan import LOG_VARIABLE, Comparison, PlannedRun
 from rl_plugins.errors import RLPluginsError
 
 
 @dataclass
 class _Running:
-    run: Run
+    run: PlannedRun
     process: subprocess.Popen[bytes]
     task: TaskID
     output: Any = field(repr=False)
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: PlannedRun) -> bool:
     try:
         return bool(json.loads((run.folder / "finished.json").read_text())["fingerprint"] == run.fingerprint)
     except (OSError, ValueError, KeyError):
         return False
 
 
-def read_log(run: Run) -> list[dict[str, Any]]:
+def read_log(run: PlannedRun) -> list[dict[str, Any]]:
     """The lines a run has logged so far; a line that is still being written is left out."""
     lines = []
     for line in run.log_file.read_text().splitlines() if run.log_file.exists() else ():
@@ -104,7 +104,7 @@ def run_all(
     return time.monotonic() - start
 
 
-def _begin(run: Run, launcher: Sequence[str], progress: Progress, environment: dict[str, str]) -> _Running:
+def _begin(run: PlannedRun, launcher: Sequence[str], progress: Progress, environment: dict[str, str]) -> _Running:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
     output = (run.folder / "output.txt").open("wb")

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, cast
 
 from rl_plugins.errors import ConfigError, did_you_mean
@@ -274,9 +275,8 @@ def _normalized(distribution: str) -> str:
 
 @cache
 def _stems() -> tuple[str, ...]:
-    import rl_plugins.methods
-
-    return tuple(m.name for m in pkgutil.iter_modules(rl_plugins.methods.__path__) if not m.name.startswith("_"))
+    folder = Path(__file__).parent.parent / "methods"
+    return tuple(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
 
 
 @cache

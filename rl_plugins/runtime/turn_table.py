@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.agents.turns import joint
 from rl_plugins.errors import MethodError
+from rl_plugins.groups import joint
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
 

@@ -1,7 +1,7 @@
 """What over-provisioned generation would give: a discrete-event simulation, without a model and without an engine.
 
     from rl_plugins.methods.april import April
-    from rl_plugins.testing.generation import Simulation, summary
+    from rl_plugins.simulation import Simulation, summary
 
     def lengths(prompt, drawn):  # of the rollouts of a prompt, as measured in your runs
         return np.random.default_rng([prompt, drawn]).lognormal(6, 1, size=8).astype(int) + 1
@@ -37,7 +37,7 @@ Lengths = Callable[[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class SimulatedBatch:
     """What became of one generation batch.
 
     Args:
@@ -104,7 +104,7 @@ class Simulation:
         self.dataset_size, self.lose_surplus = dataset_size, lose_surplus
         self._next = 0  # prompt of an endless dataset
 
-    def batch(self) -> Batch:
+    def batch(self) -> SimulatedBatch:
         """Generates the next batch."""
         stack = self.stack
         before = [from_plain(g) for g in stack.carried]
@@ -126,7 +126,7 @@ class Simulation:
         stack.batch, stack.draw = stack.batch + 1, 0  # as `driver.settle` leaves it
         stack.metrics.take()
         read = sum(len(t) for g in resumed for t in g.rollouts if not finished(t))
-        return Batch(
+        return SimulatedBatch(
             time=time + self.prefill * read,
             decoded=decoded,
             read=read,
@@ -179,7 +179,7 @@ class Simulation:
         return trajectory.add(Generated(tokens, (-1.0 / (step + 1),) * n, finish, step))
 
 
-def summary(batches: Sequence[Batch], skip: int = 0) -> dict[str, float]:
+def summary(batches: Sequence[SimulatedBatch], skip: int = 0) -> dict[str, float]:
     """What a run came to, as numbers.
 
     `throughput` trained tokens per time; `time` per batch; `length` mean of the trained rollouts; `stale` share of the

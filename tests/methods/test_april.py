@@ -26,7 +26,7 @@ from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
-from rl_plugins.testing.generation import Batch, Simulation, summary
+from rl_plugins.testing.generation import SimulatedBatch, Simulation, summary
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "april.json").read_text())["cases"]
 
@@ -42,7 +42,7 @@ def lengths_of(seed: int, sigma: float = 1.0, size: int = 3, mean: float = 3.0) 
     )
 
 
-def simulate(batches: int = 6, params: dict[str, Any] | None = None, **changes: Any) -> list[Batch]:
+def simulate(batches: int = 6, params: dict[str, Any] | None = None, **changes: Any) -> list[SimulatedBatch]:
     size = changes.get("group_size", 3)
     values: dict[str, Any] = dict(lengths=lengths_of(0, size=size), groups=4, group_size=3, max_tokens=60) | changes
     run = Simulation(april(**(params or {})), values.pop("lengths"), **values)
@@ -52,7 +52,7 @@ def simulate(batches: int = 6, params: dict[str, Any] | None = None, **changes: 
 # ---- the authors' schedules
 
 
-def of_case(case: dict[str, Any], lose_surplus: bool) -> tuple[list[Batch], Any]:
+def of_case(case: dict[str, Any], lose_surplus: bool) -> tuple[list[SimulatedBatch], Any]:
     p = case["params"]
     table = case["inputs"]["full_lengths_[prompt][member]"]
     given: dict[str, Any] = {"over_sampling": p["over_sampling_batch_size_Nprime"] / p["rollout_batch_size_N"]}
@@ -76,7 +76,7 @@ def test_golden_schedules(case: dict[str, Any], lose_surplus: bool) -> None:
     assert case["tie_free"]
     batches, p = of_case(case, lose_surplus)
     drawn = trained = 0
-    before: Batch | None = None
+    before: SimulatedBatch | None = None
     status = {"eos": "completed", "length": "truncated", "abort": "aborted"}
     for step, (got, wanted) in enumerate(zip(batches, case["expected"]["steps"], strict=True)):
         assert (got.time, got.decoded) == (wanted["virtual_ticks"], wanted["tokens_generated"])

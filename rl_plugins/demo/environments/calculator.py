@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from rl_plugins.demo.environments.episode import Episode
+from rl_plugins.demo.environments.episode import DemoEnvironment
 from rl_plugins.demo.environments.sandbox import Outcome, Sandbox
 
 MAX_EXPRESSION, MAX_RESULT = 40, 12  # characters
@@ -29,7 +29,7 @@ class Runs(Protocol):
     def close(self) -> None: ...
 
 
-class Calculator(Episode):
+class Calculator(DemoEnvironment):
     """A question such as `a=12 b=7 c=3 (a*b)-c?`; level k has k operators, from `+`, `-` and `*`.
 
     A turn is either a call such as `[12*7]`, which is answered with its value, or the answer, `=81`, which ends the

@@ -13,7 +13,7 @@ from rl_plugins.demo.tasks import MAX_ROWS, SPLITS, split_of
 _MISSES = 500  # draws in a row that bring nothing new: the level has no more tasks
 
 
-class Episode(ABC):
+class DemoEnvironment(ABC):
     """A deterministic environment: what happens depends on the row's columns and the actions only.
 
     The prompt of a row is the first observation, and it tells one task from every other. Each action is rewarded with 0
@@ -104,7 +104,7 @@ class Episode(ABC):
         return actions
 
     @classmethod
-    def unwatched(cls) -> Episode:
+    def unwatched(cls) -> DemoEnvironment:
         """An environment for actions of our own making, without safeguards that take time."""
         return cls()
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.demo.environments.episode import Episode
+from rl_plugins.demo.environments.episode import DemoEnvironment
 
 MAZES = {
     "a": ("....", ".##.", "..#.", "#..."),
@@ -39,7 +39,7 @@ class Table:
     final: tuple[bool, ...]
 
 
-class Grid(Episode):
+class Grid(DemoEnvironment):
     """Find the way in a maze of 4 by 4 cells, with a key to fetch first at level 2.
 
     The prompt `b k12 g33 p01` names the maze, the cells of the key (row and column) and the goal, and where the agent

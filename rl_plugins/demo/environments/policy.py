@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from rl_plugins.demo import environments, policy, tasks
 from rl_plugins.demo.environments import Calculator, Grid, Shop
-from rl_plugins.demo.environments.episode import Episode
+from rl_plugins.demo.environments.episode import DemoEnvironment
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class AgentWarmStart(policy.Fit):
 
 
 # One policy for all three takes twice as long as any of these and is worse at each.
-WARM_STARTS: dict[type[Episode], AgentWarmStart] = {
+WARM_STARTS: dict[type[DemoEnvironment], AgentWarmStart] = {
     Calculator: AgentWarmStart(steps=400, careless=0.2),
     Grid: AgentWarmStart(steps=450, careless=0.4),
     Shop: AgentWarmStart(steps=250, careless=0.32),
 }
 
 
-def demonstration(rng: random.Random, environment: Episode, row: Mapping[str, Any], careless: float) -> str:
+def demonstration(rng: random.Random, environment: DemoEnvironment, row: Mapping[str, Any], careless: float) -> str:
     """The rendered trajectory of a careless expert in the episode of a row."""
     observation = environment.reset(row)
     text = ""
@@ -63,7 +63,7 @@ def demonstration(rng: random.Random, environment: Episode, row: Mapping[str, An
 def warm_start(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
-    environment: type[Episode],
+    environment: type[DemoEnvironment],
     settings: AgentWarmStart | None = None,
     progress: policy.Progress | None = None,
 ) -> None:
@@ -115,7 +115,7 @@ def load_agent_policy(
 def play(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    environment: type[Episode],
+    environment: type[DemoEnvironment],
     rows: Iterable[Mapping[str, Any]],
     samples: int = 1,
     temperature: float = 1.0,
@@ -170,7 +170,7 @@ def _batches(rng: random.Random, texts: list[str], size: int) -> Iterator[list[s
         yield from batches
 
 
-def _kind(environment: str) -> type[Episode]:
+def _kind(environment: str) -> type[DemoEnvironment]:
     kinds = {kind.__name__: kind for kind in WARM_STARTS}
     name = environment.removeprefix("rl_plugins.demo.environments:")
     if name not in kinds:
@@ -178,7 +178,7 @@ def _kind(environment: str) -> type[Episode]:
     return kinds[name]
 
 
-def _build(environment: type[Episode], directory: Path, progress: policy.Progress | None) -> None:
+def _build(environment: type[DemoEnvironment], directory: Path, progress: policy.Progress | None) -> None:
     tokenizer = policy.build_tokenizer()
     model = policy.build_model(WARM_STARTS[environment].seed)
     warm_start(model, tokenizer, environment, progress=progress)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.demo.environments.episode import Episode
+from rl_plugins.demo.environments.episode import DemoEnvironment
 
 COLORS = ("red", "blue", "gold", "pink")
 KINDS = ("mug", "hat", "bag", "pen", "cap")
@@ -31,7 +31,7 @@ class Item:
         return f"{self.color} {self.kind} {self.price}"
 
 
-class Shop(Episode):
+class Shop(DemoEnvironment):
     """Buy what the prompt asks for: `42 red mug <5 l` wants, in shop 42, a red mug for less than 5 in size l.
 
     Turns: `s red mug` searches, at most twice, and is answered with up to three items, `1 red mug 7,2 red mug 3,3 red

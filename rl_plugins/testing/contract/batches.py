@@ -8,7 +8,7 @@ from typing import Any
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.decisions import decided
-from rl_plugins.testing.contract.host import Batch, run_batch
+from rl_plugins.testing.contract.host import DecidedBatch, run_batch
 from rl_plugins.testing.contract.kit import Kit
 
 
@@ -43,7 +43,7 @@ def check_resumption(kit: Kit) -> None:
         )
 
 
-def _trace(batch: Batch) -> dict[str, Any]:
+def _trace(batch: DecidedBatch) -> dict[str, Any]:
     return {"plan": batch.plan, **decided(batch.decision)}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 
-class Table:
+class StoredDataset:
     """A dataset: rows by number, columns by name."""
 
     def __init__(self, columns: Mapping[str, list[Any]]) -> None:

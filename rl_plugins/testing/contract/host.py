@@ -18,7 +18,7 @@ from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, NAN, PRO
 
 
 @dataclass
-class Batch:
+class DecidedBatch:
     """One generation batch of the small host: what was planned, generated and decided."""
 
     plan: list[PlanRow]
@@ -26,7 +26,7 @@ class Batch:
     decision: Decision
 
 
-def run_batch(kit: Kit, stack: MethodStack) -> Batch:
+def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
     """Plans, generates and decides once."""
     proposal = [(GROUPS * stack.batch + i) % PROMPTS for i in range(GROUPS)]
     plan = first_plan(stack, proposal, GROUP_SIZE, BUDGET * kit.rows_per_rollout, PROMPTS, kit.dataset)
@@ -38,7 +38,7 @@ def run_batch(kit: Kit, stack: MethodStack) -> Batch:
         rollouts, forced = _generate(kit, rows, stack.batch)
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
-    return Batch(rows, tokens, decision)
+    return DecidedBatch(rows, tokens, decision)
 
 
 def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, Tensor]:

@@ -20,7 +20,7 @@ from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.compare import copy_of, differences, global_generators
-from rl_plugins.testing.contract.dataset import Table, column_value
+from rl_plugins.testing.contract.dataset import StoredDataset, column_value
 from rl_plugins.testing.contract.results import wrong_result
 from rl_plugins.testing.data import make_rollouts, make_run, make_tokens
 
@@ -87,9 +87,9 @@ class Kit:
         return sorted(n.removeprefix("column:") for n in self.needs if n.startswith("column:"))
 
     @property
-    def dataset(self) -> Table:
+    def dataset(self) -> StoredDataset:
         names = ("prompt", "answer", *self.columns)
-        return Table({name: [column_value(name, i) for i in range(PROMPTS)] for name in names})
+        return StoredDataset({name: [column_value(name, i) for i in range(PROMPTS)] for name in names})
 
     def _watched(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         """One call of a hook: input unchanged, global generators untouched, a result of the right kind."""

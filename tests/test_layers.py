@@ -1,0 +1,158 @@
+"""The layers of the package: which may import which, no circles, and one meaning for every public class name.
+
+contract                          errors .. method: what the author of a method reads
+agents, services, priors          for methods, on the contract
+methods                           on those
+runtime                           the host-free engine, for adapters, on the contract
+trl, verl                         one adapter each
+testing, demo, compare, commands  on top
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+
+import pytest
+from modules import Import, imports, modules, path_of
+
+CONTRACT = {"errors", "renamed", "groups", "params", "losses", "rollouts", "requests", "estimators", "method"}
+AUTHORS = {"contract", "agents", "services", "priors"}
+ADAPTER = {*AUTHORS, "runtime"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "contract": {"contract"},
+    "agents": {"contract", "agents", "services"},
+    "services": {"contract", "runtime.threads"},  # calls that may hang are limited in one place
+    "priors": {"contract", "services"},
+    "runtime": {"contract", "runtime"},
+    "methods": {*AUTHORS, "methods"},
+    "trl": {*ADAPTER, "trl"},
+    "verl": {*ADAPTER, "verl"},
+    "testing": {*ADAPTER, "testing"},
+    "compare": {"contract", "runtime", "compare"},
+    "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
+    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl"},
+    "cli": {"contract", "runtime", "commands", "compare", "demo", "testing", "trl", "verl"},
+    # where names are found since the first version
+    "environments": {"agents", "trl.environments"},
+    "turns": {"agents"},
+    "simulation": {"testing"},
+    "": {"contract"},  # rl_plugins itself
+}
+# What starts and watches real runs of a host for a comparison stands beside that host's adapter.
+BESIDE = {
+    "compare.trl": "trl",
+    "compare.trl_worker": "trl",
+    "compare.verl": "verl",
+    "compare.verl_worker": "verl",
+    "compare.verl_buffer": "verl",
+}
+
+
+def layer(module: str) -> str:
+    name = module.partition(".")[2].split(".")[0]
+    return "contract" if name in CONTRACT else name
+
+
+def inside(module: str) -> str:
+    return module.removeprefix("rl_plugins").lstrip(".")
+
+
+def allowed(i: Import) -> bool:
+    own, target = inside(i.module), i.target
+    if target in ("trl", "verl"):  # the hosts themselves
+        return layer(i.module) == target or BESIDE.get(own) == target
+    if not target.startswith("rl_plugins"):
+        return True
+    if target == "rl_plugins":
+        return layer(i.module) not in ("contract", "runtime")
+    mine = MAY_IMPORT[layer(i.module)] | ({BESIDE[own]} if own in BESIDE else set())
+    return layer(target) in mine or inside(target) in mine
+
+
+def test_every_module_imports_only_what_its_layer_may() -> None:
+    assert not [str(i) for i in imports() if not allowed(i)]
+
+
+def test_the_rule_can_fail() -> None:
+    for module, target in [
+        ("rl_plugins.methods.vade", "rl_plugins.runtime.stack"),
+        ("rl_plugins.methods.vade", "trl"),
+        ("rl_plugins.trl.step", "rl_plugins.methods.gdpo"),
+        ("rl_plugins.trl.step", "rl_plugins.verl.rows"),
+        ("rl_plugins.runtime.plan", "rl_plugins.trl.step"),
+        ("rl_plugins.commands.doctor", "trl"),
+        ("rl_plugins.demo.policy", "rl_plugins.trl"),
+        ("rl_plugins.rollouts", "rl_plugins.runtime.stack"),
+    ]:
+        assert not allowed(Import(module, target, 1)), (module, target)
+
+
+def test_no_import_goes_in_a_circle() -> None:
+    """Strongly connected modules, lazy imports counted; a package's `__init__` may gather its own modules."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for i in imports():
+        if i.target.startswith("rl_plugins") and i.target != i.module:
+            edges[i.module].add(i.target)
+    reach = {m: _reachable(m, edges) for m in modules()}
+    circles = sorted({tuple(sorted(n for n in reach[m] if m in reach[n])) for m in modules() if m in reach[m]})
+    assert not circles
+
+
+def _reachable(start: str, edges: dict[str, set[str]]) -> set[str]:
+    seen: set[str] = set()
+    todo = list(edges[start])
+    while todo:
+        m = todo.pop()
+        if m not in seen:
+            seen.add(m)
+            todo += edges.get(m, ())
+    return seen
+
+
+def public_classes() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in modules():
+        for node in ast.parse(path_of(module).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module)
+    return found
+
+
+# A pair per host, or per reader: alike on purpose, and never imported together.
+PAIRS: set[str] = set()
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    twice = {name: where for name, where in public_classes().items() if len(where) > 1 and name not in PAIRS}
+    assert not twice
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rl_plugins.method:Method",
+        "rl_plugins.rollouts:Rollouts",
+        "rl_plugins.requests:Generate",
+        "rl_plugins.params:param",
+        "rl_plugins.losses:ppo_clip",
+        "rl_plugins.groups:Groups",
+        "rl_plugins.errors:ConfigError",
+        "rl_plugins.environments:Observation",
+        "rl_plugins.environments:Environment",
+        "rl_plugins.agents:play",
+        "rl_plugins.turns:Turns",
+        "rl_plugins.services:Service",
+        "rl_plugins.priors:make_prior",
+        "rl_plugins.simulation:Simulation",
+        "rl_plugins.testing:check_method",
+        "rl_plugins.testing.engine:TableEngine",
+        "rl_plugins.trl:GRPOTrainer",
+        "rl_plugins.trl:MethodsMixin",
+    ],
+)
+def test_public_names_are_found_where_they_were(name: str) -> None:
+    import importlib
+
+    module, attribute = name.split(":")
+    assert getattr(importlib.import_module(module), attribute) is not None
