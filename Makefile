@@ -27,6 +27,7 @@ lint: .venv/ready-test
 
 docs: .venv/ready-test
 	.venv/bin/rl-plugins docs docs/methods.md --readme README.md
+	.venv/bin/python tests/modules.py
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }

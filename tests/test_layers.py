@@ -14,7 +14,7 @@ import ast
 from collections import defaultdict
 
 import pytest
-from modules import Import, imports, modules, path_of
+from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map
 
 CONTRACT = {"errors", "renamed", "groups", "params", "losses", "rollouts", "requests", "estimators", "method"}
 AUTHORS = {"contract", "agents", "services", "priors"}
@@ -156,3 +156,12 @@ def test_public_names_are_found_where_they_were(name: str) -> None:
 
     module, attribute = name.split(":")
     assert getattr(importlib.import_module(module), attribute) is not None
+
+
+def test_the_map_of_the_architecture_names_every_module() -> None:
+    """`make docs` writes it; each line is the first sentence of the module itself."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert with_map(text) == text
+    layers = {inside(m).split(".")[0] for m in modules()} - {""}
+    assert layers == {name for names in LAYERS.values() for name in names.split()}
+    assert all(summary_of(m) for m in modules())

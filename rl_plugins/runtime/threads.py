@@ -1,5 +1,6 @@
-"""Calls that may hang, each in a daemon thread that nobody joins: of rollout programs (tools, environments, judges) and
-of services. One that never returns costs its time-out and no more, until too many of them hold a thread.
+"""Calls that may hang, of rollout programs and of services, each in a daemon thread that nobody joins.
+
+One that never returns costs its time-out and no more, until too many of them hold a thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `TurnTable` table of a batch, from the turns of its rows: what both adapters fill `rollouts.turns` with."""
+"""The `TurnTable` of a batch, from the turns of its rows: what both adapters fill `rollouts.turns` with."""
 
 from __future__ import annotations
 
