@@ -216,8 +216,8 @@ class Method:
         raise MethodError(self._unclaimed("select"))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """Returns (rows,) advantages, or (turns,) with `advantages_per = "turn"`. NaN becomes 0, and so does the
-        advantage of a row whose reward is NaN."""
+        """Returns (rows,) advantages, or (turns,) with `advantages_per = "turn"`; finite, and 0 where there is nothing
+        to compare with. Rows whose reward is NaN get the advantage 0 whatever is returned for them."""
         raise MethodError(self._unclaimed("advantages"))
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:

@@ -450,8 +450,14 @@ def test_otherwise_our_estimator_takes_their_place(m):
 
 def test_rows_without_a_reward_get_advantage_0_whoever_makes_it():
     rollouts = make_rollouts([1.0, NAN, 0.0, 5.0])
-    claimed = run([method(advantages=lambda r: torch.tensor([1.0, 2.0, NAN, 4.0]))], rollouts)
-    assert claimed.row_advantages.tolist() == [1.0, 0.0, 0.0, 4.0]
+    claimed = run([method(advantages=lambda r: torch.tensor([1.0, NAN, 2.0, 4.0]))], rollouts)
+    assert claimed.row_advantages.tolist() == [1.0, 0.0, 2.0, 4.0]
+    claimed = run([method(advantages=lambda r: torch.tensor([1.0, 9.0, 2.0, 4.0]))], rollouts)
+    assert claimed.row_advantages.tolist() == [1.0, 0.0, 2.0, 4.0]
+    refused(
+        lambda: run([method("odd", advantages=lambda r: torch.tensor([1.0, 2.0, NAN, 4.0]))], rollouts),
+        "Method `odd` returned something illegal from `advantages`: an advantage is NaN, and its row has a reward",
+    )
     host = run([], rollouts, host=torch.tensor([1.0, 7.0, NAN, 2.0]))
     assert host.row_advantages.tolist() == [1.0, 0.0, 0.0, 2.0] and host.estimator == "host"
     ours = run([], rollouts, estimator=lambda r: torch.tensor([1.0, 7.0, NAN, 2.0]).double())
@@ -475,7 +481,24 @@ def test_an_infinite_reward_is_refused_with_the_function_that_gave_it():
 def test_not_one_reward_in_the_batch_is_refused():
     text = refused(lambda: run([], make_rollouts([[NAN, NAN]] * 3)), "Not one of the 3 completions has a reward")
     assert "reward_0, reward_1" in text
-    refused(lambda: run([method(rewards=lambda r: [NAN] * 2)], make_rollouts([1.0, 0.0])), "Not one of the 2")
+    refused(
+        lambda: run([method("all", rewards=lambda r: [NAN] * 2)], make_rollouts([1.0, NAN])),
+        "Method `all` returned something illegal from `rewards`: every reward is NaN, though 1 of 2 rows had one",
+    )
+
+
+def test_the_one_who_made_a_reward_infinite_is_named():
+    """A hook that hands on what it was given is not to blame for a reward function."""
+    passing = method("passes", rewards=lambda r: r.reward)
+    refused(lambda: run([passing], make_rollouts([[1.0, 0.0], [0.0, INF]])), "A reward is infinite (reward_1)")
+
+
+@pytest.mark.parametrize("value", [1e39, -1e39, INF])
+def test_an_advantage_beyond_float32_is_refused(value):
+    refused(
+        lambda: run([method("hot", advantages=lambda r: torch.tensor([1.0, value]).double())], make_rollouts([1.0, 0])),
+        "Method `hot` returned something illegal from `advantages`: an advantage is infinite, or beyond what float32",
+    )
 
 
 # ---- the data itself

@@ -103,9 +103,9 @@ def test_a_step_without_a_trained_row_is_asked_with_none():
         (Update("1"), "`lr_scale` is '1'"),
         (
             Update(columns={"x": torch.ones(3)}),
-            r"the column `x` needs one number per row \(4\), it has the shape \(3,\)",
+            r"the column `x` needs one entry per row \(4\), it has \(3,\)",
         ),
-        (Update(columns={"x": "abc"}), "the column `x` is no tensor"),
+        (Update(columns={"x": "abc"}), "the column `x`: a tensor .* is needed, it gave str"),
         (Update(columns=[1]), "`columns` is list"),
     ],
 )
@@ -120,14 +120,42 @@ def test_a_factor_may_be_a_tensor_of_one_number():
 
 def test_hooks_in_the_loss_give_one_number_per_token():
     terms = make_terms()
-    per_row = surrogate(MethodStack([Loses(lambda t: t.advantages[:, :1])]), terms)
-    assert per_row.shape == terms.logprobs.shape and torch.equal(per_row[:, 3], terms.advantages[:, 0])
-    twice = MethodStack([Loses(lambda t: t.logprobs)])
-    assert torch.equal(regularizer(twice, terms), terms.logprobs)
+    twice = MethodStack([Loses(lambda t: 2 * t.logprobs)])
+    assert torch.equal(surrogate(twice, terms), 2 * terms.logprobs)
+    assert torch.equal(regularizer(twice, terms), 2 * terms.logprobs)
     assert regularizer(MethodStack([]), terms) is None
-    for value, given in ((torch.ones(5, 3), r"\(5, 3\)"), ([1.0], "list"), (None, "NoneType")):
-        with pytest.raises(MethodError, match=rf"`policy_loss`: a tensor of shape .* is needed, it gave {given}"):
+    rows, time = terms.logprobs.shape
+    for value, given in (
+        (torch.ones(rows + 1, time), rf"\({rows + 1}, {time}\)"),
+        (torch.ones(rows, 1), rf"\({rows}, 1\)"),
+        (torch.tensor(1.0), r"\(\)"),
+        ([1.0], "list"),
+        (None, "NoneType"),
+    ):
+        with pytest.raises(MethodError, match=rf"`policy_loss`: a tensor of shape .* is needed; it gave {given}"):
             surrogate(MethodStack([Loses(lambda t, value=value: value)]), terms)
+
+
+def test_a_surrogate_must_have_a_gradient_and_be_finite_where_tokens_are_trained():
+    terms = make_terms()
+    logprobs = terms.logprobs.detach().requires_grad_()
+    terms = terms.replace(logprobs=logprobs)
+    with pytest.raises(MethodError, match="`policy_loss`: it has no gradient; it must depend on `terms.logprobs`"):
+        surrogate(MethodStack([Loses(lambda t: t.advantages)]), terms)
+    regularizer(MethodStack([Loses(lambda t: t.advantages)]), terms)  # a term may be a constant
+    hole = (terms.mask > 0).nonzero()[0]
+    for bad in (math.nan, math.inf):
+
+        def broken(t, bad=bad):
+            value = t.logprobs.clone()
+            value[tuple(hole)] = bad
+            return value
+
+        for ask, hook in ((surrogate, "policy_loss"), (regularizer, "regularize")):
+            with pytest.raises(MethodError, match=f"`{hook}`: the value of a trained token is NaN or infinite"):
+                ask(MethodStack([Loses(broken)]), terms)
+    masked = terms.replace(mask=torch.zeros_like(terms.mask))
+    surrogate(MethodStack([Loses(broken)]), masked)  # what is not trained does not count
 
 
 def test_regularizers_add_up():

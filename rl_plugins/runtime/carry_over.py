@@ -8,7 +8,6 @@ dropped because `admit` said so. The queue is part of the saved state.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,8 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Trajectory
-from rl_plugins.rollouts import Admission, Carried, PlanRow, Queue
+from rl_plugins.rollouts import Carried, PlanRow, Queue
+from rl_plugins.runtime import gate
 from rl_plugins.runtime.plan import admitted_prompts
 from rl_plugins.runtime.stack import MethodStack
 
@@ -69,40 +69,22 @@ def admit(
     method = stack.claims["admit"][0]
     waiting = [from_plain(g) for g in stack.carried]
     queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.batch)
-    answer = stack.one("admit", queue)
-    if not isinstance(answer, Admission):
-        raise stack.refuse(method, "admit", f"{type(answer).__name__} instead of an Admission.")
-    try:
-        fresh = operator.index(answer.fresh)
-        resume, restart, drop = (
-            [operator.index(i) for i in part] for part in (answer.resume, answer.restart, answer.drop)
-        )
-    except TypeError:
-        raise stack.refuse(method, "admit", f"{answer}: whole numbers are needed.") from None
-    named = [*resume, *restart, *drop]
-    if len(set(named)) != len(named) or not all(0 <= i < len(waiting) for i in named) or fresh < 0:
-        raise stack.refuse(
-            method,
-            "admit",
-            f"{answer}: each of the {len(waiting)} waiting groups may be named once, and `fresh` is at least 0.",
-        )
-    started = len(resume) + len(restart) + fresh
-    if started < groups:
-        raise stack.refuse(method, "admit", f"it starts {started} groups, and the batch trains {groups}.")
+    answer = gate.admission(method, stack.one("admit", queue), len(waiting), groups)
     # while all that wait are still in the queue: no prompt is in a batch twice
-    rows = admitted_prompts(stack, proposal, fresh, group_size, pool_size, dataset)
+    rows = admitted_prompts(stack, proposal, answer.fresh, group_size, pool_size, dataset)
     _check_rows(stack, rows)
-    if len(resume) + len(restart) + len(rows) < groups:
+    if len(answer.resume) + len(answer.restart) + len(rows) < groups:
         raise MethodError(
-            f"`{method.name}` starts {fresh} new groups, and only {len(rows)} came: the dataset has "
+            f"`{method.name}` starts {answer.fresh} new groups, and only {len(rows)} came: the dataset has "
             f"{'no end' if pool_size is None else f'{pool_size} rows'}, {len(waiting)} groups wait, and a `plan` hook "
             f"may have left out prompts. The batch trains {groups}. Use a larger dataset or a smaller batch, or remove "
             f"the method that plans."
         )
-    stack.carried = [to_plain(g) for i, g in enumerate(waiting) if i not in set(named)]
-    begun = [waiting[i] for i in resume] + [Group(waiting[i].row, stack.batch) for i in restart]
+    leaving = {*answer.resume, *answer.restart, *answer.drop}
+    stack.carried = [to_plain(g) for i, g in enumerate(waiting) if i not in leaving]
+    begun = [waiting[i] for i in answer.resume] + [Group(waiting[i].row, stack.batch) for i in answer.restart]
     begun += [Group(row, stack.batch) for row in rows]
-    stack.metrics.add("rl_plugins/groups_dropped", len(drop), "sum")
+    stack.metrics.add("rl_plugins/groups_dropped", len(answer.drop), "sum")
     return [replace(g, row=g.row.replace(group=i)) for i, g in enumerate(begun)]
 
 

@@ -17,6 +17,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
+from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
 
 Estimator = Callable[[Rollouts], Tensor]
@@ -103,9 +104,7 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
         if new is not None:
-            reward = _per_row(stack, m, "rewards", new, rollouts).double()
-            if bool(torch.isinf(reward).any()):
-                raise stack.refuse(m, "rewards", "a reward is infinite; NaN is what a row without a reward gets.")
+            reward = gate.rewards(m, new, rollouts)
             rollouts = rollouts.replace(reward=reward)
             rewarded_by[m.name] = reward
     if bool(torch.isinf(rollouts.reward).any()):
@@ -125,7 +124,7 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     for m in stack.claims["select"]:
         stays = stack.call("select", m, rollouts.replace(kept=keep))
         if stays is not None:
-            keep = keep & _bool(stack, m, "select", "the mask", _per_row(stack, m, "select", stays, rollouts))
+            keep = keep & gate.mask(m, "select", "", stays, len(rollouts), "row")
     return Selection(rollouts.replace(kept=keep), rewarded_by)
 
 
@@ -156,7 +155,8 @@ def settle(
         within = within.replace(turn=_renumbered(keep[rollouts.turns.row])[within.turn])
     if stack.claims["advantages"]:
         m = stack.claims["advantages"][0]
-        source, values = m.name, _advantages(stack, m, inside, within)
+        gate.turns_known(m, inside, within)
+        source, values = m.name, gate.advantages(m, stack.one("advantages", inside), inside, within)
     elif host_advantages is not None:
         source, values = "host", host_advantages.double()[stay]
     else:
@@ -168,7 +168,7 @@ def settle(
     for m in stack.claims["shape"]:
         shaped = stack.call("shape", m, inside, shaping.tokens)
         if shaped is not None:
-            shaping.apply(stack, m, shaped, inside)
+            shaping.apply(m, shaped, inside)
     within = shaping.tokens
 
     for m in stack.claims["observe"]:
@@ -197,47 +197,35 @@ class _Shaping:
     token_columns: dict[str, Tensor] = field(default_factory=dict)
     new_old_logprobs: bool = False
 
-    def apply(self, stack: MethodStack, m: Method, shaped: Any, rollouts: Rollouts) -> None:
+    def apply(self, m: Method, shaped: Any, rollouts: Rollouts) -> None:
         """Takes over what one hook returned.
 
         Raises:
             MethodError: it is illegal.
         """
         if not isinstance(shaped, Shape):
-            raise stack.refuse(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
-        tokens = self.tokens
-
-        def sized(name: str, value: Any, n: int, kind: str) -> Tensor:
-            given = _numbers(stack, m, "shape", f"`{name}`", value)
-            if given.shape != (n,):
-                why = f"`{name}` needs one entry per {kind} ({n}), it has {tuple(given.shape)}."
-                raise stack.refuse(m, "shape", why)
-            if given.is_floating_point() and not bool(torch.isfinite(given).all()):
-                raise stack.refuse(m, "shape", f"`{name}` has values that are not finite.")
-            return given
-
+            raise gate.refusal(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
+        tokens, rows, n = self.tokens, len(rollouts), len(self.tokens)
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
-            changes["advantages"] = sized("advantages", shaped.advantages, len(tokens), "token").double()
+            changes["advantages"] = gate.finite(m, "shape", "`advantages`", shaped.advantages, n, "token").double()
         if shaped.old_logprobs is not None:
-            changes["old_logprobs"] = sized("old_logprobs", shaped.old_logprobs, len(tokens), "token").float()
+            changes["old_logprobs"] = gate.finite(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token").float()
             self.new_old_logprobs = True
         keep = tokens.keep
         if shaped.keep_rows is not None:
-            rows = sized("keep_rows", shaped.keep_rows, len(rollouts), "row")
-            self.keep_rows = self.keep_rows & _bool(stack, m, "shape", "`keep_rows`", rows)
-            keep = keep & rows[tokens.row]
+            stays = gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
+            self.keep_rows, keep = self.keep_rows & stays, keep & stays[tokens.row]
         if shaped.keep_tokens is not None:
-            stays = sized("keep_tokens", shaped.keep_tokens, len(tokens), "token")
-            keep = keep & _bool(stack, m, "shape", "`keep_tokens`", stays)
-        for columns, given, n, kind in (
-            (self.row_columns, shaped.row_columns, len(rollouts), "row"),
-            (self.token_columns, shaped.token_columns, len(tokens), "token"),
+            keep = keep & gate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
+        for columns, given, size, kind in (
+            (self.row_columns, shaped.row_columns, rows, "row"),
+            (self.token_columns, shaped.token_columns, n, "token"),
         ):
             for name, value in given.items():
                 if name in self.row_columns or name in self.token_columns:
-                    raise stack.refuse(m, "shape", f"the column `{name}` exists already.")
-                columns[name] = sized(name, value, n, kind)
+                    raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
+                columns[name] = gate.finite(m, "shape", f"`{name}`", value, size, kind)
         self.tokens = tokens.replace(keep=keep, **changes)
 
     def live(self) -> Tensor:
@@ -306,47 +294,3 @@ def _decision(selection: Selection, inside: Rollouts, shaping: _Shaping, stay: T
 def _renumbered(keep: Tensor) -> Tensor:
     """Old number -> new number of what stays."""
     return torch.cumsum(keep, 0) - 1
-
-
-def _numbers(stack: MethodStack, m: Method, hook: str, what: str, value: Any) -> Tensor:
-    try:
-        return torch.as_tensor(value, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as e:
-        why = f"{what} must be a tensor (or numbers that make one), it gave {type(value).__name__}: {e}."
-        raise stack.refuse(m, hook, why) from None
-
-
-def _bool(stack: MethodStack, m: Method, hook: str, what: str, given: Tensor) -> Tensor:
-    if given.dtype != torch.bool:
-        raise stack.refuse(m, hook, f"{what} must be a bool tensor, it gave {given.dtype}.")
-    return given
-
-
-def _per_row(stack: MethodStack, m: Method, hook: str, value: Any, rollouts: Rollouts) -> Tensor:
-    given = _numbers(stack, m, hook, "the answer", value)
-    if given.shape != (len(rollouts),):
-        raise stack.refuse(m, hook, f"one number per row ({len(rollouts)}) is needed; it gave {tuple(given.shape)}.")
-    return given
-
-
-def _advantages(stack: MethodStack, m: Method, rollouts: Rollouts, tokens: Tokens) -> Tensor:
-    """(tokens,) advantages of the row or turn each token belongs to, as `m.advantages_per` says."""
-    n, place = len(rollouts), tokens.row
-    if m.advantages_per == "turn":
-        if rollouts.turns is None or tokens.turn is None:
-            raise MethodError(
-                f"Method `{m.name}` makes one advantage per turn, and this batch does not say what its turns are "
-                f"({'rollouts.turns' if rollouts.turns is None else 'tokens.turn'} is None). Hosts tell that to "
-                f'methods with "turns" in `needs`; a method without turns has advantages_per = "row".'
-            )
-        n, place = len(rollouts.turns.row), tokens.turn
-    given = _numbers(stack, m, "advantages", "the advantages", stack.one("advantages", rollouts)).double()
-    if bool(torch.isinf(given).any()):
-        raise stack.refuse(m, "advantages", "an advantage is infinite.")
-    if given.shape != (n,):
-        why = (
-            f"one number per {m.advantages_per} ({n}) is needed, as the class says with advantages_per = "
-            f'"{m.advantages_per}"; it gave {tuple(given.shape)}.'
-        )
-        raise stack.refuse(m, "advantages", why)
-    return given[place]

@@ -5,14 +5,13 @@ An adapter calls `first_plan`, and `next_plan` for further rounds. Nothing here 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Plan, PlanRow, PromptPool
+from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
 
 
@@ -129,35 +128,9 @@ def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_
     for m in methods:
         new = stack.call("plan", m, plan)
         if new is not None:
-            if not isinstance(new, Plan):
-                raise stack.refuse(m, "plan", f"{type(new).__name__} instead of a Plan.")
-            for row in new.rows:
-                problem = _row_problem(row, pool_size)
-                if problem:
-                    raise stack.refuse(m, "plan", f"{problem}: {row}.")
+            new = gate.plan(m, new, pool_size, stack.vocabulary)
             plan = new.replace(rows=tuple(r for r in new.rows if r.n + r.spare > 0))
     return plan
-
-
-def _row_problem(row: Any, pool_size: int | None) -> str | None:
-    """What is illegal about a plan row."""
-    if not isinstance(row, PlanRow):
-        return f"{type(row).__name__} instead of a PlanRow"
-    if not all(isinstance(v, Integral) for v in (row.prompt_index, row.group, row.n, row.spare)):
-        return "`prompt`, `group`, `n` and `spare` must be whole numbers"
-    if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
-        return f"{row.n} + {row.spare} rollouts, {len(row.given)} given"
-    if row.prompt_index < -1 or (pool_size is not None and row.prompt_index >= pool_size):
-        return f"prompt {row.prompt_index} of a dataset of {'unknown' if pool_size is None else pool_size} rows"
-    if row.prompt_index == -1 and not row.edit:
-        return "a foreign prompt (-1) without columns in `edit`"
-    if row.max_tokens is not None and row.max_tokens < 1:
-        return f"max_tokens={row.max_tokens}"
-    if any(not c.tokens for c in row.given):
-        return "a given completion without tokens"
-    if any(c.logprobs is not None and len(c.logprobs) != len(c.tokens) for c in row.given):
-        return "a given completion needs as many log-probs as tokens, or None"
-    return None
 
 
 def _check_size(plan: Plan, budget: int) -> None:
@@ -184,24 +157,8 @@ def _select(
             f"Method `{m.name}` selects prompts, and the dataset is a stream, whose rows cannot be taken by number. "
             f"Use a dataset with random access, or remove `{m.name}` from `methods`."
         )
-    answer = stack.one("select_prompts", PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch), n)
-    try:
-        chosen = [operator.index(i) for i in answer]
-    except TypeError:
-        raise stack.refuse(
-            m, "select_prompts", f"{n} dataset rows (integers) are needed, it gave {answer!r}."
-        ) from None
-    if len(chosen) != n or len(set(chosen)) != n or not all(0 <= i < pool_size for i in chosen):
-        raise stack.refuse(
-            m,
-            "select_prompts",
-            f"{n} different prompts of 0..{pool_size - 1} were asked for, it gave "
-            f"{len(chosen)} ({len(set(chosen))} different): {chosen[:20]}.",
-        )
-    again = sorted(set(chosen) & set(taken))
-    if again:
-        raise stack.refuse(m, "select_prompts", f"the prompts {again[:20]} are in the batch already (`pool.taken`).")
-    return chosen
+    pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
+    return gate.prompts(m, stack.one("select_prompts", pool, n), pool, n)
 
 
 def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import MethodError, told
 from rl_plugins.method import Method
 from rl_plugins.requests import (
     Call,
@@ -135,11 +135,11 @@ class Running:
         before, self.method._place = self.method._place, "generation"
         try:
             return work()
-        except StopIteration:
+        except (StopIteration, KeyboardInterrupt):
             raise
-        except Exception as e:
+        except BaseException as e:
             trace = "".join(traceback.format_tb(e.__traceback__)[1:])
-            raise self._error(f"{type(e).__name__}: {e}\n{trace}") from e
+            raise self._error(f"{type(e).__name__}: {told(e)}\n{trace}") from e
         finally:
             self.method._place = before
 

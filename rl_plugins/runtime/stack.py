@@ -9,9 +9,12 @@ import logging
 import traceback
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, is_dataclass
 from typing import Any
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, StateError, told
 from rl_plugins.method import HOOKS, Context, Method
 from rl_plugins.params import build_params, params_to_dict
 from rl_plugins.rollouts import Run
@@ -45,6 +48,7 @@ class MethodStack(Context):
         needs: union of the signals.
         batch: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
+        vocabulary: number of token ids of the policy, set by the adapter; None if it is not known.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
         carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`); part of the saved state.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
@@ -61,6 +65,7 @@ class MethodStack(Context):
         self.batch = 0
         self.extra_prompts = 0
         self.draw = 0
+        self.vocabulary: int | None = None
         self.carried: list[dict[str, Any]] = []
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
@@ -113,20 +118,33 @@ class MethodStack(Context):
         """One hook of one method, in its place. A coroutine is run to its end.
 
         Raises:
-            MethodError: whatever the hook raised, with the method, the hook and the way to go on without it.
+            MethodError: whatever the hook raised, an exit included, with the method, the hook and the way to go on
+                without it; or the hook changed a tensor it was given.
         """
         method._place = HOOKS[hook].place if hook in HOOKS else "driver"
+        before = _versions(args)
         try:
             result = getattr(method, hook)(*args)
-            return _finished(result) if inspect.iscoroutine(result) else result
-        except Exception as e:
+            if inspect.iscoroutine(result):
+                result = _finished(result)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             raise MethodError(
-                f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {e}\n"
+                f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {told(e)}\n"
                 f"{''.join(traceback.format_tb(e.__traceback__)[1:])}"
                 f"Remove `{method.name}` from `methods` to go on without it."
             ) from e
         finally:
             method._place = "driver"
+        changed = [name for name, version in _versions(args).items() if version != before.get(name, version)]
+        if changed:
+            names = ", ".join(f"`{name}`" for name in changed)
+            raise MethodError(
+                f"Method `{method.name}` changed what it was given in `{hook}`: {names}. "
+                f"A hook returns new values; work on a copy (`x.clone()`)."
+            )
+        return result
 
     def one(self, hook: str, *args: Any) -> Any:
         """The exclusive claimant's answer."""
@@ -242,6 +260,17 @@ class MethodStack(Context):
         self.batch, self.extra_prompts, self.draw = saved["batch"], saved["extra_prompts"], saved["draw"]
         self.carried = copy_plain(saved["carried"])
         self.stats = dict(saved["stats"])
+
+
+def _versions(args: tuple[Any, ...]) -> dict[str, int]:
+    """How often each tensor in the records a hook is given was written to: torch counts that itself."""
+    return {
+        f.name: value._version
+        for record in args
+        if is_dataclass(record)
+        for f in fields(record)
+        if isinstance(value := getattr(record, f.name), Tensor) and not value.is_inference()
+    }
 
 
 def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -6,16 +6,14 @@ batch; in the loss it calls `surrogate` and `regularizer`. What a hook returns i
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
-from numbers import Real
 
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
 from rl_plugins.rollouts import Rows, Terms, Update
+from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
 
 
@@ -43,7 +41,7 @@ def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Updat
         update = stack.call("before_update", m, rows)
         if update is None:
             continue
-        checked = _checked_update(stack, m, update, len(rows.length))
+        checked = gate.update(m, update, len(rows.length))
         scale *= checked.lr_scale
         for name, values in checked.columns.items():
             full = torch.zeros(len(trained), dtype=torch.float32)
@@ -61,7 +59,7 @@ def surrogate(stack: MethodStack, terms: Terms) -> Tensor:
         MethodError: from the hook, or for an illegal return value.
     """
     m = stack.claims["policy_loss"][0]
-    return _per_token(stack, m, "policy_loss", stack.call("policy_loss", m, terms), terms)
+    return gate.per_token(m, "policy_loss", stack.call("policy_loss", m, terms), terms, gradient=True)
 
 
 def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
@@ -72,7 +70,7 @@ def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
     """
     total = None
     for m in stack.claims["regularize"]:
-        term = _per_token(stack, m, "regularize", stack.call("regularize", m, terms), terms)
+        term = gate.per_token(m, "regularize", stack.call("regularize", m, terms), terms, gradient=False)
         total = term if total is None else total + term
     return total
 
@@ -99,41 +97,3 @@ def _taken(rows: Rows, keep: Tensor) -> Rows:
     return rows.replace(
         **{n: getattr(rows, n)[keep] for n in names}, columns={k: v[keep] for k, v in rows.columns.items()}
     )
-
-
-def _checked_update(stack: MethodStack, m: Method, update: object, n: int) -> Update:
-    if not isinstance(update, Update):
-        raise stack.refuse(m, "before_update", f"{type(update).__name__} instead of an Update.")
-    if not isinstance(update.columns, Mapping):
-        why = f"`columns` is {type(update.columns).__name__}; it maps names to one number per row."
-        raise stack.refuse(m, "before_update", why)
-    columns = {}
-    for name, values in update.columns.items():
-        try:
-            column = torch.as_tensor(values, device="cpu").detach().float()
-        except (TypeError, ValueError, RuntimeError) as e:
-            raise stack.refuse(m, "before_update", f"the column `{name}` is no tensor: {e}.") from None
-        if column.shape != (n,):
-            why = f"the column `{name}` needs one number per row ({n}), it has the shape {tuple(column.shape)}."
-            raise stack.refuse(m, "before_update", why)
-        columns[str(name)] = column
-    return Update(_lr_scale(stack, m, update.lr_scale), columns)
-
-
-def _lr_scale(stack: MethodStack, m: Method, value: object) -> float:
-    scale = math.nan
-    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
-        scale = float(value)
-    if not 0 <= scale < math.inf:
-        why = f"`lr_scale` is {value!r}; it must be a finite number of at least 0 (1: the schedule's learning rate)."
-        raise stack.refuse(m, "before_update", why)
-    return scale
-
-
-def _per_token(stack: MethodStack, m: Method, hook: str, value: object, terms: Terms) -> Tensor:
-    shape = tuple(terms.logprobs.shape)
-    try:
-        return torch.broadcast_to(value, shape)  # type: ignore[arg-type]
-    except (RuntimeError, TypeError):
-        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise stack.refuse(m, hook, f"a tensor of shape {shape} is needed, it gave {given}.") from None
