@@ -582,10 +582,16 @@ def test_with_as_many_turns_as_rows_the_class_says_what_is_meant_and_not_the_sha
     assert decision.advantages.tolist() == [7.0, 7.0, 6.0, 6.0, 5.0, 5.0]
 
 
-def test_turns_that_are_nan_or_of_a_row_without_reward_have_no_advantage():
+def test_turns_of_a_row_without_reward_have_no_advantage():
     rollouts, tokens = agent_batch([2, 1], [1.0, NAN])
-    decision = run([of_turns(lambda r: torch.tensor([4.0, NAN, 3.0]))], rollouts, tokens)
-    assert decision.advantages.tolist() == [3.0, 3.0, 0.0, 0.0, 0.0, 0.0]
+    for nothing in (NAN, 4.0):  # whatever is returned for them
+        unscored = torch.isnan(rollouts.reward)[rollouts.turns.row]
+        given = torch.where(unscored, nothing, torch.tensor([4.0, 5.0, 3.0]).double())
+        decision = run([of_turns(lambda r, given=given: given)], rollouts, tokens)
+        expected = torch.where(unscored, 0.0, given)[tokens.turn]
+        assert decision.advantages.tolist() == expected.tolist() and set(expected.tolist()) == {0.0, 3.0, 5.0}
+    odd = torch.where(unscored, 0.0, NAN)
+    refused(lambda: run([of_turns(lambda r: odd)], rollouts, tokens), "an advantage is NaN, and its row has a reward")
 
 
 def test_turns_stay_with_their_tokens_when_rows_leave():

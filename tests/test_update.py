@@ -105,7 +105,7 @@ def test_a_step_without_a_trained_row_is_asked_with_none():
             Update(columns={"x": torch.ones(3)}),
             r"the column `x` needs one entry per row \(4\), it has \(3,\)",
         ),
-        (Update(columns={"x": "abc"}), "the column `x`: a tensor .* is needed, it gave str"),
+        (Update(columns={"x": "abc"}), "the column `x` must be a tensor .*, it gave str"),
         (Update(columns=[1]), "`columns` is list"),
     ],
 )

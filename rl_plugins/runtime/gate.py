@@ -43,8 +43,8 @@ def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str) -
     try:
         given = torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as e:
-        why = f"a tensor (or numbers that make one) is needed, it gave {type(value).__name__}: {e}."
-        raise refusal(m, hook, f"{what}: {why}" if what else why) from None
+        why = f"must be a tensor (or numbers that make one), it gave {type(value).__name__}: {e}."
+        raise refusal(m, hook, f"{what or 'the answer'} {why}") from None
     if given.shape != (n,):
         shape = tuple(given.shape)
         asked = f"{what} needs one entry per {kind} ({n}), it has {shape}."
