@@ -11,6 +11,7 @@ testing, demo, compare, commands  on top
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 
 import pytest
@@ -165,3 +166,15 @@ def test_the_map_of_the_architecture_names_every_module() -> None:
     layers = {inside(m).split(".")[0] for m in modules()} - {""}
     assert layers == {name for names in LAYERS.values() for name in names.split()}
     assert all(summary_of(m) for m in modules())
+
+
+def test_every_place_the_walkthrough_names_exists() -> None:
+    text = (ROOT.parent / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    places = re.findall(r"`([a-z_/]+\.py): ([A-Za-z_.]+)`", text)
+    assert len(places) > 25
+    for file, name in places:
+        found = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+        for part in name.split("."):
+            nodes = [n for n in found if getattr(n, "name", None) == part]
+            assert nodes, f"{file} has no {name}"
+            found = getattr(nodes[0], "body", [])
