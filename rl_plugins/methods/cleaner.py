@@ -199,57 +199,91 @@ class Cleaner(Method):
         Returns:
             The episode after the turn, as it will be trained, and a note to the agent.
         """
-        p, start, retries = self.params, len(episode.trajectory), 0
+        attempt, retries = _Attempt(episode, turn), 0
         while True:
-            is_call = p.marker in prompt.chat.decode(turn.tokens[start:], special=True)
-            backup = None
-            if p.copy_environment and is_call and not book.off:
-                backup = yield from self._copy(episode.environment, book)
-            after = yield from act(prompt, episode, turn, p.timeout)
-            if backup is not None and after.broken:
-                after = replace(after, environment=backup, broken="")
-            wrong = self._error(after) if is_call else ""
-            book.count(calls=is_call and not retries, failed_calls=bool(wrong) and not retries)
-            book.error_types += [wrong] if wrong and not retries else []
-            book.attempts += is_call
-            book.off |= book.attempts >= p.max_attempts
+            after, wrong, backup = yield from self._execute(prompt, attempt, book, first=retries == 0)
             if not wrong:
                 book.count(recovered=retries > 0)
                 return after, ""
-            if book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns:
-                break
-            if after.done and backup is None:
-                break
-            error = reply(prompt, after, role=p.role)
-            made = Trajectory(error.trajectory.context)  # aside, where the limit of the completion does not count
-            if not prompt.room(made):
-                break
-            while not made.tokens and retries < p.max_tool_retries:
-                retries += 1
-                book.count(retries=1)
-                made = yield from generate(made, p.turn_tokens)
-            if not made.tokens:
-                break
-            if p.marker not in prompt.chat.decode(made.tokens, special=True):
-                book.off = True
-                book.count(given_up=1)
+            other = None
+            if self._may_repair(after, backup, retries, book):
+                error = reply(prompt, after, role=self.params.role)
+                other, retries = yield from self._another_turn(prompt, error, retries, book)
+            if other is None:
+                return after, self._give_up(retries, book)
+            if self._is_call(prompt, other.tokens):
+                attempt = self._merged(prompt, attempt, other, backup, book)
+            else:  # the error and the turn without a call stay as they were sampled
+                self._give_up(0, book)
                 if not prompt.room(error.trajectory):
                     book.too_long = True
                     return after, ""
-                episode, turn, start, retries = error, _joined(error.trajectory, made), len(error.trajectory), 0
-            else:
-                merge = merge_turns(turn.tokens[start:], made.tokens, partial(prompt.chat.decode, special=True), p)
-                turn = _joined(turn.cut(start + merge.keep), made.forget_sampling(), merge.begin)
-                book.count(repairs=1, deep_repairs=merge.deep)
-                episode = episode if backup is None else replace(episode, environment=backup)
-            fits = min(prompt.max_tokens, prompt.max_context - len(turn.prompt))
-            if len(turn) > fits:
+                attempt, retries = _Attempt(error, _joined(error.trajectory, other)), 0
+            fits = min(prompt.max_tokens, prompt.max_context - len(attempt.turn.prompt))
+            if len(attempt.turn) > fits:
                 book.too_long = True
-                cut = turn.cut(fits).turn(start, episode.anchor, valid=False)
-                return replace(episode, trajectory=cut, turns=episode.turns + 1), ""
+                return attempt.cut(fits), ""
+
+    def _is_call(self, prompt: Prompt, tokens: Sequence[int]) -> bool:
+        return self.params.marker in prompt.chat.decode(tokens, special=True)
+
+    def _execute(
+        self, prompt: Prompt, attempt: _Attempt, book: _Book, first: bool
+    ) -> Generator[Any, Any, tuple[Episode, str, Any]]:
+        """The environment takes the turn. A copy made before takes the place of an environment that broke.
+
+        Returns:
+            The episode after the turn, what is wrong with its call (empty if nothing is), and the copy if one was made.
+        """
+        p, backup = self.params, None
+        is_call = self._is_call(prompt, attempt.tokens)
+        if p.copy_environment and is_call and not book.off:
+            backup = yield from self._copy(attempt.episode.environment, book)
+        after = yield from act(prompt, attempt.episode, attempt.turn, p.timeout)
+        if backup is not None and after.broken:
+            after = replace(after, environment=backup, broken="")
+        wrong = self._error(after) if is_call else ""
+        if first:
+            book.count(calls=is_call, failed_calls=bool(wrong))
+            book.error_types += [wrong] if wrong else []
+        book.attempts += is_call
+        book.off |= book.attempts >= p.max_attempts
+        return after, wrong, backup
+
+    def _may_repair(self, after: Episode, backup: Any, retries: int, book: _Book) -> bool:
+        p = self.params
+        over = after.done and backup is None  # the failed call ended the episode, and there is no copy to go on with
+        return not (book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns or over)
+
+    def _another_turn(
+        self, prompt: Prompt, error: Episode, retries: int, book: _Book
+    ) -> Generator[Any, Any, tuple[Trajectory | None, int]]:
+        """The turn the policy generates behind its error, and the retries so far; None without room or retries.
+
+        It is made aside, where the limit of the completion does not count. An empty one counts as a retry.
+        """
+        made = Trajectory(error.trajectory.context)
+        if prompt.room(made):
+            while not made.tokens and retries < self.params.max_tool_retries:
+                retries += 1
+                book.count(retries=1)
+                made = yield from generate(made, self.params.turn_tokens)
+        return (made if made.tokens else None), retries
+
+    def _merged(self, prompt: Prompt, attempt: _Attempt, other: Trajectory, backup: Any, book: _Book) -> _Attempt:
+        """The failed turn with the call of the other one, or replaced by it, in the environment as it was before."""
+        decode = partial(prompt.chat.decode, special=True)
+        merge = merge_turns(attempt.tokens, other.tokens, decode, self.params)
+        book.count(repairs=1, deep_repairs=merge.deep)
+        kept = attempt.turn.cut(attempt.start + merge.keep)
+        episode = attempt.episode if backup is None else replace(attempt.episode, environment=backup)
+        return _Attempt(episode, _joined(kept, other.forget_sampling(), merge.begin))
+
+    def _give_up(self, retries: int, book: _Book) -> str:
+        """Repairs nothing more in this rollout; returns the note to the agent."""
         book.off = True
         book.count(given_up=1)
-        return after, p.note.format(retries=retries) if retries >= 2 else ""
+        return self.params.note.format(retries=retries) if retries >= 2 else ""
 
     def _error(self, episode: Episode) -> str:
         """What is wrong with the call that was just made; empty if nothing is."""
@@ -307,6 +341,33 @@ class _Book:
     def count(self, **more: int) -> None:
         for name, n in more.items():
             self.counts[name] += int(n)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A turn that the environment is to take.
+
+    Args:
+        episode: before the turn.
+        turn: the trajectory of `episode` with the turn.
+    """
+
+    episode: Episode
+    turn: Trajectory
+
+    @property
+    def start(self) -> int:
+        """Tokens before the turn."""
+        return len(self.episode.trajectory)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.turn.tokens[self.start :]
+
+    def cut(self, fits: int) -> Episode:
+        """The episode with as much of the turn as fits, which the environment does not take."""
+        cut = self.turn.cut(fits).turn(self.start, self.episode.anchor, valid=False)
+        return replace(self.episode, trajectory=cut, turns=self.episode.turns + 1)
 
 
 @dataclass(frozen=True)

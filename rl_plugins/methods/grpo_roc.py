@@ -177,30 +177,40 @@ class GrpoRoc(Method):
         return plan.replace(rows=tuple(rows))
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        p = self.params
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
-        per_rollout, groups = rollouts.once.rows, rollouts.once.groups
-        present = per_rollout.max(rollouts.kept.double()) > 0
-        reward = torch.where(present, per_rollout.mean(rollouts.reward), torch.nan)
-        penalty = per_rollout.mean(self._penalty(rollouts))
+        each, groups = rollouts.once.rows, rollouts.once.groups
+        present = each.max(rollouts.kept.double()) > 0
+        reward = torch.where(present, each.mean(rollouts.reward), torch.nan)
+        penalty = each.mean(self._penalty(rollouts))
+        correct, wrong = reward > self.params.correct_threshold, reward <= self.params.correct_threshold
 
-        correct, wrong = reward > p.correct_threshold, reward <= p.correct_threshold
-        n, n_correct, n_wrong = (groups.sum(x.double()) for x in (correct | wrong, correct, wrong))
         target = self._target(groups, groups.sum((~present).double()))
-        k_correct, k_wrong = _quota(n_correct, n_wrong, target, p.min_correct, p.min_wrong)
-        high, low = groups.max(reward), groups.min(reward)
-        equal = (n > 0) & (high - low <= ATOL + RTOL * torch.maximum(high.abs(), low.abs())) & p.reject_equal_reward
+        n = groups.sum((correct | wrong).double())
+        equal = self._equal(groups, reward) & (n > 0)
         short = (n < target) & ~equal
-        leaves = equal | (short & (p.short_groups == "drop"))
-        k_correct, k_wrong = (
-            torch.where(leaves, 0.0, torch.where(n <= target, whole, k))
-            for whole, k in ((n_correct, k_correct), (n_wrong, k_wrong))
-        )
-        keep = groups.top_k(torch.where(correct, self._preference(penalty), torch.nan), k_correct)
-        keep = keep | groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
+        leaves = equal | (short & (self.params.short_groups == "drop"))
+        k_correct, k_wrong = self._sizes(groups.sum(correct.double()), groups.sum(wrong.double()), target, leaves)
+        cleanest = groups.top_k(torch.where(correct, self._preference(penalty), torch.nan), k_correct)
+        first = groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
+        keep = cleanest | first
+
         self._report(n, correct, penalty, keep, equal, short)
         self.state.clear()
-        return per_rollout.rows(keep) & ~torch.isnan(rollouts.reward)
+        return each.rows(keep) & ~torch.isnan(rollouts.reward)
+
+    def _equal(self, groups: Groups, reward: Tensor) -> Tensor:
+        """(count,) bool, groups that leave because their rewards are equal."""
+        high, low = groups.max(reward), groups.min(reward)
+        close = high - low <= ATOL + RTOL * torch.maximum(high.abs(), low.abs())
+        return close & self.params.reject_equal_reward
+
+    def _sizes(self, correct: Tensor, wrong: Tensor, target: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """(count,) correct and wrong rollouts of each group that stay: of a group that `leaves` none, of one with no
+        more than `target` rollouts all, of a larger one the quota."""
+        k_correct, k_wrong = _quota(correct, wrong, target, self.params.min_correct, self.params.min_wrong)
+        whole = correct + wrong <= target
+        k_correct, k_wrong = torch.where(whole, correct, k_correct), torch.where(whole, wrong, k_wrong)
+        return torch.where(leaves, 0.0, k_correct), torch.where(leaves, 0.0, k_wrong)
 
     def _check_group_size(self, size: int) -> None:
         p = self.params

@@ -17,6 +17,7 @@ from rl_plugins.methods.arrol.survivors import (
     Array,
     Mask,
     Rule,
+    at_least,
     balanced,
     count_to_keep,
     draw,
@@ -212,28 +213,36 @@ class Arrol(Method):
     # ---- generation
 
     def rollout(self, prompt: Prompt) -> Program:
-        p, start = self.params, prompt.start()
         payload: Any = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
-        limit = None if payload is None or p.keep_ratio == 1 else p.detect_tokens
-        top = p.top if p.features is None else 0
+        stops = payload is not None and self.params.keep_ratio < 1
+        begun, rows = yield from self._begin(prompt, self.params.detect_tokens if stops else None)
+        features: Any = yield from self._features(prompt.start(), begun)
+        decision = _Decision(np.ones(len(rows), dtype=bool), np.ones(len(rows)), None)
+        if stops and features is not None:
+            decision = self._decide(prompt, payload, begun, rows, features)
+        if stops:
+            rows = yield from self._finish(prompt, rows, decision.stays & self._going(prompt, begun, rows, 0))
+        return self._survivors_noted(rows, features, decision)
+
+    def _begin(self, prompt: Prompt, limit: int | None) -> Any:
+        """The first `limit` tokens of each rollout (None: all), as generated and as rows. A part of a program."""
+        start, top = prompt.start(), self.params.top if self.params.features is None else 0
         begun = yield Generate(start, n=prompt.n, max_tokens=limit, top=top)
-        rows = [start.add(g) for g in begun]
-        features: Any = yield from self._features(start, begun)
-        if limit is None or features is None:
-            if limit is not None:
-                rows = yield from self._finish(prompt, rows, self._going(prompt, begun, rows, 0))
-            return [r.noted(**self._note(features, i)) for i, r in enumerate(rows)]
+        return begun, [start.add(g) for g in begun]
+
+    def _decide(
+        self, prompt: Prompt, payload: Any, begun: Sequence[Generated], rows: Sequence[Trajectory], features: Any
+    ) -> _Decision:
+        """Which rollouts stay: those that have ended, and the survivors of the others."""
         q = Calibrator(payload["rates"])(quality(payload["head"], features)).numpy()
-        undecided = self._going(prompt, begun, rows, limit)
-        chosen, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
+        undecided = self._going(prompt, begun, rows, self.params.detect_tokens)
+        stays, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
         if undecided.any():
             ended = int((~undecided).sum())
-            chosen[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
-            self.log("expected_right", q[chosen].mean(), weight=int(chosen.sum()))
-        self.log("stopped", float((~chosen).mean()), weight=len(rows))
-        rows = yield from self._finish(prompt, rows, chosen & self._going(prompt, begun, rows, 0))
-        noted = [r.noted(**self._note(features, i, keep[i], q[i])) for i, r in enumerate(rows)]
-        return [r for r, stays in zip(noted, chosen, strict=True) if stays]
+            stays[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
+            self.log("expected_right", q[stays].mean(), weight=int(stays.sum()))
+        self.log("stopped", float((~stays).mean()), weight=len(rows))
+        return _Decision(stays, keep, q)
 
     def _features(self, start: Trajectory, begun: Sequence[Generated]) -> Any:
         """(rows, d) of what the head sees; None if `features` failed. A part of a program."""
@@ -257,21 +266,20 @@ class Arrol(Method):
 
     def _survivors(self, prompt: Prompt, q: Array, ended: int, shift: float) -> tuple[Mask, Array]:
         """Which of the undecided rollouts go on, and with which probability each was to."""
-        p, n, rng = self.params, len(q), prompt.rng("survivors")
-        least = min(n, p.min_keep - ended)
-        k = count_to_keep(n, p.keep_ratio, least)
+        p, rng = self.params, prompt.rng("survivors")
+        least = min(len(q), p.min_keep - ended)
+        k = count_to_keep(len(q), p.keep_ratio, least)
         if p.selection == "extremes":
-            return extremes(q, k, p.positive_ratio), np.ones(n)
+            return extremes(q, k, p.positive_ratio), np.ones(len(q))
+        keep = self._keep_probability(q, k, shift)
+        chosen = rng.random(len(q)) < keep if p.independent else draw(keep, rng)
+        return at_least(least, chosen, keep), keep
+
+    def _keep_probability(self, q: Array, k: int, shift: float) -> Array:
+        p = self.params
         if p.selection == "survival":
-            keep = survival(q, p.rule, shift)
-        else:
-            s = np.ones(n) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio)
-            keep = inclusion(s, k)
-        chosen = rng.random(n) < keep if p.independent else draw(keep, rng)
-        missing = least - int(chosen.sum())
-        if missing > 0:
-            chosen[np.argsort(-np.where(chosen, -1.0, keep), kind="stable")[:missing]] = True
-        return chosen, keep
+            return survival(q, p.rule, shift)
+        return inclusion(np.ones(len(q)) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio), k)
 
     @staticmethod
     def _going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:
@@ -290,7 +298,20 @@ class Arrol(Method):
         done = dict(zip(which, rest, strict=True))
         return [r.add(done[i][0]) if i in done else r for i, r in enumerate(rows)]
 
-    def _note(self, features: Any, i: int, keep: float = 1.0, q: float | None = None) -> dict[str, Any]:
-        """What the driver gets to know of a rollout, as a column of the row."""
-        mine = None if features is None else features[i]
-        return {self.name: {"features": mine, "keep": float(keep), "q": None if q is None else float(q)}}
+    def _survivors_noted(self, rows: Sequence[Trajectory], features: Any, decision: _Decision) -> list[Trajectory]:
+        """The rows that stay, each with what the driver gets to know of it, as a column of the row."""
+        noted = []
+        for i in decision.stays.nonzero()[0].tolist():
+            q = None if decision.q is None else float(decision.q[i])
+            mine = None if features is None else features[i]
+            noted.append(rows[i].noted(**{self.name: {"features": mine, "keep": float(decision.keep[i]), "q": q}}))
+        return noted
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Of the rollouts of a prompt: which stay, with which probability each was to, and q if it is known."""
+
+    stays: Mask
+    keep: Array
+    q: Array | None
