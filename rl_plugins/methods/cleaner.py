@@ -37,46 +37,33 @@ class Cleaner(Method):
         s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
         the error and the failed call are gone; the environment takes the repaired turn; again up to K times
 
-    No failure: token for token the plain agent loop. So it is with probability 1 - rollback_probability, drawn once per
-    rollout. After K retries the last failed call and its error stay, with a `note` if there were two retries or more,
-    and nothing is repaired in this rollout any more. The same holds after `max_attempts` calls. If the other turn has
-    no call, the error and that turn stay in the trajectory, as they were sampled, and repairs end. An empty one counts
-    as a retry. At the last of `max_turns` nothing is repaired; a repaired turn counts once. The turn aside may be
-    longer than the completion has room for; a repaired turn that is too long is cut, and ends the rollout.
+    After K retries the last failed call and its error stay, with a `note` after two or more, and the rollout is
+    repaired no more. If the other turn has no call, the error and that turn stay as sampled, and repairs end. Without a
+    failure, and with probability 1 - rollback_probability per rollout, it is the plain agent loop.
 
-    Books: tokens of n were sampled in another context, so they are *forced*: trained, without a behavior log-prob
-    (NaN). Reasoning of o and everything generated after a repair were sampled in the merged context and keep theirs.
-    The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the ratio of the grafted
-    tokens starts at 1 although they are off-policy: a bias the method accepts. Corrections by rollout log-probs are
-    refused beside it.
+    A call has failed where the environment says so (`errors: invalid`), or, as in the authors' harness, where its text
+    is not empty and does not contain `success_marker` (`errors: text`).
 
-    A call has failed where the environment says so (`Observation.valid` is False; `errors: invalid`), or, as in the
-    authors' harness, where its text is not empty and does not contain `success_marker` (`errors: text`; `patterns`
-    only names the error). Of several calls in a turn the environment decides; all are repaired together. A turn without
-    `marker` is no call; with an empty marker every turn is one, without reasoning.
+    Symbols: tokens of n were sampled in another context, so they are forced: trained, without a rollout log-prob (NaN).
+    Reasoning of o and everything after a repair were sampled in the merged context and keep theirs. `meta` of a row has
+    counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`, `retries`,
+    `repairs`, `deep_repairs`, and `error_types`, `stop_reason` ("done", "limit", "length", "aborted", "error"),
+    `score`, `turns`, `done`, `error`.
 
-    Environments with side effects. The repaired call must meet the environment as it was before the failed one. By
-    default failed calls are assumed to have no effect. Otherwise set `copy_environment`: the environment is copied
-    (copy.deepcopy) before each call, and the copy takes the repaired one; then an environment that raises or hangs is a
-    failed call, too, and a failed call that ends the episode can be repaired. Without it such an episode ends. Copies
-    are closed with the episode.
+    Special cases: an empty other turn counts as a retry. At the last of `max_turns` and after `max_attempts` calls
+    nothing is repaired. A repaired turn that is too long is cut, and ends the rollout. An environment that breaks ends
+    the rollout; with `copy_environment` the copy made before the call takes the repaired one, and a failed call may
+    also raise, hang or end the episode.
 
-    Shapes: `meta` of a row, counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered` (of
-    those, in the end), `given_up` (failed for good), `retries` (extra generations), `repairs`, `deep_repairs`; and
-    `error_types` of the failed first attempts ("invalid", or one of `patterns`, or "unknown_error"), `stop_reason`
-    ("done", "limit", "length", "aborted", "error"), `score`, `turns`, `done` and `error` of the environment.
-
-    Logged (training): failed_calls (share of the first attempts, repaired ones included), recovered (share of those),
-    deep (share of the repairs), retries (per rollout), grafted (share of the trained tokens that are forced).
-
-    State: none. Randomness: the draw, and the sampling.
+    Logs: in training, `failed_calls`, share of the first attempts; `recovered`, share of those; `deep`, share of the
+    repairs; `retries` per rollout; `grafted`, share of the trained tokens that are forced.
 
     Raises:
         ConfigError: no environment, a parameter out of range, a note that cannot be filled in.
         MethodError: the environment cannot be copied, or that of no rollout of a prompt can be reset.
 
-    Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER,
-    verl/verl/experimental/agent_loop/tool_agent_loop.py (commit 91e40ad7), whose merges the golden cases are.
+    Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER, verl/verl/experimental/agent_loop/tool_agent_loop.py (commit
+    91e40ad7), whose merges the golden cases are.
     """
 
     name = "cleaner"

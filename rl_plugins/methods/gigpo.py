@@ -29,38 +29,30 @@ class Gigpo(Method):
         A^S_t = g_t - mean_S(g)                                         over the turns S of the group with t's state
         A_t   = A^E_t + step_advantage_w A^S_t
 
-    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). Where the
-    action could not be understood, R_t is R and g_t the return less `invalid_action_penalty_coef`, after returns were
-    made, so turns before it do not pay for it. A state nobody else was in has A^S = 0.
+    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R;
+    where the action could not be understood, R_t and g_t are less by `invalid_action_penalty_coef`, after returns were
+    made.
 
-    Turns have the same state if their observations (`anchor`) are equal: texts, numbers, arrays, nested lists and
-    mappings, by value; an observation of None is like no other. With `similarity` texts may differ: the different texts
-    of a group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a
-    difflib ratio of at least `similarity`, else they open one. Pairs that cannot reach it (by length, then by the
-    letters they share) are not compared. In texts of 200 characters or more difflib ignores frequent letters and
-    compares little more than beginnings: 400 letters of which one differs can have a ratio of 0.25. The authors' code
-    leaves it so; `autojunk: false` compares all letters, slower.
+    Turns have the same state if their observations (`anchor`) are equal by value: texts, numbers, arrays, nested lists
+    and mappings; an observation of None is like no other. With `similarity` texts may differ: the different texts of a
+    group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a difflib
+    ratio of at least `similarity`, else they open one.
 
-    Shapes: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
-    rows. Where an environment gives no reward at all, R counts as the reward of the last turn, as in the paper's
-    tasks.
+    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
+    rows.
 
-    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A group with a
-    single entry has A^E = 0, and a warning.
+    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A state nobody else
+    was in has A^S = 0. A group with a single entry has A^E = 0, and a warning. Where an environment gives no reward at
+    all, R counts as the reward of the last turn, as in the paper's tasks.
 
     Logs: `compared`, share of the turns whose state another turn of the group was in; `states`, number of groups of
     states; `abs_episode` and `abs_step`, mean |A^E| and mean |step_advantage_w A^S|.
-
-    Differences from the authors' code: a group with a single entry gets A^E = R there: `single_group`. A mean over one
-    entry per rollout instead of per turn, as in Eq. 3 of the paper, is `statistics: rollouts`. Statistics here are in
-    float64: in float32 equal returns leave residues that mean_std_norm turns into advantages of up to 0.6. Clusters of
-    similar texts depend on the order of the batch there.
 
     Raises:
         ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared, or one that is no text with `similarity`.
 
-    Source: Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
+    Source: arXiv 2505.10978, Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
     """
 
     name = "gigpo"

@@ -25,9 +25,9 @@ RTOL, ATOL = 1e-5, 1e-8  # rewards closer than this are equal, as in torch.allcl
 class GrpoRoc(Method):
     """Resample on Correct: of too many rollouts the cleanest correct ones stay, and wrong ones as they come.
 
-    For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward
-    r > correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is
-    better) is
+    For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward r >
+    correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is better)
+    is
 
         p = p_err + p_format                                              (0..2)
         p_err    = tool responses with the word "error" / tool responses, 0.5 without a tool response
@@ -38,45 +38,31 @@ class GrpoRoc(Method):
         k_wrong = round(wrong * G / n),  k_correct = round(correct * G / n)          half to even
         if k_wrong   <= min(min_wrong, wrong):      k_wrong   = that minimum,  k_correct = G - k_wrong
         if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
+        stay: the k_correct correct rollouts with the lowest penalty, and the first k_wrong wrong ones
 
-    The k_correct correct rollouts with the lowest penalty stay (ties: first generated) and the first k_wrong wrong
-    ones, whatever their penalty, so that failures stay diverse. GRPO then runs on what stayed: mean and standard
-    deviation are those of the G rollouts.
+    GRPO then runs on the G rollouts that stayed. With `reject_equal_reward` a group of equal rewards leaves before all
+    this; that only changes the normalizer of the loss.
 
-    A group of n = G stays whole. One of n < G has lost rollouts (no reward, or never made): it leaves with a warning
-    (`short_groups: keep` trains what there is). With `reject_equal_reward` a group of equal rewards leaves before all
-    this. It has no advantage anyway; what changes is the normalizer of the loss, which no longer counts its tokens, as
-    in the authors' script. A step in which every group leaves trains nothing, with a warning. Rollouts without a reward
-    (NaN) are out of n and leave.
+    Symbols: reward and penalty (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean.
+    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet (MC-GRPO's pivot leaves
+    later, so G + 1 stay for it); of a group that was not planned floor(N / oversample).
 
-    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet: MC-GRPO's pivot leaves
-    later, so G + 1 stay for it. What was planned is kept in the state from `plan` to `select` of one step (a payload
-    could be overwritten by another method's, and would change what a rollout program sees); groups that were not
-    planned are counted, G = floor(N / oversample). Methods that change the number of rollouts are named first.
+    Special cases: a group of n = G stays whole. One of n < G has lost rollouts: it leaves with a warning, or stays
+    (`short_groups`). Rollouts without a reward (NaN) are out of n and leave. Ties: the first generated stays.
 
-    Shapes: reward and penalty (rows,) float64. A rollout of several rows (turns, agents) counts once, with the mean
-    reward and penalty of its rows. Tags are searched by regular expressions, one text at a time.
+    State: what was planned, from `plan` to `select` of one batch. `positive_selection: inverse_prob` draws from
+    `self.rng`.
 
-    `penalty` replaces p: a function of the Rollouts that returns (rows,) numbers >= 0, lower is better. It names the
-    signals it reads in an attribute: `my_penalty.needs = {"messages", "column:answer"}`.
-
-    Logs: `correct`, share of the rollouts; `penalty_correct` and `penalty_kept`, mean p of the correct rollouts that
-    were generated and that stayed; `tool_errors`, mean p_err of correct rollouts that called a tool (what the method
-    lowers); `kept`, rollouts that stayed; `equal_groups` and `short_groups` that left.
-
-    State: what was planned, empty between steps. Randomness: only `positive_selection: inverse_prob`.
-
-    Paper and code: see `disagreements`. The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty
-    too; their fix of 5 Sep 2025 is what is followed here. Where their rounding loses a rollout and an assertion ends
-    the run (5 correct and 5 wrong to G = 5), k_correct = G - k_wrong here. Cutting the batch to a multiple of the
-    ranks is the host adapter's business.
+    Logs: `correct`, share of the rollouts; `penalty_correct`, `penalty_kept`, mean p of correct rollouts generated and
+    kept; `tool_errors`, mean p_err of correct rollouts that called a tool; `kept`, rollouts; `equal_groups`,
+    `short_groups`.
 
     Raises:
         ConfigError: a parameter out of range, one without effect, or min_wrong + min_correct > group size.
         MethodError: `penalty` returns something else than one finite number >= 0 per row.
 
-    Source: `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors' code, commit ecbfb943; report
-    section 2.2.3.
+    Source: arXiv 2508.20722, section 2.2.3; `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors'
+    code, commit ecbfb943.
     """
 
     name = "grpo_roc"

@@ -40,43 +40,28 @@ class TurnControl(Method):
 
         T_q = ceil(percentile_q of the turns of the unrestricted agent), linear interpolation, solved or not
 
-    A turn is one generation and what the environment makes of it. The last one is taken by the environment like any
-    other: what is there when the turns are used up is what is graded. Token cost grows about quadratically in turns.
+    Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q comes
+    from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`). In
+    evaluation the `limit` of the parameters holds, or none. Reminders stay in the trajectory and carry no gradient.
 
-    Calibration. Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) until `calibration_episodes`
-    have been seen; then T_q comes from them, for good (`freeze`, the default) or anew every `update_every` batches from
-    the last `window` episodes (`rolling`), between `min_turns` and `hard_cap`. An episode that was cut off counts as
-    longer than every one that was not, for nobody knows how long it would have been: with its turns as they are (or
-    without it) limits would be learned from what limits left, and sink batch by batch. Where T_q lies among those that
-    were cut off it is one more than the longest seen. Episodes whose environment broke do not count. Limits are
-    computed on the driver and travel to the rollouts as a payload of the plan. In evaluation there is no plan: there
-    the `limit` of the parameters holds, or none.
+    Symbols: `meta` of a row: `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
+    `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length", "aborted" (no token), "error"
+    (of the environment; the turn is invalid).
 
-    Reminders are tokens of the trajectory that carry no gradient, and stay where they are: the policy has read them,
-    so log-probs are those of what was trained on, and caches of prefixes hold. The first one is part of the prompt.
+    Special cases: an episode that was cut off counts as longer than every other, else limits would sink; where T_q lies
+    among those it is one more than the longest seen. Episodes whose environment broke do not count. A rollout whose
+    environment cannot be reset is left out.
 
-    Shapes: turns are whole numbers. `meta` of a row: `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and
-    `score`, `done`, `error` of the environment. stop_reason: "done" (also at used = L), "limit", "extended_limit",
-    "length" (nothing more fits into the completion; the row counts as truncated), "aborted" (the engine made no token),
-    "error" (the environment raised or took too long; its turn is invalid). A rollout whose environment cannot be reset
-    is left out with a warning.
+    State: turns and cut (whether cut off) of the episodes of the window, and the limit.
 
-    Rewards are those of the run's reward functions. `unfinished: mask` takes rows that were cut off out of the update
-    (overlong filtering); they stay in the statistics of their group.
-
-    Logged: turns, done, limited, length, failed (shares of the episodes), extended (share), turns_25, turns_50,
-    turns_75 (T_q of the batch), limit and last_limit that are in force for the next batch.
-
-    State: turns and cut (whether cut off) of the episodes of the window, and the limit; nothing where no limit is
-    calibrated. Randomness: none but the sampling.
+    Logs: `turns`; `done`, `limited`, `length`, `failed`, `extended`, shares of the episodes; `turns_25`, `turns_50`,
+    `turns_75`, T_q of the batch; `limit`, `last_limit` for the next batch.
 
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in, a combination of parameters without effect.
         MethodError: the environment of no rollout of a prompt can be reset.
 
-    Source: the paper's abstract and others' reviews of it; no code was published. Wording and place of the reminder are
-    those of related agents. The rule and the sizes of the extension are a reconstruction, and so is what happens with
-    episodes that were cut off: the paper calibrates once, before anything is limited.
+    Source: arXiv 2510.16786, its abstract and others' reviews of it; no code was published.
     """
 
     name = "turn_control"

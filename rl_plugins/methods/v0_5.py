@@ -34,38 +34,29 @@ class V05(Method):
 
         gain = D2^2 s2 / ((k D2 + s2) ((k + 1) D2 + s2))     fall of the error w^2 s2/k + (1-w)^2 D2 with one more
 
-    and if gain > cost, `increment` more rollouts are made (D2 is then estimated anew). cost = s2 / k_max^2 by default,
-    which is 1/256 for rewards -1 and 1 and k_max 16: where averaging alone stops paying. The batch holds group size x
-    prompts rows: a group size between k_init and k_max is room for extra rollouts, which go to the largest gains first;
-    what nobody needs stays empty and is saved.
+    and if gain > cost, `increment` more rollouts are made (D2 is then estimated anew). cost = s2 / k_max^2 by default.
+    The batch holds group size x prompts rows: a group size between k_init and k_max is room for extra rollouts, which
+    go to the largest gains first. Unlike in GRPO a group of equal rewards has advantages, if its reward is not V.
 
-    Unlike in GRPO a group of equal rewards has advantages, if its reward is not V; that is the point. A prior that is
-    moderately wrong is believed too often at small k and costs more than it gives: in `examples/evidence/v0_5.py` the
-    baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse beyond.
+    Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
+    `rl_plugins.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
+    with the mean reward of its rows. b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` takes
+    m, k of the other rollouts.
 
-    Priors (`prior`, see `rl_plugins.priors`): `running_mean` of the prompt's earlier rollouts, of all prompts for one
-    that is new; `constant`; a dataset `column`; `nearest` prompts by text; or a function values(prompts, context), such
-    as the paper's V_0 (not shipped: it needs a 0.6B embedder and TabPFN). Values are clipped to the reward bounds.
+    Special cases: rollouts without a reward (NaN) are not in k or m; a group without any asks for no more. Where the
+    prior knows nothing (NaN: before the first rewards) b = m.
 
-    Shapes: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. A rollout of several rows (turns,
-    agents) counts once, with the mean reward of its rows. Rollouts without a reward (NaN) are not in k or m; a group
-    without any asks for no more. Where the prior knows nothing (NaN: before the first rewards) b = m. The test in
-    `plan` sees the rewards of the reward functions, the advantages those that `rewards` hooks made of them.
+    State: that of the prior. Only the context's sample of a large batch is drawn.
 
-    b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` (ours) takes m, k of the other rollouts.
-    `advantage_norm` (ours; the paper is silent) divides by the root mean square of A, in the group or in the batch.
-
-    State: that of the prior. Randomness: none but the context's sample of a large batch.
-
-    Logs: `believed`, share of the groups with w = 0; `data_weight`, mean w; `rollouts`, mean k; `prior_error`, mean
-    |m - V|; `unknown`, share of the groups without a prior.
+    Logs: `believed`, share of the groups with w = 0; `data_weight`, mean w; `rollouts`, mean k; `prior_error`, mean |m
+    - V|; `unknown`, share of the groups without a prior.
 
     Raises:
-        ConfigError: a parameter out of range or without effect, more rounds than a step may have, k_init > group size.
+        ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
         MethodError: the prior fails (see `rl_plugins.services`).
 
-    Source: no code was published. Fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through independent
-    notes on the paper; the gain is algebra from its error model, s2 for other bounds and the batched rounds are ours.
+    Source: arXiv 2603.10848, without code: fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through
+    independent notes; the gain is algebra from the paper's error model.
     """
 
     name = "v0_5"

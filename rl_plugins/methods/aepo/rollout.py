@@ -22,7 +22,7 @@ from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prom
 class AepoRollout(Method):
     """Chains of an agent branch behind turns that were more uncertain than their first one, less and less often.
 
-    The entropy of a turn is that of its first tokens, from the engine's most likely ones, a sum and not a mean:
+    The entropy of a turn is a sum, not a mean:
 
         H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
 
@@ -32,32 +32,30 @@ class AepoRollout(Method):
 
         p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
 
-    u uniform in [0, 1); H_first is the entropy of the chain's first turn, for a copy of the first turn of its own; c
-    counts rounds in a row in which the prompt got a new chain (20 of them end branching). Where no chain goes on and
-    some are missing, one starts from the prompt per round. So every prompt ends with k chains. In the agents of
-    `examples/evidence/aepo.py` (6 of 12 from the prompt) the penalty makes no measurable difference.
-
-    m is `initial_rollouts`, half of k by default (the authors' scripts: 6 of 12). With `probe: true` it is
+    Where no chain goes on and some are missing, one starts from the prompt per round. m is `initial_rollouts`, half of
+    k by default. With `probe: true` it is
 
         m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
 
     where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
-    one whole rollout; both are thrown away. Entropies that do not change give about k / 2.
+    one whole rollout; both are thrown away. Evaluation plays plain rollouts.
 
-    What k chains share is trained in each of them. It was sampled in exactly that context, so a copy keeps its
-    log-probs. What the environment says is not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch`
-    (turns at the copy, None for those from the prompt) in `rollouts.meta` of methods that need them.
+    Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
+    a copy of the first turn of its own; c counts rounds in a row in which the prompt got a new chain (20 of them end
+    branching). What k chains share is trained in each of them, with its log-probs; what the environment says is not.
+    Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from the prompt) in
+    `rollouts.meta`.
 
-    Environments: `environment()` makes one (see `rl_plugins.agents`); it is copied with `copy.deepcopy`, so it
-    must hold its state in ordinary attributes, or define `__deepcopy__`. One that cannot be copied is said in a
-    warning, and the missing chains start from the prompt. One that raises or hangs ends its chain. A chain also ends
-    after `max_turns`, and where an answer to the observation would not fit. Evaluation plays plain rollouts.
+    Special cases: an environment is copied with `copy.deepcopy`; where that fails, a warning says so and the missing
+    chains start from the prompt. One that raises or hangs ends its chain, and so does `max_turns`, or a reply that
+    would not fit.
 
-    Randomness: u, from the prompt's own generator. State: none. Logged, means over prompts: initial (m), branches and
-    restarts (further chains, from copies and from the prompt), turn_entropy, penalized (mean of c over attempts).
+    Logs: means over prompts: `initial` (m); `branches`, `restarts`, further chains from copies and from the prompt;
+    `turn_entropy`; `penalized`, mean of c over attempts.
 
-    Errors: ConfigError for parameters out of range or without an environment; MethodError when an environment cannot
-    be reset.
+    Raises:
+        ConfigError: a parameter out of range; no environment.
+        MethodError: an environment cannot be reset.
 
     Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
     `AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout` of the authors' code.

@@ -34,55 +34,46 @@ from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 class Arrol(Method):
     """Stops about half of a prompt's rollouts early, chosen so that those that stay are half right and half wrong.
 
-    Reconstruction: the authors' repository holds no code, and how the head is built and trained in detail was not to be
-    found. The paper's head sees hidden states, which no engine of either host gives: here it sees log-probs of the
-    first tokens, or what `features` makes of them.
+    Reconstruction: the authors' repository holds no code, and how the head is built and trained was not to be found.
+    The paper's head sees hidden states; here it sees log-probs, or `features`.
 
     A rollout that still goes on after L = `detect_tokens` tokens goes on to the end with the probability
 
         p_i = clip(K + shift + strength (rho - q_i), low, high)        K keep_ratio, rho positive_ratio
 
-    where q_i is the calibrated probability that it will be right, and the shift is such that the mean of p over the
-    last rollouts (of all prompts) is K. So likely right rollouts are thinned where most are right, and prompts with few
-    right ones keep more rollouts. Only survivors are generated to the end, come back as rows and are trained: groups
-    are smaller (uneven), with the host's advantages. A rollout that ended within L tokens is never stopped, one whose
-    generation was interrupted before L goes on, and at least min_keep of a prompt remain.
+    where q_i is the calibrated probability that it will be right, and the shift makes the mean of p over the last
+    rollouts (of all prompts) K. So likely right rollouts are thinned where most are right. Only survivors are generated
+    to the end and trained, with the host's advantages in smaller groups.
 
-    `selection`: `survival` is the rule above (paper). It never favors right rollouts, also where hardly any is right;
-    `balanced` (ours) does: with mean q over the n undecided rollouts of the prompt,
+    That is `selection: survival` (paper). `balanced` (ours) also favors right rollouts where they are rare: with mean q
+    over the n undecided rollouts of the prompt
 
         a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
 
-    and k = round(K n) (halves up, at least min_keep together with those that ended before) survive, each with
-    probability s_i scaled to the sum k. `extremes` (ours) keeps the round(rho k) best and the worst, which splits
-    groups better than any draw but shows the head only extremes; `random` any k. `independent` draws each rollout by
-    itself (paper); without it the number that survives is the expected one, and the probabilities are the same.
+    and k = round(K n) (halves up) survive, each with probability s_i scaled to the sum k. `extremes` (ours) keeps the
+    round(rho k) best and the worst, `random` any k. `independent` draws each rollout by itself.
 
-    Head: an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`) and
-    their mean over the prompt's rollouts. It is trained on the driver after each generation batch: AdamW over the last
-    `window` rollouts with a reward, right if reward >= success_threshold, weighted by min(1 / p_i, max_weight), because
-    survivors are no fair sample. Calibration: the posterior per bin of the head's output (see `Calibrator`) over the
-    same window, of the output each rollout got before the head was trained on it. For the first `cold_start` batches,
-    and until both right and wrong ones were seen, nothing is stopped (and the program is one plain request).
+    The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
+    and their mean over the prompt. After each batch the driver trains it by AdamW on the last `window` rollouts,
+    weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before the head was
+    trained on it into the posterior per bin.
 
-    `features`: a function (list of contexts, each a list of token ids) -> one list of numbers per context, asked once
-    per prompt with all its rollouts cut to L tokens: a server that runs the policy to the last hidden state, say. If it
-    fails or answers nonsense, nothing is stopped for that prompt and its rollouts do not train the head.
+    Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. A rollout is right if reward >=
+    success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
 
-    Shapes: q, p (n,) float64 per prompt; features (rows, d) float64. The payload of the plan is the head, d * width
-    numbers: small for the built-in features (14), megabytes for hidden states, where `width` should be small.
+    Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L goes on, and at least
+    min_keep of a prompt remain. In the first `cold_start` batches, and until both right and wrong ones were seen,
+    nothing is stopped; nor for a prompt whose `features` fail, which do not train the head.
 
-    Voting (the paper's other use): `vote(answers, rank_weights(scores))`; a row's q and p are in its column `arrol`.
+    State: the window (features, labels, weights, outputs) and the head. Survivors and initial weights are drawn.
 
-    State: the window (features, labels, weights, outputs) and the head. Randomness: who survives, the initial weights.
-    Logged: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, their true share in
-    the window; `accuracy` and `brier` of the head's output before training.
+    Logs: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, true share in the
+    window; `accuracy`, `brier` of the head's output before training.
 
-    Errors: ConfigError for parameters out of range. Warns if completions are no longer than L.
+    Raises:
+        ConfigError: a parameter out of range.
 
-    Source: arXiv 2603.24840, read through summaries by others: survival probability, calibration by 128 bins with
-    Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, 20 steps of cold start, a two-layer MLP
-    trained by cross-entropy, votes by rank. The rest is marked as ours.
+    Source: arXiv 2603.24840, read through summaries by others.
     """
 
     name = "arrol"

@@ -26,17 +26,20 @@ class EchoClip(Method):
         loss    = max(-A r, -A clip(r, 1 - eps_b, 1 + eps_b)),    at most -dual_clip A where A < 0
 
     1 - Ctail lies in [0, 1], so the sigmoid lies in [1/2, sigmoid(kappa)] and the lower half of the range is never
-    used: with the defaults eps is 0.125 (sure) to 0.197 (unsure). A clip range that is equal for all rows makes it
-    PPO's dual clip, and eps_min = eps_max is that. The range is that of the start of the step and has no gradient.
+    used: with the defaults eps is 0.125 (sure) to 0.197 (unsure). With eps_min = eps_max it is PPO's dual clip. The
+    range has no gradient. Aggregation and KL loss are the host's.
 
-    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token at the start of the
-    step (see `disagreements`), eps and Ctail (rows,) float64. Only tokens in the update are part of the tail. Masked
-    tokens have loss and gradient 0, whatever their values. Aggregation and KL loss are the host's.
+    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token before the update
+    (see `disagreements`), eps and Ctail (rows,) float64.
 
-    Logged: tail_confidence, clip_range (means over rows); per update, over the tokens: clipfrac (the clipped term is
-    the larger loss), clipfrac_lower (the dual clip acts), kl (mean of lp_old - lp).
+    Special cases: only tokens in the update are part of the tail. Masked tokens have loss and gradient 0, whatever
+    their values.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Logs: `tail_confidence`, `clip_range`, means over rows; per update, over the tokens, `clipfrac` (the clipped term is
+    the larger loss), `clipfrac_lower` (the dual clip acts), `kl` (mean of lp_old - lp).
+
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` and `compute_policy_loss` in
     `verl/trainer/ppo/core_algos.py` of the authors' code.

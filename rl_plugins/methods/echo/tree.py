@@ -19,7 +19,7 @@ class EchoTree(Method):
     With p_t the `logprob_top_k` largest probabilities in place t, renormalized:
 
         H_t   = entropy of p_t
-        c_t   = -mean log of the confidence_top_k largest of p_t      # large = peaked = sure
+        c_t   = -mean log of the confidence_top_k largest of p_t      # large: sure
         G_t, L_t = mean c of the last group_window, tail_window places (t included, fewer at the start)
         dH_t  = H_t - mean H of the entropy_window places before t (0 at the start)
 
@@ -29,28 +29,26 @@ class EchoTree(Method):
         w = min_branches + alpha (H_t - entropy_low) / (entropy_high - entropy_low)
                          - beta (G_t - branch_threshold) / |branch_threshold|      # rounded, min_branches..max_branches
 
-    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one in any case: each other
-    one is put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
+    responses; w <= 1: not at all. The w most likely tokens in place t, the sampled one in any case, are put behind the
+    common prefix and continued afresh. Then each of them is cut behind the first place t where
+
         low_confidence   G_t < prune_threshold
         tail_decline     L_t fell tail_decline_steps times in a row, and L_t <= tail_threshold
         entropy_spike    dH was positive delta_rise_steps times in a row, and dH_t > delta_upper
-    (this order breaks ties; none switches a rule off, and all three are off by default). A branch's places count from
-    its branching token on. What is missing to n rollouts is sampled independently and never cut; branches beyond n are
-    not made.
 
-    Cutting comes after generation, as in the authors' code, so it saves no computing: it takes the rest of a response
-    out of the update, together with its answer. A cut response counts as truncated.
+    (in this order; all three are off by default). What is missing to n rollouts is sampled independently and never cut.
+    Evaluation is the host's.
 
-    Books: the prefix of a branch was sampled in exactly its context and keeps its log-probs; the branching token was
-    not sampled (kind forced, log-prob NaN), so `forces_tokens` is set unless max_branches is 1. In `rollouts.meta` of
-    methods that need them: `echo_branch` (place of the branching token in the response, None for others),
-    `echo_pruned` (reason or None), `echo_penalty` (of the authors' code: L_t - (1 - mean of the lowest tenth of p_t)
-    - 0.05 where it was cut, else 0; used for nothing). Evaluation is the host's.
+    Symbols: a branch's places count from its branching token on. Its prefix was sampled in exactly its context and
+    keeps its log-probs; the branching token was not sampled (kind forced, log-prob NaN). `rollouts.meta` has
+    `echo_branch` (place of the branching token, None for others), `echo_pruned` (reason or None), `echo_penalty` (of
+    the authors' code, used for nothing). A cut response counts as truncated.
 
-    Logged, means over prompts: branches (responses made by branching), pruned (share of the responses that may be
-    cut), kept_tokens (share of their tokens that stayed).
+    Logs: means over prompts: `branches`, responses made by branching; `pruned`, share of the responses that may be cut;
+    `kept_tokens`, share of their tokens.
 
-    State, randomness of its own: none. Errors: ConfigError for parameters out of range, or that could never act.
+    Raises:
+        ConfigError: a parameter out of range, or one that could never act.
 
     Source: arXiv 2602.02150; `deepconf_branching.py` and `_generate_sequences_deepconf` in
     `verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py` of the authors' code.

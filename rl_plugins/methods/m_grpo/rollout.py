@@ -19,18 +19,19 @@ _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 class MGrpoRollout(Method):
     """Rollouts of a main agent and its sub-agents on one policy: name it before `m_grpo`, which trains them.
 
-    A reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
+    Reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
     policy of the run, and a sub-agent answers in one message.
 
     The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
     their tasks in its text (default: whatever stands between <tool_call> and </tool_call>). A sub-agent S reads a
     conversation of its own, `sub_prompt` with the task in it, and its completion is a row of its own; what stands
     between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
-    The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
+    Calls of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when
+    nothing more fits.
 
-    Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is
-    `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's row never has S's
-    tokens and vice versa: what S said stands in M's row as observed text. Calls of a turn are generated together.
+    Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
+    `meta["agent"]` is `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's
+    row never has S's tokens and vice versa: what S said stands in M's row as observed text.
 
     Logs: `calls` and `turns` per rollout, `parse_failed`.
 

@@ -26,8 +26,8 @@ Part = Generator[Any, Any, Any]
 class RtvPdr(Method):
     """The answer to a prompt is the winner of a tournament among many attempts, after waves that read each other.
 
-    For evaluation (and optionally to explore in training); the weights are not its business. With N attempts, T waves,
-    K summaries, groups of G and V votes:
+    For evaluation, and optionally to explore in training. With N attempts, T waves, K summaries, groups of G and V
+    votes:
 
         wave 0:    tau_1 .. tau_N ~ pi(. | p);  s_i = Sum(p, tau_i)
         wave w:    C = RTV(s of wave w-1, down to K);  tau_i ~ pi(. | p + C), N of them, environments reset
@@ -36,32 +36,25 @@ class RtvPdr(Method):
         RTV:  while more than wanted are left: deal them to groups of G at random; in each the V votes of the judge
               decide (a group of one goes on unasked); the winners are left
 
-    The judge sees the problem and the summaries of a group in a random order per vote and names the best. N = 16, G = 2
-    takes V 15 votes, whichever way the groups fall. Down to K: the rounds end as soon as at most K are left; if fewer
-    are, the losers of that round with most votes come back. T = 1 is RTV alone, N = 1 asks nobody.
+    The judge sees the problem and the summaries of a group in a random order per vote and names the best. The rounds
+    end as soon as at most K are left; if fewer are, the losers of that round with most votes come back. Summarizer and
+    judge are the policy itself, or callables. Nobody is shown rewards or reference answers.
 
-    Summarizer and judge are the policy itself, asked in conversations of their own, or callables:
-    `summarizer(problem, attempt) -> text`, `judge(problem, summaries) -> number from 1 on` (or a text with "Best: 2").
-    With `environment` every attempt is an agent's in a new environment. Summaries are made from what the agent saw and
-    did; rewards and reference answers are never shown to anybody.
-
-    In evaluation one rollout per prompt is returned, the selected one, with the prompt it was made from: let the host
-    evaluate one rollout per prompt, N are made inside. In training (`training`):
+    In evaluation the selected rollout is returned, with the prompt it was made from; let the host ask for one. In
+    training, with n the host's group size:
 
         plain     ordinary rollouts; the method acts in evaluation only
         refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
-        hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n rollouts of p + C
-                  replace them
+        hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n of p + C replace them
 
-    n is the host's group size. Refined rollouts are a group of their own whose prompt holds the summaries: nothing
-    is trained on a prompt it was not sampled from.
+    Refined rollouts are a group of their own whose prompt holds the summaries.
 
-    What fails: a summary that fails or is empty is the end of the attempt itself; it is cut to `summary_chars`. A vote
-    that fails or cannot be read does not count; with no vote at all the winner is drawn. An attempt too long for the
-    summarizer is shown from its end. Summaries that would leave less than half of the room for an answer are left out,
-    the last ones first.
+    Symbols: p prompt, tau attempt, s summary, a text cut to `summary_chars`. A judge's vote is a number from 1 on (or a
+    text with "Best: 2"). Dealing, ties and orders are drawn from the prompt's generator.
 
-    Randomness: dealing, ties and orders, from the prompt's generator; sampling is the engine's. State: none.
+    Special cases: a summary that fails or is empty is the end of the attempt itself. A vote that fails or cannot be
+    read does not count; without any the winner is drawn. An attempt too long for the summarizer is shown from its end.
+    Summaries may take half of the room for an answer.
 
     Logs: `votes`, asked; `unparsable`, share of them that named nobody; `agreement`, share of the votes that the winner
     of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
@@ -70,9 +63,8 @@ class RtvPdr(Method):
         ConfigError: a parameter out of range or without effect.
         MethodError: an environment that cannot be reset.
 
-    Source: no code of the authors. N, T, K, G, V as reported for the paper by independent readers and an unofficial
-    implementation (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6), whose tournament is that of
-    `shuffle: false`, `permute: false`, `ties: first`, `unparsable: first`. Prompts are ours.
+    Source: arXiv 2604.16529, without code of the authors: N, T, K, G, V as independent readers and an unofficial
+    implementation report them (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6).
     """
 
     name = "rtv_pdr"

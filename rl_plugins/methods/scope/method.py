@@ -40,49 +40,44 @@ class Candidate:
 class Scope(Method):
     """Step-wise Correction for On-Policy Exploration: a hard prompt gets a right answer that begins like the policy's.
 
-    Reconstruction: no code was published and only abstract and summaries could be read. Ours are: which groups and
-    rollouts are corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
+    Reconstruction: no code was published and only abstract and summaries could be read. Ours are which rollouts are
+    corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
 
     For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
 
-        steps s_1 .. s_T of each wrong rollout, split at `separator`;  v_1 .. v_T = prm(messages, steps, columns)
-        t = first step with v_t < threshold           (none: `no_error`: skip it, or the step of lowest score)
+        reasoning steps s_1 .. s_T of each wrong rollout, split at `separator`;  v = prm(messages, steps, columns)
+        t = first reasoning step with v_t < threshold           (none: `no_error`: skip, or the one of lowest score)
         candidates have (t - 1) / T >= min_prefix;  the best `corrections` of them (`rank`) are corrected
         hybrid = own tokens of s_1 .. s_{t-1}  +  correction;  if its reward is >= success_threshold it takes the place
         of the rollout it began as, else that stays
 
-    So group sizes and order stay, and advantages (the host's) are those of a group that has a right answer. `corrector`
-    is a function (messages, text so far, columns) -> the rest of the answer: a stronger model. Without one the policy
-    itself goes on from its prefix with the text of `solution_column` shown in the prompt (`hint`). `extent: step`
-    takes only the next step from there, and the policy finishes without any help.
-
-    Loss per token, A the advantage, lp the log-prob, old that at the start of the step:
+    So group sizes and order stay, and advantages are the host's. The correction is the `corrector`'s rest of the
+    answer; without one the policy goes on from its prefix with the text of `solution_column` shown in the prompt
+    (`hint`). `extent: step` takes only the next reasoning step from there, and the policy finishes without help. The
+    loss per token is aggregated as the host does:
 
         own tokens:          -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(lp - old)
         corrector's tokens:  -A p / (p + gamma),   p = exp(lp)                    `off_policy: shaped` (LUFFY)
                              -A lp                                                `sft`
                              as own tokens                                        `plain`
 
-    aggregated as the host does. p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at
-    p = gamma, so unlikely tokens of the corrector count, sure ones hardly. Without corrected tokens it is the host's
-    clipped loss (with these clip limits).
+    p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at p = gamma, so unlikely tokens of
+    the corrector count, sure ones hardly.
 
-    Books: own tokens are kept bit for bit with their log-probs (a token that reaches into the wrong step is not). The
-    correction is *forced*: trained, without a behavior log-prob; corrections by rollout log-probs are refused beside
-    it. What a policy finishes after one step of correction is sampled and keeps its log-probs. A prefix of the plan is
-    never cut and does not count as foreign. A correction that does not fit or is not finished is dropped.
+    Symbols: v (T,) per rollout; A the advantage, lp the log-prob, old that of the policy before the update. Own tokens
+    keep their log-probs (a token that reaches into the wrong reasoning step is not kept); the correction is forced:
+    trained, without a rollout log-prob. Column `scope` of a row: first corrected token and the one behind the last, [0,
+    0] without any.
 
-    A call that fails or answers nonsense leaves the rollout as it is (`failed` is logged); all rollouts get their
-    rewards within the program, corrected or not.
+    Special cases: a call that fails or answers nonsense leaves the rollout as it is. A correction that does not fit or
+    is not finished is dropped. A prefix of the plan is never cut.
 
-    Shapes: v (T,) per rollout; column `scope_foreign` (tokens,). A row has in its column `scope` the first foreign
-    token and the one behind the last, [0, 0] without any.
+    Logs: `eligible`, share of the groups; `located`, share of their wrong rollouts that are candidates; `verified`,
+    share of the corrections that are right; `corrected`, share of all rows; `kept`, share of a hybrid's tokens that are
+    its own; `failed`, failed calls; `foreign`, share of tokens.
 
-    State: none. Randomness: sampling, and the corrector's. Logged: `eligible`, share of the groups; `located`, share of
-    their wrong rollouts that are candidates; `verified`, share of the corrections that are right; `corrected`, share of
-    all rows; `kept`, share of a hybrid's tokens that are its own; `failed`, failed calls; `foreign`, share of tokens.
-
-    Errors: ConfigError for parameters out of range, without a `prm`, or with an empty separator.
+    Raises:
+        ConfigError: a parameter out of range, no `prm`, or an empty separator.
 
     Source: arXiv 2602.24110 (abstract); loss from LUFFY (arXiv 2504.14945, ElliottYan/LUFFY, mix_core_alg.py).
     """

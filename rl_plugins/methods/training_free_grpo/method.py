@@ -20,7 +20,7 @@ from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
 class TrainingFreeGrpo(Method):
     """A language model compares the rollouts of a group and edits a short list of experiences; nothing is trained.
 
-    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout:
+    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout, in evaluation too:
 
         o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
         group g is compared if reward_low < mean(r) < reward_high     (without `ground_truth`: always)
@@ -32,26 +32,18 @@ class TrainingFreeGrpo(Method):
                              E  <- E + all adds; apply(LLM(E, modifications)), a plan of modify and merge
         E  <- renumbered G0, G1, ..
 
-    A generation batch is one step of this; its size is the host's, and so are the temperature (paper 0.7), the group
-    size (5) and the epochs (2 or 3 over about 100 prompts). The language model is `llm(text) -> text`, `async` or not,
-    or `llm_url` and `llm_model` of an OpenAI-compatible endpoint. The policy can be that itself: its weights do not
-    change, so a server with the same weights is the policy.
+    E is edited once per generation batch. The language model is `llm(text) -> text`, `async` or not, or the endpoint of
+    `llm_url` and `llm_model`; the policy can be that itself, for its weights do not change. While E is empty the
+    template says "None" (variant `paper`: the prompt is left as it is).
 
-    In evaluation prompts have the experiences, too. E is part of the checkpoint, and of the file `library`, which is
-    written after each step, can be read and corrected by hand, and is what a later run begins with. `learn: false` only
-    uses it. A task is put in place of {problem} in `prompt_template`, in the last message of the user. While E is empty
-    that says "None" (variant `paper`: the prompt is left as it is). Every experience makes prompts longer: leave room.
+    Symbols: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last.
 
-    Where the language model fails, the step does without: no summary, the rollout is left out, and its group if that
-    makes it uniform; no comparison or no JSON, the group is left out; no plan after all tries, E is unchanged (variant
-    `paper`: additions stay). If not a single rollout of a batch can be summarized it is an error. All ranks wait for
-    the language model, so the distributed time-out must be longer than it takes for a whole batch.
-
-    Shapes: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last. Rows
+    Special cases: without a summary the rollout is left out, and its group if that makes it uniform; without a
+    comparison or JSON the group; without a plan after all tries E is unchanged (variant `paper`: additions stay). Rows
     without a reward (NaN), and rows that `select` took out, are left out. A group of one is compared only if its reward
-    lies between the bounds. Texts are handled in a Python loop over rollouts: the language model takes longer.
+    lies between the bounds.
 
-    State: the texts of E. Randomness: none.
+    State: the texts of E.
 
     Logs: `experiences`, how many there are; `mixed`, share of the groups that were compared; `operations`, proposed;
     `revised`, 1 if the plan of the batch could be had, 0 if not; `calls`, questions to the language model; `failed`,
@@ -61,9 +53,8 @@ class TrainingFreeGrpo(Method):
         ConfigError: no language model or two, a template without its fields, an unreadable library.
         MethodError: nothing of a batch could be summarized, or a prompt is not known.
 
-    Source: TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper` training_free_grpo of the
-    branch training_free_GRPO (7612f86). Prompts are our own words. What the authors do with two operations on one
-    experience in the text of the revision is not established (one under the other here).
+    Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper`
+    training_free_grpo of the branch training_free_GRPO (7612f86).
     """
 
     name = "training_free_grpo"

@@ -19,42 +19,39 @@ from rl_plugins.rollouts import Rollouts
 class UiS1(Method):
     """Semi-online RL: multi-turn rollouts on recorded trajectories, with discounted future returns.
 
-    A task is a recorded expert trajectory, a group its rollouts. Step k of a rollout has the reward r_k and the match
-    m_k (the policy's action is the expert's). `SemiOnlineEpisode` (in `episode.py`) serves the next recorded
-    observation while actions match; a wrong action is replaced by the expert's in the history, at most `max_patches`
-    times, and the rollout goes on. The wrong action is trained with its low reward; what replaces it never is. Then
+    A task is a recorded expert trajectory, a group its rollouts. Turn k of a rollout (a step in the paper) has the
+    reward r_k and the match m_k (the policy's action is the expert's). While actions match, the next recorded
+    observation is served; a wrong action is replaced by the expert's in the history, at most `max_patches` times, and
+    the rollout goes on (`SemiOnlineEpisode`, `ui_s1_rollout`). The wrong action is trained with its low reward; what
+    replaces it never is. Then
 
         R_k = r_k + gamma R_{k+1}   if m_k and m_{k+1}    (`include_first_mismatch`: if m_k)
         R_k = r_k                   otherwise
 
-        A_step = (R_k - mean(R)) / (std(R) + std_eps)     over the rollouts of the task that reached the same step
-        A_epi  = (r_k - mean(r)) / (std(r) + std_eps)     over all steps of the task; std with divisor n - 1
+        A_step = (R_k - mean(R)) / (std(R) + std_eps)     over the rollouts of the task that reached the same turn
+        A_epi  = (r_k - mean(r)) / (std(r) + std_eps)     over all turns of the task; std with divisor n - 1
         A_k    = episode_weight A_epi + step_weight A_step
 
-    and before that a task leaves if the standard deviation (divisor n) of R_0 over its rollouts, two or more, is not
-    above `filter_std`. No other task takes its place in the same batch (the authors generate until the batch is full).
-    A task also leaves whose rollouts differ only in steps R_0 does not reach, all of them if gamma = 0: set
-    `filter_by: none` then. The loss is the host's; the paper's is clipped GRPO with KL 1e-4.
+    Before that a task leaves if the standard deviation (divisor n) of R_0 over its rollouts, two or more, is not above
+    `filter_std`. The loss is the host's.
 
-    What rows carry: signal "turns". `turns.turn` is k, `turns.reward` is r_k, `turns.valid` is m_k (a recording knows
-    no answer to another action); anchors are not read. After a patch the history is not what the policy wrote, so
-    every step is a row of its own (prompt with the patched history, response), and the rows of a rollout share `group`
-    and `rollout`: they are not further members of the group, and no row is ever copied. Without patches a rollout may
-    also be one row with a turn per step; the advantages are the same. `rows_per_rollout` says what a rollout may take.
-    The reward of a row counts only as scored or not (NaN): what reward functions and other methods' `rewards` made of
-    it plays no part.
+    Symbols: rewards, returns and advantages are (turns,) float64. In the signal "turns" `turn` is k, `reward` r_k and
+    `valid` m_k. After a patch the history is not what the policy wrote, so every turn is a row of its own (prompt with
+    the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a rollout may
+    also be one row. The reward of a row counts only as scored or not (NaN): reward functions and `rewards` hooks play
+    no part.
 
-    Shapes: rewards, returns and advantages are (turns,) float64. A step without a reward (NaN, or its row's reward is
-    NaN) is out of every statistic, has A = 0, and ends the return of the step before it; so does a step whose row left.
-    Equal values give exactly 0. A step only one rollout reached has A_step = 0; a task of one step has A = 0 and a
-    warning. gamma = 0 makes R = r; then, with episode_weight = 0 and one step per task, this is GRPO.
+    Special cases: a turn without a reward (NaN, or its row's reward is NaN) is out of every statistic, has A = 0, and
+    ends the return of the turn before it; so does a turn whose row left. A turn only one rollout reached has A_step =
+    0; a task of one turn has A = 0 and a warning. A task also leaves whose rollouts differ only in turns R_0 does not
+    reach, all of them if gamma = 0: set `filter_by: none` then.
 
-    Logs: `matched`, share of the steps; `patches` and `steps` per rollout; `first_return`, mean R_0; `alone`, share of
-    the steps only one rollout reached; `filtered`, share of the tasks that left.
+    Logs: `matched`, share of the turns; `patches` and `steps` (turns) per rollout; `first_return`, mean R_0; `alone`,
+    share of the turns only one rollout reached; `filtered`, share of the tasks that left.
 
     Raises:
         ConfigError: a parameter out of range.
-        MethodError: a batch without steps; an episode that is used wrongly.
+        MethodError: a batch without turns; an episode that is used wrongly.
 
     Source: arXiv 2509.11543, equations 5 to 13; in the authors' code, commit 11cea575: `UI-S1/uis1/core_uis1.py`,
     `verl/utils/dataset/universal_multiround.py`, `verl/trainer/ppo/dapo_ray_trainer.py`,

@@ -18,28 +18,30 @@ from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Traject
 class UiS1Rollout(Method):
     """Semi-online rollouts on recorded expert trajectories: name it before `ui_s1`, which makes advantages of them.
 
-    A task is a dataset row with the recorded steps (observation o_k, expert's response e_k) in the column `expert`. At
-    step k the policy reads the prompt, the history and o_k and responds y_k:
+    A task is a dataset row with the recorded turns (observation o_k, expert's response e_k) in the column `expert`. At
+    turn k (a step in the paper) the policy reads the prompt, the history and o_k and responds y_k:
 
-        m_k, r_k = match(y_k, step)                      its action is the expert's; its reward
-        history  = history + (o_k, y_k)                  if m_k, or the last step
+        m_k, r_k = match(y_k, e_k)                       its action is the expert's; its reward
+        history  = history + (o_k, y_k)                  if m_k, or the last turn
                    history + (o_k, e_k)                  else, and the rollout goes on: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
-    Every step is a row of its own: its prompt is written new, with the patched history, and its completion is y_k. A
-    patch is never trained. Rows of a rollout share `group` and `rollout`; `steps` has k, o_k, r_k and m_k.
-
     The history is rendered as messages, observation (user) and response (assistant) in turn, behind the prompt's own;
-    `write` does it otherwise. In evaluation (`in_eval`) no patch is given, which is the paper's SOP: `meta["progress"]`
-    has the share of the steps done before the first mismatch (see `semi_online_performance`).
+    `write` does it otherwise. In evaluation no patch is given, which is the paper's SOP.
 
-    A `match` that fails or takes too long ends the rollout: its last step has no reward (NaN) and no advantage.
+    Symbols: every turn is a row of its own: its prompt is written new, with the patched history, and its completion is
+    y_k. A patch is never trained. Rows of a rollout share `group` and `rollout`; `turns` has k, o_k, r_k and m_k.
+    `meta["progress"]` is the share of the recorded turns done before the first mismatch (see
+    `semi_online_performance`).
 
-    Logs: `steps` and `patches` per rollout, `match_failed`.
+    Special cases: a `match` that fails or takes too long ends the rollout: its last turn has no reward (NaN) and no
+    advantage.
+
+    Logs: `steps` (turns) and `patches` per rollout, `match_failed`.
 
     Raises:
         ConfigError: a parameter out of range.
-        MethodError: no recorded steps in the row, or more than `max_steps` (every step is a row of the batch).
+        MethodError: no recorded turns in the row, or more than `max_steps` (every turn is a row of the batch).
 
     Source: arXiv 2509.11543, section 3; `verl/utils/dataset/universal_multiround.py` of the authors' code.
     """

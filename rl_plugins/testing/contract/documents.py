@@ -54,7 +54,9 @@ def section_problems(doc: str) -> list[str]:
     found = _KNOWN.findall(doc)
     known = [name for name in found if name in SECTIONS]
     problems = [
-        f"the docstring has a section `{name}:`; the name is `{RENAMED[name]}:` now." for name in found if name in RENAMED
+        f"the docstring has a section `{name}:`; the name is `{RENAMED[name]}:` now."
+        for name in found
+        if name in RENAMED
     ]
     problems += [
         f"the docstring has a section `{name}:`, which is not among {', '.join(SECTIONS)}. Use one of these, or no "
