@@ -74,16 +74,24 @@ class April(Method):
     )
     fidelity = "code"
     use_when = "A few long rollouts keep the whole batch waiting (reasoning, long-tailed lengths)."
-    avoid_when = "Lengths are alike, the engine is busy to the end of a batch anyway, or updates must be on-policy."
+    avoid_when = (
+        "Lengths are alike, the engine is busy to the end of a batch anyway, or updates must be on-policy. A "
+        "limit on staleness makes long rollouts rarer than the policy makes them: dropped prompts are those of "
+        "long rollouts, and a restarted group must again be fast enough."
+    )
     cost = (
-        "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that can "
-        "be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl)."
+        "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that "
+        "can be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl). verl does the "
+        "same by itself in that mode: `admit` is not called there, over_sampling is set as num_warmup_batches = "
+        "over_sampling - 1, and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of policy "
+        "versions) with strategy drop, which drops complete groups only when they are stale."
     )
     disagreements = (
         "The authors' code loses groups that complete in the same moment as the N-th; here they wait. "
         "`rl_plugins.simulation` counts both.",
-        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when it goes "
-        "on; here they are saved, as token ids.",
+        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when"
+        " it goes on; here they are saved, as token ids.",
+        "`max_staleness` is ours.",
     )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index"})
     host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters

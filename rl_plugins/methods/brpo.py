@@ -84,9 +84,14 @@ class Brpo(Method):
     fidelity = "paper"
     use_when = "The task has no checkable answer (writing, chat) and a judge can tell two completions apart."
     avoid_when = "A verifier exists, or 2 votes (G - 1) questions to the judge per prompt cost too much."
+    cost = (
+        "2 votes (G - 1) questions to the judge per prompt. All ranks wait for the judge, so the distributed "
+        "time-out must be longer than it takes for a whole batch."
+    )
     disagreements = (
         "The paper leaves open what a rollout gets that wins some conditions only: `tie_value`, -1 as reported, or 0.",
         "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
+        "Whether dropped groups are sampled again is not established; here they are not.",
     )
     needs = frozenset({"text", "column:prompt"})
     example_params = {"judge": "rl_plugins.demo.judges:digits"}

@@ -77,19 +77,26 @@ class Cleaner(Method):
     fidelity = "code"
     use_when = "A small model's tool calls often fail and are right at the second try."
     avoid_when = (
-        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to recover by "
-        "itself: errors are hardly ever seen in training."
+        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to "
+        "recover by itself: errors are hardly ever seen in training. Without `copy_environment` failed calls are "
+        "assumed to have no effect, for the repaired call must meet the environment as it was before the failed "
+        "one."
     )
     cost = (
         "At most max_tool_retries extra generations per turn, made one after the other; needs no feature of the engine."
     )
     disagreements = (
-        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON wrapper and "
-        "markers included, so unrelated short snippets reach about 0.6. compare='code' compares the arguments alone.",
-        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which doubles "
-        "them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' does not.",
-        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the books of "
-        "all others are kept.",
+        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON "
+        "wrapper and markers included, so unrelated short snippets reach about 0.6. compare='code' compares "
+        "the arguments alone.",
+        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which"
+        " doubles them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' "
+        "does not.",
+        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the"
+        " books of all others are kept.",
+        "The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the "
+        "ratio of the grafted tokens starts at 1 although they are off-policy: a bias the method accepts. "
+        "Corrections by rollout log-probs are refused beside it.",
     )
     forces_tokens = True
     in_eval = ("rollout",)

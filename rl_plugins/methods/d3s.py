@@ -59,13 +59,18 @@ class D3s(Method):
     )
     fidelity = "paper"
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
-    avoid_when = "Groups are small, or generation dominates: the dropped rows were paid for."
+    avoid_when = (
+        "Groups are small, or generation dominates: the dropped rows were paid for. Or advantages lie far to one "
+        "side: of (-10, -9, 0, 0.1) three rows keep the 0 and lose the -9."
+    )
     disagreements = (
-        "The values of the shares were not found. Half of every group is what PODS keeps, the paper's baseline; a "
-        "quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than 20 % of the tokens'.",
-        "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is not "
-        "said; here over the batch, at the start of the step.",
+        "The values of the shares were not found. Half of every group is what PODS keeps, the paper's "
+        "baseline; a quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than"
+        " 20 % of the tokens'.",
+        "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is"
+        " not said; here over the batch, at the start of the step.",
         "The ablation without the batch step (D1S in the paper) is `batch_rows_start: none`.",
+        "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
     )
     needs = frozenset({"entropies"})
 

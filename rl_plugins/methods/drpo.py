@@ -68,12 +68,20 @@ class Drpo(Method):
     )
     fidelity = "code"
     use_when = "A reasoning model answers right but far too long, and rewards are right or wrong."
-    avoid_when = "Rewards are graded, or most questions are all right or all wrong: those teach nothing here."
+    avoid_when = (
+        "Rewards are graded, or most questions are all right or all wrong: those teach nothing here. Where short "
+        "answers succeed now and then, they take almost all the weight: in the bandits of "
+        "`examples/evidence/drpo.py`, half of whose questions need long answers, strong shortening costs more "
+        "accuracy than a length penalty in GRPO does."
+    )
     disagreements = (
-        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form above. It "
-        "needs every token at the current weights, of which an optimizer step has row sums, and is not offered.",
-        "The authors' code has one objective per micro-batch, here it is one per optimizer step: the number of "
-        "questions, and K, are those of the step.",
+        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form "
+        "above. It needs every token at the current weights, of which an optimizer step has row sums, and is "
+        "not offered.",
+        "The authors' code has one objective per micro-batch, here it is one per optimizer step: the number "
+        "of questions, and K, are those of the step.",
+        "The authors' code gathers the answers of a micro-batch, which must hold whole questions; the value "
+        "it logs means nothing, because its log term is tau * x / stop_gradient(x).",
     )
     needs = frozenset({"old_logprobs", "current_logprobs"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}

@@ -67,10 +67,13 @@ class Gigpo(Method):
     use_when = "Agents whose rollouts come through the same states again: rooms, pages, boards, repeated queries."
     avoid_when = "Every observation is different (long free text), so that no turn has another to be compared with."
     disagreements = (
-        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, and over "
-        "rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
+        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, "
+        "and over rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
         "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
         "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
+        "The authors' code computes statistics in float32, where equal returns leave residues that "
+        "mean_std_norm turns into advantages of up to 0.6; here they are float64.",
+        "Clusters of similar texts depend on the order of the batch in the code; here they do not.",
     )
     needs = frozenset({"turns"})
     advantages_per = "turn"

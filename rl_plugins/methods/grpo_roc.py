@@ -84,17 +84,22 @@ class GrpoRoc(Method):
         "Nothing but the answer matters, completions have neither tool responses nor answer tags (and you give no "
         "`penalty`), or twice the rollouts are too expensive."
     )
+    cost = "oversample times as many rollouts. Methods that change the number of rollouts are named before this one."
     disagreements = (
-        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), the report "
-        "draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` is ours, for the "
-        "report does not say what p = 0 means).",
-        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum numbers; "
-        "the code is followed in both modes.",
-        "The code reads the response alone, where the prompt's template has opened the first assistant turn: a single "
-        "turn counts as none and always has p_format = 1. Here that turn is counted; `count_first_turn: false` is the "
-        "code.",
-        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the training script "
-        "and the README turn them on, and so do the defaults here.",
+        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), "
+        "the report draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` "
+        "is ours, for the report does not say what p = 0 means).",
+        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum"
+        " numbers; the code is followed in both modes.",
+        "The code reads the response alone, where the prompt's template has opened the first assistant turn: "
+        "a single turn counts as none and always has p_format = 1. Here that turn is counted; "
+        "`count_first_turn: false` is the code.",
+        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the "
+        "training script and the README turn them on, and so do the defaults here.",
+        "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their fix of 5 "
+        "Sep 2025 is followed here. Where their rounding loses a rollout and an assertion ends the run (5 "
+        "correct and 5 wrong to G = 5), k_correct = G - k_wrong here.",
+        "The authors cut the batch to a multiple of the ranks; here that is the host's business.",
     )
     needs = frozenset({"raw_text"})
 

@@ -61,8 +61,15 @@ class McGrpo(Method):
         "Two to eight rollouts per prompt, generation cheap beside the update, and rewards of more than two levels."
     )
     avoid_when = (
-        "Rewards are right or wrong (two levels): a mean baseline then never has a wrong sign, and here MAD is 0, "
-        "so advantages reach 1/mad_eps."
+        "Rewards are right or wrong (two levels): a mean baseline then never has a wrong sign, and here MAD is 0,"
+        " so advantages reach 1/mad_eps. Adam and gradient clipping absorb that scale, but a KL or entropy term "
+        "drowns; `scale: none` or `advantage_clip` mend it. With three rollouts MAD is the smaller of two gaps, "
+        "so advantages are heavy-tailed for any rewards: in the bandits of `examples/evidence/mc_grpo.py` the "
+        "paper's scale learns slower than GRPO, and with `advantage_clip: 3` faster."
+    )
+    cost = (
+        "One more rollout per prompt. An even group size makes the median unique; for an odd one the lower median"
+        " lies below the middle, so more rollouts go up than down."
     )
     disagreements = (
         "The GSM8K trainer of the authors scales the non-zero advantages up by group size / their number, the MATH "

@@ -57,12 +57,19 @@ class Minpro(Method):
     )
     fidelity = "reconstruction"
     use_when = "Rollouts are two or more policy versions old and CISPO becomes unstable or GRPO plateaus."
-    avoid_when = "Updates are nearly on-policy: all ratios are about 1, and it is CISPO."
+    avoid_when = (
+        "Updates are nearly on-policy: all ratios are about 1, and it is CISPO. Weights are usually below "
+        "CISPO's, so updates are smaller at the same learning rate."
+    )
     disagreements = (
-        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights back up. "
-        "clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after ScaleRL, "
-        "arXiv 2510.13786). Both are ours.",
+        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights "
+        "back up. clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after "
+        "ScaleRL, arXiv 2510.13786). Both are ours.",
         "Third-party code also exists with the current token inside the minimum; the paper's minimum ends before it.",
+        "Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL "
+        '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
+        "In TRL `vllm_importance_sampling_correction` is set to False: the rollout log-probs are already in "
+        "rho, and the correction would count them twice.",
     )
     needs = frozenset({"rollout_logprobs", "off_policy"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}

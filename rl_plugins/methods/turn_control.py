@@ -76,13 +76,16 @@ class TurnControl(Method):
     avoid_when = "Tasks differ widely in the turns they need: the 75th percentile of all is too few for the longest."
     cost = (
         "One engine call and one call of the environment per turn; no rollout is longer than its limit. Needs no "
-        "feature of the engine."
+        "feature of the engine. Token cost grows about quadratically in turns."
     )
     disagreements = (
-        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who is not "
-        "done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and `max_extensions` select.",
-        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and solves "
-        "exactly what `fixed` does: the paper's saving comes from agents that hurry.",
+        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who"
+        " is not done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and "
+        "`max_extensions` select.",
+        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and "
+        "solves exactly what `fixed` does: the paper's saving comes from agents that hurry.",
+        "Wording and place of the reminder are those of related agents. What happens with episodes that were "
+        "cut off is a reconstruction: the paper calibrates once, before anything is limited.",
     )
     needs = frozenset({"column:turns", "column:stop_reason", "column:extended"})
     in_eval = ("rollout",)

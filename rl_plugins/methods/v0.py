@@ -75,11 +75,21 @@ class V0(Method):
         "Success rates of prompts differ widely and can be told apart before sampling, and rewards are right/wrong."
     )
     avoid_when = "Nothing predicts them (watch v0/auc), or one group of many rollouts does not fit beside the others."
+    cost = (
+        "The same number of rollouts. `exact` takes O(prompts T max_rollouts) time, below a second for 512 "
+        "prompts x 8. A max_rollouts of 2 to 4 group sizes keeps either allocation from piling up on few prompts."
+    )
     disagreements = (
         "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
-        "The paper's context is a sample of the same policy step; here it is the last `context_size` rollouts: a batch "
-        "smaller than that is joined by older ones.",
+        "The paper's context is a sample of the same policy step; here it is the last `context_size` "
+        "rollouts: a batch smaller than that is joined by older ones.",
         "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
+        "The paper's predictions are those of its model: an embedder whose features go into TabPFN with the "
+        "(prompt, success) pairs of the current policy as context. It is not shipped (0.6B parameters, gated "
+        "weights); a function as `prior` can be it.",
+        "The remarks on concavity are ours, checked against brute force. With equal predictions budgets can "
+        "still differ.",
+        "Routing between models, the paper's other use, is outside of a trainer.",
     )
     needs = frozenset({"prompt_index"})
 

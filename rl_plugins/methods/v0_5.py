@@ -68,12 +68,19 @@ class V05(Method):
     )
     fidelity = "paper"
     use_when = "Rollouts are expensive, groups are small (4), and something predicts a prompt's reward fairly well."
-    avoid_when = "Nothing does: prompts are seen once, or predictions are off by a fifth of the reward range or more."
+    avoid_when = (
+        "Nothing does: prompts are seen once, or predictions are off by a fifth of the reward range or more. A "
+        "prior that is moderately wrong is believed too often at small k: in `examples/evidence/v0_5.py` the "
+        "baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse "
+        "beyond."
+    )
     disagreements = (
-        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the hosts give "
-        "(`reward_low`, `reward_high`). The rule is the same on any scale.",
+        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the "
+        "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",
         "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",
         "Whether the paper normalizes advantages further is not known: `advantage_norm`, off by default.",
+        "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as `prior` can be it.",
+        "s2 for other bounds, the batched rounds, `leave_one_out` and `advantage_norm` are ours.",
     )
     needs = frozenset({"prompt_index"})
     rounds = True

@@ -65,7 +65,10 @@ class Vade(Method):
     )
     fidelity = "paper"
     use_when = "Many groups are all right or all wrong, and generating more to filter (DAPO) costs too much."
-    avoid_when = "The dataset is a stream, or so large that few prompts are ever visited twice."
+    avoid_when = (
+        "The dataset is a stream, or so large that few prompts are ever visited twice. Or every prompt must be "
+        "seen once per epoch: an epoch no longer means that."
+    )
     disagreements = (
         "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
         "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "

@@ -49,7 +49,10 @@ class EchoClip(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "Several updates are made per batch, and rollouts differ in how sure the policy is of their answers."
-    avoid_when = "One update is made per batch: the ratio is 1 and nothing is clipped."
+    avoid_when = (
+        "One update is made per batch: the ratio is 1 and nothing is clipped. In the bandits of "
+        "`examples/evidence/echo.py` neither this nor `echo_shaping` makes a measurable difference."
+    )
     disagreements = (
         "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; no host's training "
         "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "

@@ -51,7 +51,10 @@ class EchoShaping(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "A few uncertain tokens decide the outcome, and the policy's entropy falls too fast."
-    avoid_when = "Entropy is high already, or another method scales advantages by entropy."
+    avoid_when = (
+        "Entropy is high already, or another method scales advantages by entropy. In the bandits of "
+        "`examples/evidence/echo.py` neither this nor `echo_clip` makes a measurable difference."
+    )
     disagreements = (
         "The paper's text (as reported by others; it was not read) has H and 1 - C as they are, the authors' code has "
         "their z-scores over the batch: `statistics` (default: the code's).",

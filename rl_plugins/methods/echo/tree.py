@@ -64,24 +64,29 @@ class EchoTree(Method):
     )
     cost = (
         "Two waves of generation per prompt, one after the other; tokens as for plain sampling, less the common "
-        "prefixes. The engine must report its logprob_top_k most likely tokens."
+        "prefixes. The engine must report its logprob_top_k most likely tokens. Cutting comes after generation, "
+        "as in the authors' code, so it saves no computing: it takes the rest of a response out of the update, "
+        "together with its answer."
     )
     disagreements = (
-        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that its own "
-        "config does not set and its own methods do not read; their scripts switch the tree off. Formulas are those of "
-        "the code with the name mended.",
-        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more than ln "
-        "10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but branch_threshold is 1.2, "
-        "prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the paper's confidence in [0, 1]). Such "
-        "values are refused. Here entropy_high and entropy_low are the config's, scaled from ln 64 (the class's "
-        "logprob_top_k) to ln 10; branch_threshold is 4, a doubtful token behind three almost certain ones. These are "
-        "ours.",
-        "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) cuts "
-        "almost every response of 200 tokens whose entropies go up and down at random (`examples/evidence/echo.py`), "
-        "and its answer with it. All three are off here.",
-        "The authors' code finds where to cut a branch in the places from its branching token on, and then counts from "
-        "the start of the response, so that it cuts too early; here the place is the same in both.",
+        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that "
+        "its own config does not set and its own methods do not read; their scripts switch the tree off. "
+        "Formulas are those of the code with the name mended.",
+        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more"
+        " than ln 10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but "
+        "branch_threshold is 1.2, prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the "
+        "paper's confidence in [0, 1]). Such values are refused. Here entropy_high and entropy_low are the "
+        "config's, scaled from ln 64 (the class's logprob_top_k) to ln 10; branch_threshold is 4, a doubtful "
+        "token behind three almost certain ones. These are ours.",
+        "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) "
+        "cuts almost every response of 200 tokens whose entropies go up and down at random "
+        "(`examples/evidence/echo.py`), and its answer with it. All three are off here.",
+        "The authors' code finds where to cut a branch in the places from its branching token on, and then "
+        "counts from the start of the response, so that it cuts too early; here the place is the same in "
+        "both.",
         "The authors' code takes the branching token's log-prob for that of a sampled token; here it has none.",
+        "`echo_penalty` is that of the authors' code: L_t - (1 - mean of the lowest tenth of p_t) - 0.05 "
+        "where a response was cut, else 0. Nothing reads it.",
     )
 
     @dataclass(frozen=True)

@@ -72,11 +72,17 @@ class FissionGrpo(Method):
     fidelity = "reconstruction"
     use_when = "A policy that calls tools repeats a failed call, and prompts fail in all rollouts."
     avoid_when = "Answers have no second chance when the policy is used, or errors say nothing about their cause."
-    cost = "Recovery takes `share` of each batch from ordinary prompts."
+    cost = (
+        "Recovery takes `share` of each batch from ordinary prompts. The prompts that recovery displaces are not "
+        "trained in that batch. Name this method after those that choose prompts. A dataset that is a stream is "
+        "refused: its rows cannot be found again."
+    )
     disagreements = (
         "The paper updates on recovery apart from ordinary prompts; here both share a batch (see `share`, `every`).",
         "The paper's simulator is a trained model; here the environment's own text, `message`, or rules.",
         "The paper's reward changes its weights over the run: `fission_grpo_reward`, apart.",
+        "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every "
+        "second batch is recovery only.",
     )
 
     @dataclass(frozen=True)

@@ -71,10 +71,17 @@ class Latr(Method):
         "caches it; logged as `unused`: what was decoded for nothing."
     )
     disagreements = (
-        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's uncertainty; "
-        '`rel_test="far"` gives that. Which of them made the paper\'s tables is not known.',
-        "The authors stop all prompts of a batch together, when the sum of their branches is full and no branch of any "
-        "is young. A program sees one prompt, so each stops by itself: its greedy part is at most as long as theirs.",
+        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's "
+        'uncertainty; `rel_test="far"` gives that. Which of them made the paper\'s tables is not known.',
+        "The authors stop all prompts of a batch together, when the sum of their branches is full and no "
+        "branch of any is young. A program sees one prompt, so each stops by itself: its greedy part is at "
+        "most as long as theirs.",
+        "Left out, because no run of the authors uses it: the filters for stop words and for cumulative "
+        "probability, the scheduler of thresholds, random branching and pruning; and `keep_math_symbols`, "
+        "which is on there and tests one branch but prunes another.",
+        "The paper's settings for mathematics: tau_abs 0.15, tau_rel 0.25, tau_ed none, tau_sm 0.2, tau_rl "
+        "0.5, eta 1, 0.75, 0.5, 0.25 from 0, 100, 200, 300, max_tree_tokens 1024; the defaults are those for "
+        "countdown. The authors' count of batches starts at 1, here at 0.",
     )
     needs = frozenset({"engine:logprobs=2"})
     forces_tokens = True

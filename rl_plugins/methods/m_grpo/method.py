@@ -76,13 +76,25 @@ class MGrpo(Method):
     )
     fidelity = "reconstruction"
     use_when = "A planner delegates subtasks to sub-agents as often as it likes, and both are to be trained."
-    avoid_when = "There is one agent, or every sub-agent's work can be judged by itself (then give it that reward)."
+    avoid_when = (
+        "There is one agent, or every sub-agent's work can be judged by itself (then give it that reward). In "
+        "`examples/evidence/m_grpo.py` training both agents is worth far more than a frozen sub-agent; alignment "
+        "learns no faster than `align: false`, rather a little slower: what it buys is the constant size."
+    )
+    cost = (
+        "A rollout may take 1 + sub_per_rollout rows of the batch: more may be generated, no more is trained. All"
+        " agents share one policy; two policies are two runs, each on its own agent's rows."
+    )
     disagreements = (
-        "The paper names a sub-agent's own work (an expert's judgment) in its reward, with weights we could not read; "
-        "the code has format and the main agent's outcome only (`sub_reward: outcome`, default). With `own` a row "
-        "keeps the reward its reward functions give it.",
-        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 items of a queue, "
-        "whatever query they came from. `align: false` leaves all rows; groups are always those of the queries.",
+        "The paper names a sub-agent's own work (an expert's judgment) in its reward, with weights we could "
+        "not read; the code has format and the main agent's outcome only (`sub_reward: outcome`, default). "
+        "With `own` a row keeps the reward its reward functions give it.",
+        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 items of a "
+        "queue, whatever query they came from. `align: false` leaves all rows; groups are always those of the"
+        " queries.",
+        "The main agent's own reward is the user's; in the code a valid format with the right answer gives 1,"
+        " a valid format 0.1, else 0. `sub_agent_format` is the authors' format rule for reward functions and"
+        " agent loops.",
     )
 
     @dataclass(frozen=True)

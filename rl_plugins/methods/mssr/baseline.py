@@ -62,11 +62,17 @@ class MssrBaseline(Tracked):
     fidelity = "code"
     use_when = "Rewards are right or wrong, prompts come back, and several rollouts per prompt cost too much."
     avoid_when = "Prompts are seen once or twice: the baseline then stays what it was set to."
+    cost = (
+        "One rollout per prompt, group size times as many prompts. TRL's config does not take a group size of 1; "
+        "leave it at 2."
+    )
     disagreements = (
         "The authors' config has a KL window of 20 that their code never passes on; what runs is 10: `kl_window`.",
-        "The authors' code also has a forgetting rate per sample, from the log-probs of the prompt's last response and "
-        "of the new one, subtracted token by token although they are different texts. It is not offered.",
+        "The authors' code also has a forgetting rate per sample, from the log-probs of the prompt's last "
+        "response and of the new one, subtracted token by token although they are different texts. It is not "
+        "offered.",
         "The authors' code does not save its counts and skips its first pass on resume; here they are saved.",
+        "The authors' optional first pass over the whole dataset is `value_column`, made beforehand.",
     )
 
     @dataclass(frozen=True)

@@ -80,14 +80,16 @@ class RtvPdr(Method):
     use_when = "Answers may cost many attempts, cannot be verified, and comparing two is easier than making one."
     avoid_when = "A verifier exists (take the best it accepts), or attempts are wrong alike: a wrong majority is kept."
     cost = (
-        "Per prompt in evaluation N T attempts, as many summaries, and V (N - K) + V (N - 1) votes at G = 2, T = 2 (at "
-        "the defaults 32, 32 and 216). No special feature of the engine; a context that holds K summaries."
+        "Per prompt in evaluation N T attempts, as many summaries, and V (N - K) + V (N - 1) votes at G = 2, T = "
+        "2 (at the defaults 32, 32 and 216). No special feature of the engine; a context that holds K summaries. "
+        "Let the host evaluate one rollout per prompt: N are made inside."
     )
     disagreements = (
-        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable votes to "
-        "the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The paper's rules are not "
-        "known.",
+        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable"
+        " votes to the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The "
+        "paper's rules are not known.",
         "What happens when the last round leaves fewer than K is not known: here the best losers come back.",
+        "The prompts for summaries, votes and refinement are ours.",
     )
     in_eval = ("rollout",)
 

@@ -96,8 +96,11 @@ class Scope(Method):
     cost = "Per group without a right rollout: a call of the PRM for each rollout, and `corrections` of the corrector."
     disagreements = (
         "The paper's loss on corrected tokens is not known: LUFFY's, or `off_policy: sft` or `plain`.",
-        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how many "
-        "rollouts of a group (`corrections`), nor whether the corrector writes one step or all (`extent`).",
+        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how "
+        "many rollouts of a group (`corrections`), nor whether the corrector writes one step or all "
+        "(`extent`).",
+        "Corrections by rollout log-probs are refused beside this method, for the corrector's tokens have "
+        "none. What the policy finishes after one corrected part is sampled and keeps its log-probs.",
     )
     example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
     forces_tokens = True

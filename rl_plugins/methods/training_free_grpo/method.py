@@ -72,16 +72,21 @@ class TrainingFreeGrpo(Method):
     )
     avoid_when = "The policy fails for lack of skill and not of advice, or no language model can tell why it failed."
     cost = (
-        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), one "
-        "per batch. Prompts grow with the list."
+        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), "
+        "one per batch. Prompts grow with the list. All ranks wait for the language model, so the distributed "
+        "time-out must be longer than it takes for a whole batch."
     )
     disagreements = (
         "The published code and the code behind the paper update the list differently: `variant`.",
         "In the paper's code a merge without a text removes what it names; here it does nothing: `merge_without_text`.",
-        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others of its "
-        "group are compared.",
-        "The authors take operations as calls finish, here in the order of the groups. Without operations they ask for "
-        "a revision all the same; here nobody is asked, and no group update without findings.",
+        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others "
+        "of its group are compared.",
+        "The authors take operations as calls finish, here in the order of the groups. Without operations "
+        "they ask for a revision all the same; here nobody is asked, and no group update without findings.",
+        "Prompts are our own words. The paper's runs have temperature 0.7, group size 5 and 2 or 3 epochs "
+        "over about 100 prompts; these are the host's settings.",
+        "What the authors do with two operations on one experience in the text of the revision is not "
+        "established (one under the other here).",
     )
     needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)

@@ -76,15 +76,17 @@ class UiS1(Method):
         "A real environment is at hand, or many actions besides the expert's are right (all of them count as wrong)."
     )
     disagreements = (
-        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code does not: "
-        "`include_first_mismatch` (default as the code).",
-        "The episode advantage of the code compares the rewards of all steps of a task (`episode_source: step_reward`, "
-        "default), that of the paper the returns of whole rollouts (`rollout_return`).",
-        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that of the "
-        "advantages (`advantages`), which normalization makes about 1 in nearly every task.",
+        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code "
+        "does not: `include_first_mismatch` (default as the code).",
+        "The episode advantage of the code compares the rewards of all steps of a task (`episode_source: "
+        "step_reward`, default), that of the paper the returns of whole rollouts (`rollout_return`).",
+        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that "
+        "of the advantages (`advantages`), which normalization makes about 1 in nearly every task.",
         "A task with a single step row has A_epi = r_0 in the code and 0 here.",
-        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released script, 0 "
-        "in its yaml.",
+        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released "
+        "script, 0 in its yaml.",
+        "The authors generate until the batch is full; here no other task takes the place of one that leaves.",
+        "The loss is the host's; the paper's is clipped GRPO with KL 1e-4.",
     )
     needs = frozenset({"turns"})
     advantages_per = "turn"
