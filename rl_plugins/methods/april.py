@@ -100,8 +100,10 @@ class April(Method):
     class Params(MethodParams):
         over_sampling: float = param(2.0, "N'/N, groups in the making per group trained; 1: none", ge=1, le=64)
         max_staleness: int | None = param(None, "batches after which a waiting group is given up; none: never", ge=0)
-        stale: Literal["restart", "drop"] = param("restart", "what becomes of such a group")
-        correction: Literal["none", "mask", "token_tis"] = param("none", "of tokens that an older policy made")
+        stale: Literal["restart", "drop"] = param("restart", "fate of such a group: begun anew, or given up")
+        correction: Literal["none", "mask", "token_tis"] = param(
+            "none", "treatment of tokens that an older policy made"
+        )
         tis_cap: float = param(2.0, "token_tis: largest weight of a token", ge=1)
 
         def check(self) -> None:

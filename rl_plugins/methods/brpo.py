@@ -99,25 +99,30 @@ class Brpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         judge: Callable[..., Any] | None = param(
-            None, 'judge(prompt, a, b): scores (of a, of b), "A", "B" or None; none: an endpoint judges'
+            None,
+            'function judge(prompt, a, b): scores (of a, of b), "A", "B" or None; may be `async def`; none: '
+            "an endpoint judges",
         )
         judge_batch_size: int | None = param(
-            None, "the judge takes a list of up to so many (prompt, a, b); none: one pair a call", ge=1
+            None,
+            "largest list of (prompt, a, b) that the judge takes in one call, with as many verdicts back; "
+            "none: one pair a call",
+            ge=1,
         )
         judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
         judge_model: str | None = param(None, "name of the model at the endpoint")
         judge_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
         votes: int = param(1, "votes in each of the two orders", ge=1)
-        filter_tau: float = param(0.6, "a group with |sum A| / G above it leaves; 1 keeps all", ge=0, le=1)
+        filter_tau: float = param(0.6, "largest |sum A| / G with which a group stays; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
-        min_margin: float = param(0.0, "by how much a score must be higher (ours)", ge=0)
+        min_margin: float = param(0.0, "margin by which a score must be higher (ours)", ge=0)
         reference: int | None = param(None, "place of the reference in its group (or the last one); none: random", ge=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
         judge_timeout: float = param(120.0, "seconds of one try", gt=0)
         judge_retries: int = param(2, "further tries of a question that failed", ge=0)
         judge_concurrency: int = param(16, "questions at a time", ge=1)
-        judge_temperature: float = param(0.0, "of the endpoint", ge=0)
-        judge_max_tokens: int = param(2048, "of the endpoint's reply", ge=1)
+        judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0)
+        judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1)
         judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
 
         def check(self) -> None:

@@ -104,23 +104,31 @@ class Cleaner(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
+        environment: Callable[..., Any] | None = param(
+            None, "class or function without arguments that makes an environment"
+        )
         gamma: float = param(0.5, "similarity from which only the call is swapped; 0: always, above 1: never", ge=0)
         max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
-        rollback_probability: float = param(1.0, "of a rollout to be repaired at all", ge=0, le=1)
+        rollback_probability: float = param(1.0, "probability of a rollout to be repaired at all", ge=0, le=1)
         max_attempts: int = param(30, "calls of a rollout, retries counted, after which nothing is repaired", ge=1)
         marker: str = param("<tool_call>", "text a call begins with; empty: the whole turn is the call")
-        compare: Literal["call_text", "code"] = param("call_text", "what is compared: the call as it is, or its code")
-        boundary: Literal["exact", "code_compat"] = param("exact", "where a marker of several tokens begins")
-        errors: Literal["invalid", "text"] = param("invalid", "how a failed call is known: by `valid`, or by the text")
-        success_marker: str = param(SUCCESS, "errors=text: what the text of a call that succeeded contains")
-        patterns: tuple[str, ...] = param(PATTERNS, "errors=text: names of errors, counted in the row's `meta`")
-        copy_environment: bool = param(False, "copy the environment before each call, for calls that change it")
-        note: str = param(NOTE, "added to the error after {retries} >= 2 retries")
-        max_turns: int = param(16, "of the agent", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        compare: Literal["call_text", "code"] = param("call_text", "texts compared: the call as it is, or its code")
+        boundary: Literal["exact", "code_compat"] = param("exact", "token at which a marker of several tokens begins")
+        errors: Literal["invalid", "text"] = param(
+            "invalid", "sign of a failed call: `valid` of the observation, or its text"
+        )
+        success_marker: str = param(SUCCESS, "part of the text of every call that succeeded (errors=text)")
+        patterns: tuple[str, ...] = param(PATTERNS, "names of errors, counted in the row's `meta` (errors=text)")
+        copy_environment: bool = param(
+            False, "copies of the environment (copy.deepcopy) before each call, for calls that change it"
+        )
+        note: str = param(NOTE, "text added to the error after {retries} >= 2 retries")
+        max_turns: int = param(16, "turns of the agent", ge=1)
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "of the messages that hold what the environment says")
+        role: str = param("user", "role of the messages that hold what the environment says")
 
         def check(self) -> None:
             if self.environment is None:

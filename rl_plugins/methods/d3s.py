@@ -77,13 +77,13 @@ class D3s(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         group_rows_start: float = param(0.5, "share of each group's rows that is kept at the start", gt=0, le=1)
-        group_rows_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end of the run", gt=0, le=1)
         batch_rows_start: float | None = param(
-            0.25, "share of the batch's rows that is kept at the start; none leaves step 2 out", gt=0, le=1
+            0.25, "share of the batch's rows that is kept at the start; none leaves line 2 out", gt=0, le=1
         )
-        batch_rows_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        batch_rows_end: float = param(1.0, "share of the batch's rows that is kept at the end of the run", gt=0, le=1)
         tokens_start: float = param(0.2, "share of the kept rows' tokens that is kept at the start", gt=0, le=1)
-        tokens_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        tokens_end: float = param(1.0, "share of the kept rows' tokens that is kept at the end of the run", gt=0, le=1)
 
         def check(self) -> None:
             start, end = self.batch_rows_start, self.batch_rows_end

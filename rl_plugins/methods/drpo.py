@@ -91,13 +91,13 @@ class Drpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         length_temperature: float = param(
-            0.1, "lambda: the smaller, the shorter; inf leaves length out (DisCO)", gt=0, allow_inf=True
+            0.1, "lambda: the smaller, the shorter the answers; inf leaves length out (DisCO)", gt=0, allow_inf=True
         )
         score_temperature: float = param(10.0, "tau: the smaller, the more the likeliest wrong answers count", gt=0)
         kl_weight: float = param(1e3, "beta of the hinge on K", ge=0)
-        kl_limit: float = param(1e-4, "delta: K up to here is free, in nats per token", ge=0)
+        kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0)
         reward: str | None = param(None, "reward function that says right or wrong; none: the weighted sum of all")
-        threshold: float | None = param(None, "reward from which on a row is right; none: 1 is right and 0 is wrong")
+        threshold: float | None = param(None, "reward from which a row is right; none: 1 is right and 0 is wrong")
 
     def start(self, run: Run) -> None:
         self._max_length = run.max_completion_length

@@ -77,13 +77,14 @@ class Gdpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        eps_group: float = param(1e-4, "added to the standard deviation of a reward in its group", gt=0)
-        eps_batch: float = param(1e-4, "added to the standard deviation of the sum over the batch", gt=0)
+        eps_group: float = param(1e-4, "constant added to the standard deviation of a reward in its group", gt=0)
+        eps_batch: float = param(1e-4, "constant added to the standard deviation of the sum over the batch", gt=0)
         batch_stat: Literal["row", "token"] = param(
-            "row", "what counts once in the batch step: a rollout (paper) or a token (the authors' verl fork)"
+            "row",
+            "unit that counts once in line 3: a rollout (paper, the authors' TRL fork) or a token (their verl fork)",
         )
         nan_policy: Literal["exclude", "zero"] = param(
-            "exclude", "a reward a function did not give is left out (TRL), or counts as 0 (the authors' code)"
+            "exclude", "treatment of a reward that a function did not give: left out (TRL), or 0 (the authors' code)"
         )
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

@@ -92,13 +92,17 @@ class Gigpo(Method):
             "zero", "A^E of a group with a single entry: 0, or its reward (code)"
         )
         similarity: float | None = param(
-            None, "texts with at least this difflib ratio are one state (code: 0.95); none: equal ones only", gt=0, lt=1
+            None, "difflib ratio from which texts are one state (code: 0.95); none: equal ones only", gt=0, lt=1
         )
-        autojunk: bool = param(True, "ratios ignore frequent letters of long texts (difflib's default, and the code's)")
+        autojunk: bool = param(
+            True,
+            "disregard of frequent letters in texts of 200 or more (difflib's default, and the code's): 400 "
+            "letters of which one differs can have a ratio of 0.25; false: all letters, slower",
+        )
         invalid_action_penalty_coef: float = param(
-            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
         )
-        eps: float = param(1e-6, "added to the standard deviation", gt=0)
+        eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)

@@ -107,29 +107,36 @@ class GrpoRoc(Method):
     class Params(MethodParams):
         oversample: float = param(2.0, "rollouts generated for each that is trained (report: 2)", gt=1)
         penalty: Callable[..., Any] | None = param(
-            None, "function of the Rollouts, (rows,) numbers >= 0, lower is better; none for p_err + p_format"
+            None,
+            "function of the Rollouts, (rows,) numbers >= 0, lower is better, with the signals it reads in "
+            "its attribute `needs`; none for p_err + p_format",
         )
-        use_error: bool = param(True, "count failing tool calls in the penalty")
-        use_format: bool = param(True, "count missing and repeated answer blocks in the penalty")
-        min_wrong: int = param(2, "wrong rollouts that stay at least, if there are as many", ge=0)
-        min_correct: int = param(2, "correct rollouts that stay at least, if there are as many", ge=0)
-        reject_equal_reward: bool = param(True, "groups of equal rewards leave first (the authors' script)")
+        use_error: bool = param(True, "share of failing tool calls in the penalty")
+        use_format: bool = param(True, "missing and repeated answer blocks in the penalty")
+        min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are as many", ge=0)
+        min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are as many", ge=0)
+        reject_equal_reward: bool = param(
+            True, "removal of groups of equal rewards before all else (the authors' script)"
+        )
         positive_selection: Literal["top", "inverse_prob"] = param(
             "top",
-            "correct rollouts: those of the lowest penalty (code), or drawn by 1 / (penalty + inverse_eps) (report)",
+            "correct rollouts that stay: those of the lowest penalty (code), or drawn by 1 / (penalty + "
+            "inverse_eps) (report)",
         )
         inverse_eps: float = param(
-            0.1, "added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
+            0.1, "constant added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
         )
-        correct_threshold: float = param(0.0, "a reward above it is correct")
-        short_groups: Literal["drop", "keep"] = param("drop", "what becomes of groups smaller than the group size")
+        correct_threshold: float = param(0.0, "reward above which a rollout is correct")
+        short_groups: Literal["drop", "keep"] = param("drop", "fate of groups smaller than the group size")
         error_keyword: str = param("error", "text that marks a failing tool response, in any case")
-        tool_tags: tuple[str, ...] = param(("<tool_response>", "</tool_response>"), "opening and closing tag")
-        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag")
-        turn_tags: tuple[str, ...] = param(
-            ("<|im_start|>assistant", "<|im_end|>"), "what an assistant turn lies between"
+        tool_tags: tuple[str, ...] = param(
+            ("<tool_response>", "</tool_response>"), "opening and closing tag of a tool response"
         )
-        count_first_turn: bool = param(True, "count the turn that the prompt's template has opened")
+        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag of an answer block")
+        turn_tags: tuple[str, ...] = param(
+            ("<|im_start|>assistant", "<|im_end|>"), "opening and closing tag of an assistant turn"
+        )
+        count_first_turn: bool = param(True, "count of turns includes the one that the prompt's template has opened")
 
         def check(self) -> None:
             for name in ("tool_tags", "answer_tags", "turn_tags"):

@@ -72,22 +72,31 @@ class Hgpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        history_length: int = param(2, "K, states before the current one that are compared; the prompt's memory", ge=0)
+        history_length: int = param(
+            2,
+            "K, states before the current one that are compared; the turns that the prompt remembers, a large"
+            " number for a whole conversation",
+            ge=0,
+        )
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
             "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
         )
-        length_weight_alpha: float = param(1.0, "depth k weighs (k + weight_offset)^alpha; 0: all alike", ge=0)
-        weight_offset: int = param(1, "1 as the paper or 2 as the released code", ge=1)
-        drop_zero: bool = param(True, "entries of exactly 0 leave the weighted mean (paper and code)")
-        base_group: bool = param(False, "the comparison with all turns of the group is one more entry, of weight 1")
+        length_weight_alpha: float = param(
+            1.0, "exponent of the weights (k + weight_offset)^alpha of depth k; 0: all alike", ge=0
+        )
+        weight_offset: int = param(
+            1, "offset of the depth in these weights: 1 as the paper or 2 as the released code", ge=1
+        )
+        drop_zero: bool = param(True, "removal of entries of exactly 0 from the weighted mean (paper and code)")
+        base_group: bool = param(False, "comparison with all turns of the group as one more entry, of weight 1")
         single_group: Literal["zero", "reward"] = param(
             "zero", "base_group entry of a group with a single turn: 0, or its reward (code)"
         )
         invalid_action_penalty_coef: float = param(
-            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
         )
-        eps: float = param(1e-6, "added to the standard deviation and to the sum of weights", gt=0)
+        eps: float = param(1e-6, "constant added to the standard deviation and to the sum of weights", gt=0)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)

@@ -81,11 +81,11 @@ class McGrpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         scale: Literal["mad", "none", "std"] = param(
-            "mad", "divide by MAD + mad_eps (paper), by nothing, or by the group's standard deviation + mad_eps"
+            "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or the group's standard deviation + mad_eps"
         )
-        mad_eps: float = param(1e-3, "added to what advantages are divided by", gt=0)
+        mad_eps: float = param(1e-3, "constant added to that divisor", gt=0)
         zero_compensation: bool = param(
-            False, "multiply a group's non-zero advantages by group size / number of them (GSM8K trainer)"
+            False, "factor of group size / number of them on a group's non-zero advantages (GSM8K trainer)"
         )
         advantage_clip: float | None = param(
             None,

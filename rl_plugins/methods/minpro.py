@@ -76,10 +76,14 @@ class Minpro(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        clip_low: float = param(1.0, "the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1)
-        clip_high: float = param(4.0, "the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True)
+        clip_low: float = param(
+            1.0, "lower clip range: the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1
+        )
+        clip_high: float = param(
+            4.0, "upper clip range: the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True
+        )
         # two such log-ratios are added before exp: 80 still fits into float32
-        log_ratio_limit: float = param(LOG_RATIO_LIMIT, "log-ratios are clamped to +- this, in nats", gt=0, le=40)
+        log_ratio_limit: float = param(LOG_RATIO_LIMIT, "limit of |log-ratio|, in nats", gt=0, le=40)
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p = self.params

@@ -93,33 +93,48 @@ class TurnControl(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
-        strategy: Literal["unlimited", "fixed", "dynamic"] = param("fixed", "how turns are limited")
+        environment: Callable[..., Any] | None = param(
+            None, "class or function without arguments that makes an environment"
+        )
+        strategy: Literal["unlimited", "fixed", "dynamic"] = param(
+            "fixed", "limit of turns: none but hard_cap, a fixed one, or one that is extended"
+        )
         hard_cap: int = param(50, "turns of the unrestricted agent, and the largest limit that is calibrated", ge=1)
         limit: int | None = param(None, "turns (before an extension); none: from the calibration", ge=1)
-        extension: int | None = param(None, "dynamic: further turns; none: up to T of `last_percentile`", ge=0)
-        max_extensions: int = param(1, "dynamic: extensions of an episode", ge=0)
+        extension: int | None = param(None, "further turns (dynamic); none: up to T of `last_percentile`", ge=0)
+        max_extensions: int = param(1, "extensions of an episode (dynamic)", ge=0)
         should_extend: Callable[..., Any] | None = param(
-            None, "dynamic: should_extend(environment) at the limit; none: whoever is not done. A failure means no"
+            None,
+            "function should_extend(environment) at the limit (dynamic); none: whoever is not done. A failure means no",
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
-            None, "how the limit is learned from episodes; none: off with a `limit`, else freeze"
+            None, "way in which the limit is learned from episodes; none: off with a `limit`, else freeze"
         )
-        percentile: float | None = param(None, "of the turns, the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100)
-        last_percentile: float = param(75.0, "dynamic: of the turns, the limit after an extension", ge=0, le=100)
+        percentile: float | None = param(
+            None, "percentile of the turns that is the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100
+        )
+        last_percentile: float = param(
+            75.0, "percentile of the turns that is the limit after an extension (dynamic)", ge=0, le=100
+        )
         calibration_episodes: int = param(64, "episodes before the first calibration", ge=1)
         window: int = param(512, "latest episodes that count", ge=1)
-        update_every: int = param(10, "rolling: batches between two calibrations", ge=1)
+        update_every: int = param(10, "batches between two calibrations (rolling)", ge=1)
         min_turns: int = param(1, "smallest limit that is calibrated", ge=1)
         remind_from: int | None = param(
             None, "turns left from which on the agent is reminded; none: from the first turn; 0: never", ge=0
         )
         reminder: str = param(REMINDER, "text with {remaining}, and perhaps {used} and {limit}")
-        extension_text: str = param(EXTENSION, "what an agent is told that gets {extension} more turns, or nothing")
-        unfinished: Literal["grade", "mask"] = param("grade", "rows that were cut off: graded as they are, or masked")
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        extension_text: str = param(EXTENSION, "text for an agent that gets {extension} more turns, or nothing")
+        unfinished: Literal["grade", "mask"] = param(
+            "grade",
+            "treatment of rows that were cut off: graded as they are, or masked (out of the update, but in "
+            "the statistics)",
+        )
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "of the messages that hold what the environment says")
+        role: str = param("user", "role of the messages that hold what the environment says")
 
         def check(self) -> None:
             if self.environment is None:

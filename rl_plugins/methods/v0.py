@@ -96,14 +96,14 @@ class V0(Method):
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any] = param(
-            "nearest", "what predicts a prompt's success rate: one of these, or a function values(prompts, context)"
+            "nearest", "source of the predicted success rates: one of these, or a function values(prompts, context)"
         )
         allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "by best single rollout (paper), by a dynamic program, or the host's own plan"
+            "greedy", "choice by best single rollout (paper), by a dynamic program, or the host's own plan"
         )
         min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2)
         max_rollouts: int = param(128, "rollouts of a prompt at most; 2 to 4 group sizes is advisable", ge=2)
-        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
 
         def check(self) -> None:
             super().check()

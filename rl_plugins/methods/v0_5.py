@@ -88,13 +88,14 @@ class V05(Method):
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any] = param(
-            "running_mean", "what predicts a prompt's reward: one of these, or a function values(prompts, context)"
+            "running_mean",
+            "source of a prompt's predicted reward: one of these, or a function values(prompts, context)",
         )
         k_init: int = param(4, "rollouts of every prompt (the paper: 1 and 2 do not converge)", ge=1)
         k_max: int = param(16, "rollouts of a prompt at most", ge=1)
         increment: int = param(1, "rollouts added per round; 4 saves rounds on batched engines", ge=1)
         cost: float | None = param(
-            None, "gain from which on a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
+            None, "gain above which a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
         )
         reward_low: float = param(0.0, "lowest reward")
         reward_high: float = param(1.0, "highest reward")

@@ -78,11 +78,16 @@ class Vade(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        selected_decay: float = param(0.2, "what a visit leaves of a prompt's older counts", ge=0, le=1)
-        unselected_decay: float = param(0.999, "what a batch leaves of the counts of all other prompts", gt=0, le=1)
-        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "what the draw is ranked by")
-        success: Literal["threshold", "clipped_sum"] = param("threshold", "how a reward becomes a success")
-        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+        selected_decay: float = param(0.2, "share of a prompt's older counts that a visit leaves", ge=0, le=1)
+        unselected_decay: float = param(
+            0.999,
+            "share of the counts of all other prompts that a batch leaves; at 0.999 half is left after 693 batches",
+            gt=0,
+            le=1,
+        )
+        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that the draw is ranked by")
+        success: Literal["threshold", "clipped_sum"] = param("threshold", "way in which a reward becomes a success")
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
 
         def check(self) -> None:
             if self.unselected_decay < self.selected_decay:

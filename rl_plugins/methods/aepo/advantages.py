@@ -58,7 +58,7 @@ class AepoAdvantages(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        weight: float = param(0.2, "of the z-scored entropy", ge=0)
+        weight: float = param(0.2, "weight of the z-scored entropy", ge=0)
         z_max: float | None = param(None, "limit of |z|; none: no limit (the authors' code)", gt=0)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:

@@ -58,9 +58,9 @@ class AepoClip(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        clip_low: float = param(0.2, "the ratio is clipped at 1 - clip_low", ge=0, lt=1)
-        clip_high: float = param(0.2, "and at 1 + clip_high", ge=0)
-        dual_clip: float = param(3.0, "c: the loss of a token with A < 0 is at most -c A", gt=1)
+        clip_low: float = param(0.2, "lower clip range: the ratio is clipped at 1 - clip_low", ge=0, lt=1)
+        clip_high: float = param(0.2, "upper clip range: the ratio is clipped at 1 + clip_high", ge=0)
+        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p, valid = self.params, terms.mask > 0

@@ -90,21 +90,25 @@ class AepoRollout(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         environment: Callable[..., Any] | None = param(
-            None, "makes an environment for one rollout, without arguments, as module:attribute; it must be given"
+            None,
+            "class or function that makes the environment of one rollout, as module:attribute (see "
+            "`rl_plugins.agents`); must be given",
         )
         initial_rollouts: int | None = param(None, "chains that start from the prompt; none: half of them", ge=1)
-        probe: bool = param(False, "find their number for each prompt with a probe, which costs a rollout")
-        probe_tokens: int = param(50, "of the probe's short generation", ge=1)
-        probe_weight: float = param(0.5, "of H_root - H_tool in the sigmoid", ge=0)
-        beam_size: int = param(2, "a chain becomes at most so many in a round", ge=1)
-        branch_probability: float = param(0.5, "a chain is copied where p is this or more", ge=0, le=1)
-        entropy_weight: float = param(0.2, "of H_now - H_first in p", ge=0)
-        penalty: float = param(0.05, "of each round in a row with a new chain", ge=0, le=1)
+        probe: bool = param(False, "search for that number, for each prompt, with a probe that costs a rollout")
+        probe_tokens: int = param(50, "tokens of the probe's short generation", ge=1)
+        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0)
+        beam_size: int = param(2, "chains that one chain becomes at most in a round", ge=1)
+        branch_probability: float = param(0.5, "value of p from which a chain is copied", ge=0, le=1)
+        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0)
+        penalty: float = param(0.05, "penalty of each round in a row with a new chain", ge=0, le=1)
         entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1)
         top_logprobs: int = param(10, "most likely tokens the engine reports", ge=1)
         vocabulary: int = param(151_936, "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)", ge=2)
         max_turns: int = param(7, "turns of a chain; the authors' 6 tool calls and an answer", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of one turn; none: what the completion has room for", ge=1)
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of one turn; none: what the completion has room for", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
 
         def check(self) -> None:

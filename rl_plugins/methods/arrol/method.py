@@ -111,23 +111,29 @@ class Arrol(Method):
         keep_ratio: float = param(0.5, "K: share of the rollouts still going that stays; 1 stops none", gt=0, le=1)
         positive_ratio: float = param(0.5, "rho: share of right ones aimed at among the survivors", gt=0, lt=1)
         selection: Literal["survival", "balanced", "extremes", "random"] = param(
-            "survival", "by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
+            "survival", "choice of survivors: by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
         )
-        strength: float = param(0.5, "of the correction in p_i", ge=0)
-        low: float = param(0.1, "least p_i", gt=0, le=1)
+        strength: float = param(0.5, "strength of the correction in p_i", ge=0)
+        low: float = param(0.1, "smallest p_i", gt=0, le=1)
         high: float = param(0.9, "largest p_i", gt=0, le=1)
-        independent: bool = param(True, "each rollout is drawn by itself; false: as many as expected (ours)")
+        independent: bool = param(
+            True, "independent draw of each rollout; false: as many as expected, with the same probabilities (ours)"
+        )
         cold_start: int = param(20, "generation batches without stopping", ge=0)
         min_keep: int = param(2, "rollouts of a prompt that stay at least (ours)", ge=1)
-        success_threshold: float = param(0.5, "a reward from this on is right (ours)")
+        success_threshold: float = param(0.5, "reward from which a rollout is right (ours)")
         top: int = param(0, "most likely tokens whose log-probs are features, too; 0: none (ours)", ge=0, le=20)
-        features: Callable[..., Any] | None = param(None, "what the head sees instead: contexts -> numbers (ours)")
+        features: Callable[..., Any] | None = param(
+            None,
+            "function (list of contexts, lists of token ids cut to L) -> numbers per context, for the head "
+            "instead of log-probs, such as a server of hidden states (ours)",
+        )
         features_timeout: float = param(60.0, "seconds `features` may take for one prompt", gt=0)
         width: int = param(32, "hidden units of the head (ours)", ge=1)
-        learning_rate: float = param(0.01, "of the head (ours)", gt=0)
+        learning_rate: float = param(0.01, "learning rate of the head (ours)", gt=0)
         fit_steps: int = param(30, "passes over the window per generation batch (ours)", ge=1)
         window: int = param(2000, "rollouts the head and its calibration are fitted to (ours)", ge=10)
-        bins: int = param(128, "of the calibration", ge=1)
+        bins: int = param(128, "bins of the calibration", ge=1)
         max_weight: float = param(10.0, "largest weight 1 / p of a rollout in the fit; 1: none (ours)", ge=1)
 
         def check(self) -> None:

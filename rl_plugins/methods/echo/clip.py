@@ -63,10 +63,10 @@ class EchoClip(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         tail_window: int = param(16, "last tokens whose confidence counts; 0: all", ge=0)
-        eps_min: float = param(0.05, "the sigmoid's lower end; the range is at least halfway to eps_max", ge=0, lt=1)
+        eps_min: float = param(0.05, "lower end of the sigmoid; the range is at least halfway to eps_max", ge=0, lt=1)
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)
-        dual_clip: float = param(3.0, "c: the loss of a token with A < 0 is at most -c A", gt=1)
+        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
 
         def check(self) -> None:
             if self.eps_min > self.eps_max:

@@ -67,7 +67,7 @@ class EchoLabels(Method):
     class Params(MethodParams):
         n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is more", ge=1)
         extract: Callable[..., Any] = param(
-            boxed_answer, "extract(text): the answer in canonical form, or None; as module:attribute"
+            boxed_answer, "function extract(text): the answer in canonical form, or None; as module:attribute"
         )
         label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
 

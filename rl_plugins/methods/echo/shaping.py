@@ -68,8 +68,8 @@ class EchoShaping(Method):
         alpha: float = param(1.0, "weight of the entropy", ge=0)
         beta: float = param(1.0, "weight of 1 - confidence", ge=0)
         s_max: float | None = param(2.0, "limit of |S|; none: no limit", gt=0)
-        mult_coeff: float = param(0.1, "a: the advantage is multiplied by 1 + a S", ge=0)
-        add_coeff: float = param(0.0, "lambda: lambda (S - its mean in the group) is added", ge=0)
+        mult_coeff: float = param(0.1, "factor a: the advantage is multiplied by 1 + a S", ge=0)
+        add_coeff: float = param(0.0, "factor lambda: lambda (S - its mean in the group) is added", ge=0)
         statistics: Literal["white", "raw"] = param("white", "z-scores over the batch (code), or the values (paper)")
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -92,23 +92,25 @@ class EchoTree(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         logprob_top_k: int = param(10, "most likely tokens the engine reports", ge=2)
-        confidence_top_k: int = param(5, "of these count for the confidence", ge=1)
+        confidence_top_k: int = param(5, "number of these that count for the confidence", ge=1)
         min_depth: int = param(4, "first place that may branch", ge=0)
-        entropy_high: float = param(1.9, "a token branches from this entropy on, in nats; below ln logprob_top_k", gt=0)
+        entropy_high: float = param(1.9, "entropy from which a token branches, in nats; below ln logprob_top_k", gt=0)
         entropy_low: float = param(0.55, "entropy at which alpha adds nothing to the width", ge=0)
-        entropy_delta_threshold: float = param(0.2, "and from this rise of the entropy on")
-        branch_threshold: float = param(4.0, "and up to this group confidence; above ln confidence_top_k", gt=0)
-        min_branches: int = param(1, "least width", ge=1)
+        entropy_delta_threshold: float = param(0.2, "rise of the entropy from which a token branches")
+        branch_threshold: float = param(
+            4.0, "group confidence up to which a token branches; above ln confidence_top_k", gt=0
+        )
+        min_branches: int = param(1, "smallest width", ge=1)
         max_branches: int = param(4, "largest width; 1: nothing branches", ge=1)
         alpha: float = param(2.0, "width per entropy", ge=0)
         beta: float = param(1.0, "width per lack of confidence", ge=0)
         entropy_window: int = param(4, "places before a token its entropy is compared with", ge=1)
         group_window: int = param(4, "places of the group confidence", ge=1)
         tail_window: int = param(8, "places of the tail confidence", ge=1)
-        prune_threshold: float | None = param(None, "cut below this group confidence; none: never", gt=0)
-        tail_threshold: float | None = param(None, "cut a falling tail up to this confidence; none: never", gt=0)
+        prune_threshold: float | None = param(None, "group confidence below which a response is cut; none: never", gt=0)
+        tail_threshold: float | None = param(None, "confidence up to which a falling tail is cut; none: never", gt=0)
         tail_decline_steps: int = param(3, "places in a row the tail must have fallen", ge=1)
-        delta_upper: float | None = param(None, "cut above this rise of the entropy; none: never", ge=0)
+        delta_upper: float | None = param(None, "rise of the entropy above which a response is cut; none: never", ge=0)
         delta_rise_steps: int = param(3, "places in a row the entropy must have risen", ge=1)
 
         def check(self) -> None:

@@ -87,7 +87,7 @@ class FissionGrpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        share: float = param(0.25, "of a batch's rows that may be recovery (ours)", gt=0, le=1)
+        share: float = param(0.25, "share of a batch's rows that may be recovery (ours)", gt=0, le=1)
         group_size: int | None = param(None, "rollouts of an error; none: the host's (ours)", ge=2)
         trigger: int = param(1, "entries the pool must hold before any is served (ours)", ge=1)
         every: int = param(1, "batches from one with recovery to the next (ours)", ge=1)
@@ -95,16 +95,19 @@ class FissionGrpo(Method):
         max_age: int = param(4, "batches after which an entry is too old (ours)", ge=1)
         max_per_prompt: int = param(1, "errors of a prompt that are kept per batch (ours)", ge=1)
         max_depth: int = param(1, "recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
-        max_characters: int = param(20_000, "of a recovery's messages (ours)", ge=1)
-        error_threshold: float = param(0.5, "a reward below is an error (ours)")
-        correctness: str | None = param(None, "reward function that says so; none: the total reward")
+        max_characters: int = param(20_000, "characters of a recovery's messages at most (ours)", ge=1)
+        error_threshold: float = param(0.5, "reward below which a rollout is an error (ours)")
+        correctness: str | None = param(None, "reward function whose value is compared with it; none: the total reward")
         error_column: str | None = param(None, "column of the rows with the environment's own error text")
-        message: Callable[..., Any] | None = param(None, "message(a dict about the error) -> text; none: rules")
+        message: Callable[..., Any] | None = param(
+            None,
+            "function message(dict with prompt, answer, gold, tools) -> text, such as an error simulator; none: rules",
+        )
         message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
         gold_column: str | None = param(None, "dataset column with the right calls")
         tools_column: str | None = param(None, "dataset column with the schemas of the tools")
-        role: Literal["tool", "user"] = param("tool", "who says the message; user for templates without tools")
+        role: Literal["tool", "user"] = param("tool", "role that says the message; user for templates without tools")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -53,7 +53,7 @@ class FissionReward(Method):
         correctness: str = param("correctness", "reward function for the right call")
         length: str | None = param(None, "reward function for the length; none: 1")
         start: float = param(0.5, "weight of the correctness at the start (ours)", ge=0, le=2)
-        end: float = param(1.5, "the same at the end (ours)", ge=0, le=2)
+        end: float = param(1.5, "weight of the correctness at the end (ours)", ge=0, le=2)
 
         @property
         def names(self) -> list[str]:

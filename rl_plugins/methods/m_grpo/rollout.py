@@ -57,13 +57,15 @@ class MGrpoRollout(Method):
         main_agent: str = param("main", "name of the main agent in the column `agent`")
         sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
         parse: Callable[..., Any] | None = param(
-            None, "text of a turn -> list of tasks to delegate; default: what stands in <tool_call> tags"
+            None, "function: text of a turn -> list of tasks to delegate; default: the texts in <tool_call> tags"
         )
-        sub_prompt: str = param("{task}", "the sub-agent's user message; {task} is what it was called for")
-        reply: str = param("<tool_response>{result}</tool_response>", "what the main agent reads of one result")
+        sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
+        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent for one {result}")
         max_calls: int = param(4, "sub-agents' rows of a rollout", ge=1)
         max_turns: int = param(8, "turns of the main agent", ge=1)
-        sub_tokens: int | None = param(None, "most tokens of a sub-agent; none: the completion length", ge=1)
+        sub_tokens: int | None = param(
+            None, "largest number of tokens of a sub-agent; none: the completion length", ge=1
+        )
         timeout: float = param(30.0, "seconds for one call of `parse`", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:

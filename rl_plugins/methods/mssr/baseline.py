@@ -77,7 +77,7 @@ class MssrBaseline(Tracked):
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
-        normalize: bool = param(True, "subtract the batch's mean and divide by its standard deviation")
+        normalize: bool = param(True, "normalization by the batch's mean and standard deviation")
 
     def plan(self, plan: Plan) -> Plan:
         rows = [row.replace(n=min(row.n, 1)) for row in plan.rows]

@@ -56,7 +56,7 @@ class MssrShaping(Method):
         entropy_weight: float = param(0.4, "alpha; the paper has 0.2 to 0.6", ge=0)
         cap: float = param(2.0, "kappa: the bonus is at most |A| / cap", gt=0)
         entropy: Literal["sampled", "full"] = param(
-            "sampled", "-p log p of the sampled token (authors' code), or of the whole distribution (paper)"
+            "sampled", "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)"
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -47,7 +47,7 @@ class TrackerParams(MethodParams):
     kl_window: int = param(10, "batches that the KL is averaged over", ge=1)
     initial_value: float = param(0.5, "value of a prompt before its first rollout", ge=0, le=1)
     value_column: str | None = param(None, "dataset column with the values before the first rollout, if there is one")
-    success_threshold: float = param(0.5, "a rollout is a success if its reward is above")
+    success_threshold: float = param(0.5, "reward above which a rollout is a success")
 
     def check(self) -> None:
         if self.rho_max < self.rho_min:

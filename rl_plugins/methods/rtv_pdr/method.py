@@ -101,22 +101,30 @@ class RtvPdr(Method):
         group_size: int = param(2, "G, candidates of one comparison", ge=2)
         votes: int = param(8, "V, votes per comparison", ge=1)
         final_pool: Literal["last", "all"] = param("last", "waves whose rollouts are candidates for the answer")
-        training: Literal["plain", "refined", "hard"] = param("plain", "what training rollouts are")
-        hard_below: float = param(0.0, "training: hard; a prompt with no reward above it gets another wave")
-        environment: Callable[..., Any] | None = param(None, "makes an environment for an agent; none: one answer")
-        max_turns: int = param(16, "of an agent", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of one turn of an agent", ge=1)
-        summarizer: Callable[..., Any] | None = param(None, "summarizer(problem, attempt): text; none: the policy")
-        judge: Callable[..., Any] | None = param(None, "judge(problem, summaries): number from 1; none: the policy")
+        training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
+        hard_below: float = param(
+            0.0, "reward that a prompt must exceed once, or it gets another wave (training: hard)"
+        )
+        environment: Callable[..., Any] | None = param(
+            None, "class or function that makes an environment for an agent; none: one answer"
+        )
+        max_turns: int = param(16, "turns of an agent", ge=1)
+        turn_tokens: int | None = param(None, "largest number of tokens of one turn of an agent", ge=1)
+        summarizer: Callable[..., Any] | None = param(
+            None, "function summarizer(problem, attempt): text; none: the policy"
+        )
+        judge: Callable[..., Any] | None = param(
+            None, 'function judge(problem, summaries): number from 1, or a text with "Best: 2"; none: the policy'
+        )
         call_timeout: float = param(120.0, "seconds of a call of environment, summarizer or judge", gt=0)
-        summary_chars: int = param(4000, "of a summary at most", ge=1)
-        summary_tokens: int = param(1024, "of a summary by the policy at most", ge=1)
-        judge_tokens: int = param(1024, "of a vote by the policy at most", ge=1)
-        judge_temperature: float = param(1.0, "of the policy as judge; votes must differ", gt=0)
-        shuffle: bool = param(True, "deal candidates to groups at random (ours)")
-        permute: bool = param(True, "show them in a random order for each vote (ours)")
-        ties: Literal["random", "first"] = param("random", "who wins among equal votes (random is ours)")
-        unparsable: Literal["discard", "first"] = param("discard", "what an unreadable vote counts for (ours)")
+        summary_chars: int = param(4000, "characters of a summary at most", ge=1)
+        summary_tokens: int = param(1024, "tokens of a summary by the policy at most", ge=1)
+        judge_tokens: int = param(1024, "tokens of a vote by the policy at most", ge=1)
+        judge_temperature: float = param(1.0, "temperature of the policy as judge; votes must differ", gt=0)
+        shuffle: bool = param(True, "random deal of the candidates to groups (ours)")
+        permute: bool = param(True, "random order of the candidates for each vote (ours)")
+        ties: Literal["random", "first"] = param("random", "winner among equal votes (random is ours)")
+        unparsable: Literal["discard", "first"] = param("discard", "fate of an unreadable vote (ours)")
 
         def check(self) -> None:
             if self.environment is None and self.turn_tokens is not None:

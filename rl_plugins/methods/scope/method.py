@@ -107,28 +107,38 @@ class Scope(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        prm: Callable[..., Any] | None = param(None, "prm(messages, steps, columns): a score per step; must be given")
+        prm: Callable[..., Any] | None = param(
+            None, "function prm(messages, steps, columns): a score per reasoning step; must be given"
+        )
         corrector: Callable[..., Any] | None = param(
-            None, "corrector(messages, text so far, columns): the rest as text; none: the policy, shown the solution"
+            None,
+            "function corrector(messages, text so far, columns): the rest as text; none: the policy, shown "
+            "the solution",
         )
         solution_column: str = param("solution", "dataset column with a right answer, used without a corrector")
-        hint: str = param(HINT, "put behind the prompt's last message to show {solution}")
-        extent: Literal["suffix", "step"] = param("suffix", "the correction is the rest, or one step")
-        threshold: float = param(0.5, "a step with a lower score is wrong")
-        no_error: Literal["skip", "lowest"] = param("skip", "what to do with a wrong rollout without a wrong step")
-        min_prefix: float = param(0.5, "share of the steps that must precede the wrong one", ge=0, le=1)
-        rank: Literal["prefix", "score"] = param("prefix", "whom to correct first: longest right part, or mean score")
+        hint: str = param(HINT, "text behind the prompt's last message that shows {solution}")
+        extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
+        threshold: float = param(0.5, "score below which a reasoning step is wrong")
+        no_error: Literal["skip", "lowest"] = param(
+            "skip", "treatment of a wrong rollout without a wrong reasoning step"
+        )
+        min_prefix: float = param(0.5, "share of the reasoning steps that must precede the wrong one", ge=0, le=1)
+        rank: Literal["prefix", "score"] = param(
+            "prefix", "order of correction: longest right part first, or mean score"
+        )
         corrections: int = param(1, "rollouts of a group that are corrected at most", ge=1)
-        min_correct: int = param(1, "groups with at least so many right rollouts stay as they are", ge=1)
-        success_threshold: float = param(0.5, "a reward from this on is right")
-        separator: str = param("\n\n", "between steps")
-        min_step: int = param(12, "characters a step has at least; a shorter one is joined to the next", ge=0)
+        min_correct: int = param(1, "number of right rollouts from which a group stays as it is", ge=1)
+        success_threshold: float = param(0.5, "reward from which a rollout is right")
+        separator: str = param("\n\n", "text between two reasoning steps")
+        min_step: int = param(12, "characters of a reasoning step at least; a shorter one is joined to the next", ge=0)
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
-        gamma: float = param(0.1, "of the shaped loss (LUFFY)", gt=0)
-        clip_low: float = param(0.2, "own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
-        clip_high: float = param(0.2, "own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True)
-        prm_timeout: float = param(60.0, "seconds of one call", gt=0)
-        corrector_timeout: float = param(120.0, "seconds of one call", gt=0)
+        gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0)
+        clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
+        clip_high: float = param(
+            0.2, "upper clip range of own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True
+        )
+        prm_timeout: float = param(60.0, "seconds of one call of the PRM", gt=0)
+        corrector_timeout: float = param(120.0, "seconds of one call of the corrector", gt=0)
 
         def check(self) -> None:
             if not self.separator:

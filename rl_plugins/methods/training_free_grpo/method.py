@@ -95,30 +95,42 @@ class TrainingFreeGrpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        llm: Callable[..., Any] | None = param(None, "llm(text): the reply as text; none: an endpoint answers")
+        llm: Callable[..., Any] | None = param(
+            None, "function llm(text): the reply as text, `async` or not; none: an endpoint answers"
+        )
         llm_url: str | None = param(None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1")
         llm_model: str | None = param(None, "name of the model at the endpoint")
         llm_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
-        llm_temperature: float = param(0.7, "of the endpoint", ge=0)
-        llm_max_tokens: int = param(4096, "of the endpoint's reply", ge=1)
+        llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0)
+        llm_max_tokens: int = param(4096, "tokens of the endpoint's reply", ge=1)
         llm_timeout: float = param(300.0, "seconds of one try", gt=0)
         llm_retries: int = param(2, "further tries of a call that failed or gave no usable answer", ge=0)
         llm_concurrency: int = param(16, "calls at a time", ge=1)
         variant: Literal["practice", "paper"] = param("practice", "update of the published code, or of the paper's")
-        library: str | None = param(None, "JSON file of the experiences: begun with, written after each step")
-        learn: bool = param(True, "false: the library is used and not changed")
+        library: str | None = param(
+            None,
+            "JSON file of the experiences: what the run begins with, written after each batch; it can be read"
+            " and corrected by hand",
+        )
+        learn: bool = param(True, "changes of the library; false: it is only used")
         per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
-        max_words: int = param(32, "of an experience, as the language model is told", ge=1)
-        ground_truth: bool = param(True, "compare only groups with some success; false: all, answers hidden")
+        max_words: int = param(32, "words of an experience, as the language model is told", ge=1)
+        ground_truth: bool = param(True, "comparison of groups with some success only; false: of all, answers hidden")
         answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
         reward_low: float = param(0.0, "reward of a failure (ours)")
         reward_high: float = param(1.0, "reward of a success (ours)")
-        objective: str = param("It solves the task it is given.", "what the agent is for, for the language model")
-        learning_objective: str = param("How to solve such tasks more often.", "what shall be learned")
-        prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {problem} and {experiences}")
+        objective: str = param("It solves the task it is given.", "purpose of the agent, for the language model")
+        learning_objective: str = param(
+            "How to solve such tasks more often.", "purpose of the learning, for the language model"
+        )
+        prompt_template: str = param(
+            texts.PROMPT,
+            "prompt of a rollout, with {experiences} and {problem}, which stands for the last message of the "
+            "user; experiences make prompts longer",
+        )
         prompt_column: str = param("prompt", "dataset column with the prompt")
         merge_without_text: Literal["skip", "delete"] = param(
-            "skip", "a merge without text; delete: as the paper's code"
+            "skip", "treatment of a merge without text; delete: as the paper's code"
         )
 
         def check(self) -> None:

@@ -93,21 +93,25 @@ class UiS1(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(0.5, "discount of the rewards of later steps", ge=0, le=1)
-        include_first_mismatch: bool = param(False, "whether the first mismatch counts in the returns before it")
+        gamma: float = param(0.5, "discount of the rewards of later turns", ge=0, le=1)
+        include_first_mismatch: bool = param(False, "inclusion of the first mismatch in the returns before it")
         episode_source: Literal["step_reward", "rollout_return"] = param(
-            "step_reward", "what the episode advantage compares: all steps' rewards (code) or rollouts' returns (paper)"
+            "step_reward",
+            "values compared by the episode advantage: all turns' rewards (code) or rollouts' returns (paper)",
         )
         episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
-        step_weight: float = param(1.0, "weight of the step advantage", ge=0)
-        scale: Literal["std", "none"] = param("std", "divide by the standard deviation + std_eps, or by nothing")
-        std_eps: float = param(1e-6, "added to the standard deviation", gt=0)
-        filter_by: Literal["first_return", "advantages", "none"] = param(
-            "first_return", "whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay"
+        step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
+        scale: Literal["std", "none"] = param(
+            "std", "divisor of the advantages: the standard deviation + std_eps, or none"
         )
-        filter_std: float = param(0.3, "a task stays if that standard deviation is above it", ge=0)
+        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
+        filter_by: Literal["first_return", "advantages", "none"] = param(
+            "first_return",
+            "values whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay",
+        )
+        filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0)
         rows_per_rollout: int = param(
-            16, "rows of the batch a rollout may take: steps of the longest task; 1 where a rollout is one row", ge=1
+            16, "rows of the batch a rollout may take: turns of the longest task; 1 where a rollout is one row", ge=1
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

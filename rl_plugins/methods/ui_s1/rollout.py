@@ -60,16 +60,18 @@ class UiS1Rollout(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        column: str = param("expert", "column with the recorded steps: [observation, response] pairs or mappings")
+        column: str = param("expert", "column with the recorded turns: [observation, response] pairs or mappings")
         match: Callable[..., Any] | None = param(
-            None, "(response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
+            None, "function (response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
         )
         write: Callable[..., Any] | None = param(
-            None, "(messages, history of (observation, response), observation) -> messages; default: in turn"
+            None, "function (messages, history of (observation, response), observation) -> messages; default: in turn"
         )
-        max_patches: int = param(1, "wrong responses the expert's replace in a rollout", ge=0)
-        max_steps: int = param(16, "most steps of a task, each a row of the batch", ge=1)
-        step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
+        max_patches: int = param(1, "wrong responses of a rollout that the expert's replace", ge=0)
+        max_steps: int = param(16, "largest number of turns of a task, each a row of the batch", ge=1)
+        step_tokens: int | None = param(
+            None, "largest number of tokens of a response; none: the completion length", ge=1
+        )
         timeout: float = param(30.0, "seconds for one call of `match`", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:
