@@ -68,8 +68,8 @@ class D3s(Method):
         "baseline; a quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than"
         " 20 % of the tokens'.",
         "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is"
-        " not said; here over the batch, at the start of the step.",
-        "The ablation without the batch step (D1S in the paper) is `batch_rows_start: none`.",
+        " not said; here over the batch, by that of the policy before the update.",
+        "The ablation without line 2 (D1S in the paper) is `batch_rows_start: none`.",
         "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
     )
     needs = frozenset({"entropies"})
@@ -90,7 +90,7 @@ class D3s(Method):
             if start is not None and start > self.group_rows_start and end >= self.group_rows_end:
                 raise ConfigError(
                     f"parameter `batch_rows_start` is {start:g}, above `group_rows_start` = {self.group_rows_start:g}, "
-                    f"so that nothing is left for the batch step to drop. Lower it, or set it to none to do without."
+                    f"so that nothing is left for line 2 to drop. Lower it, or set it to none to do without."
                 )
 
     def start(self, run: Run) -> None:

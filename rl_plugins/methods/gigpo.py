@@ -120,9 +120,9 @@ class Gigpo(Method):
 
         states = Groups(self._states(turns))
         returns = turns.returns(p.gamma) - penalty
-        step = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
-        self._report(returns, states, episode, step, single)
-        return (episode + step).nan_to_num(nan=0.0)
+        by_state = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
+        self._report(returns, states, episode, by_state, single)
+        return (episode + by_state).nan_to_num(nan=0.0)
 
     def _states(self, turns: Turns) -> Tensor:
         """(turns,) the same number for turns of a group that began in the same state."""
@@ -130,7 +130,7 @@ class Gigpo(Method):
             return joint(turns.group, state_ids(turns.table.anchor))
         return _similar(turns, self.params.similarity, self.params.autojunk)
 
-    def _report(self, returns: Tensor, states: Groups, episode: Tensor, step: Tensor, single: Tensor) -> None:
+    def _report(self, returns: Tensor, states: Groups, episode: Tensor, by_state: Tensor, single: Tensor) -> None:
         scored = ~torch.isnan(returns)
         if not bool(scored.any()):
             return
@@ -138,7 +138,7 @@ class Gigpo(Method):
         self.log("compared", (states.rows(members) > 1)[scored].double().mean())
         self.log("states", float((members > 0).sum()))
         self.log("abs_episode", episode[scored].abs().mean())
-        self.log("abs_step", step[scored].abs().mean())
+        self.log("abs_step", by_state[scored].abs().mean())
         if bool(single[scored].any()):
             self.warn(
                 "a group has a single rollout or turn, so there is nothing to compare its reward with; its advantage "
@@ -153,10 +153,10 @@ class Gigpo(Method):
 
 def _similar(turns: Turns, threshold: float, autojunk: bool) -> Tensor:
     """(turns,) clusters of similar texts inside each group. Clusters are greedy, so their texts come one by one."""
-    steps, scored = turns.table, (~torch.isnan(turns.outcome)).tolist()
+    table, scored = turns.table, (~torch.isnan(turns.outcome)).tolist()
     texts: list[tuple[int, str] | None] = []  # with the group; None: like no other
     earliest: dict[tuple[int, str], int] = {}  # different texts of each group, and their earliest turn
-    for g, text, t, s in zip(turns.group.tolist(), steps.anchor, steps.turn.tolist(), scored, strict=True):
+    for g, text, t, s in zip(turns.group.tolist(), table.anchor, table.turn.tolist(), scored, strict=True):
         if text is None or not s:
             texts.append(None)
             continue

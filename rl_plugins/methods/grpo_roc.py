@@ -111,8 +111,8 @@ class GrpoRoc(Method):
             "function of the Rollouts, (rows,) numbers >= 0, lower is better, with the signals it reads in "
             "its attribute `needs`; none for p_err + p_format",
         )
-        use_error: bool = param(True, "share of failing tool calls in the penalty")
-        use_format: bool = param(True, "missing and repeated answer blocks in the penalty")
+        use_error: bool = param(True, "failing tool calls as part of the penalty")
+        use_format: bool = param(True, "missing and repeated answer blocks as part of the penalty")
         min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are as many", ge=0)
         min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are as many", ge=0)
         reject_equal_reward: bool = param(
@@ -299,7 +299,7 @@ class GrpoRoc(Method):
             )
         if len(keep) and not bool(keep.any()):
             self.warn(
-                "no rollout of a batch stays, so nothing is trained in that step: all groups have equal rewards or too "
+                "no rollout of a batch stays, so nothing is trained on it: all groups have equal rewards or too "
                 "few rollouts. Where this is frequent the prompts are too easy or too hard."
             )
 

@@ -81,7 +81,7 @@ class V0(Method):
     )
     disagreements = (
         "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
-        "The paper's context is a sample of the same policy step; here it is the last `context_size` "
+        "The paper's context is a sample of the same policy version; here it is the last `context_size` "
         "rollouts: a batch smaller than that is joined by older ones.",
         "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
         "The paper's predictions are those of its model: an embedder whose features go into TabPFN with the "

@@ -17,7 +17,7 @@ from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import Once, Plan, Rollouts, Run, Tokens
 
 _EPS = 1e-4  # added to what advantages are divided by
-_MOST_ROUNDS = 60  # hosts end a step after 64
+_MOST_ROUNDS = 60  # hosts end a batch after 64
 
 
 class V05(Method):

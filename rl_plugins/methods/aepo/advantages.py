@@ -49,7 +49,7 @@ class AepoAdvantages(Method):
     avoid_when = "Entropy is high already, or another method scales advantages by entropy."
     disagreements = (
         "The authors' code takes mean and deviation over each micro-batch, with the entropy of the current policy; "
-        "here they are those of the whole batch at the start of the step, so nothing depends on how it is split.",
+        "here they are those of the whole batch before the update, so nothing depends on how it is split.",
         "The authors' code gives NaN for a single token and divides rounding by rounding where entropy is constant; "
         "here z is 0 in both cases.",
         CODE_READ,

@@ -97,7 +97,7 @@ class FissionGrpo(Method):
         max_depth: int = param(1, "recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
         max_characters: int = param(20_000, "characters of a recovery's messages at most (ours)", ge=1)
         error_threshold: float = param(0.5, "reward below which a rollout is an error (ours)")
-        correctness: str | None = param(None, "reward function whose value is compared with it; none: the total reward")
+        correctness: str | None = param(None, "reward function that tells errors; none: the total reward")
         error_column: str | None = param(None, "column of the rows with the environment's own error text")
         message: Callable[..., Any] | None = param(
             None,

@@ -67,7 +67,7 @@ class Latr(Method):
     )
     cost = (
         "Needs an engine that reports the `candidates` most likely tokens with their log-probs. One round of requests "
-        "per `decode_ahead` tokens and per step with a birth, each of which reads the prefix again unless the engine "
+        "per `decode_ahead` tokens and per place with a birth, each of which reads the prefix again unless the engine "
         "caches it; logged as `unused`: what was decoded for nothing."
     )
     disagreements = (

@@ -49,7 +49,7 @@ class LatrParams(MethodParams):
     def check(self) -> None:
         if len(self.eta) != len(self.eta_steps) or not self.eta:
             raise ConfigError(
-                f"`eta` has {len(self.eta)} shares and `eta_steps` {len(self.eta_steps)} steps; give one step for "
+                f"`eta` has {len(self.eta)} shares and `eta_steps` {len(self.eta_steps)} batches; give one batch for "
                 f"each share."
             )
         if self.eta_steps[0] != 0 or any(b <= a for a, b in itertools.pairwise(self.eta_steps)):
@@ -57,9 +57,9 @@ class LatrParams(MethodParams):
         if not self.lookahead:
             raise ConfigError("`lookahead` is empty; name at least one age, or turn off the tests (`tau_ed=none`).")
 
-    def eta_at(self, step: int) -> float:
+    def eta_at(self, batch: int) -> float:
         """The share that holds in a generation batch."""
-        return [e for e, first in zip(self.eta, self.eta_steps, strict=True) if first <= step][-1]
+        return [e for e, first in zip(self.eta, self.eta_steps, strict=True) if first <= batch][-1]
 
     def branches(self, best: float, other: float) -> bool:
         """Whether a candidate of probability `other`, next to the most likely one of `best`, opens a branch."""

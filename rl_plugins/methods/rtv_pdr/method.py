@@ -103,7 +103,7 @@ class RtvPdr(Method):
         final_pool: Literal["last", "all"] = param("last", "waves whose rollouts are candidates for the answer")
         training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
         hard_below: float = param(
-            0.0, "reward that a prompt must exceed once, or it gets another wave (training: hard)"
+            0.0, "reward that no rollout of a prompt exceeds if it gets another wave (training: hard)"
         )
         environment: Callable[..., Any] | None = param(
             None, "class or function that makes an environment for an agent; none: one answer"

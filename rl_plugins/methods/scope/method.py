@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong step on, and replaces itself."""
+"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong reasoning step on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HINT = "A correct solution, which must not be mentioned in the answer:\n{solutio
 
 @dataclass(frozen=True)
 class Candidate:
-    """A failed rollout whose first wrong step is known.
+    """A failed rollout whose first wrong reasoning step is known.
 
     Args:
         place: of the row among the prompt's.
-        kept: tokens before the first wrong step.
+        kept: tokens before the first wrong reasoning step.
         rank: the larger, the earlier it is corrected.
     """
 
@@ -142,7 +142,9 @@ class Scope(Method):
 
         def check(self) -> None:
             if not self.separator:
-                raise ConfigError("`separator` is empty; it is the text between two steps, such as a blank line.")
+                raise ConfigError(
+                    "`separator` is empty; it is the text between two reasoning steps, such as a blank line."
+                )
             if self.corrector is None and "{solution}" not in self.hint:
                 raise ConfigError(f"`hint` is {self.hint!r}; without a corrector it must have {{solution}} in it.")
 
@@ -150,8 +152,8 @@ class Scope(Method):
         super().__init__(params)
         if self.params.prm is None:
             raise ConfigError(
-                "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per step: a process "
-                'reward model. Give it as "module:attribute" or as the object itself.'
+                "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per reasoning step: a "
+                'process reward model. Give it as "module:attribute" or as the object itself.'
             )
         solution = set() if self.params.corrector else {f"column:{self.params.solution_column}"}
         self.needs = frozenset({"column:scope"} | solution)

@@ -240,7 +240,7 @@ class TrainingFreeGrpo(Method):
     # ---- the update
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        """One step: summaries, comparison of each mixed group, one revision of the library."""
+        """One edit of the library: summaries, comparison of each mixed group, one revision of the library."""
         p = self.params
         if not p.learn:
             return

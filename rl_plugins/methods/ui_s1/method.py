@@ -1,4 +1,4 @@
-"""UI-S1 (arXiv 2509.11543): recorded expert trajectories as an environment, and returns that reach over later steps."""
+"""UI-S1 (arXiv 2509.11543): recorded expert trajectories as an environment, and returns that reach over later turns."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ class UiS1(Method):
     disagreements = (
         "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code "
         "does not: `include_first_mismatch` (default as the code).",
-        "The episode advantage of the code compares the rewards of all steps of a task (`episode_source: "
+        "The episode advantage of the code compares the rewards of all turns of a task (`episode_source: "
         "step_reward`, default), that of the paper the returns of whole rollouts (`rollout_return`).",
         "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that "
         "of the advantages (`advantages`), which normalization makes about 1 in nearly every task.",
-        "A task with a single step row has A_epi = r_0 in the code and 0 here.",
+        "A task with a single turn row has A_epi = r_0 in the code and 0 here.",
         "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released "
         "script, 0 in its yaml.",
         "The authors generate until the batch is full; here no other task takes the place of one that leaves.",
@@ -130,23 +130,23 @@ class UiS1(Method):
     def advantages(self, rollouts: Rollouts) -> Tensor:
         return torch.nan_to_num(self._credit(self._read(rollouts)), nan=0.0)
 
-    def _read(self, rollouts: Rollouts) -> _Steps:
-        steps, p = rollouts.turns, self.params
-        if steps is None:
+    def _read(self, rollouts: Rollouts) -> _Turns:
+        table, p = rollouts.turns, self.params
+        if table is None:
             raise MethodError(
-                "the batch has no steps (rollouts.turns is None). `ui_s1` needs the turn, the reward and the match of "
-                "every step; let the agent loop, environment or rollout function of the run report them."
+                "the batch has no turns (rollouts.turns is None). `ui_s1` needs the number, the reward and the match "
+                "of every turn; let the agent loop, environment or rollout function of the run report them."
             )
-        unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[steps.row]
-        reward = torch.where(unusable, torch.nan, steps.reward)
-        tasks = Groups(rollouts.group[steps.row])
-        rollout = joint(tasks.index, rollouts.rollout[steps.row])
-        returns = step_returns(reward, steps.valid, rollout, steps.turn, p.gamma, p.include_first_mismatch)
-        same_step = Groups(joint(tasks.index, steps.turn))
-        return _Steps(reward, returns, steps.valid, steps.turn, tasks, Groups(rollout), same_step)
+        unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[table.row]
+        reward = torch.where(unusable, torch.nan, table.reward)
+        tasks = Groups(rollouts.group[table.row])
+        rollout = joint(tasks.index, rollouts.rollout[table.row])
+        returns = turn_returns(reward, table.valid, rollout, table.turn, p.gamma, p.include_first_mismatch)
+        same_turn = Groups(joint(tasks.index, table.turn))
+        return _Turns(reward, returns, table.valid, table.turn, tasks, Groups(rollout), same_turn)
 
-    def _credit(self, s: _Steps) -> Tensor:
-        """(turns,) advantages; NaN where a step has no reward."""
+    def _credit(self, s: _Turns) -> Tensor:
+        """(turns,) advantages; NaN where a turn has no reward."""
         p = self.params
         by_std, eps = p.scale == "std", p.std_eps
         if p.episode_source == "step_reward":
@@ -156,15 +156,15 @@ class UiS1(Method):
             first = scored == s.rollouts.rows(s.rollouts.min(scored))
             of_rollout = torch.where(first, s.returns, torch.nan)  # one value per rollout
             episode = normalized(s.rollouts.rows(s.rollouts.max(of_rollout)), s.tasks, by_std, eps, of=of_rollout)
-        step = normalized(s.returns, s.same_step, by_std, eps)
+        by_turn = normalized(s.returns, s.same_turn, by_std, eps)
         if bool((s.tasks.n(s.reward) == 1).any()):
-            self.warn("a task has a single step with a reward; there is nothing to compare it with, so A = 0.")
-        return torch.where(torch.isnan(s.reward), torch.nan, p.episode_weight * episode + p.step_weight * step)
+            self.warn("a task has a single turn with a reward; there is nothing to compare it with, so A = 0.")
+        return torch.where(torch.isnan(s.reward), torch.nan, p.episode_weight * episode + p.step_weight * by_turn)
 
-    def _report(self, s: _Steps, first: Tensor, leaves: Tensor) -> None:
+    def _report(self, s: _Turns, first: Tensor, leaves: Tensor) -> None:
         rollouts = s.rollouts.count
         went_on = s.turn < s.rollouts.rows(s.rollouts.max(s.turn.double()))
-        reached_by = s.same_step.rows(s.same_step.n(s.returns))
+        reached_by = s.same_turn.rows(s.same_turn.n(s.returns))
         self.log("matched", s.matched.double().mean(), weight=len(s.turn))
         self.log("patches", (~s.matched & went_on).sum() / max(rollouts, 1), weight=rollouts)
         self.log("steps", len(s.turn) / max(rollouts, 1), weight=rollouts)
@@ -179,8 +179,8 @@ class UiS1(Method):
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """All (turns,), NaN reward and return where a step has no reward; and the groups they are compared in."""
+class _Turns:
+    """All (turns,), NaN reward and return where a turn has no reward; and the groups they are compared in."""
 
     reward: Tensor
     returns: Tensor
@@ -188,20 +188,20 @@ class _Steps:
     turn: Tensor
     tasks: Groups
     rollouts: Groups
-    same_step: Groups
+    same_turn: Groups
 
 
-def step_returns(
+def turn_returns(
     reward: Tensor, matched: Tensor, rollout: Tensor, turn: Tensor, gamma: float, include_first_mismatch: bool = False
 ) -> Tensor:
-    """Discounted return of every step over the matching steps that follow it without a gap.
+    """Discounted return of every turn over the matching turns that follow it without a gap.
 
     Args:
         reward: (turns,) float64, NaN where there is none.
         matched: (turns,) bool.
-        rollout, turn: (turns,) int64, whose step and which; in any order.
+        rollout, turn: (turns,) int64, whose turn and which; in any order.
         gamma: discount.
-        include_first_mismatch: the first step that does not match counts in the returns before it.
+        include_first_mismatch: the first turn that does not match counts in the returns before it.
     """
     order = torch.sort(turn, stable=True).indices
     order = order[torch.sort(rollout[order], stable=True).indices]

@@ -1,4 +1,4 @@
-"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per step."""
+"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per turn."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class UiS1Rollout(Method):
     paper = UiS1.paper
     fidelity = "code"
     use_when = "You name `ui_s1` and the trajectories are recorded, so the rollouts must be made on them."
-    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the steps)."
+    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the turns)."
     cost = (
-        "A generation per step and rollout, one after the other; every step is a row of the batch, so a batch holds "
+        "A generation per turn and rollout, one after the other; every turn is a row of the batch, so a batch holds "
         "max_steps times fewer rollouts. Any engine."
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
@@ -80,8 +80,8 @@ class UiS1Rollout(Method):
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:
-            raise MethodError("another method forces a prefix on completions; recorded steps have no place for one.")
-        expert = recorded_steps(prompt.columns, self.params.column, self.params.max_steps)
+            raise MethodError("another method forces a prefix on completions; recorded turns have no place for one.")
+        expert = recorded_turns(prompt.columns, self.params.column, self.params.max_steps)
         return (yield from together([self._one(prompt, expert) for _ in range(prompt.n)]))
 
     def _one(self, prompt: Prompt, expert: Sequence[ExpertStep]) -> Any:
@@ -119,24 +119,24 @@ class UiS1Rollout(Method):
         return [*begun, {"role": "user", "content": str(observation)}]
 
 
-def recorded_steps(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
-    """The recorded steps of a dataset row.
+def recorded_turns(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
+    """The recorded turns of a dataset row.
 
     Raises:
         MethodError: none, too many, or in another form.
     """
     found = columns.get(column)
     if not found:
-        raise MethodError(f"the row has no recorded steps in the column `{column}` (columns: {', '.join(columns)}).")
+        raise MethodError(f"the row has no recorded turns in the column `{column}` (columns: {', '.join(columns)}).")
     if len(found) > most:
-        raise MethodError(f"a task has {len(found)} recorded steps, `max_steps` is {most}. Set it to the longest task.")
-    steps = []
-    for step in found:
-        pair = (step.get("observation"), step.get("response")) if isinstance(step, Mapping) else tuple(step)
+        raise MethodError(f"a task has {len(found)} recorded turns, `max_steps` is {most}. Set it to the longest task.")
+    turns = []
+    for turn in found:
+        pair = (turn.get("observation"), turn.get("response")) if isinstance(turn, Mapping) else tuple(turn)
         if len(pair) != 2 or pair[1] is None:
-            raise MethodError(f"a recorded step needs an observation and a response, it is {step!r}.")
-        steps.append(ExpertStep(*pair))
-    return steps
+            raise MethodError(f"a recorded turn needs an observation and a response, it is {turn!r}.")
+        turns.append(ExpertStep(*pair))
+    return turns
 
 
 def same_text(response: str, expert: Any, columns: Mapping[str, Any]) -> tuple[bool, float]:
