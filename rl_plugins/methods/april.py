@@ -84,7 +84,8 @@ class April(Method):
         "can be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl). verl does the "
         "same by itself in that mode: `admit` is not called there, over_sampling is set as num_warmup_batches = "
         "over_sampling - 1, and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of policy "
-        "versions) with strategy drop, which drops complete groups only when they are stale."
+        "versions) with strategy drop, which drops complete groups only when they are stale. `correction` acts "
+        "alike in both hosts."
     )
     disagreements = (
         "The authors' code loses groups that complete in the same moment as the N-th; here they wait. "

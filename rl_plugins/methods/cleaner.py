@@ -111,7 +111,9 @@ class Cleaner(Method):
         max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
         rollback_probability: float = param(1.0, "probability of a rollout to be repaired at all", ge=0, le=1)
         max_attempts: int = param(30, "calls of a rollout, retries counted, after which nothing is repaired", ge=1)
-        marker: str = param("<tool_call>", "text a call begins with; empty: the whole turn is the call")
+        marker: str = param(
+            "<tool_call>", "text a call begins with, without which a turn is no call; empty: the whole turn is the call"
+        )
         compare: Literal["call_text", "code"] = param("call_text", "texts compared: the call as it is, or its code")
         boundary: Literal["exact", "code_compat"] = param("exact", "token at which a marker of several tokens begins")
         errors: Literal["invalid", "text"] = param(

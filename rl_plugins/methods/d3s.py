@@ -61,7 +61,7 @@ class D3s(Method):
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
     avoid_when = (
         "Groups are small, or generation dominates: the dropped rows were paid for. Or advantages lie far to one "
-        "side: of (-10, -9, 0, 0.1) three rows keep the 0 and lose the -9."
+        "side: to keep three of (-10, -9, 0, 0.1), -9 leaves and the row of A = 0 stays."
     )
     disagreements = (
         "The values of the shares were not found. Half of every group is what PODS keeps, the paper's "

@@ -74,6 +74,10 @@ class Drpo(Method):
         "`examples/evidence/drpo.py`, half of whose questions need long answers, strong shortening costs more "
         "accuracy than a length penalty in GRPO does."
     )
+    cost = (
+        "One pass without gradient more per optimizer step. No other factor belongs on the tokens, so in TRL "
+        "`vllm_importance_sampling_correction` is set to False."
+    )
     disagreements = (
         "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form "
         "above. It needs every token at the current weights, of which an optimizer step has row sums, and is "
@@ -91,12 +95,20 @@ class Drpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         length_temperature: float = param(
-            0.1, "lambda: the smaller, the shorter the answers; inf leaves length out (DisCO)", gt=0, allow_inf=True
+            0.1,
+            "lambda, the KL cost at which omega has the best length reward: the smaller, the shorter the "
+            "answers; inf leaves length out (DisCO)",
+            gt=0,
+            allow_inf=True,
         )
         score_temperature: float = param(10.0, "tau: the smaller, the more the likeliest wrong answers count", gt=0)
         kl_weight: float = param(1e3, "beta of the hinge on K", ge=0)
         kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0)
-        reward: str | None = param(None, "reward function that says right or wrong; none: the weighted sum of all")
+        reward: str | None = param(
+            None,
+            "reward function that says right or wrong; none: the weighted sum of all, which a length penalty "
+            "among them would spoil",
+        )
         threshold: float | None = param(None, "reward from which a row is right; none: 1 is right and 0 is wrong")
 
     def start(self, run: Run) -> None:

@@ -64,8 +64,9 @@ class Gdpo(Method):
     use_when = "The reward has several parts (correctness, format, length, ..), above all of different spread."
     avoid_when = (
         "The scales of the rewards are meant as their weights: here only `reward_weights` says how much a reward "
-        'counts. TRL\'s `multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, '
-        "without a NaN policy, token statistics and ragged groups; naming both is an error."
+        "counts, and a common factor of them changes nothing. TRL's "
+        '`multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, without a NaN '
+        "policy, token statistics and ragged groups; naming both is an error."
     )
     disagreements = (
         "The paper and the authors' TRL fork normalize over rollouts, their verl fork over tokens: `batch_stat`.",

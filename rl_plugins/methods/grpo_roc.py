@@ -171,6 +171,7 @@ class GrpoRoc(Method):
             group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
             group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
             rows.append(row.replace(spare=row.spare + ours))
+        # not in a payload, which another method's could overwrite, and which a rollout program sees
         self.state.setdefault("planned", {}).update(planned)
         return plan.replace(rows=tuple(rows))
 

@@ -42,11 +42,11 @@ class TurnControl(Method):
 
     Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q comes
     from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`). In
-    evaluation the `limit` of the parameters holds, or none. Reminders stay in the trajectory and carry no gradient.
+    evaluation the parameter `limit` holds, or none. Reminders stay in the trajectory and carry no gradient.
 
-    Symbols: `meta` of a row: `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
-    `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length", "aborted" (no token), "error"
-    (of the environment; the turn is invalid).
+    Symbols: `meta` of a row has `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
+    `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length" (truncated), "aborted" (no
+    token), "error" (of the environment; the turn is invalid).
 
     Special cases: an episode that was cut off counts as longer than every other, else limits would sink; where T_q lies
     among those it is one more than the longest seen. Episodes whose environment broke do not count. A rollout whose

@@ -74,6 +74,10 @@ class V05(Method):
         "baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse "
         "beyond."
     )
+    cost = (
+        "At most k_max rollouts per prompt, in rounds that are decided on the rewards of the reward functions, "
+        "before `rewards` hooks change them. Room that no prompt needs stays empty."
+    )
     disagreements = (
         "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the "
         "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",

@@ -78,7 +78,13 @@ class Vade(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        selected_decay: float = param(0.2, "share of a prompt's older counts that a visit leaves", ge=0, le=1)
+        selected_decay: float = param(
+            0.2,
+            "share of a prompt's older counts that a visit leaves; a prompt in every batch has the evidence n"
+            " / (1 - this)",
+            ge=0,
+            le=1,
+        )
         unselected_decay: float = param(
             0.999,
             "share of the counts of all other prompts that a batch leaves; at 0.999 half is left after 693 batches",

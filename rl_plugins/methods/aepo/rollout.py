@@ -92,7 +92,7 @@ class AepoRollout(Method):
         environment: Callable[..., Any] | None = param(
             None,
             "class or function that makes the environment of one rollout, as module:attribute (see "
-            "`rl_plugins.agents`); must be given",
+            "`rl_plugins.agents`), with its state in ordinary attributes or a `__deepcopy__`; must be given",
         )
         initial_rollouts: int | None = param(None, "chains that start from the prompt; none: half of them", ge=1)
         probe: bool = param(False, "search for that number, for each prompt, with a probe that costs a rollout")

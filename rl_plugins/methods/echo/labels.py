@@ -69,7 +69,9 @@ class EchoLabels(Method):
         extract: Callable[..., Any] = param(
             boxed_answer, "function extract(text): the answer in canonical form, or None; as module:attribute"
         )
-        label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
+        label_column: str | None = param(
+            None, "dataset column with the true answer in the form of `extract`, for metrics only"
+        )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -29,8 +29,8 @@ class EchoTree(Method):
         w = min_branches + alpha (H_t - entropy_low) / (entropy_high - entropy_low)
                          - beta (G_t - branch_threshold) / |branch_threshold|      # rounded, min_branches..max_branches
 
-    responses; w <= 1: not at all. The w most likely tokens in place t, the sampled one in any case, are put behind the
-    common prefix and continued afresh. Then each of them is cut behind the first place t where
+    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one included; the others
+    are put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
 
         low_confidence   G_t < prune_threshold
         tail_decline     L_t fell tail_decline_steps times in a row, and L_t <= tail_threshold
@@ -41,8 +41,8 @@ class EchoTree(Method):
 
     Symbols: a branch's places count from its branching token on. Its prefix was sampled in exactly its context and
     keeps its log-probs; the branching token was not sampled (kind forced, log-prob NaN). `rollouts.meta` has
-    `echo_branch` (place of the branching token, None for others), `echo_pruned` (reason or None), `echo_penalty` (of
-    the authors' code, used for nothing). A cut response counts as truncated.
+    `echo_branch` (its place, None for others), `echo_pruned` (reason or None), `echo_penalty` (see `disagreements`). A
+    cut response counts as truncated.
 
     Logs: means over prompts: `branches`, responses made by branching; `pruned`, share of the responses that may be cut;
     `kept_tokens`, share of their tokens.

@@ -28,8 +28,8 @@ class Latr(Method):
            round(k (full_share - full_decay s / completion length)) rows, all born more than max(lookahead) places ago
 
     Then copies of the first row (the greedy one) fill up to k rows, and every row that has not ended is completed by
-    ordinary sampling. eta is `eta[i]` from generation batch `eta_steps[i]` on, counted from 0. eta = 0 is plain
-    sampling, and so is evaluation.
+    ordinary sampling. Place freed by pruning is used again. eta is `eta[i]` from generation batch `eta_steps[i]` on,
+    counted from 0. eta = 0 is plain sampling, and so is evaluation.
 
     A request brings up to `decode_ahead` tokens of a row with their alternatives, and the lines above are replayed on
     them: unless the tree samples (`sample_nk`) it is the same for any `decode_ahead`.

@@ -41,8 +41,8 @@ class MGrpo(Method):
     so a sub-agent is compared with its kind over all K rollouts, and never with M. Then the sub-agents' rows are
     aligned to D = `sub_per_rollout` for every rollout: of more, D stay, drawn without replacement; to fewer, copies of
     the rollout's own rows are added, drawn with replacement; a rollout without any gets D rows of its query
-    (`fill_empty`). c copies of a row are one row with c A: the aligned batch up to one factor on the whole loss (and a
-    KL term, which counts the row once).
+    (`fill_empty`). Statistics are taken before. c copies of a row are one row with c A: the aligned batch up to one
+    factor on the whole loss (and a KL term, which counts the row once).
 
     Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
     All rows of rollout k share `group` and `rollout` and differ in `index`; a row holds its own agent's tokens only.

@@ -106,7 +106,7 @@ class RtvPdr(Method):
             0.0, "reward that no rollout of a prompt exceeds if it gets another wave (training: hard)"
         )
         environment: Callable[..., Any] | None = param(
-            None, "class or function that makes an environment for an agent; none: one answer"
+            None, "class or function that makes an environment, anew for each attempt of an agent; none: one answer"
         )
         max_turns: int = param(16, "turns of an agent", ge=1)
         turn_tokens: int | None = param(None, "largest number of tokens of one turn of an agent", ge=1)

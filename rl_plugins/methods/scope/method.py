@@ -101,6 +101,7 @@ class Scope(Method):
         "(`extent`).",
         "Corrections by rollout log-probs are refused beside this method, for the corrector's tokens have "
         "none. What the policy finishes after one corrected part is sampled and keeps its log-probs.",
+        "Without corrected tokens the loss is PPO's clipped one, with these clip ranges.",
     )
     example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
     forces_tokens = True
