@@ -19,6 +19,7 @@ from rl_plugins.params import MethodParams, build_params, param
 from rl_plugins.rollouts import Shape, Update
 from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
+from rl_plugins.testing.contract.documents import section_problems
 
 # Methods whose parameters have no default, and what to test them with.
 PARAMS: dict[str, dict[str, Any]] = {
@@ -455,6 +456,11 @@ BROKEN = [
     (dict(observe=needs_two_batches), "seen before"),
     (dict(advantages=advantages, __doc__=None), "the docstring has 0 lines"),
     (dict(advantages=advantages, __doc__=DOC.replace("2402.03300", "a paper")), "does not name its source"),
+    (dict(advantages=advantages, __doc__=DOC.replace("Logs", "Logged")), "section `Logged:`; the name is `Logs:` now"),
+    (dict(advantages=advantages, __doc__=DOC + "Errors: none."), "section `Errors:`; the name is `Raises:` now"),
+    (dict(advantages=advantages, __doc__=DOC + "\nBooks: none."), "section `Books:`, which is not among"),
+    (dict(advantages=advantages, __doc__=DOC + "\nState: none."), "sections are Logs, Source, State; the order is"),
+    (dict(advantages=advantages, __doc__=DOC + "\nLogs: none."), "each at most once"),
     (dict(advantages=advantages, fidelity="reconstruction"), "what was not published"),
     (dict(advantages=advantages, fidelity="guess"), "`fidelity`"),
     (dict(advantages=advantages, use_when=""), "`use_when` is empty"),
@@ -469,6 +475,20 @@ BROKEN = [
 @pytest.mark.parametrize(("members", "message"), BROKEN, ids=[f"{i}-{b[1][:40]}" for i, b in enumerate(BROKEN)])
 def test_a_broken_method_is_caught_by_name(members, message):
     assert message in problems(toy(**members))
+
+
+def test_sections_of_a_docstring():
+    text = "One sentence.\n\nUpdate rule:\n\n    A = r\n\n"
+    good = ["Reconstruction", "Symbols", "Special cases", "State", "Logs", "Raises", "Source"]
+    written = [f"{name}: of this." for name in good]
+    assert section_problems(text + "\n\n".join(written)) == section_problems(text + "\n".join(written)) == []
+    assert section_problems(text + "Where TRL: has more\nthan words, nothing is a heading.") == []
+    for i in range(len(good) - 1):
+        swapped = [*written[:i], written[i + 1], written[i], *written[i + 2 :]]
+        (problem,) = section_problems(text + "\n\n".join(swapped))
+        assert "the order is Reconstruction, Symbols, Special cases, State, Logs, Raises, Source" in problem
+    (problem,) = section_problems(text + "Logged, over tokens: x.\n\nLogged (training): y.")
+    assert "the name is `Logs:`" in problem
 
 
 def test_a_fault_is_listed_once_with_the_places_it_was_seen():

@@ -29,48 +29,39 @@ class April(Method):
         decode all of them; stop as soon as N are complete (every rollout ended or reached the length limit)
         train these N; all others wait with their tokens, log-probs and policy versions
 
-    Generation ends at the N-th group of N', not at the last of N. A group is never split: its rollouts share a prompt,
-    and may mix policy versions, as may the tokens of a rollout. Tokens are kept as ids, so what was decoded stays bit
-    for bit; a rollout that goes on has only the rest of the length limit left. N' = N is the host's own batch.
+    A group is never split: its rollouts share a prompt, and may mix policy versions, as may the tokens of a rollout. A
+    rollout that goes on has the rest of the length limit left. N' = N is the host's own batch.
 
-    Nothing is lost: a group that was begun is trained, waits, or was dropped by `max_staleness`. Where more than N
-    groups are complete when decoding stops, those beyond N wait, complete. They are trained next, and scored then.
+    Tokens a group brings from earlier batches are off-policy. The authors train on them as they are, with old log-probs
+    computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
 
-    Staleness. The tokens a group brings from earlier batches are off-policy. The authors train on them as they are,
-    with old log-probs computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
         mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
         token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
-    lp^old of the policy at the start of the step, lp^rollout of the one that sampled the token; a token whose rollout
-    log-prob is not known has weight 1. Versions are optimizer steps. Where as many groups waited complete as the batch
-    trains, none of its tokens was decoded for it; the newest then count as its own, for masking all of them would leave
-    nothing to learn from.
 
-    `max_staleness` bounds it: a group begun more than so many batches ago is begun anew (`stale: restart`) or given up
-    (`drop`; its place goes to a new prompt), complete or not. Both make long rollouts rarer than the policy makes
-    them: dropped prompts are those of long rollouts, and a restarted group must again be fast enough. With None every
-    rollout is trained in the end, however long it takes.
+    A group begun more than `max_staleness` batches ago is begun anew (`stale: restart`) or given up (`drop`), complete
+    or not. Without a limit every rollout is trained in the end.
 
-    Shapes: tokens (tokens,) flat, over rows; log-probs float32, nats; advantages float64.
+    Symbols: tokens (tokens,) flat, over rows; lp^old of the policy before the update, lp^rollout of the sampling one,
+    float32, nats; advantages float64. Versions are optimizer steps.
 
-    Logged: resumed, restarted, dropped, fresh (groups of the batch); waiting (groups before it); stale_rows (share of
-    rows with a token that is not of the newest policy), staleness (largest age of a row's oldest token, in optimizer
-    steps); where the host knows tokens' versions stale_tokens (share) and token_age (mean over those); with mask:
-    masked (share of the tokens); with token_tis: weight (mean), weight_stale (mean over stale tokens), capped (share).
+    Special cases: groups beyond N that are complete when decoding stops wait, complete, and are trained and scored
+    next. Where all groups of a batch waited complete, their newest tokens count as its own. A token whose rollout
+    log-prob is not known has weight 1.
 
-    State: none of its own (the queue is the driver's and is saved with it). Randomness: none.
+    State: none of its own (the queue is the driver's and is saved with it).
+
+    Logs: `resumed`, `restarted`, `dropped`, `fresh`, groups of the batch; `waiting`, groups before it; `stale_rows`,
+    share of rows with a token that is not of the newest policy; `staleness`, largest age of a row's oldest token in
+    optimizer steps; where tokens' versions are known `stale_tokens` (share) and `token_age` (their mean); `masked`,
+    share of the tokens; `weight` (mean), `weight_stale` (mean over stale tokens), `capped` (share).
 
     Raises:
         ConfigError: a parameter out of range; `mask` on verl, which tells policies of whole rollouts only.
         MethodError: verl with `stale: restart`.
 
-    verl has the same by itself in trainer mode colocate_async, so there `admit` is not called: over_sampling is set as
-    num_warmup_batches = over_sampling - 1 and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of
-    policy versions) with strategy drop, which drops complete groups only when they are stale. Restarting is not
-    possible there. `correction` acts alike in both.
-
-    Source: RLsys-Foundation/APRIL slime/rollout/sglang_example.py and slime/ray/buffer.py (commit a72b585), whose
-    schedules the golden cases are; mask is `mask_offpolicy` of THUDM/slime, token_tis that of verl-recipe
-    `partial_rollout` (threshold 2.0). max_staleness is ours.
+    Source: arXiv 2509.18521; RLsys-Foundation/APRIL slime/rollout/sglang_example.py and slime/ray/buffer.py (commit
+    a72b585), whose schedules the golden cases are; mask is `mask_offpolicy` of THUDM/slime, token_tis that of
+    verl-recipe `partial_rollout` (threshold 2.0).
     """
 
     name = "april"
@@ -83,16 +74,25 @@ class April(Method):
     )
     fidelity = "code"
     use_when = "A few long rollouts keep the whole batch waiting (reasoning, long-tailed lengths)."
-    avoid_when = "Lengths are alike, the engine is busy to the end of a batch anyway, or updates must be on-policy."
+    avoid_when = (
+        "Lengths are alike, the engine is busy to the end of a batch anyway, or updates must be on-policy. A "
+        "limit on staleness makes long rollouts rarer than the policy makes them: dropped prompts are those of "
+        "long rollouts, and a restarted group must again be fast enough."
+    )
     cost = (
-        "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that can "
-        "be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl)."
+        "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that "
+        "can be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl). verl does the "
+        "same by itself in that mode: `admit` is not called there, over_sampling is set as num_warmup_batches = "
+        "over_sampling - 1, and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of policy "
+        "versions) with strategy drop, which drops complete groups only when they are stale. `correction` acts "
+        "alike in both hosts."
     )
     disagreements = (
         "The authors' code loses groups that complete in the same moment as the N-th; here they wait. "
         "`rl_plugins.simulation` counts both.",
-        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when it goes "
-        "on; here they are saved, as token ids.",
+        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when"
+        " it goes on; here they are saved, as token ids.",
+        "`max_staleness` is ours.",
     )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index"})
     host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
@@ -101,8 +101,10 @@ class April(Method):
     class Params(MethodParams):
         over_sampling: float = param(2.0, "N'/N, groups in the making per group trained; 1: none", ge=1, le=64)
         max_staleness: int | None = param(None, "batches after which a waiting group is given up; none: never", ge=0)
-        stale: Literal["restart", "drop"] = param("restart", "what becomes of such a group")
-        correction: Literal["none", "mask", "token_tis"] = param("none", "of tokens that an older policy made")
+        stale: Literal["restart", "drop"] = param("restart", "fate of such a group: begun anew, or given up")
+        correction: Literal["none", "mask", "token_tis"] = param(
+            "none", "treatment of tokens that an older policy made"
+        )
         tis_cap: float = param(2.0, "token_tis: largest weight of a token", ge=1)
 
         def check(self) -> None:

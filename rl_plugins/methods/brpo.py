@@ -44,27 +44,22 @@ class Brpo(Method):
         A_ref = 0
         the group leaves if |sum_i A_i| / G > filter_tau             (the reference was an outlier)
 
-    A_i is the advantage: no mean is subtracted and nothing is divided. With a strict order and without the filter the
-    sum of A over all choices of the reference is 0, and the bar rises with the policy, whose own rollout the reference
-    is. Both orders are asked, so a judge that prefers a position beats nobody with it: all A_i are -1, the skew is
-    (G-1)/G and the group leaves (for G >= 3 at the paper's 0.6; at G = 2 the skew is 0.5 and the -1 is trained on).
+    A_i is the advantage: no mean is subtracted and nothing is divided. With a strict order the sum of A over all
+    choices of the reference is 0, and the bar rises with the policy. A judge that prefers a position gives all A_i =
+    -1, and the group leaves (for G >= 3 at the paper's 0.6; at G = 2 the -1 is trained on).
 
     `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict.
-    Preferred means a higher score (by more than `min_margin`) or the letter. With `judge_batch_size` it takes a list of
-    up to that many (prompt, a, b) and returns as many verdicts. It may be `async def`; equal questions are asked once
-    per vote. Or `judge_url` and `judge_model` name an OpenAI-compatible endpoint, whose reply must hold "A=<number>,
-    B=<number>" (see `TEMPLATE`). A completion that equals the reference is not better than it; nobody is asked.
+    Preferred means a score higher by more than `min_margin`, or the letter. An endpoint's reply must hold "A=<number>,
+    B=<number>" (see `TEMPLATE`).
 
-    A judge that raises, hangs past its time-out or answers nonsense, retries included, has not preferred anybody: a
-    loss, counted in the logs, with a warning. A group without a single verdict leaves; a batch without one is an error.
-    All ranks wait for the judge, so the distributed time-out must be longer than it takes for a whole batch.
+    Symbols: rewards and advantages (rows,) float64, A itself, in place of the host's rewards. The reference is drawn
+    from `self.rng`, per group number. A rollout of several rows (turns, agents) is judged by the text of its last row
+    and counts once.
 
-    Shapes: rewards and advantages (rows,) float64, A itself. The rewards of the host are replaced; a row without one
-    (NaN: withdrawn) is not compared and counts nowhere, so a dummy reward function must return 0 and not None. A
-    rollout of several rows (turns, agents) is judged by the text of its last row and counts once. Text is handled in a
-    Python loop over rollouts: the judge takes longer.
-
-    A group of one has A = 0 with a warning. Randomness: the reference, per group number. State: none.
+    Special cases: a judge that raises, hangs or answers nonsense, retries included, has not preferred anybody: a loss,
+    with a warning. A group without a single verdict leaves. A completion that equals the reference loses unasked, and
+    equal questions are asked once per vote. A row without a reward (NaN) is not compared, so a dummy reward function
+    must return 0 and not None. A group of one has A = 0 with a warning.
 
     Logs: `win`, share of the rollouts compared that won; `agree`, share of those judged where every condition prefers
     the same one of the two (1: neither position nor chance decides); `skew`, mean over groups; `dropped`, share of the
@@ -74,9 +69,8 @@ class Brpo(Method):
         ConfigError: no judge or two, a parameter out of range or without effect.
         MethodError: no verdict for any pair of a batch.
 
-    Source: no code was published. Steps 1-5 of the paper as read through three independent notes; they agree with a
-    public re-implementation on TRL, whose aggregation the golden cases are. Whether dropped groups are sampled again is
-    not established; here they are not.
+    Source: arXiv 2506.00103, without code: steps 1-5 of the paper as read through three independent notes, which agree
+    with a public re-implementation on TRL, whose aggregation the golden cases are.
     """
 
     name = "brpo"
@@ -90,9 +84,14 @@ class Brpo(Method):
     fidelity = "paper"
     use_when = "The task has no checkable answer (writing, chat) and a judge can tell two completions apart."
     avoid_when = "A verifier exists, or 2 votes (G - 1) questions to the judge per prompt cost too much."
+    cost = (
+        "2 votes (G - 1) questions to the judge per prompt. All ranks wait for the judge, so the distributed "
+        "time-out must be longer than it takes for a whole batch."
+    )
     disagreements = (
         "The paper leaves open what a rollout gets that wins some conditions only: `tie_value`, -1 as reported, or 0.",
         "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
+        "Whether dropped groups are sampled again is not established; here they are not.",
     )
     needs = frozenset({"text", "column:prompt"})
     example_params = {"judge": "rl_plugins.demo.judges:digits"}
@@ -100,25 +99,30 @@ class Brpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         judge: Callable[..., Any] | None = param(
-            None, 'judge(prompt, a, b): scores (of a, of b), "A", "B" or None; none: an endpoint judges'
+            None,
+            'function judge(prompt, a, b): scores (of a, of b), "A", "B" or None; may be `async def`; none: '
+            "an endpoint judges",
         )
         judge_batch_size: int | None = param(
-            None, "the judge takes a list of up to so many (prompt, a, b); none: one pair a call", ge=1
+            None,
+            "largest list of (prompt, a, b) that the judge takes in one call, with as many verdicts back; "
+            "none: one pair a call",
+            ge=1,
         )
         judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
         judge_model: str | None = param(None, "name of the model at the endpoint")
         judge_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
         votes: int = param(1, "votes in each of the two orders", ge=1)
-        filter_tau: float = param(0.6, "a group with |sum A| / G above it leaves; 1 keeps all", ge=0, le=1)
+        filter_tau: float = param(0.6, "largest |sum A| / G with which a group stays; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
-        min_margin: float = param(0.0, "by how much a score must be higher (ours)", ge=0)
+        min_margin: float = param(0.0, "margin by which a score must be higher (ours)", ge=0)
         reference: int | None = param(None, "place of the reference in its group (or the last one); none: random", ge=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
         judge_timeout: float = param(120.0, "seconds of one try", gt=0)
         judge_retries: int = param(2, "further tries of a question that failed", ge=0)
         judge_concurrency: int = param(16, "questions at a time", ge=1)
-        judge_temperature: float = param(0.0, "of the endpoint", ge=0)
-        judge_max_tokens: int = param(2048, "of the endpoint's reply", ge=1)
+        judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0)
+        judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1)
         judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
 
         def check(self) -> None:

@@ -37,46 +37,33 @@ class Cleaner(Method):
         s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
         the error and the failed call are gone; the environment takes the repaired turn; again up to K times
 
-    No failure: token for token the plain agent loop. So it is with probability 1 - rollback_probability, drawn once per
-    rollout. After K retries the last failed call and its error stay, with a `note` if there were two retries or more,
-    and nothing is repaired in this rollout any more. The same holds after `max_attempts` calls. If the other turn has
-    no call, the error and that turn stay in the trajectory, as they were sampled, and repairs end. An empty one counts
-    as a retry. At the last of `max_turns` nothing is repaired; a repaired turn counts once. The turn aside may be
-    longer than the completion has room for; a repaired turn that is too long is cut, and ends the rollout.
+    After K retries the last failed call and its error stay, with a `note` after two or more, and the rollout is
+    repaired no more. If the other turn has no call, the error and that turn stay as sampled, and repairs end. Without a
+    failure, and with probability 1 - rollback_probability per rollout, it is the plain agent loop.
 
-    Books: tokens of n were sampled in another context, so they are *forced*: trained, without a behavior log-prob
-    (NaN). Reasoning of o and everything generated after a repair were sampled in the merged context and keep theirs.
-    The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the ratio of the grafted
-    tokens starts at 1 although they are off-policy: a bias the method accepts. Corrections by rollout log-probs are
-    refused beside it.
+    A call has failed where the environment says so (`errors: invalid`), or, as in the authors' harness, where its text
+    is not empty and does not contain `success_marker` (`errors: text`).
 
-    A call has failed where the environment says so (`Observation.valid` is False; `errors: invalid`), or, as in the
-    authors' harness, where its text is not empty and does not contain `success_marker` (`errors: text`; `patterns`
-    only names the error). Of several calls in a turn the environment decides; all are repaired together. A turn without
-    `marker` is no call; with an empty marker every turn is one, without reasoning.
+    Symbols: tokens of n were sampled in another context, so they are forced: trained, without a rollout log-prob (NaN).
+    Reasoning of o and everything after a repair were sampled in the merged context and keep theirs. `meta` of a row has
+    counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`, `retries`,
+    `repairs`, `deep_repairs`, and `error_types`, `stop_reason` ("done", "limit", "length", "aborted", "error"),
+    `score`, `turns`, `done`, `error`.
 
-    Environments with side effects. The repaired call must meet the environment as it was before the failed one. By
-    default failed calls are assumed to have no effect. Otherwise set `copy_environment`: the environment is copied
-    (copy.deepcopy) before each call, and the copy takes the repaired one; then an environment that raises or hangs is a
-    failed call, too, and a failed call that ends the episode can be repaired. Without it such an episode ends. Copies
-    are closed with the episode.
+    Special cases: an empty other turn counts as a retry. At the last of `max_turns` and after `max_attempts` calls
+    nothing is repaired. A repaired turn that is too long is cut, and ends the rollout. An environment that breaks ends
+    the rollout; with `copy_environment` the copy made before the call takes the repaired one, and a failed call may
+    also raise, hang or end the episode.
 
-    Shapes: `meta` of a row, counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered` (of
-    those, in the end), `given_up` (failed for good), `retries` (extra generations), `repairs`, `deep_repairs`; and
-    `error_types` of the failed first attempts ("invalid", or one of `patterns`, or "unknown_error"), `stop_reason`
-    ("done", "limit", "length", "aborted", "error"), `score`, `turns`, `done` and `error` of the environment.
-
-    Logged (training): failed_calls (share of the first attempts, repaired ones included), recovered (share of those),
-    deep (share of the repairs), retries (per rollout), grafted (share of the trained tokens that are forced).
-
-    State: none. Randomness: the draw, and the sampling.
+    Logs: in training, `failed_calls`, share of the first attempts; `recovered`, share of those; `deep`, share of the
+    repairs; `retries` per rollout; `grafted`, share of the trained tokens that are forced.
 
     Raises:
         ConfigError: no environment, a parameter out of range, a note that cannot be filled in.
         MethodError: the environment cannot be copied, or that of no rollout of a prompt can be reset.
 
-    Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER,
-    verl/verl/experimental/agent_loop/tool_agent_loop.py (commit 91e40ad7), whose merges the golden cases are.
+    Source: arXiv 2601.15141; Tianshi-Xu/Open-CLEANER, verl/verl/experimental/agent_loop/tool_agent_loop.py (commit
+    91e40ad7), whose merges the golden cases are.
     """
 
     name = "cleaner"
@@ -90,19 +77,26 @@ class Cleaner(Method):
     fidelity = "code"
     use_when = "A small model's tool calls often fail and are right at the second try."
     avoid_when = (
-        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to recover by "
-        "itself: errors are hardly ever seen in training."
+        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to "
+        "recover by itself: errors are hardly ever seen in training. Without `copy_environment` failed calls are "
+        "assumed to have no effect, for the repaired call must meet the environment as it was before the failed "
+        "one."
     )
     cost = (
         "At most max_tool_retries extra generations per turn, made one after the other; needs no feature of the engine."
     )
     disagreements = (
-        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON wrapper and "
-        "markers included, so unrelated short snippets reach about 0.6. compare='code' compares the arguments alone.",
-        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which doubles "
-        "them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' does not.",
-        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the books of "
-        "all others are kept.",
+        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON "
+        "wrapper and markers included, so unrelated short snippets reach about 0.6. compare='code' compares "
+        "the arguments alone.",
+        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which"
+        " doubles them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' "
+        "does not.",
+        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the"
+        " books of all others are kept.",
+        "The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the "
+        "ratio of the grafted tokens starts at 1 although they are off-policy: a bias the method accepts. "
+        "Corrections by rollout log-probs are refused beside it.",
     )
     forces_tokens = True
     in_eval = ("rollout",)
@@ -110,23 +104,33 @@ class Cleaner(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
+        environment: Callable[..., Any] | None = param(
+            None, "class or function without arguments that makes an environment"
+        )
         gamma: float = param(0.5, "similarity from which only the call is swapped; 0: always, above 1: never", ge=0)
         max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
-        rollback_probability: float = param(1.0, "of a rollout to be repaired at all", ge=0, le=1)
+        rollback_probability: float = param(1.0, "probability of a rollout to be repaired at all", ge=0, le=1)
         max_attempts: int = param(30, "calls of a rollout, retries counted, after which nothing is repaired", ge=1)
-        marker: str = param("<tool_call>", "text a call begins with; empty: the whole turn is the call")
-        compare: Literal["call_text", "code"] = param("call_text", "what is compared: the call as it is, or its code")
-        boundary: Literal["exact", "code_compat"] = param("exact", "where a marker of several tokens begins")
-        errors: Literal["invalid", "text"] = param("invalid", "how a failed call is known: by `valid`, or by the text")
-        success_marker: str = param(SUCCESS, "errors=text: what the text of a call that succeeded contains")
-        patterns: tuple[str, ...] = param(PATTERNS, "errors=text: names of errors, counted in the row's `meta`")
-        copy_environment: bool = param(False, "copy the environment before each call, for calls that change it")
-        note: str = param(NOTE, "added to the error after {retries} >= 2 retries")
-        max_turns: int = param(16, "of the agent", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        marker: str = param(
+            "<tool_call>", "text a call begins with, without which a turn is no call; empty: the whole turn is the call"
+        )
+        compare: Literal["call_text", "code"] = param("call_text", "texts compared: the call as it is, or its code")
+        boundary: Literal["exact", "code_compat"] = param("exact", "token at which a marker of several tokens begins")
+        errors: Literal["invalid", "text"] = param(
+            "invalid", "sign of a failed call: `valid` of the observation, or its text"
+        )
+        success_marker: str = param(SUCCESS, "part of the text of every call that succeeded (errors=text)")
+        patterns: tuple[str, ...] = param(PATTERNS, "names of errors, counted in the row's `meta` (errors=text)")
+        copy_environment: bool = param(
+            False, "copies of the environment (copy.deepcopy) before each call, for calls that change it"
+        )
+        note: str = param(NOTE, "text added to the error after {retries} >= 2 retries")
+        max_turns: int = param(16, "turns of the agent", ge=1)
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "of the messages that hold what the environment says")
+        role: str = param("user", "role of the messages that hold what the environment says")
 
         def check(self) -> None:
             if self.environment is None:
@@ -199,57 +203,91 @@ class Cleaner(Method):
         Returns:
             The episode after the turn, as it will be trained, and a note to the agent.
         """
-        p, start, retries = self.params, len(episode.trajectory), 0
+        attempt, retries = _Attempt(episode, turn), 0
         while True:
-            is_call = p.marker in prompt.chat.decode(turn.tokens[start:], special=True)
-            backup = None
-            if p.copy_environment and is_call and not book.off:
-                backup = yield from self._copy(episode.environment, book)
-            after = yield from act(prompt, episode, turn, p.timeout)
-            if backup is not None and after.broken:
-                after = replace(after, environment=backup, broken="")
-            wrong = self._error(after) if is_call else ""
-            book.count(calls=is_call and not retries, failed_calls=bool(wrong) and not retries)
-            book.error_types += [wrong] if wrong and not retries else []
-            book.attempts += is_call
-            book.off |= book.attempts >= p.max_attempts
+            after, wrong, backup = yield from self._execute(prompt, attempt, book, first=retries == 0)
             if not wrong:
                 book.count(recovered=retries > 0)
                 return after, ""
-            if book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns:
-                break
-            if after.done and backup is None:
-                break
-            error = reply(prompt, after, role=p.role)
-            made = Trajectory(error.trajectory.context)  # aside, where the limit of the completion does not count
-            if not prompt.room(made):
-                break
-            while not made.tokens and retries < p.max_tool_retries:
-                retries += 1
-                book.count(retries=1)
-                made = yield from generate(made, p.turn_tokens)
-            if not made.tokens:
-                break
-            if p.marker not in prompt.chat.decode(made.tokens, special=True):
-                book.off = True
-                book.count(given_up=1)
+            other = None
+            if self._may_repair(after, backup, retries, book):
+                error = reply(prompt, after, role=self.params.role)
+                other, retries = yield from self._another_turn(prompt, error, retries, book)
+            if other is None:
+                return after, self._give_up(retries, book)
+            if self._is_call(prompt, other.tokens):
+                attempt = self._merged(prompt, attempt, other, backup, book)
+            else:  # the error and the turn without a call stay as they were sampled
+                self._give_up(0, book)
                 if not prompt.room(error.trajectory):
                     book.too_long = True
                     return after, ""
-                episode, turn, start, retries = error, _joined(error.trajectory, made), len(error.trajectory), 0
-            else:
-                merge = merge_turns(turn.tokens[start:], made.tokens, partial(prompt.chat.decode, special=True), p)
-                turn = _joined(turn.cut(start + merge.keep), made.forget_sampling(), merge.begin)
-                book.count(repairs=1, deep_repairs=merge.deep)
-                episode = episode if backup is None else replace(episode, environment=backup)
-            fits = min(prompt.max_tokens, prompt.max_context - len(turn.prompt))
-            if len(turn) > fits:
+                attempt, retries = _Attempt(error, _joined(error.trajectory, other)), 0
+            fits = min(prompt.max_tokens, prompt.max_context - len(attempt.turn.prompt))
+            if len(attempt.turn) > fits:
                 book.too_long = True
-                cut = turn.cut(fits).turn(start, episode.anchor, valid=False)
-                return replace(episode, trajectory=cut, turns=episode.turns + 1), ""
+                return attempt.cut(fits), ""
+
+    def _is_call(self, prompt: Prompt, tokens: Sequence[int]) -> bool:
+        return self.params.marker in prompt.chat.decode(tokens, special=True)
+
+    def _execute(
+        self, prompt: Prompt, attempt: _Attempt, book: _Book, first: bool
+    ) -> Generator[Any, Any, tuple[Episode, str, Any]]:
+        """The environment takes the turn. A copy made before takes the place of an environment that broke.
+
+        Returns:
+            The episode after the turn, what is wrong with its call (empty if nothing is), and the copy if one was made.
+        """
+        p, backup = self.params, None
+        is_call = self._is_call(prompt, attempt.tokens)
+        if p.copy_environment and is_call and not book.off:
+            backup = yield from self._copy(attempt.episode.environment, book)
+        after = yield from act(prompt, attempt.episode, attempt.turn, p.timeout)
+        if backup is not None and after.broken:
+            after = replace(after, environment=backup, broken="")
+        wrong = self._error(after) if is_call else ""
+        if first:
+            book.count(calls=is_call, failed_calls=bool(wrong))
+            book.error_types += [wrong] if wrong else []
+        book.attempts += is_call
+        book.off |= book.attempts >= p.max_attempts
+        return after, wrong, backup
+
+    def _may_repair(self, after: Episode, backup: Any, retries: int, book: _Book) -> bool:
+        p = self.params
+        over = after.done and backup is None  # the failed call ended the episode, and there is no copy to go on with
+        return not (book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns or over)
+
+    def _another_turn(
+        self, prompt: Prompt, error: Episode, retries: int, book: _Book
+    ) -> Generator[Any, Any, tuple[Trajectory | None, int]]:
+        """The turn the policy generates behind its error, and the retries so far; None without room or retries.
+
+        It is made aside, where the limit of the completion does not count. An empty one counts as a retry.
+        """
+        made = Trajectory(error.trajectory.context)
+        if prompt.room(made):
+            while not made.tokens and retries < self.params.max_tool_retries:
+                retries += 1
+                book.count(retries=1)
+                made = yield from generate(made, self.params.turn_tokens)
+        return (made if made.tokens else None), retries
+
+    def _merged(self, prompt: Prompt, attempt: _Attempt, other: Trajectory, backup: Any, book: _Book) -> _Attempt:
+        """The failed turn with the call of the other one, or replaced by it, in the environment as it was before."""
+        decode = partial(prompt.chat.decode, special=True)
+        merge = merge_turns(attempt.tokens, other.tokens, decode, self.params)
+        book.count(repairs=1, deep_repairs=merge.deep)
+        kept = attempt.turn.cut(attempt.start + merge.keep)
+        episode = attempt.episode if backup is None else replace(attempt.episode, environment=backup)
+        return _Attempt(episode, _joined(kept, other.forget_sampling(), merge.begin))
+
+    def _give_up(self, retries: int, book: _Book) -> str:
+        """Repairs nothing more in this rollout; returns the note to the agent."""
         book.off = True
         book.count(given_up=1)
-        return after, p.note.format(retries=retries) if retries >= 2 else ""
+        return self.params.note.format(retries=retries) if retries >= 2 else ""
 
     def _error(self, episode: Episode) -> str:
         """What is wrong with the call that was just made; empty if nothing is."""
@@ -307,6 +345,33 @@ class _Book:
     def count(self, **more: int) -> None:
         for name, n in more.items():
             self.counts[name] += int(n)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A turn that the environment is to take.
+
+    Args:
+        episode: before the turn.
+        turn: the trajectory of `episode` with the turn.
+    """
+
+    episode: Episode
+    turn: Trajectory
+
+    @property
+    def start(self) -> int:
+        """Tokens before the turn."""
+        return len(self.episode.trajectory)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.turn.tokens[self.start :]
+
+    def cut(self, fits: int) -> Episode:
+        """The episode with as much of the turn as fits, which the environment does not take."""
+        cut = self.turn.cut(fits).turn(self.start, self.episode.anchor, valid=False)
+        return replace(self.episode, trajectory=cut, turns=self.episode.turns + 1)
 
 
 @dataclass(frozen=True)

@@ -20,38 +20,33 @@ _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 class D3s(Method):
     """Dynamic Dual-Level Down-Sampling: few rows and few tokens at first, almost all of them at the end.
 
-    Acts after any estimator, whose advantages A it leaves as they are, and before any loss. With the progress
-    p = generation batch / generation batches of the run, a share relaxes linearly from `start` to `end`:
+    After any estimator, whose advantages A stay as they are. With the progress p = generation batch / generation
+    batches of the run, a share relaxes linearly from `start` to `end`:
 
         share(p) = (1 - p) start + p end
 
-    1. group    of the n rows of each group keep the round(group_rows(p) n) rows whose A have the largest variance
-    2. batch    of these rows keep the round(batch_rows(p) * rows of the batch) with the largest variance of A
-    3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
+        1. group    of the n rows of each group keep the round(group_rows(p) n) rows whose A have the largest variance
+        2. batch    of these rows keep the round(batch_rows(p) * rows of the batch) with the largest variance of A
+        3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
 
     The rows of largest (population) variance are always the h largest and the rest smallest for some h, so all h are
-    tried on sorted values, which finds what brute force finds. Of equal variances the h nearest to half of the rows
-    wins, then the larger; of equal rows or tokens the earlier. At least one row of a group and of the batch is kept;
-    one row alone has the variance 0, and it is the one with the largest |A|.
+    tried. Of equal variances the h nearest to half of the rows wins, then the larger; of equal rows or tokens the
+    earlier.
 
-    Symbols: A (rows,) float64 is the mean of the row's token advantages (they are equal for most estimators); A_it
-    (tokens,) that of the token; H_it (tokens,) entropy of the full next-token distribution, in nats, of the policy at
-    the start of the step. What left counts nowhere: the loss is normalized by the rows and tokens that are kept. The
-    share of tokens is one of the whole batch, not of a row or a micro-batch, so a row may lose all of its tokens.
+    Symbols: A (rows,) float64 is the mean of the row's token advantages; A_it (tokens,) that of the token; H_it
+    (tokens,) entropy of the full next-token distribution, in nats, of the policy before the update. The loss is
+    normalized by the rows and tokens that are kept. A row may lose all of its tokens.
 
-    Special cases: rows without a reward (NaN) leave as soon as rows are selected at all and do not count in the shares.
-    With all shares 1 the batch is untouched. A group of equal rewards has A = 0: between rows of both signs these rows
-    usually go first in step 2, but nothing except the variance decides. Where all other advantages have one sign, or
-    lie far more to one side (-10, -9, 0, 0.1: of three rows, -9 goes), A = 0 is an extreme and stays while a row that
-    could teach goes. A batch of A = 0 keeps some rows and tokens, and the loss is 0. Rows count one by one, also where
-    a rollout is several of them.
+    Special cases: at least one row of a group and of the batch is kept; one row alone is the one with the largest |A|.
+    Rows without a reward (NaN) leave as soon as rows are selected at all and do not count in the shares. Rows of A = 0
+    usually go first in line 2, but stay where they are an extreme. Rows of a rollout count one by one.
 
-    Logged: rows_kept and tokens_kept (shares of the batch), variance_gain (variance of A among kept rows / among all).
+    Logs: `rows_kept`, `tokens_kept`, shares of the batch; `variance_gain`, variance of A among kept rows / among all.
 
-    Errors: ConfigError for parameters out of range.
+    Raises:
+        ConfigError: a parameter out of range.
 
-    Source: arXiv 2509.22115, sample level (Var(A)), token level (|A_it| x H_it) and dynamic schedule. The authors' code
-    was not published and the shares of their runs could not be read: those here, rounding and ties are ours.
+    Source: arXiv 2509.22115, sample level, token level and dynamic schedule. The authors' code was not published.
     """
 
     name = "d3s"
@@ -64,33 +59,38 @@ class D3s(Method):
     )
     fidelity = "paper"
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
-    avoid_when = "Groups are small, or generation dominates: the dropped rows were paid for."
+    avoid_when = (
+        "Groups are small, or generation dominates: the dropped rows were paid for. Or advantages lie far to one "
+        "side: to keep three of (-10, -9, 0, 0.1), -9 leaves and the row of A = 0 stays."
+    )
     disagreements = (
-        "The values of the shares were not found. Half of every group is what PODS keeps, the paper's baseline; a "
-        "quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than 20 % of the tokens'.",
-        "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is not "
-        "said; here over the batch, at the start of the step.",
-        "The ablation without the batch step (D1S in the paper) is `batch_rows_start: none`.",
+        "The values of the shares were not found. Half of every group is what PODS keeps, the paper's "
+        "baseline; a quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than"
+        " 20 % of the tokens'.",
+        "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is"
+        " not said; here over the batch, by that of the policy before the update.",
+        "The ablation without line 2 (D1S in the paper) is `batch_rows_start: none`.",
+        "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
     )
     needs = frozenset({"entropies"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         group_rows_start: float = param(0.5, "share of each group's rows that is kept at the start", gt=0, le=1)
-        group_rows_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end of the run", gt=0, le=1)
         batch_rows_start: float | None = param(
-            0.25, "share of the batch's rows that is kept at the start; none leaves step 2 out", gt=0, le=1
+            0.25, "share of the batch's rows that is kept at the start; none leaves line 2 out", gt=0, le=1
         )
-        batch_rows_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        batch_rows_end: float = param(1.0, "share of the batch's rows that is kept at the end of the run", gt=0, le=1)
         tokens_start: float = param(0.2, "share of the kept rows' tokens that is kept at the start", gt=0, le=1)
-        tokens_end: float = param(1.0, "the same at the end of the run", gt=0, le=1)
+        tokens_end: float = param(1.0, "share of the kept rows' tokens that is kept at the end of the run", gt=0, le=1)
 
         def check(self) -> None:
             start, end = self.batch_rows_start, self.batch_rows_end
             if start is not None and start > self.group_rows_start and end >= self.group_rows_end:
                 raise ConfigError(
                     f"parameter `batch_rows_start` is {start:g}, above `group_rows_start` = {self.group_rows_start:g}, "
-                    f"so that nothing is left for the batch step to drop. Lower it, or set it to none to do without."
+                    f"so that nothing is left for line 2 to drop. Lower it, or set it to none to do without."
                 )
 
     def start(self, run: Run) -> None:

@@ -17,49 +17,42 @@ from rl_plugins.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Updat
 class Drpo(Method):
     """Decoupled Reward Policy Optimization: length never makes a right answer worse than a wrong one.
 
-    For every question q with right answers P and wrong answers N, with L_i the tokens of answer i, C the configured
-    completion length and the score s_i = (1/L_i) sum_t log pi(o_it), the mean log-prob of its tokens:
+    For every question q with right answers P and wrong answers N:
 
+        s_i     = (1/L_i) sum_t log pi(o_it)                                                  mean log-prob of answer i
         omega_i = exp((1 - L_i/C) / lambda) / sum_{j in P} exp((1 - L_j/C) / lambda)          for i in P
         J_q     = sum_P omega_i s_i - tau log mean_{j in N} exp(s_j / tau)
         J       = sum of J_q over the questions that have both / number of all questions
         K       = mean over all tokens of (log pi_old - log pi)
         loss    = -J + (beta / 2) max(K - delta, 0)^2
 
-    omega is the distribution over right answers with the best length reward at a KL cost of lambda: right answers
-    always go up, shorter ones more, and wrong answers go down because they are wrong, whatever their length. There is
-    no importance ratio and no clipping; the hinge on K keeps the policy near the one of the start of the step.
+    Right answers always go up, shorter ones more, and wrong answers go down whatever their length. There is no
+    importance ratio and no clipping; the hinge on K keeps the policy near the old one.
 
-    The softmax over N and the hinge need all rows of an optimizer step at the current weights, and micro-batches cut
-    groups. So `before_update` computes, from row sums of one pass without gradient, what each row's log-probs are
-    multiplied by, and the loss of a micro-batch is linear in them:
+    The softmax over N and the hinge need all rows of an optimizer step. So `before_update` computes a factor per row
+    from one pass without gradient, and the loss is linear in the log-probs:
 
         c_i       = (omega_i - softmax_N(s / tau)_i) / (questions L_i) + beta max(K - delta, 0) / tokens
         loss_it   = -c_i (log pi(o_it) - stop_gradient(log pi(o_it))) + loss / tokens
 
-    Its sum over the step has exactly the value and the gradient of the loss above, however the step is split. (The
-    authors' code gathers the answers of a micro-batch, which must hold whole questions; the value it logs means
-    nothing, because its log term is tau * x / stop_gradient(x).)
+    Its sum over the step has the value and the gradient of the loss above, however the step is split.
 
-    Symbols: lambda `length_temperature`, tau `score_temperature`, beta `kl_weight`, delta `kl_limit`. Rewards, weights
-    and sums per row are float64, log-probs are in nats. `advantages` are omega_i for right answers, -1/|N| for wrong
-    ones (tau -> infinity) and 0 elsewhere: for the logs and for methods that select rows by them, not for the loss.
+    Symbols: L_i tokens of answer i; C the configured completion length; lambda `length_temperature`, tau
+    `score_temperature`, beta `kl_weight`, delta `kl_limit`. Rewards, weights and sums per row are float64, log-probs
+    are in nats. `advantages` are omega_i for right answers, -1/|N| for wrong ones and 0 elsewhere, for logs and methods
+    that select rows.
 
-    Right is a reward of exactly 1, wrong exactly 0, and any other reward (NaN too) is neither; `threshold` makes it
-    right from there on and wrong below. A length penalty among the reward functions would spoil this: `reward` names
-    the function that says what is right. C is the configured length, not the width of a batch, so omega does not depend
-    on padding. Rows of neither kind, and questions with one kind only, have a gradient through K alone. Rows that leave
-    are out of everything, rows without a token too. A rollout of several rows counts as several answers. No other
-    factor belongs on the tokens: in TRL `vllm_importance_sampling_correction` is set to False.
+    Special cases: right is a reward of exactly 1, wrong exactly 0, any other (NaN too) is neither; with `threshold` it
+    is right from there on and wrong below. Rows of neither kind, and questions with one kind only, have a gradient
+    through K alone. Rows that leave and rows without a token are out of everything. A rollout of several rows counts as
+    several answers.
 
-    omega looks at right answers only, not at how often an answer of that length is right: where short ones succeed now
-    and then, they still take almost all the weight. In the bandits of `examples/evidence/drpo.py`, half of whose
-    questions need long answers, strong shortening costs more accuracy than a length penalty in GRPO does.
+    Logs: `mixed`, share of the questions with both kinds; `length_right`, `length_wrong`, mean tokens; `objective` (J);
+    `kl` (K); `kl_active`, share of the optimizer steps with K > delta.
 
-    Logged: mixed (share of the questions with both kinds), length_right and length_wrong (mean tokens), objective (J),
-    kl (K), kl_active (share of the optimizer steps with K > delta).
-
-    Errors: ConfigError for parameters out of range; MethodError when `reward` is not a reward function of the run.
+    Raises:
+        ConfigError: a parameter out of range.
+        MethodError: `reward` is not a reward function of the run.
 
     Source: arXiv 2510.04474 and `compute_policy_loss_drpo` in `verl/verl/trainer/ppo/core_algos.py` of the authors'
     code, whose gradients this reproduces.
@@ -75,12 +68,24 @@ class Drpo(Method):
     )
     fidelity = "code"
     use_when = "A reasoning model answers right but far too long, and rewards are right or wrong."
-    avoid_when = "Rewards are graded, or most questions are all right or all wrong: those teach nothing here."
+    avoid_when = (
+        "Rewards are graded, or most questions are all right or all wrong: those teach nothing here. Where short "
+        "answers succeed now and then, they take almost all the weight: in the bandits of "
+        "`examples/evidence/drpo.py`, half of whose questions need long answers, strong shortening costs more "
+        "accuracy than a length penalty in GRPO does."
+    )
+    cost = (
+        "One pass without gradient more per optimizer step. No other factor belongs on the tokens, so in TRL "
+        "`vllm_importance_sampling_correction` is set to False."
+    )
     disagreements = (
-        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form above. It "
-        "needs every token at the current weights, of which an optimizer step has row sums, and is not offered.",
-        "The authors' code has one objective per micro-batch, here it is one per optimizer step: the number of "
-        "questions, and K, are those of the step.",
+        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form "
+        "above. It needs every token at the current weights, of which an optimizer step has row sums, and is "
+        "not offered.",
+        "The authors' code has one objective per micro-batch, here it is one per optimizer step: the number "
+        "of questions, and K, are those of the step.",
+        "The authors' code gathers the answers of a micro-batch, which must hold whole questions; the value "
+        "it logs means nothing, because its log term is tau * x / stop_gradient(x).",
     )
     needs = frozenset({"old_logprobs", "current_logprobs"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
@@ -90,13 +95,21 @@ class Drpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         length_temperature: float = param(
-            0.1, "lambda: the smaller, the shorter; inf leaves length out (DisCO)", gt=0, allow_inf=True
+            0.1,
+            "lambda, the KL cost at which omega has the best length reward: the smaller, the shorter the "
+            "answers; inf leaves length out (DisCO)",
+            gt=0,
+            allow_inf=True,
         )
         score_temperature: float = param(10.0, "tau: the smaller, the more the likeliest wrong answers count", gt=0)
         kl_weight: float = param(1e3, "beta of the hinge on K", ge=0)
-        kl_limit: float = param(1e-4, "delta: K up to here is free, in nats per token", ge=0)
-        reward: str | None = param(None, "reward function that says right or wrong; none: the weighted sum of all")
-        threshold: float | None = param(None, "reward from which on a row is right; none: 1 is right and 0 is wrong")
+        kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0)
+        reward: str | None = param(
+            None,
+            "reward function that says right or wrong; none: the weighted sum of all, which a length penalty "
+            "among them would spoil",
+        )
+        threshold: float | None = param(None, "reward from which a row is right; none: 1 is right and 0 is wrong")
 
     def start(self, run: Run) -> None:
         self._max_length = run.max_completion_length

@@ -24,36 +24,30 @@ class Gdpo(Method):
         2. sum     S_i   = sum_k w_k A^k_i
         3. batch   A_i   = (S_i - mean_batch S) / (std_batch S + eps_batch)
 
-    GRPO adds first, so rollouts with the same total get the same advantage whatever it is made of, and a reward of
-    large spread drowns the others. Step 3 keeps the scale of the update from growing with the number of rewards, and
-    makes the result independent of a common factor of the weights.
-
-    `batch_stat: row` (paper, the authors' TRL fork) counts every rollout once in step 3, divisor N - 1.
-    `batch_stat: token` (the authors' verl fork) counts it once per token: with lengths L_i,
+    GRPO adds first, so a reward of large spread drowns the others. Line 3 keeps the scale of the update from growing
+    with the number of rewards. There `batch_stat: row` counts every rollout once, divisor N - 1. `batch_stat: token`
+    counts it once per token: with lengths L_i,
 
         mean = sum L S / sum L,   var = sum L (S - mean)^2 / (sum L - 1),   A = (S - mean) / sqrt(var + eps_batch^2)
 
     so long rollouts dominate, and rollouts of a group without any signal get an advantage too.
 
-    Shapes: rewards (rows, functions), advantages (rows,), float64.
+    Symbols: rewards (rows, functions), advantages (rows,), float64.
 
-    Special cases: a reward a function did not give (NaN) is out of that function's statistics and adds 0
-    (`nan_policy: exclude`, as in TRL), or counts as a reward of 0 (`nan_policy: zero`, the authors' code). A row
-    without any reward has advantage 0; with "exclude" it is out of step 3, with "zero" it takes part in the statistics
-    as zeros. A row that another method withdrew is out of everything. A reward that is constant in a group (spread
-    within rounding, 1e-6 of its size or of 1) adds 0 there. Groups of one have advantage 0 and cause a warning.
+    Special cases: a reward a function did not give (NaN) is out of that function's statistics and adds 0 (`nan_policy:
+    exclude`), or counts as a reward of 0 (`nan_policy: zero`). A row without any reward has advantage 0; with "exclude"
+    it is out of line 3, with "zero" it takes part in the statistics as zeros. A row that another method withdrew is out
+    of everything. A reward that is constant in a group (spread within rounding, 1e-6 of its size or of 1) adds 0 there.
+    Groups of one have advantage 0 and cause a warning.
 
-    Logs: `constant/<function>`, share of the groups in which this reward is constant and so teaches nothing;
-    `max_abs_advantage`, which grows as sqrt(rows / rows with signal) when few groups have signal left.
-
-    TRL's `multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups; naming both is an
-    error. The option has no NaN policy, no token statistics and no ragged groups.
+    Logs: `constant/<function>`, share of the groups in which this reward is constant; `max_abs_advantage`, which grows
+    as sqrt(rows / rows with signal) when few groups have signal left.
 
     Raises:
         MethodError: another method changed the reward; GDPO reads the reward functions, not their sum.
 
-    Source: equations for the group and batch steps in the paper; `trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py` (row
-    form, both epsilons 1e-4) and `verl-GDPO/verl/trainer/ppo/ray_trainer.py` (token form, group epsilon 1e-6).
+    Source: arXiv 2601.05242; `trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py` (row form, both epsilons 1e-4) and
+    `verl-GDPO/verl/trainer/ppo/ray_trainer.py` (token form, group epsilon 1e-6).
     """
 
     name = "gdpo"
@@ -70,7 +64,9 @@ class Gdpo(Method):
     use_when = "The reward has several parts (correctness, format, length, ..), above all of different spread."
     avoid_when = (
         "The scales of the rewards are meant as their weights: here only `reward_weights` says how much a reward "
-        "counts."
+        "counts, and a common factor of them changes nothing. TRL's "
+        '`multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, without a NaN '
+        "policy, token statistics and ragged groups; naming both is an error."
     )
     disagreements = (
         "The paper and the authors' TRL fork normalize over rollouts, their verl fork over tokens: `batch_stat`.",
@@ -82,13 +78,14 @@ class Gdpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        eps_group: float = param(1e-4, "added to the standard deviation of a reward in its group", gt=0)
-        eps_batch: float = param(1e-4, "added to the standard deviation of the sum over the batch", gt=0)
+        eps_group: float = param(1e-4, "constant added to the standard deviation of a reward in its group", gt=0)
+        eps_batch: float = param(1e-4, "constant added to the standard deviation of the sum over the batch", gt=0)
         batch_stat: Literal["row", "token"] = param(
-            "row", "what counts once in the batch step: a rollout (paper) or a token (the authors' verl fork)"
+            "row",
+            "unit that counts once in line 3: a rollout (paper, the authors' TRL fork) or a token (their verl fork)",
         )
         nan_policy: Literal["exclude", "zero"] = param(
-            "exclude", "a reward a function did not give is left out (TRL), or counts as 0 (the authors' code)"
+            "exclude", "treatment of a reward that a function did not give: left out (TRL), or 0 (the authors' code)"
         )
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

@@ -29,38 +29,30 @@ class Gigpo(Method):
         A^S_t = g_t - mean_S(g)                                         over the turns S of the group with t's state
         A_t   = A^E_t + step_advantage_w A^S_t
 
-    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). Where the
-    action could not be understood, R_t is R and g_t the return less `invalid_action_penalty_coef`, after returns were
-    made, so turns before it do not pay for it. A state nobody else was in has A^S = 0.
+    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R;
+    where the action could not be understood, R_t and g_t are less by `invalid_action_penalty_coef`, after returns were
+    made.
 
-    Turns have the same state if their observations (`anchor`) are equal: texts, numbers, arrays, nested lists and
-    mappings, by value; an observation of None is like no other. With `similarity` texts may differ: the different texts
-    of a group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a
-    difflib ratio of at least `similarity`, else they open one. Pairs that cannot reach it (by length, then by the
-    letters they share) are not compared. In texts of 200 characters or more difflib ignores frequent letters and
-    compares little more than beginnings: 400 letters of which one differs can have a ratio of 0.25. The authors' code
-    leaves it so; `autojunk: false` compares all letters, slower.
+    Turns have the same state if their observations (`anchor`) are equal by value: texts, numbers, arrays, nested lists
+    and mappings; an observation of None is like no other. With `similarity` texts may differ: the different texts of a
+    group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a difflib
+    ratio of at least `similarity`, else they open one.
 
-    Shapes: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
-    rows. Where an environment gives no reward at all, R counts as the reward of the last turn, as in the paper's
-    tasks.
+    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
+    rows.
 
-    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A group with a
-    single entry has A^E = 0, and a warning.
+    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A state nobody else
+    was in has A^S = 0. A group with a single entry has A^E = 0, and a warning. Where an environment gives no reward at
+    all, R counts as the reward of the last turn, as in the paper's tasks.
 
     Logs: `compared`, share of the turns whose state another turn of the group was in; `states`, number of groups of
     states; `abs_episode` and `abs_step`, mean |A^E| and mean |step_advantage_w A^S|.
-
-    Differences from the authors' code: a group with a single entry gets A^E = R there: `single_group`. A mean over one
-    entry per rollout instead of per turn, as in Eq. 3 of the paper, is `statistics: rollouts`. Statistics here are in
-    float64: in float32 equal returns leave residues that mean_std_norm turns into advantages of up to 0.6. Clusters of
-    similar texts depend on the order of the batch there.
 
     Raises:
         ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared, or one that is no text with `similarity`.
 
-    Source: Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
+    Source: arXiv 2505.10978, Eq. 3 to 8; `gigpo/core_gigpo.py` of the authors' code.
     """
 
     name = "gigpo"
@@ -75,10 +67,13 @@ class Gigpo(Method):
     use_when = "Agents whose rollouts come through the same states again: rooms, pages, boards, repeated queries."
     avoid_when = "Every observation is different (long free text), so that no turn has another to be compared with."
     disagreements = (
-        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, and over "
-        "rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
+        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, "
+        "and over rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
         "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
         "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
+        "The authors' code computes statistics in float32, where equal returns leave residues that "
+        "mean_std_norm turns into advantages of up to 0.6; here they are float64.",
+        "Clusters of similar texts depend on the order of the batch in the code; here they do not.",
     )
     needs = frozenset({"turns"})
     advantages_per = "turn"
@@ -97,13 +92,17 @@ class Gigpo(Method):
             "zero", "A^E of a group with a single entry: 0, or its reward (code)"
         )
         similarity: float | None = param(
-            None, "texts with at least this difflib ratio are one state (code: 0.95); none: equal ones only", gt=0, lt=1
+            None, "difflib ratio from which texts are one state (code: 0.95); none: equal ones only", gt=0, lt=1
         )
-        autojunk: bool = param(True, "ratios ignore frequent letters of long texts (difflib's default, and the code's)")
+        autojunk: bool = param(
+            True,
+            "disregard of frequent letters in texts of 200 or more (difflib's default, and the code's): 400 "
+            "letters of which one differs can have a ratio of 0.25; false: all letters, slower",
+        )
         invalid_action_penalty_coef: float = param(
-            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
         )
-        eps: float = param(1e-6, "added to the standard deviation", gt=0)
+        eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)
@@ -121,9 +120,9 @@ class Gigpo(Method):
 
         states = Groups(self._states(turns))
         returns = turns.returns(p.gamma) - penalty
-        step = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
-        self._report(returns, states, episode, step, single)
-        return (episode + step).nan_to_num(nan=0.0)
+        by_state = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
+        self._report(returns, states, episode, by_state, single)
+        return (episode + by_state).nan_to_num(nan=0.0)
 
     def _states(self, turns: Turns) -> Tensor:
         """(turns,) the same number for turns of a group that began in the same state."""
@@ -131,7 +130,7 @@ class Gigpo(Method):
             return joint(turns.group, state_ids(turns.table.anchor))
         return _similar(turns, self.params.similarity, self.params.autojunk)
 
-    def _report(self, returns: Tensor, states: Groups, episode: Tensor, step: Tensor, single: Tensor) -> None:
+    def _report(self, returns: Tensor, states: Groups, episode: Tensor, by_state: Tensor, single: Tensor) -> None:
         scored = ~torch.isnan(returns)
         if not bool(scored.any()):
             return
@@ -139,7 +138,7 @@ class Gigpo(Method):
         self.log("compared", (states.rows(members) > 1)[scored].double().mean())
         self.log("states", float((members > 0).sum()))
         self.log("abs_episode", episode[scored].abs().mean())
-        self.log("abs_step", step[scored].abs().mean())
+        self.log("abs_step", by_state[scored].abs().mean())
         if bool(single[scored].any()):
             self.warn(
                 "a group has a single rollout or turn, so there is nothing to compare its reward with; its advantage "
@@ -154,10 +153,10 @@ class Gigpo(Method):
 
 def _similar(turns: Turns, threshold: float, autojunk: bool) -> Tensor:
     """(turns,) clusters of similar texts inside each group. Clusters are greedy, so their texts come one by one."""
-    steps, scored = turns.table, (~torch.isnan(turns.outcome)).tolist()
+    table, scored = turns.table, (~torch.isnan(turns.outcome)).tolist()
     texts: list[tuple[int, str] | None] = []  # with the group; None: like no other
     earliest: dict[tuple[int, str], int] = {}  # different texts of each group, and their earliest turn
-    for g, text, t, s in zip(turns.group.tolist(), steps.anchor, steps.turn.tolist(), scored, strict=True):
+    for g, text, t, s in zip(turns.group.tolist(), table.anchor, table.turn.tolist(), scored, strict=True):
         if text is None or not s:
             texts.append(None)
             continue

@@ -25,9 +25,9 @@ RTOL, ATOL = 1e-5, 1e-8  # rewards closer than this are equal, as in torch.allcl
 class GrpoRoc(Method):
     """Resample on Correct: of too many rollouts the cleanest correct ones stay, and wrong ones as they come.
 
-    For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward
-    r > correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is
-    better) is
+    For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward r >
+    correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is better)
+    is
 
         p = p_err + p_format                                              (0..2)
         p_err    = tool responses with the word "error" / tool responses, 0.5 without a tool response
@@ -38,45 +38,31 @@ class GrpoRoc(Method):
         k_wrong = round(wrong * G / n),  k_correct = round(correct * G / n)          half to even
         if k_wrong   <= min(min_wrong, wrong):      k_wrong   = that minimum,  k_correct = G - k_wrong
         if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
+        stay: the k_correct correct rollouts with the lowest penalty, and the first k_wrong wrong ones
 
-    The k_correct correct rollouts with the lowest penalty stay (ties: first generated) and the first k_wrong wrong
-    ones, whatever their penalty, so that failures stay diverse. GRPO then runs on what stayed: mean and standard
-    deviation are those of the G rollouts.
+    GRPO then runs on the G rollouts that stayed. With `reject_equal_reward` a group of equal rewards leaves before all
+    this; that only changes the normalizer of the loss.
 
-    A group of n = G stays whole. One of n < G has lost rollouts (no reward, or never made): it leaves with a warning
-    (`short_groups: keep` trains what there is). With `reject_equal_reward` a group of equal rewards leaves before all
-    this. It has no advantage anyway; what changes is the normalizer of the loss, which no longer counts its tokens, as
-    in the authors' script. A step in which every group leaves trains nothing, with a warning. Rollouts without a reward
-    (NaN) are out of n and leave.
+    Symbols: reward and penalty (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean.
+    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet (MC-GRPO's pivot leaves
+    later, so G + 1 stay for it); of a group that was not planned floor(N / oversample).
 
-    G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet: MC-GRPO's pivot leaves
-    later, so G + 1 stay for it. What was planned is kept in the state from `plan` to `select` of one step (a payload
-    could be overwritten by another method's, and would change what a rollout program sees); groups that were not
-    planned are counted, G = floor(N / oversample). Methods that change the number of rollouts are named first.
+    Special cases: a group of n = G stays whole. One of n < G has lost rollouts: it leaves with a warning, or stays
+    (`short_groups`). Rollouts without a reward (NaN) are out of n and leave. Ties: the first generated stays.
 
-    Shapes: reward and penalty (rows,) float64. A rollout of several rows (turns, agents) counts once, with the mean
-    reward and penalty of its rows. Tags are searched by regular expressions, one text at a time.
+    State: what was planned, from `plan` to `select` of one batch. `positive_selection: inverse_prob` draws from
+    `self.rng`.
 
-    `penalty` replaces p: a function of the Rollouts that returns (rows,) numbers >= 0, lower is better. It names the
-    signals it reads in an attribute: `my_penalty.needs = {"messages", "column:answer"}`.
-
-    Logs: `correct`, share of the rollouts; `penalty_correct` and `penalty_kept`, mean p of the correct rollouts that
-    were generated and that stayed; `tool_errors`, mean p_err of correct rollouts that called a tool (what the method
-    lowers); `kept`, rollouts that stayed; `equal_groups` and `short_groups` that left.
-
-    State: what was planned, empty between steps. Randomness: only `positive_selection: inverse_prob`.
-
-    Paper and code: see `disagreements`. The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty
-    too; their fix of 5 Sep 2025 is what is followed here. Where their rounding loses a rollout and an assertion ends
-    the run (5 correct and 5 wrong to G = 5), k_correct = G - k_wrong here. Cutting the batch to a multiple of the
-    ranks is the host adapter's business.
+    Logs: `correct`, share of the rollouts; `penalty_correct`, `penalty_kept`, mean p of correct rollouts generated and
+    kept; `tool_errors`, mean p_err of correct rollouts that called a tool; `kept`, rollouts; `equal_groups`,
+    `short_groups`.
 
     Raises:
         ConfigError: a parameter out of range, one without effect, or min_wrong + min_correct > group size.
         MethodError: `penalty` returns something else than one finite number >= 0 per row.
 
-    Source: `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors' code, commit ecbfb943; report
-    section 2.2.3.
+    Source: arXiv 2508.20722, section 2.2.3; `rstar2_agent/down_sample/roc.py`, `reject_sampling.py` of the authors'
+    code, commit ecbfb943.
     """
 
     name = "grpo_roc"
@@ -98,17 +84,22 @@ class GrpoRoc(Method):
         "Nothing but the answer matters, completions have neither tool responses nor answer tags (and you give no "
         "`penalty`), or twice the rollouts are too expensive."
     )
+    cost = "oversample times as many rollouts. Methods that change the number of rollouts are named before this one."
     disagreements = (
-        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), the report "
-        "draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` is ours, for the "
-        "report does not say what p = 0 means).",
-        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum numbers; "
-        "the code is followed in both modes.",
-        "The code reads the response alone, where the prompt's template has opened the first assistant turn: a single "
-        "turn counts as none and always has p_format = 1. Here that turn is counted; `count_first_turn: false` is the "
-        "code.",
-        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the training script "
-        "and the README turn them on, and so do the defaults here.",
+        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), "
+        "the report draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` "
+        "is ours, for the report does not say what p = 0 means).",
+        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum"
+        " numbers; the code is followed in both modes.",
+        "The code reads the response alone, where the prompt's template has opened the first assistant turn: "
+        "a single turn counts as none and always has p_format = 1. Here that turn is counted; "
+        "`count_first_turn: false` is the code.",
+        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the "
+        "training script and the README turn them on, and so do the defaults here.",
+        "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their fix of 5 "
+        "Sep 2025 is followed here. Where their rounding loses a rollout and an assertion ends the run (5 "
+        "correct and 5 wrong to G = 5), k_correct = G - k_wrong here.",
+        "The authors cut the batch to a multiple of the ranks; here that is the host's business.",
     )
     needs = frozenset({"raw_text"})
 
@@ -116,29 +107,36 @@ class GrpoRoc(Method):
     class Params(MethodParams):
         oversample: float = param(2.0, "rollouts generated for each that is trained (report: 2)", gt=1)
         penalty: Callable[..., Any] | None = param(
-            None, "function of the Rollouts, (rows,) numbers >= 0, lower is better; none for p_err + p_format"
+            None,
+            "function of the Rollouts, (rows,) numbers >= 0, lower is better, with the signals it reads in "
+            "its attribute `needs`; none for p_err + p_format",
         )
-        use_error: bool = param(True, "count failing tool calls in the penalty")
-        use_format: bool = param(True, "count missing and repeated answer blocks in the penalty")
-        min_wrong: int = param(2, "wrong rollouts that stay at least, if there are as many", ge=0)
-        min_correct: int = param(2, "correct rollouts that stay at least, if there are as many", ge=0)
-        reject_equal_reward: bool = param(True, "groups of equal rewards leave first (the authors' script)")
+        use_error: bool = param(True, "failing tool calls as part of the penalty")
+        use_format: bool = param(True, "missing and repeated answer blocks as part of the penalty")
+        min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are as many", ge=0)
+        min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are as many", ge=0)
+        reject_equal_reward: bool = param(
+            True, "removal of groups of equal rewards before all else (the authors' script)"
+        )
         positive_selection: Literal["top", "inverse_prob"] = param(
             "top",
-            "correct rollouts: those of the lowest penalty (code), or drawn by 1 / (penalty + inverse_eps) (report)",
+            "correct rollouts that stay: those of the lowest penalty (code), or drawn by 1 / (penalty + "
+            "inverse_eps) (report)",
         )
         inverse_eps: float = param(
-            0.1, "added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
+            0.1, "constant added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
         )
-        correct_threshold: float = param(0.0, "a reward above it is correct")
-        short_groups: Literal["drop", "keep"] = param("drop", "what becomes of groups smaller than the group size")
+        correct_threshold: float = param(0.0, "reward above which a rollout is correct")
+        short_groups: Literal["drop", "keep"] = param("drop", "fate of groups smaller than the group size")
         error_keyword: str = param("error", "text that marks a failing tool response, in any case")
-        tool_tags: tuple[str, ...] = param(("<tool_response>", "</tool_response>"), "opening and closing tag")
-        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag")
-        turn_tags: tuple[str, ...] = param(
-            ("<|im_start|>assistant", "<|im_end|>"), "what an assistant turn lies between"
+        tool_tags: tuple[str, ...] = param(
+            ("<tool_response>", "</tool_response>"), "opening and closing tag of a tool response"
         )
-        count_first_turn: bool = param(True, "count the turn that the prompt's template has opened")
+        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag of an answer block")
+        turn_tags: tuple[str, ...] = param(
+            ("<|im_start|>assistant", "<|im_end|>"), "opening and closing tag of an assistant turn"
+        )
+        count_first_turn: bool = param(True, "count of turns includes the one that the prompt's template has opened")
 
         def check(self) -> None:
             for name in ("tool_tags", "answer_tags", "turn_tags"):
@@ -173,34 +171,45 @@ class GrpoRoc(Method):
             group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
             group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
             rows.append(row.replace(spare=row.spare + ours))
+        # not in a payload, which another method's could overwrite, and which a rollout program sees
         self.state.setdefault("planned", {}).update(planned)
         return plan.replace(rows=tuple(rows))
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        p = self.params
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
-        per_rollout, groups = rollouts.once.rows, rollouts.once.groups
-        present = per_rollout.max(rollouts.kept.double()) > 0
-        reward = torch.where(present, per_rollout.mean(rollouts.reward), torch.nan)
-        penalty = per_rollout.mean(self._penalty(rollouts))
+        each, groups = rollouts.once.rows, rollouts.once.groups
+        present = each.max(rollouts.kept.double()) > 0
+        reward = torch.where(present, each.mean(rollouts.reward), torch.nan)
+        penalty = each.mean(self._penalty(rollouts))
+        correct, wrong = reward > self.params.correct_threshold, reward <= self.params.correct_threshold
 
-        correct, wrong = reward > p.correct_threshold, reward <= p.correct_threshold
-        n, n_correct, n_wrong = (groups.sum(x.double()) for x in (correct | wrong, correct, wrong))
         target = self._target(groups, groups.sum((~present).double()))
-        k_correct, k_wrong = _quota(n_correct, n_wrong, target, p.min_correct, p.min_wrong)
-        high, low = groups.max(reward), groups.min(reward)
-        equal = (n > 0) & (high - low <= ATOL + RTOL * torch.maximum(high.abs(), low.abs())) & p.reject_equal_reward
+        n = groups.sum((correct | wrong).double())
+        equal = self._equal(groups, reward) & (n > 0)
         short = (n < target) & ~equal
-        leaves = equal | (short & (p.short_groups == "drop"))
-        k_correct, k_wrong = (
-            torch.where(leaves, 0.0, torch.where(n <= target, whole, k))
-            for whole, k in ((n_correct, k_correct), (n_wrong, k_wrong))
-        )
-        keep = groups.top_k(torch.where(correct, self._preference(penalty), torch.nan), k_correct)
-        keep = keep | groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
+        leaves = equal | (short & (self.params.short_groups == "drop"))
+        k_correct, k_wrong = self._sizes(groups.sum(correct.double()), groups.sum(wrong.double()), target, leaves)
+        cleanest = groups.top_k(torch.where(correct, self._preference(penalty), torch.nan), k_correct)
+        first = groups.top_k(torch.where(wrong, 0.0, torch.nan), k_wrong)
+        keep = cleanest | first
+
         self._report(n, correct, penalty, keep, equal, short)
         self.state.clear()
-        return per_rollout.rows(keep) & ~torch.isnan(rollouts.reward)
+        return each.rows(keep) & ~torch.isnan(rollouts.reward)
+
+    def _equal(self, groups: Groups, reward: Tensor) -> Tensor:
+        """(count,) bool, groups that leave because their rewards are equal."""
+        high, low = groups.max(reward), groups.min(reward)
+        close = high - low <= ATOL + RTOL * torch.maximum(high.abs(), low.abs())
+        return close & self.params.reject_equal_reward
+
+    def _sizes(self, correct: Tensor, wrong: Tensor, target: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+        """(count,) correct and wrong rollouts of each group that stay: of a group that `leaves` none, of one with no
+        more than `target` rollouts all, of a larger one the quota."""
+        k_correct, k_wrong = _quota(correct, wrong, target, self.params.min_correct, self.params.min_wrong)
+        whole = correct + wrong <= target
+        k_correct, k_wrong = torch.where(whole, correct, k_correct), torch.where(whole, wrong, k_wrong)
+        return torch.where(leaves, 0.0, k_correct), torch.where(leaves, 0.0, k_wrong)
 
     def _check_group_size(self, size: int) -> None:
         p = self.params
@@ -291,7 +300,7 @@ class GrpoRoc(Method):
             )
         if len(keep) and not bool(keep.any()):
             self.warn(
-                "no rollout of a batch stays, so nothing is trained in that step: all groups have equal rewards or too "
+                "no rollout of a batch stays, so nothing is trained on it: all groups have equal rewards or too "
                 "few rollouts. Where this is frequent the prompts are too easy or too hard."
             )
 

@@ -20,39 +20,34 @@ _ZERO = 1e-6  # relative difference from the mean that is rounding
 class Hgpo(Method):
     """Compares a turn with turns of its group that share its state, and its state and the one before, and so on.
 
-    A prompt that holds the last K turns differs between turns of the same state with different pasts, which biases
-    their comparison. For turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t):
+    A prompt that holds the last K turns differs between turns of the same state, which biases their comparison. For
+    turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t):
 
         g_t = r_t + gamma g_(t+1)                                   discounted return
         G_k = turns of the group with the same o_(t-k) .. o_t       G_0 holds G_1 holds ..
         A_k = (g_t - mean_k(g)) / (std_k(g) + eps)                  over G_k, divisor n; `mode: mean_norm`: no division
-        A_t = sum_k w_k A_k / (sum_k w_k + eps),   w_k = (k + 1)^length_weight_alpha
+        A_t = sum_k w_k A_k / (sum_k w_k + eps),   w_k = (k + weight_offset)^length_weight_alpha
 
-    The sums run over depths whose group has another turn and whose A_k is not 0, so a turn that lies on the mean of one
-    depth is judged by the others alone and A is not continuous there (`drop_zero`). Without any such depth A_t = 0.
-    `base_group` adds the comparison of the rewards of all turns of the group (GiGPO's A^E, divisor n - 1) as one more
-    entry with weight 1. Where an action could not be understood, reward and return of that turn are less by
-    `invalid_action_penalty_coef`, after returns were made.
+    The sums run over depths whose group has another turn and whose A_k is not 0 (`drop_zero`), so A is not continuous
+    there. `base_group` adds one more entry of weight 1: the comparison of rewards over all turns of the group (GiGPO's
+    A^E, divisor n - 1).
 
-    Set `history_length` to the turns the prompt remembers; where it holds the whole conversation, to a large number.
+    Symbols: everything is (turns,) float64 over `rollouts.turns`, whichever way the host lays out rows. K is
+    `history_length`. Observations are equal by value (texts, numbers, arrays, nested lists and mappings); None is like
+    no other.
 
-    Shapes: everything is (turns,) float64 over `rollouts.turns`, whichever way the host lays out rows. Observations are
-    equal by value (texts, numbers, arrays, nested lists and mappings); None is like no other. Where an environment
-    gives no reward at all, that of the rollout counts as the one of its last turn.
-
-    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A difference from the
-    mean below 1e-6 of the return (or of 1) is 0: in float32 it could become an entry of 0.6.
+    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0, and so has a turn
+    without any depth to compare. Where an action could not be understood, reward and return of that turn are less by
+    `invalid_action_penalty_coef`, after returns were made. Where an environment gives no reward at all, that of the
+    rollout counts as the one of its last turn. A difference from the mean below 1e-6 of the return (or of 1) is 0.
 
     Logs: `compared_K`, share of the turns that have another one to be compared with at depth K; `abs`, mean |A|.
-
-    Differences from the authors' code: it counts depths from 2, so K = 2 weighs 2:3:4 where the paper has 1:2:3:
-    `weight_offset`. A group of a single turn has its reward as `base_group` entry there: `single_group`.
 
     Raises:
         ConfigError: a parameter out of range.
         MethodError: an observation that cannot be compared.
 
-    Source: Eq. 3 to 7; `recipe/hgpo/core_hgpo.py` of the authors' code.
+    Source: arXiv 2602.22817, Eq. 3 to 7; `recipe/hgpo/core_hgpo.py` of the authors' code.
     """
 
     name = "hgpo"
@@ -77,22 +72,31 @@ class Hgpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        history_length: int = param(2, "K, states before the current one that are compared; the prompt's memory", ge=0)
+        history_length: int = param(
+            2,
+            "K, states before the current one that are compared; the turns that the prompt remembers, a large"
+            " number for a whole conversation",
+            ge=0,
+        )
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
             "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
         )
-        length_weight_alpha: float = param(1.0, "depth k weighs (k + weight_offset)^alpha; 0: all alike", ge=0)
-        weight_offset: int = param(1, "1 as the paper or 2 as the released code", ge=1)
-        drop_zero: bool = param(True, "entries of exactly 0 leave the weighted mean (paper and code)")
-        base_group: bool = param(False, "the comparison with all turns of the group is one more entry, of weight 1")
+        length_weight_alpha: float = param(
+            1.0, "exponent of the weights (k + weight_offset)^alpha of depth k; 0: all alike", ge=0
+        )
+        weight_offset: int = param(
+            1, "offset of the depth in these weights: 1 as the paper or 2 as the released code", ge=1
+        )
+        drop_zero: bool = param(True, "removal of entries of exactly 0 from the weighted mean (paper and code)")
+        base_group: bool = param(False, "comparison with all turns of the group as one more entry, of weight 1")
         single_group: Literal["zero", "reward"] = param(
             "zero", "base_group entry of a group with a single turn: 0, or its reward (code)"
         )
         invalid_action_penalty_coef: float = param(
-            0.1, "taken off reward and return of a turn whose action could not be understood", ge=0
+            0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
         )
-        eps: float = param(1e-6, "added to the standard deviation and to the sum of weights", gt=0)
+        eps: float = param(1e-6, "constant added to the standard deviation and to the sum of weights", gt=0)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)

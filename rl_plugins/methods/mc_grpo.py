@@ -19,8 +19,8 @@ _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 class McGrpo(Method):
     """Centers rewards on the group's median instead of its mean, which one extreme reward cannot move.
 
-    For a prompt whose G rollouts are trained, n = G + 1 are generated. With `med` the lower median (the n/2-th
-    smallest for even n, always one of the rewards) and rewards r_1 .. r_n of the group:
+    For a prompt whose G rollouts are trained, n = G + 1 are generated. With `med` the lower median (the n/2-th smallest
+    for even n, always one of the rewards) and rewards r_1 .. r_n of the group:
 
         m   = med(r)
         MAD = med(|r - m|)                    median absolute deviation, without the factor 1.4826
@@ -30,31 +30,21 @@ class McGrpo(Method):
     host's. Of several rollouts with the reward m the pivot is the one torch.median picks: all of them have A = 0, so
     only a term that does not depend on the advantage (KL, entropy) can tell which one left.
 
-    With two reward levels MAD is always 0 (at least half of the deviations are), so rollouts off the median get
-    +-1/mad_eps = +-1000 and all others 0: Adam and gradient clipping absorb the scale, but a KL or entropy term drowns.
-    The method warns; `scale: none` or `advantage_clip` mend the scale. With n = 3 MAD is the smaller of two gaps, so
-    advantages are heavy-tailed for any rewards: in the bandits of `examples/evidence/mc_grpo.py` the paper's scale
-    learns slower than GRPO, and with `advantage_clip: 3` faster. An even G makes n odd and the median unique; for an
-    odd G the lower median lies below the middle, so more rollouts go up than down.
-
-    Shapes: rewards and advantages are (rows,) float64. If a rollout is several rows that share its reward, the
+    Symbols: rewards and advantages are (rows,) float64. If a rollout is several rows that share its reward, the
     statistics are the same and all rows of the pivot leave.
 
     Special cases: rows without a reward (NaN) are out of the statistics, have A = 0 and are the pivot only where no row
-    of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards has
-    A = 0 exactly and still loses its pivot. Evaluation is the host's.
+    of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards has A
+    = 0 exactly and still loses its pivot. With two reward levels MAD is always 0, and rollouts off the median get
+    +-1/mad_eps; the method warns. Evaluation is the host's.
 
     Logs: `mad_zero`, share of the groups with MAD = 0; `max_abs_advantage`; `sign_changed`, share of the rows whose
-    advantage has the opposite sign of that of the group's mean baseline (what the method is for).
-
-    Differences from the authors' code: their GSM8K trainer multiplies the non-zero advantages of a group by n / (number
-    of them), their MATH trainer and the paper do not: `zero_compensation`. Their trainers append the extra rollouts
-    at the end of the batch and cut it into groups of n, which mixes prompts; here groups are those of the prompts.
+    advantage has the opposite sign of that of the group's mean baseline.
 
     Raises:
         ConfigError: a parameter out of range.
 
-    Source: equations for the advantage and the pivot in the paper; `src/open_r1/grpo_trainer_math.py` and
+    Source: arXiv 2601.22582, equations for the advantage and the pivot; `src/open_r1/grpo_trainer_math.py` and
     `grpo_trainer_gsm.py`, advantage block of `_generate_and_score_completions`, for `mad_eps`, ties and compensation.
     """
 
@@ -71,8 +61,15 @@ class McGrpo(Method):
         "Two to eight rollouts per prompt, generation cheap beside the update, and rewards of more than two levels."
     )
     avoid_when = (
-        "Rewards are right or wrong (two levels): a mean baseline then never has a wrong sign, and here MAD is 0, "
-        "so advantages reach 1/mad_eps."
+        "Rewards are right or wrong (two levels): a mean baseline then never has a wrong sign, and here MAD is 0,"
+        " so advantages reach 1/mad_eps. Adam and gradient clipping absorb that scale, but a KL or entropy term "
+        "drowns; `scale: none` or `advantage_clip` mend it. With three rollouts MAD is the smaller of two gaps, "
+        "so advantages are heavy-tailed for any rewards: in the bandits of `examples/evidence/mc_grpo.py` the "
+        "paper's scale learns slower than GRPO, and with `advantage_clip: 3` faster."
+    )
+    cost = (
+        "One more rollout per prompt. An even group size makes the median unique; for an odd one the lower median"
+        " lies below the middle, so more rollouts go up than down."
     )
     disagreements = (
         "The GSM8K trainer of the authors scales the non-zero advantages up by group size / their number, the MATH "
@@ -84,11 +81,11 @@ class McGrpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         scale: Literal["mad", "none", "std"] = param(
-            "mad", "divide by MAD + mad_eps (paper), by nothing, or by the group's standard deviation + mad_eps"
+            "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or the group's standard deviation + mad_eps"
         )
         mad_eps: float = param(1e-3, "added to what advantages are divided by", gt=0)
         zero_compensation: bool = param(
-            False, "multiply a group's non-zero advantages by group size / number of them (GSM8K trainer)"
+            False, "factor of group size / number of them on a group's non-zero advantages (GSM8K trainer)"
         )
         advantage_clip: float | None = param(
             None,

@@ -19,7 +19,7 @@ class Minpro(Method):
     Reconstruction: no official code and no clip values were found, and the value for a token without a prefix is that
     of a third-party implementation. Our defaults are argued under `disagreements`.
 
-    Update rule, per token t of a row (nothing crosses rows):
+    Per token t of a row (nothing crosses rows):
 
         rho_t  = exp(clamp(lp_t - lp^rollout_t, -log_ratio_limit, log_ratio_limit))
         M_t    = min{ rho_i : i < t, token i trained },  1 if no such token       # not capped: it may exceed 1
@@ -29,23 +29,21 @@ class Minpro(Method):
     The exact weight of a token sampled off-policy contains the product of all ratios before it, whose variance grows
     with the length. M stands in for it without a product: once one token of the prefix has become unlikely, all later
     ones weigh less. It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is
-    REINFORCE. Weights are usually below CISPO's, so steps are shorter at the same learning rate.
+    REINFORCE.
 
     Symbols: lp (rows, time) log-probs in nats, with gradient, in the model's dtype; lp^rollout those of the
     distribution the engine sampled from; A (rows, time) advantages, here any estimator's (the paper's is GRPO's, one
-    per row). Ratios, minimum and weight are float32 or better. Tokens that are not trained (tool output, padding,
-    tokens another method took out) are skipped by the minimum and have loss and gradient 0, whatever their log-probs.
-    A token whose rollout log-prob is not known comes with its old one.
+    per row). Ratios, minimum and weight are float32 or better. Aggregation is the host's; there is no KL term.
 
-    Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL `loss_type="dapo"` (its
-    default), verl `loss_agg_mode="token-mean"`. No KL term is part of the method. In TRL,
-    `vllm_importance_sampling_correction` is set to False: the rollout log-probs are already in rho, and the correction
-    would count them twice.
+    Special cases: tokens that are not trained (tool output, padding, tokens another method took out) are skipped by the
+    minimum and have loss and gradient 0, whatever their log-probs. A token whose rollout log-prob is not known comes
+    with its old one.
 
-    Logged, over trained tokens: weight_mean and weight_min (w), clipped (share with M rho outside of the clip range),
-    prefix_min (mean of M).
+    Logs: over trained tokens, `weight_mean` and `weight_min` (w), `clipped` (share with M rho outside of the clip
+    range), `prefix_min` (mean of M).
 
-    State: none. Randomness: none. Errors: ConfigError for parameters out of range.
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2601.22718, the MinPRO objective; the loss is verl's `compute_policy_loss_cispo` on M rho.
     """
@@ -59,22 +57,33 @@ class Minpro(Method):
     )
     fidelity = "reconstruction"
     use_when = "Rollouts are two or more policy versions old and CISPO becomes unstable or GRPO plateaus."
-    avoid_when = "Updates are nearly on-policy: all ratios are about 1, and it is CISPO."
+    avoid_when = (
+        "Updates are nearly on-policy: all ratios are about 1, and it is CISPO. Weights are usually below "
+        "CISPO's, so updates are smaller at the same learning rate."
+    )
     disagreements = (
-        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights back up. "
-        "clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after ScaleRL, "
-        "arXiv 2510.13786). Both are ours.",
+        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights "
+        "back up. clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after "
+        "ScaleRL, arXiv 2510.13786). Both are ours.",
         "Third-party code also exists with the current token inside the minimum; the paper's minimum ends before it.",
+        "Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL "
+        '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
+        "In TRL `vllm_importance_sampling_correction` is set to False: the rollout log-probs are already in "
+        "rho, and the correction would count them twice.",
     )
     needs = frozenset({"rollout_logprobs", "off_policy"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        clip_low: float = param(1.0, "the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1)
-        clip_high: float = param(4.0, "the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True)
+        clip_low: float = param(
+            1.0, "lower clip range: the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1
+        )
+        clip_high: float = param(
+            4.0, "upper clip range: the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True
+        )
         # two such log-ratios are added before exp: 80 still fits into float32
-        log_ratio_limit: float = param(LOG_RATIO_LIMIT, "log-ratios are clamped to +- this, in nats", gt=0, le=40)
+        log_ratio_limit: float = param(LOG_RATIO_LIMIT, "limit of |log-ratio|, in nats", gt=0, le=40)
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p = self.params

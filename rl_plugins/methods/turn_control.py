@@ -40,43 +40,28 @@ class TurnControl(Method):
 
         T_q = ceil(percentile_q of the turns of the unrestricted agent), linear interpolation, solved or not
 
-    A turn is one generation and what the environment makes of it. The last one is taken by the environment like any
-    other: what is there when the turns are used up is what is graded. Token cost grows about quadratically in turns.
+    Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q comes
+    from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`). In
+    evaluation the parameter `limit` holds, or none. Reminders stay in the trajectory and carry no gradient.
 
-    Calibration. Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) until `calibration_episodes`
-    have been seen; then T_q comes from them, for good (`freeze`, the default) or anew every `update_every` batches from
-    the last `window` episodes (`rolling`), between `min_turns` and `hard_cap`. An episode that was cut off counts as
-    longer than every one that was not, for nobody knows how long it would have been: with its turns as they are (or
-    without it) limits would be learned from what limits left, and sink batch by batch. Where T_q lies among those that
-    were cut off it is one more than the longest seen. Episodes whose environment broke do not count. Limits are
-    computed on the driver and travel to the rollouts as a payload of the plan. In evaluation there is no plan: there
-    the `limit` of the parameters holds, or none.
+    Symbols: `meta` of a row has `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
+    `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length" (truncated), "aborted" (no
+    token), "error" (of the environment; the turn is invalid).
 
-    Reminders are tokens of the trajectory that carry no gradient, and stay where they are: the policy has read them,
-    so log-probs are those of what was trained on, and caches of prefixes hold. The first one is part of the prompt.
+    Special cases: an episode that was cut off counts as longer than every other, else limits would sink; where T_q lies
+    among those it is one more than the longest seen. Episodes whose environment broke do not count. A rollout whose
+    environment cannot be reset is left out.
 
-    Shapes: turns are whole numbers. `meta` of a row: `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and
-    `score`, `done`, `error` of the environment. stop_reason: "done" (also at used = L), "limit", "extended_limit",
-    "length" (nothing more fits into the completion; the row counts as truncated), "aborted" (the engine made no token),
-    "error" (the environment raised or took too long; its turn is invalid). A rollout whose environment cannot be reset
-    is left out with a warning.
+    State: turns and cut (whether cut off) of the episodes of the window, and the limit.
 
-    Rewards are those of the run's reward functions. `unfinished: mask` takes rows that were cut off out of the update
-    (overlong filtering); they stay in the statistics of their group.
-
-    Logged: turns, done, limited, length, failed (shares of the episodes), extended (share), turns_25, turns_50,
-    turns_75 (T_q of the batch), limit and last_limit that are in force for the next batch.
-
-    State: turns and cut (whether cut off) of the episodes of the window, and the limit; nothing where no limit is
-    calibrated. Randomness: none but the sampling.
+    Logs: `turns`; `done`, `limited`, `length`, `failed`, `extended`, shares of the episodes; `turns_25`, `turns_50`,
+    `turns_75`, T_q of the batch; `limit`, `last_limit` for the next batch.
 
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in, a combination of parameters without effect.
         MethodError: the environment of no rollout of a prompt can be reset.
 
-    Source: the paper's abstract and others' reviews of it; no code was published. Wording and place of the reminder are
-    those of related agents. The rule and the sizes of the extension are a reconstruction, and so is what happens with
-    episodes that were cut off: the paper calibrates once, before anything is limited.
+    Source: arXiv 2510.16786, its abstract and others' reviews of it; no code was published.
     """
 
     name = "turn_control"
@@ -91,13 +76,16 @@ class TurnControl(Method):
     avoid_when = "Tasks differ widely in the turns they need: the 75th percentile of all is too few for the longest."
     cost = (
         "One engine call and one call of the environment per turn; no rollout is longer than its limit. Needs no "
-        "feature of the engine."
+        "feature of the engine. Token cost grows about quadratically in turns."
     )
     disagreements = (
-        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who is not "
-        "done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and `max_extensions` select.",
-        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and solves "
-        "exactly what `fixed` does: the paper's saving comes from agents that hurry.",
+        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who"
+        " is not done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and "
+        "`max_extensions` select.",
+        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and "
+        "solves exactly what `fixed` does: the paper's saving comes from agents that hurry.",
+        "Wording and place of the reminder are those of related agents. What happens with episodes that were "
+        "cut off is a reconstruction: the paper calibrates once, before anything is limited.",
     )
     needs = frozenset({"column:turns", "column:stop_reason", "column:extended"})
     in_eval = ("rollout",)
@@ -105,33 +93,48 @@ class TurnControl(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        environment: Callable[..., Any] | None = param(None, "makes an environment, without arguments")
-        strategy: Literal["unlimited", "fixed", "dynamic"] = param("fixed", "how turns are limited")
+        environment: Callable[..., Any] | None = param(
+            None, "class or function without arguments that makes an environment"
+        )
+        strategy: Literal["unlimited", "fixed", "dynamic"] = param(
+            "fixed", "limit of turns: none but hard_cap, a fixed one, or one that is extended"
+        )
         hard_cap: int = param(50, "turns of the unrestricted agent, and the largest limit that is calibrated", ge=1)
         limit: int | None = param(None, "turns (before an extension); none: from the calibration", ge=1)
-        extension: int | None = param(None, "dynamic: further turns; none: up to T of `last_percentile`", ge=0)
-        max_extensions: int = param(1, "dynamic: extensions of an episode", ge=0)
+        extension: int | None = param(None, "further turns (dynamic); none: up to T of `last_percentile`", ge=0)
+        max_extensions: int = param(1, "extensions of an episode (dynamic)", ge=0)
         should_extend: Callable[..., Any] | None = param(
-            None, "dynamic: should_extend(environment) at the limit; none: whoever is not done. A failure means no"
+            None,
+            "function should_extend(environment) at the limit (dynamic); none: whoever is not done. A failure means no",
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
-            None, "how the limit is learned from episodes; none: off with a `limit`, else freeze"
+            None, "way in which the limit is learned from episodes; none: off with a `limit`, else freeze"
         )
-        percentile: float | None = param(None, "of the turns, the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100)
-        last_percentile: float = param(75.0, "dynamic: of the turns, the limit after an extension", ge=0, le=100)
+        percentile: float | None = param(
+            None, "percentile of the turns that is the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100
+        )
+        last_percentile: float = param(
+            75.0, "percentile of the turns that is the limit after an extension (dynamic)", ge=0, le=100
+        )
         calibration_episodes: int = param(64, "episodes before the first calibration", ge=1)
         window: int = param(512, "latest episodes that count", ge=1)
-        update_every: int = param(10, "rolling: batches between two calibrations", ge=1)
+        update_every: int = param(10, "batches between two calibrations (rolling)", ge=1)
         min_turns: int = param(1, "smallest limit that is calibrated", ge=1)
         remind_from: int | None = param(
             None, "turns left from which on the agent is reminded; none: from the first turn; 0: never", ge=0
         )
         reminder: str = param(REMINDER, "text with {remaining}, and perhaps {used} and {limit}")
-        extension_text: str = param(EXTENSION, "what an agent is told that gets {extension} more turns, or nothing")
-        unfinished: Literal["grade", "mask"] = param("grade", "rows that were cut off: graded as they are, or masked")
-        turn_tokens: int | None = param(None, "most tokens of a turn; none: what fits into the completion", ge=1)
+        extension_text: str = param(EXTENSION, "text for an agent that gets {extension} more turns, or nothing")
+        unfinished: Literal["grade", "mask"] = param(
+            "grade",
+            "treatment of rows that were cut off: graded as they are, or masked (out of the update, but in "
+            "the statistics)",
+        )
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "of the messages that hold what the environment says")
+        role: str = param("user", "role of the messages that hold what the environment says")
 
         def check(self) -> None:
             if self.environment is None:

@@ -29,33 +29,25 @@ class V0(Method):
         U(B, p) = B (1 - p) (1 - (1 - p)^(B - 1))     expected failed rollouts in a group that also has a success
         maximize sum_i U(B_i, p_i)   subject to   sum_i B_i = T,   min_rollouts <= B_i <= max_rollouts
 
-    T is what the host would generate (prompts x group size). U is the sum of |advantages| over half of the positive
-    one, so it counts what a group teaches; a group of one outcome is worth 0. Training is the host's, on groups of the
-    sizes that come out (never 1).
+    T is what the host would generate (prompts x group size). A group of one outcome is worth 0. Training is the host's,
+    on groups of the sizes that come out (never 1).
 
-    U is not concave in B: one more rollout is worth q + q^B (B - (B + 1) q) with q = 1 - p, which rises to a peak a
-    little above q near B = 2/p - 2 and falls back to q, so it never saturates and the optimum piles the budget on few
-    hard prompts. `greedy` (paper; ties: first prompt) takes the best single rollout again and again and is not optimal;
-    it can even lose to equal budgets. `exact` is a dynamic program, O(prompts T max_rollouts), below a second for 512
-    prompts x 8. A max_rollouts of 2 to 4 group sizes keeps either from piling up; 128 is the paper's. `uniform` leaves
-    the host's plan, for comparison.
+    U is not concave in B: one more rollout is worth q + q^B (B - (B + 1) q) with q = 1 - p, which peaks near B = 2/p -
+    2. So the optimum piles the budget on few hard prompts. `greedy` (paper; ties: first prompt) takes the best single
+    rollout again and again and is not optimal; it can lose to equal budgets. `exact` is a dynamic program. `uniform`
+    leaves the host's plan.
 
-    Predictions (`prior`, see `rl_plugins.priors`) come from what the run saw: `nearest`, the outcomes of similar
-    prompts among the last `context_size` rollouts; `running_mean` and `beta`, the prompt's own earlier rollouts,
-    decayed at each visit; a dataset `column`; or a function values(prompts, context), such as the paper's model: an
-    embedder whose features go into TabPFN with the (prompt, success) pairs of the current policy as context. That model
-    is not shipped (0.6B parameters, gated weights); `value_model_loss` is the loss its adapter is trained with. A
-    prompt without a prediction (NaN; new to `running_mean` and `beta`) keeps its share of the host's plan, as all do
-    before the first rewards. With equal predictions budgets can still differ (see non-concavity).
+    p comes from `prior` (see `rl_plugins.priors`). `value_model_loss` is the loss of the paper's value model, which is
+    not shipped.
 
-    A rollout is a success if its reward is >= success_threshold; one without a reward (NaN) is no outcome; one of
-    several rows (turns, agents) counts once. Outcomes after a `rewards` hook, of all generated rows.
+    Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
+    hooks, of all generated rows. A rollout of several rows (turns, agents) counts once.
 
-    Shapes: p, B one per row of the plan; success (rollouts,) float64. A foreign prompt (-1) counts as one without a
-    prediction, with `nearest` as an average one, and is not remembered. Given completions (replay) and `spare` rollouts
-    keep their room.
+    Special cases: a prompt without a prediction (NaN) keeps its share of the host's plan, as all do before the first
+    rewards. A foreign prompt (-1) has none (with `nearest` an average one) and is not remembered. A rollout without a
+    reward (NaN) is no outcome. Given completions (replay) and `spare` rollouts keep their room.
 
-    State: that of the prior. Randomness: none but the sample that stays of a batch larger than the context.
+    State: that of the prior. Only the sample that stays of a batch larger than the context is drawn.
 
     Logs: `predicted`, mean p of the batch; `auc`, probability that a successful rollout's prompt was predicted higher
     than a failed one's (0.5: it tells nothing); `brier`, mean squared error of p; `mixed`, share of the groups with
@@ -65,9 +57,8 @@ class V0(Method):
         ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
         MethodError: a plan too small for min_rollouts each; the prior fails or leaves [0, 1].
 
-    Source: utility, greedy and limits as read through two independent notes on the paper; v0_core/trainer.py of the
-    authors' code for the loss (the code has the model and not the budgets). The remarks on concavity are ours, checked
-    against brute force. Routing between models, the paper's other use, is outside of a trainer.
+    Source: arXiv 2602.03584, utility, greedy and limits as read through two independent notes; v0_core/trainer.py of
+    the authors' code for the loss (the code has the model and not the budgets).
     """
 
     name = "v0"
@@ -84,25 +75,35 @@ class V0(Method):
         "Success rates of prompts differ widely and can be told apart before sampling, and rewards are right/wrong."
     )
     avoid_when = "Nothing predicts them (watch v0/auc), or one group of many rollouts does not fit beside the others."
+    cost = (
+        "The same number of rollouts. `exact` takes O(prompts T max_rollouts) time, below a second for 512 "
+        "prompts x 8. A max_rollouts of 2 to 4 group sizes keeps either allocation from piling up on few prompts."
+    )
     disagreements = (
         "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
-        "The paper's context is a sample of the same policy step; here it is the last `context_size` rollouts: a batch "
-        "smaller than that is joined by older ones.",
+        "The paper's context is a sample of the same policy version; here it is the last `context_size` "
+        "rollouts: a batch smaller than that is joined by older ones.",
         "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
+        "The paper's predictions are those of its model: an embedder whose features go into TabPFN with the "
+        "(prompt, success) pairs of the current policy as context. It is not shipped (0.6B parameters, gated "
+        "weights); a function as `prior` can be it.",
+        "The remarks on concavity are ours, checked against brute force. With equal predictions budgets can "
+        "still differ.",
+        "Routing between models, the paper's other use, is outside of a trainer.",
     )
     needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any] = param(
-            "nearest", "what predicts a prompt's success rate: one of these, or a function values(prompts, context)"
+            "nearest", "source of the predicted success rates: one of these, or a function values(prompts, context)"
         )
         allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "by best single rollout (paper), by a dynamic program, or the host's own plan"
+            "greedy", "choice by best single rollout (paper), by a dynamic program, or the host's own plan"
         )
         min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2)
         max_rollouts: int = param(128, "rollouts of a prompt at most; 2 to 4 group sizes is advisable", ge=2)
-        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
 
         def check(self) -> None:
             super().check()

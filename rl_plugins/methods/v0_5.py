@@ -17,7 +17,7 @@ from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import Once, Plan, Rollouts, Run, Tokens
 
 _EPS = 1e-4  # added to what advantages are divided by
-_MOST_ROUNDS = 60  # hosts end a step after 64
+_MOST_ROUNDS = 60  # hosts end a batch after 64
 
 
 class V05(Method):
@@ -34,38 +34,29 @@ class V05(Method):
 
         gain = D2^2 s2 / ((k D2 + s2) ((k + 1) D2 + s2))     fall of the error w^2 s2/k + (1-w)^2 D2 with one more
 
-    and if gain > cost, `increment` more rollouts are made (D2 is then estimated anew). cost = s2 / k_max^2 by default,
-    which is 1/256 for rewards -1 and 1 and k_max 16: where averaging alone stops paying. The batch holds group size x
-    prompts rows: a group size between k_init and k_max is room for extra rollouts, which go to the largest gains first;
-    what nobody needs stays empty and is saved.
+    and if gain > cost, `increment` more rollouts are made (D2 is then estimated anew). cost = s2 / k_max^2 by default.
+    The batch holds group size x prompts rows: a group size between k_init and k_max is room for extra rollouts, which
+    go to the largest gains first. Unlike in GRPO a group of equal rewards has advantages, if its reward is not V.
 
-    Unlike in GRPO a group of equal rewards has advantages, if its reward is not V; that is the point. A prior that is
-    moderately wrong is believed too often at small k and costs more than it gives: in `examples/evidence/v0_5.py` the
-    baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse beyond.
+    Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
+    `rl_plugins.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
+    with the mean reward of its rows. b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` takes
+    m, k of the other rollouts.
 
-    Priors (`prior`, see `rl_plugins.priors`): `running_mean` of the prompt's earlier rollouts, of all prompts for one
-    that is new; `constant`; a dataset `column`; `nearest` prompts by text; or a function values(prompts, context), such
-    as the paper's V_0 (not shipped: it needs a 0.6B embedder and TabPFN). Values are clipped to the reward bounds.
+    Special cases: rollouts without a reward (NaN) are not in k or m; a group without any asks for no more. Where the
+    prior knows nothing (NaN: before the first rewards) b = m.
 
-    Shapes: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. A rollout of several rows (turns,
-    agents) counts once, with the mean reward of its rows. Rollouts without a reward (NaN) are not in k or m; a group
-    without any asks for no more. Where the prior knows nothing (NaN: before the first rewards) b = m. The test in
-    `plan` sees the rewards of the reward functions, the advantages those that `rewards` hooks made of them.
+    State: that of the prior. Only the context's sample of a large batch is drawn.
 
-    b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` (ours) takes m, k of the other rollouts.
-    `advantage_norm` (ours; the paper is silent) divides by the root mean square of A, in the group or in the batch.
-
-    State: that of the prior. Randomness: none but the context's sample of a large batch.
-
-    Logs: `believed`, share of the groups with w = 0; `data_weight`, mean w; `rollouts`, mean k; `prior_error`, mean
-    |m - V|; `unknown`, share of the groups without a prior.
+    Logs: `believed`, share of the groups with w = 0; `data_weight`, mean w; `rollouts`, mean k; `prior_error`, mean |m
+    - V|; `unknown`, share of the groups without a prior.
 
     Raises:
-        ConfigError: a parameter out of range or without effect, more rounds than a step may have, k_init > group size.
+        ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
         MethodError: the prior fails (see `rl_plugins.services`).
 
-    Source: no code was published. Fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through independent
-    notes on the paper; the gain is algebra from its error model, s2 for other bounds and the batched rounds are ours.
+    Source: arXiv 2603.10848, without code: fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through
+    independent notes; the gain is algebra from the paper's error model.
     """
 
     name = "v0_5"
@@ -77,12 +68,23 @@ class V05(Method):
     )
     fidelity = "paper"
     use_when = "Rollouts are expensive, groups are small (4), and something predicts a prompt's reward fairly well."
-    avoid_when = "Nothing does: prompts are seen once, or predictions are off by a fifth of the reward range or more."
+    avoid_when = (
+        "Nothing does: prompts are seen once, or predictions are off by a fifth of the reward range or more. A "
+        "prior that is moderately wrong is believed too often at small k: in `examples/evidence/v0_5.py` the "
+        "baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse "
+        "beyond."
+    )
+    cost = (
+        "At most k_max rollouts per prompt, in rounds that are decided on the rewards of the reward functions, "
+        "before `rewards` hooks change them. Room that no prompt needs stays empty."
+    )
     disagreements = (
-        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the hosts give "
-        "(`reward_low`, `reward_high`). The rule is the same on any scale.",
+        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the "
+        "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",
         "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",
         "Whether the paper normalizes advantages further is not known: `advantage_norm`, off by default.",
+        "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as `prior` can be it.",
+        "s2 for other bounds, the batched rounds, `leave_one_out` and `advantage_norm` are ours.",
     )
     needs = frozenset({"prompt_index"})
     rounds = True
@@ -90,13 +92,14 @@ class V05(Method):
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any] = param(
-            "running_mean", "what predicts a prompt's reward: one of these, or a function values(prompts, context)"
+            "running_mean",
+            "source of a prompt's predicted reward: one of these, or a function values(prompts, context)",
         )
         k_init: int = param(4, "rollouts of every prompt (the paper: 1 and 2 do not converge)", ge=1)
         k_max: int = param(16, "rollouts of a prompt at most", ge=1)
         increment: int = param(1, "rollouts added per round; 4 saves rounds on batched engines", ge=1)
         cost: float | None = param(
-            None, "gain from which on a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
+            None, "gain above which a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
         )
         reward_low: float = param(0.0, "lowest reward")
         reward_high: float = param(1.0, "highest reward")

@@ -19,7 +19,7 @@ from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
 class Vade(Method):
     """Variance-Aware Dynamic sampling: train on the prompts that promise groups with both right and wrong rollouts.
 
-    Update rule, over all D prompts of the dataset. Before a generation batch of B prompts:
+    Before a generation batch of B prompts, over all D prompts of the dataset:
 
         p_i ~ Beta(alpha_i + 1, beta_i + 1)          independently
         I_i = p_i (1 - p_i)^2                        (largest at p = 1/3) or p_i (1 - p_i)
@@ -30,32 +30,28 @@ class Vade(Method):
         prompts of the batch:   alpha_i <- selected_decay alpha_i + r_i,  beta_i <- selected_decay beta_i + n_i - r_i
         all others:             alpha_i <- unselected_decay alpha_i,      beta_i <- unselected_decay beta_i
 
-    The first decay is strong, because the policy that made the older rollouts is gone; the second is weak and takes
-    unvisited prompts back to the uniform prior, so that they are tried again (half their evidence is left after 693
-    batches at 0.999). A prompt in every batch has the evidence alpha + beta -> n / (1 - selected_decay).
+    The first decay is strong, because the older policy is gone. The second is weak and takes unvisited prompts back to
+    the uniform prior, so that they are tried again.
 
-    Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row, 0 at the start.
-    success: "threshold" counts a rollout with reward >= success_threshold as one success; "clipped_sum" counts its
-    reward clipped to [0, 1], for graded rewards. A rollout of several rows (turns, agents) counts once, with the mean
-    over its rows. All generated rows count, those that `select` removed too (they are evidence like any other). Rows
-    without a reward (NaN) do not, a prompt without a scored row is treated as unselected, and foreign prompts
-    (index -1) are ignored. Rows are collected by prompt, not by group number.
+    Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row. A success is a
+    reward >= success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
 
-    A batch that is not full asks again in the same step: the answer continues the ranking of the same draw without the
-    prompts taken, so the batch is what one question for all of them would have given.
+    Special cases: rows that `select` removed count. Rows without a reward (NaN) do not, a prompt without a scored row
+    is treated as unselected, and foreign prompts (index -1) are ignored. A rollout of several rows (turns, agents)
+    counts once, with the mean over its rows. A batch that is not full asks again: the answer continues the ranking of
+    the same draw.
 
-    An epoch no longer means that every prompt was seen once.
+    State: alpha and beta, 0 at the start. One Beta draw per generation batch, from `self.rng`.
 
-    Logged: informative (share of the batch's prompts whose rollouts differ in success: 0 < r < n), posterior_mean (of
-    all prompts), seen (share of prompts with evidence), evidence (mean alpha + beta of those).
+    Logs: `informative`, share of the batch's prompts whose rollouts differ in success (0 < r < n); `posterior_mean` of
+    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those.
 
-    State: alpha, beta. Randomness: one Beta draw per generation batch, from `self.rng`.
+    Raises:
+        ConfigError: a parameter out of range; a dataset without a length.
+        MethodError: more prompts are asked for than are left.
+        StateError: alpha and beta belong to a dataset of another length.
 
-    Errors: ConfigError for parameters out of range and for a dataset without a length; MethodError when more prompts
-    are asked for than are left; StateError when alpha and beta belong to a dataset of another length.
-
-    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (framework figure and caption), whose
-    numeric example this reproduces.
+    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (figure and caption).
     """
 
     name = "vade"
@@ -69,7 +65,10 @@ class Vade(Method):
     )
     fidelity = "paper"
     use_when = "Many groups are all right or all wrong, and generating more to filter (DAPO) costs too much."
-    avoid_when = "The dataset is a stream, or so large that few prompts are ever visited twice."
+    avoid_when = (
+        "The dataset is a stream, or so large that few prompts are ever visited twice. Or every prompt must be "
+        "seen once per epoch: an epoch no longer means that."
+    )
     disagreements = (
         "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
         "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "
@@ -79,11 +78,22 @@ class Vade(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        selected_decay: float = param(0.2, "what a visit leaves of a prompt's older counts", ge=0, le=1)
-        unselected_decay: float = param(0.999, "what a batch leaves of the counts of all other prompts", gt=0, le=1)
-        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "what the draw is ranked by")
-        success: Literal["threshold", "clipped_sum"] = param("threshold", "how a reward becomes a success")
-        success_threshold: float = param(0.5, "reward from which on a rollout is a success")
+        selected_decay: float = param(
+            0.2,
+            "share of a prompt's older counts that a visit leaves; a prompt in every batch has the evidence n"
+            " / (1 - this)",
+            ge=0,
+            le=1,
+        )
+        unselected_decay: float = param(
+            0.999,
+            "share of the counts of all other prompts that a batch leaves; at 0.999 half is left after 693 batches",
+            gt=0,
+            le=1,
+        )
+        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that the draw is ranked by")
+        success: Literal["threshold", "clipped_sum"] = param("threshold", "way in which a reward becomes a success")
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
 
         def check(self) -> None:
             if self.unselected_decay < self.selected_decay:

@@ -109,7 +109,7 @@ def test_own_matcher_and_writer():
 @pytest.mark.parametrize(
     ("expert", "why"),
     [
-        ([], "no recorded steps in the column `expert`"),
+        ([], "no recorded turns in the column `expert`"),
         ([["a", "b"]] * 17, "has 17 recorded"),
         ([["a"]], "needs an obs"),
     ],

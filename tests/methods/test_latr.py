@@ -637,7 +637,7 @@ def test_on_text() -> None:
     ("params", "message"),
     [
         ({"eta": (1.2,), "eta_steps": (0,)}, "`eta`"),
-        ({"eta": (1.0, 0.5), "eta_steps": (0,)}, "`eta` has 2 shares and `eta_steps` 1 steps"),
+        ({"eta": (1.0, 0.5), "eta_steps": (0,)}, "`eta` has 2 shares and `eta_steps` 1 batches"),
         ({"eta": (), "eta_steps": ()}, "`eta` has 0 shares"),
         ({"eta": (1.0, 0.5), "eta_steps": (0, 0)}, "must begin with 0 and rise"),
         ({"eta": (1.0,), "eta_steps": (3,)}, "must begin with 0 and rise"),

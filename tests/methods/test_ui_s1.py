@@ -20,7 +20,7 @@ from rl_plugins.methods.ui_s1 import (
     UiS1,
     gui_step_reward,
     semi_online_performance,
-    step_returns,
+    turn_returns,
 )
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts, TurnTable
@@ -66,7 +66,7 @@ def of_rollouts(*rollouts, task=0):
 def returns(steps, gamma=0.5, include_first_mismatch=False) -> list[float]:
     s = rows_of(steps)
     rollout = 100 * s.group + s.rollout
-    return step_returns(s.turns.reward, s.turns.valid, rollout, s.turns.turn, gamma, include_first_mismatch).tolist()
+    return turn_returns(s.turns.reward, s.turns.valid, rollout, s.turns.turn, gamma, include_first_mismatch).tolist()
 
 
 def oracle(steps, p):
@@ -224,7 +224,7 @@ def test_a_task_with_one_step_has_no_advantage_and_warns(caplog):
     with caplog.at_level(logging.WARNING, "rl_plugins"):
         decision = one_step(stack, rows_of([(0, 0, 0, 0.9, T), (1, 0, 0, 0.1, F), (1, 1, 0, 1.0, T)]))
     assert decision.row_advantages[0] == 0 and decision.row_advantages[1] < 0 < decision.row_advantages[2]
-    assert "single step" in caplog.text
+    assert "single turn" in caplog.text
 
 
 def test_several_rows_of_a_rollout_are_not_members_of_the_group():
@@ -318,7 +318,7 @@ def test_a_batch_of_which_nothing_stays_warns(caplog):
 
 
 def test_a_batch_without_steps_is_refused():
-    with pytest.raises(MethodError, match=r"no steps.*agent loop"):
+    with pytest.raises(MethodError, match=r"no turns.*agent loop"):
         one_step(start_stack(UiS1()), make_rollouts([1.0, 0, 0, 1]))
 
 
@@ -399,7 +399,7 @@ def test_a_patch_can_be_written_by_the_caller():
 
 
 def test_an_episode_that_is_used_wrongly_says_so():
-    with pytest.raises(MethodError, match="0 recorded steps"):
+    with pytest.raises(MethodError, match="0 recorded turns"):
         SemiOnlineEpisode([])
     with pytest.raises(MethodError, match="max_patches=-1"):
         SemiOnlineEpisode(EXPERT, -1)

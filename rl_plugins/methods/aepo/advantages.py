@@ -24,18 +24,19 @@ class AepoAdvantages(Method):
         A_t <- A_t (1 + weight z_t)             z is a constant of the update
 
     z is not limited, as in the authors' code: where z < -1/weight (-5) an advantage changes its sign. Entropies of
-    language models are hardly that low (their distribution has its long tail on the other side). `z_max` limits |z|.
+    language models are hardly that low (their distribution has its long tail on the other side). `z_max` limits |z|. z
+    has mean 0, so with equal |A| nothing is added on the whole.
 
-    A constant entropy (std up to 1e-6 max(1, |mean|), which is rounding) has z = 0, and so has a batch of one token:
-    advantages stay as they are. z has mean 0, so with equal |A| nothing is added on the whole.
+    Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy before the update.
 
-    Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy at the start of the step. Tokens that left the
-    update and rows without a reward (NaN) are out of mean and deviation and keep their advantage. Rows of one advantage
-    0 keep it.
+    Special cases: a constant entropy (std up to 1e-6 max(1, |mean|), which is rounding) has z = 0, and so has a batch
+    of one token. Tokens that left the update and rows without a reward (NaN) are out of mean and deviation and keep
+    their advantage. An advantage of 0 stays 0.
 
-    Logged: z_max, z_min; sign_changed (share of the tokens with A != 0).
+    Logs: `z_max`, `z_min`; `sign_changed`, share of the tokens with A != 0.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2510.14545, entropy-aware advantage estimation; `compute_policy_loss_entropy_balanced_clipping` in
     `AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py` of the authors' code.
@@ -48,7 +49,7 @@ class AepoAdvantages(Method):
     avoid_when = "Entropy is high already, or another method scales advantages by entropy."
     disagreements = (
         "The authors' code takes mean and deviation over each micro-batch, with the entropy of the current policy; "
-        "here they are those of the whole batch at the start of the step, so nothing depends on how it is split.",
+        "here they are those of the whole batch before the update, so nothing depends on how it is split.",
         "The authors' code gives NaN for a single token and divides rounding by rounding where entropy is constant; "
         "here z is 0 in both cases.",
         CODE_READ,
@@ -57,7 +58,7 @@ class AepoAdvantages(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        weight: float = param(0.2, "of the z-scored entropy", ge=0)
+        weight: float = param(0.2, "weight of the z-scored entropy", ge=0)
         z_max: float | None = param(None, "limit of |z|; none: no limit (the authors' code)", gt=0)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:

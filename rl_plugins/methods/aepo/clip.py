@@ -25,15 +25,18 @@ class AepoClip(Method):
 
     The value is PPO's with a dual clip, always. So is the gradient, except for tokens with A > 0 and r > 1 + clip_high:
     PPO drops them, here they have the gradient -A (1 + clip_high) grad lp however large r is, as in CISPO. Those are
-    mostly uncertain tokens that one update has made much more likely. On-policy (r = 1) it is PPO.
+    mostly uncertain tokens that one update has made much more likely. On-policy (r = 1) it is PPO. Aggregation and KL
+    loss are the host's. The entropy plays no part in it.
 
-    Symbols: lp, lp_old, A, loss (rows, time); the gradient flows through lp only. Masked tokens have loss and gradient
-    0, whatever their values. Aggregation and KL loss are the host's. The entropy plays no part in it.
+    Symbols: lp, lp_old, A, loss (rows, time); the gradient flows through lp only.
 
-    Logged over the tokens, per update: clipfrac (the clipped term is the larger loss), clipfrac_lower (the dual clip
-    acts), preserved (A > 0 and r > 1 + clip_high: tokens whose gradient PPO would drop).
+    Special cases: masked tokens have loss and gradient 0, whatever their values.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Logs: over the tokens, per update, `clipfrac` (the clipped term is the larger loss), `clipfrac_lower` (the dual clip
+    acts), `preserved` (A > 0 and r > 1 + clip_high: tokens whose gradient PPO would drop).
+
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2510.14545, entropy clipping-balanced mechanism; `compute_policy_loss_entropy_balanced_clipping` in
     `AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py` of the authors' code.
@@ -55,9 +58,9 @@ class AepoClip(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        clip_low: float = param(0.2, "the ratio is clipped at 1 - clip_low", ge=0, lt=1)
-        clip_high: float = param(0.2, "and at 1 + clip_high", ge=0)
-        dual_clip: float = param(3.0, "c: the loss of a token with A < 0 is at most -c A", gt=1)
+        clip_low: float = param(0.2, "lower clip range: the ratio is clipped at 1 - clip_low", ge=0, lt=1)
+        clip_high: float = param(0.2, "upper clip range: the ratio is clipped at 1 + clip_high", ge=0)
+        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p, valid = self.params, terms.mask > 0

@@ -22,7 +22,7 @@ from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prom
 class AepoRollout(Method):
     """Chains of an agent branch behind turns that were more uncertain than their first one, less and less often.
 
-    The entropy of a turn is that of its first tokens, from the engine's most likely ones, a sum and not a mean:
+    The entropy of a turn is a sum, not a mean:
 
         H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
 
@@ -32,32 +32,30 @@ class AepoRollout(Method):
 
         p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
 
-    u uniform in [0, 1); H_first is the entropy of the chain's first turn, for a copy of the first turn of its own; c
-    counts rounds in a row in which the prompt got a new chain (20 of them end branching). Where no chain goes on and
-    some are missing, one starts from the prompt per round. So every prompt ends with k chains. In the agents of
-    `examples/evidence/aepo.py` (6 of 12 from the prompt) the penalty makes no measurable difference.
-
-    m is `initial_rollouts`, half of k by default (the authors' scripts: 6 of 12). With `probe: true` it is
+    Where no chain goes on and some are missing, one starts from the prompt per round. m is `initial_rollouts`, half of
+    k by default. With `probe: true` it is
 
         m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
 
     where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
-    one whole rollout; both are thrown away. Entropies that do not change give about k / 2.
+    one whole rollout; both are thrown away. Evaluation plays plain rollouts.
 
-    What k chains share is trained in each of them. It was sampled in exactly that context, so a copy keeps its
-    log-probs. What the environment says is not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch`
-    (turns at the copy, None for those from the prompt) in `rollouts.meta` of methods that need them.
+    Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
+    a copy of the first turn of its own; c counts rounds in a row in which the prompt got a new chain (20 of them end
+    branching). What k chains share is trained in each of them, with its log-probs; what the environment says is not.
+    Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from the prompt) in
+    `rollouts.meta`.
 
-    Environments: `environment()` makes one (see `rl_plugins.agents`); it is copied with `copy.deepcopy`, so it
-    must hold its state in ordinary attributes, or define `__deepcopy__`. One that cannot be copied is said in a
-    warning, and the missing chains start from the prompt. One that raises or hangs ends its chain. A chain also ends
-    after `max_turns`, and where an answer to the observation would not fit. Evaluation plays plain rollouts.
+    Special cases: an environment is copied with `copy.deepcopy`; where that fails, a warning says so and the missing
+    chains start from the prompt. One that raises or hangs ends its chain, and so does `max_turns`, or a reply that
+    would not fit.
 
-    Randomness: u, from the prompt's own generator. State: none. Logged, means over prompts: initial (m), branches and
-    restarts (further chains, from copies and from the prompt), turn_entropy, penalized (mean of c over attempts).
+    Logs: means over prompts: `initial` (m); `branches`, `restarts`, further chains from copies and from the prompt;
+    `turn_entropy`; `penalized`, mean of c over attempts.
 
-    Errors: ConfigError for parameters out of range or without an environment; MethodError when an environment cannot
-    be reset.
+    Raises:
+        ConfigError: a parameter out of range; no environment.
+        MethodError: an environment cannot be reset.
 
     Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
     `AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout` of the authors' code.
@@ -67,19 +65,24 @@ class AepoRollout(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "An agent's turns are costly, a few of them decide, and its environment can be copied."
-    avoid_when = "Environments cannot be copied, or rollouts have one turn: nothing then branches."
+    avoid_when = (
+        "Environments cannot be copied, or rollouts have one turn: nothing then branches. In the agents of "
+        "`examples/evidence/aepo.py` (6 of 12 from the prompt) the penalty makes no measurable difference."
+    )
     cost = (
         "Less than plain rollouts, by what chains share; with `probe` one rollout and a short generation more per "
         "prompt. The engine must report its top_logprobs most likely tokens."
     )
     disagreements = (
         "The number of first chains from a probe is the paper's; all released scripts have it off: `probe`.",
-        "The authors' code resets c only in rounds in which some prompt of the batch branched, and never forgets "
-        "H_first of an earlier batch, by the number of the chain; here c is reset in every round without a new chain, "
-        "and nothing is shared between prompts or batches.",
-        "The authors' agents call tools inside one answer, which stops there, up to 6 times; here every turn is an "
-        "answer of its own, and what the environment says is a message.",
+        "The authors' code resets c only in rounds in which some prompt of the batch branched, and never "
+        "forgets H_first of an earlier batch, by the number of the chain; here c is reset in every round "
+        "without a new chain, and nothing is shared between prompts or batches.",
+        "The authors' agents call tools inside one answer, which stops there, up to 6 times; here every turn "
+        "is an answer of its own, and what the environment says is a message.",
         CODE_READ,
+        "Half of the chains start from the prompt by default, as in the authors' scripts (6 of 12). With a "
+        "probe, entropies that do not change give about half, too.",
     )
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments.calculator:Calculator"}
@@ -87,21 +90,25 @@ class AepoRollout(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         environment: Callable[..., Any] | None = param(
-            None, "makes an environment for one rollout, without arguments, as module:attribute; it must be given"
+            None,
+            "class or function that makes the environment of one rollout, as module:attribute (see "
+            "`rl_plugins.agents`), with its state in ordinary attributes or a `__deepcopy__`; must be given",
         )
         initial_rollouts: int | None = param(None, "chains that start from the prompt; none: half of them", ge=1)
-        probe: bool = param(False, "find their number for each prompt with a probe, which costs a rollout")
-        probe_tokens: int = param(50, "of the probe's short generation", ge=1)
-        probe_weight: float = param(0.5, "of H_root - H_tool in the sigmoid", ge=0)
-        beam_size: int = param(2, "a chain becomes at most so many in a round", ge=1)
-        branch_probability: float = param(0.5, "a chain is copied where p is this or more", ge=0, le=1)
-        entropy_weight: float = param(0.2, "of H_now - H_first in p", ge=0)
-        penalty: float = param(0.05, "of each round in a row with a new chain", ge=0, le=1)
+        probe: bool = param(False, "search for that number, for each prompt, with a probe that costs a rollout")
+        probe_tokens: int = param(50, "tokens of the probe's short generation", ge=1)
+        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0)
+        beam_size: int = param(2, "chains that one chain becomes at most in a round", ge=1)
+        branch_probability: float = param(0.5, "value of p from which a chain is copied", ge=0, le=1)
+        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0)
+        penalty: float = param(0.05, "penalty of each round in a row with a new chain", ge=0, le=1)
         entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1)
         top_logprobs: int = param(10, "most likely tokens the engine reports", ge=1)
         vocabulary: int = param(151_936, "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)", ge=2)
         max_turns: int = param(7, "turns of a chain; the authors' 6 tool calls and an answer", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of one turn; none: what the completion has room for", ge=1)
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of one turn; none: what the completion has room for", ge=1
+        )
         timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
 
         def check(self) -> None:

@@ -17,6 +17,7 @@ from rl_plugins.methods.arrol.survivors import (
     Array,
     Mask,
     Rule,
+    at_least,
     balanced,
     count_to_keep,
     draw,
@@ -33,55 +34,46 @@ from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 class Arrol(Method):
     """Stops about half of a prompt's rollouts early, chosen so that those that stay are half right and half wrong.
 
-    Reconstruction: the authors' repository holds no code, and how the head is built and trained in detail was not to be
-    found. The paper's head sees hidden states, which no engine of either host gives: here it sees log-probs of the
-    first tokens, or what `features` makes of them.
+    Reconstruction: the authors' repository holds no code, and how the head is built and trained was not to be found.
+    The paper's head sees hidden states; here it sees log-probs, or `features`.
 
     A rollout that still goes on after L = `detect_tokens` tokens goes on to the end with the probability
 
         p_i = clip(K + shift + strength (rho - q_i), low, high)        K keep_ratio, rho positive_ratio
 
-    where q_i is the calibrated probability that it will be right, and the shift is such that the mean of p over the
-    last rollouts (of all prompts) is K. So likely right rollouts are thinned where most are right, and prompts with few
-    right ones keep more rollouts. Only survivors are generated to the end, come back as rows and are trained: groups
-    are smaller (uneven), with the host's advantages. A rollout that ended within L tokens is never stopped, one whose
-    generation was interrupted before L goes on, and at least min_keep of a prompt remain.
+    where q_i is the calibrated probability that it will be right, and the shift makes the mean of p over the last
+    rollouts (of all prompts) K. So likely right rollouts are thinned where most are right. Only survivors are generated
+    to the end and trained, with the host's advantages in smaller groups.
 
-    `selection`: `survival` is the rule above (paper). It never favors right rollouts, also where hardly any is right;
-    `balanced` (ours) does: with mean q over the n undecided rollouts of the prompt,
+    That is `selection: survival` (paper). `balanced` (ours) also favors right rollouts where they are rare: with mean q
+    over the n undecided rollouts of the prompt
 
         a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
 
-    and k = round(K n) (halves up, at least min_keep together with those that ended before) survive, each with
-    probability s_i scaled to the sum k. `extremes` (ours) keeps the round(rho k) best and the worst, which splits
-    groups better than any draw but shows the head only extremes; `random` any k. `independent` draws each rollout by
-    itself (paper); without it the number that survives is the expected one, and the probabilities are the same.
+    and k = round(K n) (halves up) survive, each with probability s_i scaled to the sum k. `extremes` (ours) keeps the
+    round(rho k) best and the worst, `random` any k. `independent` draws each rollout by itself.
 
-    Head: an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`) and
-    their mean over the prompt's rollouts. It is trained on the driver after each generation batch: AdamW over the last
-    `window` rollouts with a reward, right if reward >= success_threshold, weighted by min(1 / p_i, max_weight), because
-    survivors are no fair sample. Calibration: the posterior per bin of the head's output (see `Calibrator`) over the
-    same window, of the output each rollout got before the head was trained on it. For the first `cold_start` batches,
-    and until both right and wrong ones were seen, nothing is stopped (and the program is one plain request).
+    The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
+    and their mean over the prompt. After each batch the driver trains it by AdamW on the last `window` rollouts,
+    weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before the head was
+    trained on it into the posterior per bin.
 
-    `features`: a function (list of contexts, each a list of token ids) -> one list of numbers per context, asked once
-    per prompt with all its rollouts cut to L tokens: a server that runs the policy to the last hidden state, say. If it
-    fails or answers nonsense, nothing is stopped for that prompt and its rollouts do not train the head.
+    Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. A rollout is right if reward >=
+    success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
 
-    Shapes: q, p (n,) float64 per prompt; features (rows, d) float64. The payload of the plan is the head, d * width
-    numbers: small for the built-in features (14), megabytes for hidden states, where `width` should be small.
+    Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L goes on, and at least
+    min_keep of a prompt remain. In the first `cold_start` batches, and until both right and wrong ones were seen,
+    nothing is stopped; nor for a prompt whose `features` fail, which do not train the head.
 
-    Voting (the paper's other use): `vote(answers, rank_weights(scores))`; a row's q and p are in its column `arrol`.
+    State: the window (features, labels, weights, outputs) and the head. Survivors and initial weights are drawn.
 
-    State: the window (features, labels, weights, outputs) and the head. Randomness: who survives, the initial weights.
-    Logged: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, their true share in
-    the window; `accuracy` and `brier` of the head's output before training.
+    Logs: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, true share in the
+    window; `accuracy`, `brier` of the head's output before training.
 
-    Errors: ConfigError for parameters out of range. Warns if completions are no longer than L.
+    Raises:
+        ConfigError: a parameter out of range.
 
-    Source: arXiv 2603.24840, read through summaries by others: survival probability, calibration by 128 bins with
-    Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, 20 steps of cold start, a two-layer MLP
-    trained by cross-entropy, votes by rank. The rest is marked as ours.
+    Source: arXiv 2603.24840, read through summaries by others.
     """
 
     name = "arrol"
@@ -96,12 +88,21 @@ class Arrol(Method):
     fidelity = "reconstruction"
     use_when = "Completions are long against what it takes to see where they go, and many groups are nearly all right."
     avoid_when = "Log-probs tell nothing of the outcome (watch arrol/accuracy), or completions are short."
-    cost = "Saves what stopped rollouts would still have cost. `top` > 0 needs log-probs of several tokens."
+    cost = (
+        "Saves what stopped rollouts would still have cost. `top` > 0 needs log-probs of several tokens. "
+        "Completions no longer than `detect_tokens` save nothing. The payload of the plan is the head, d * width "
+        "numbers: small for the built-in features (14), megabytes for hidden states, where `width` should be "
+        "small."
+    )
     disagreements = (
         "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",
-        "The paper's rule lowers the share of right rollouts also where it is below rho already; `selection: balanced` "
-        "does what the paper's aim says, per prompt.",
+        "The paper's rule lowers the share of right rollouts also where it is below rho already; `selection: "
+        "balanced` does what the paper's aim says, per prompt.",
         "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
+        "Reported by summaries of the paper: survival probability, calibration by 128 bins with Laplace "
+        "smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of 20, a two-layer MLP "
+        "trained by cross-entropy, votes by rank. The rest is marked as ours.",
+        "`selection: extremes` (ours) splits groups better than any draw but shows the head only extremes.",
     )
 
     @dataclass(frozen=True)
@@ -110,23 +111,29 @@ class Arrol(Method):
         keep_ratio: float = param(0.5, "K: share of the rollouts still going that stays; 1 stops none", gt=0, le=1)
         positive_ratio: float = param(0.5, "rho: share of right ones aimed at among the survivors", gt=0, lt=1)
         selection: Literal["survival", "balanced", "extremes", "random"] = param(
-            "survival", "by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
+            "survival", "choice of survivors: by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
         )
-        strength: float = param(0.5, "of the correction in p_i", ge=0)
-        low: float = param(0.1, "least p_i", gt=0, le=1)
+        strength: float = param(0.5, "strength of the correction in p_i", ge=0)
+        low: float = param(0.1, "smallest p_i", gt=0, le=1)
         high: float = param(0.9, "largest p_i", gt=0, le=1)
-        independent: bool = param(True, "each rollout is drawn by itself; false: as many as expected (ours)")
+        independent: bool = param(
+            True, "independent draw of each rollout; false: as many as expected, with the same probabilities (ours)"
+        )
         cold_start: int = param(20, "generation batches without stopping", ge=0)
         min_keep: int = param(2, "rollouts of a prompt that stay at least (ours)", ge=1)
-        success_threshold: float = param(0.5, "a reward from this on is right (ours)")
+        success_threshold: float = param(0.5, "reward from which a rollout is right (ours)")
         top: int = param(0, "most likely tokens whose log-probs are features, too; 0: none (ours)", ge=0, le=20)
-        features: Callable[..., Any] | None = param(None, "what the head sees instead: contexts -> numbers (ours)")
+        features: Callable[..., Any] | None = param(
+            None,
+            "function (list of contexts, lists of token ids cut to L) -> numbers per context, for the head "
+            "instead of log-probs, such as a server of hidden states (ours)",
+        )
         features_timeout: float = param(60.0, "seconds `features` may take for one prompt", gt=0)
         width: int = param(32, "hidden units of the head (ours)", ge=1)
-        learning_rate: float = param(0.01, "of the head (ours)", gt=0)
+        learning_rate: float = param(0.01, "learning rate of the head (ours)", gt=0)
         fit_steps: int = param(30, "passes over the window per generation batch (ours)", ge=1)
         window: int = param(2000, "rollouts the head and its calibration are fitted to (ours)", ge=10)
-        bins: int = param(128, "of the calibration", ge=1)
+        bins: int = param(128, "bins of the calibration", ge=1)
         max_weight: float = param(10.0, "largest weight 1 / p of a rollout in the fit; 1: none (ours)", ge=1)
 
         def check(self) -> None:
@@ -212,28 +219,36 @@ class Arrol(Method):
     # ---- generation
 
     def rollout(self, prompt: Prompt) -> Program:
-        p, start = self.params, prompt.start()
         payload: Any = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
-        limit = None if payload is None or p.keep_ratio == 1 else p.detect_tokens
-        top = p.top if p.features is None else 0
+        stops = payload is not None and self.params.keep_ratio < 1
+        begun, rows = yield from self._begin(prompt, self.params.detect_tokens if stops else None)
+        features: Any = yield from self._features(prompt.start(), begun)
+        decision = _Decision(np.ones(len(rows), dtype=bool), np.ones(len(rows)), None)
+        if stops and features is not None:
+            decision = self._decide(prompt, payload, begun, rows, features)
+        if stops:
+            rows = yield from self._finish(prompt, rows, decision.stays & self._going(prompt, begun, rows, 0))
+        return self._survivors_noted(rows, features, decision)
+
+    def _begin(self, prompt: Prompt, limit: int | None) -> Any:
+        """The first `limit` tokens of each rollout (None: all), as generated and as rows. A part of a program."""
+        start, top = prompt.start(), self.params.top if self.params.features is None else 0
         begun = yield Generate(start, n=prompt.n, max_tokens=limit, top=top)
-        rows = [start.add(g) for g in begun]
-        features: Any = yield from self._features(start, begun)
-        if limit is None or features is None:
-            if limit is not None:
-                rows = yield from self._finish(prompt, rows, self._going(prompt, begun, rows, 0))
-            return [r.noted(**self._note(features, i)) for i, r in enumerate(rows)]
+        return begun, [start.add(g) for g in begun]
+
+    def _decide(
+        self, prompt: Prompt, payload: Any, begun: Sequence[Generated], rows: Sequence[Trajectory], features: Any
+    ) -> _Decision:
+        """Which rollouts stay: those that have ended, and the survivors of the others."""
         q = Calibrator(payload["rates"])(quality(payload["head"], features)).numpy()
-        undecided = self._going(prompt, begun, rows, limit)
-        chosen, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
+        undecided = self._going(prompt, begun, rows, self.params.detect_tokens)
+        stays, keep = np.ones(len(rows), dtype=bool), np.ones(len(rows))
         if undecided.any():
             ended = int((~undecided).sum())
-            chosen[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
-            self.log("expected_right", q[chosen].mean(), weight=int(chosen.sum()))
-        self.log("stopped", float((~chosen).mean()), weight=len(rows))
-        rows = yield from self._finish(prompt, rows, chosen & self._going(prompt, begun, rows, 0))
-        noted = [r.noted(**self._note(features, i, keep[i], q[i])) for i, r in enumerate(rows)]
-        return [r for r, stays in zip(noted, chosen, strict=True) if stays]
+            stays[undecided], keep[undecided] = self._survivors(prompt, q[undecided], ended, payload["shift"])
+            self.log("expected_right", q[stays].mean(), weight=int(stays.sum()))
+        self.log("stopped", float((~stays).mean()), weight=len(rows))
+        return _Decision(stays, keep, q)
 
     def _features(self, start: Trajectory, begun: Sequence[Generated]) -> Any:
         """(rows, d) of what the head sees; None if `features` failed. A part of a program."""
@@ -257,21 +272,20 @@ class Arrol(Method):
 
     def _survivors(self, prompt: Prompt, q: Array, ended: int, shift: float) -> tuple[Mask, Array]:
         """Which of the undecided rollouts go on, and with which probability each was to."""
-        p, n, rng = self.params, len(q), prompt.rng("survivors")
-        least = min(n, p.min_keep - ended)
-        k = count_to_keep(n, p.keep_ratio, least)
+        p, rng = self.params, prompt.rng("survivors")
+        least = min(len(q), p.min_keep - ended)
+        k = count_to_keep(len(q), p.keep_ratio, least)
         if p.selection == "extremes":
-            return extremes(q, k, p.positive_ratio), np.ones(n)
+            return extremes(q, k, p.positive_ratio), np.ones(len(q))
+        keep = self._keep_probability(q, k, shift)
+        chosen = rng.random(len(q)) < keep if p.independent else draw(keep, rng)
+        return at_least(least, chosen, keep), keep
+
+    def _keep_probability(self, q: Array, k: int, shift: float) -> Array:
+        p = self.params
         if p.selection == "survival":
-            keep = survival(q, p.rule, shift)
-        else:
-            s = np.ones(n) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio)
-            keep = inclusion(s, k)
-        chosen = rng.random(n) < keep if p.independent else draw(keep, rng)
-        missing = least - int(chosen.sum())
-        if missing > 0:
-            chosen[np.argsort(-np.where(chosen, -1.0, keep), kind="stable")[:missing]] = True
-        return chosen, keep
+            return survival(q, p.rule, shift)
+        return inclusion(np.ones(len(q)) if p.selection == "random" else balanced(q, p.keep_ratio, p.positive_ratio), k)
 
     @staticmethod
     def _going(prompt: Prompt, begun: Sequence[Generated], rows: Sequence[Trajectory], least: int) -> Mask:
@@ -290,7 +304,20 @@ class Arrol(Method):
         done = dict(zip(which, rest, strict=True))
         return [r.add(done[i][0]) if i in done else r for i, r in enumerate(rows)]
 
-    def _note(self, features: Any, i: int, keep: float = 1.0, q: float | None = None) -> dict[str, Any]:
-        """What the driver gets to know of a rollout, as a column of the row."""
-        mine = None if features is None else features[i]
-        return {self.name: {"features": mine, "keep": float(keep), "q": None if q is None else float(q)}}
+    def _survivors_noted(self, rows: Sequence[Trajectory], features: Any, decision: _Decision) -> list[Trajectory]:
+        """The rows that stay, each with what the driver gets to know of it, as a column of the row."""
+        noted = []
+        for i in decision.stays.nonzero()[0].tolist():
+            q = None if decision.q is None else float(decision.q[i])
+            mine = None if features is None else features[i]
+            noted.append(rows[i].noted(**{self.name: {"features": mine, "keep": float(decision.keep[i]), "q": q}}))
+        return noted
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Of the rollouts of a prompt: which stay, with which probability each was to, and q if it is known."""
+
+    stays: Mask
+    keep: Array
+    q: Array | None

@@ -82,6 +82,15 @@ def draw(pi: Array, rng: np.random.Generator) -> Mask:
     return chosen
 
 
+def at_least(least: int, chosen: Mask, keep: Array) -> Mask:
+    """`chosen`, and as many of the others as are missing to `least`: those of the largest keep probability first."""
+    missing = least - int(chosen.sum())
+    added = chosen.copy()
+    if missing > 0:
+        added[np.argsort(-np.where(chosen, -1.0, keep), kind="stable")[:missing]] = True
+    return added
+
+
 def extremes(q: Array, k: int, positive_ratio: float) -> Mask:
     """The round(k rho) best and k minus that worst, (n,). Of equal ones the earlier counts as worse."""
     best = _round(k * positive_ratio)

@@ -26,17 +26,20 @@ class EchoClip(Method):
         loss    = max(-A r, -A clip(r, 1 - eps_b, 1 + eps_b)),    at most -dual_clip A where A < 0
 
     1 - Ctail lies in [0, 1], so the sigmoid lies in [1/2, sigmoid(kappa)] and the lower half of the range is never
-    used: with the defaults eps is 0.125 (sure) to 0.197 (unsure). A clip range that is equal for all rows makes it
-    PPO's dual clip, and eps_min = eps_max is that. The range is that of the start of the step and has no gradient.
+    used: with the defaults eps is 0.125 (sure) to 0.197 (unsure). With eps_min = eps_max it is PPO's dual clip. The
+    range has no gradient. Aggregation and KL loss are the host's.
 
-    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token at the start of the
-    step (see `disagreements`), eps and Ctail (rows,) float64. Only tokens in the update are part of the tail. Masked
-    tokens have loss and gradient 0, whatever their values. Aggregation and KL loss are the host's.
+    Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token before the update
+    (see `disagreements`), eps and Ctail (rows,) float64.
 
-    Logged: tail_confidence, clip_range (means over rows); per update, over the tokens: clipfrac (the clipped term is
-    the larger loss), clipfrac_lower (the dual clip acts), kl (mean of lp_old - lp).
+    Special cases: only tokens in the update are part of the tail. Masked tokens have loss and gradient 0, whatever
+    their values.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Logs: `tail_confidence`, `clip_range`, means over rows; per update, over the tokens, `clipfrac` (the clipped term is
+    the larger loss), `clipfrac_lower` (the dual clip acts), `kl` (mean of lp_old - lp).
+
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` and `compute_policy_loss` in
     `verl/trainer/ppo/core_algos.py` of the authors' code.
@@ -46,7 +49,10 @@ class EchoClip(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "Several updates are made per batch, and rollouts differ in how sure the policy is of their answers."
-    avoid_when = "One update is made per batch: the ratio is 1 and nothing is clipped."
+    avoid_when = (
+        "One update is made per batch: the ratio is 1 and nothing is clipped. In the bandits of "
+        "`examples/evidence/echo.py` neither this nor `echo_shaping` makes a measurable difference."
+    )
     disagreements = (
         "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; no host's training "
         "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "
@@ -57,10 +63,10 @@ class EchoClip(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         tail_window: int = param(16, "last tokens whose confidence counts; 0: all", ge=0)
-        eps_min: float = param(0.05, "the sigmoid's lower end; the range is at least halfway to eps_max", ge=0, lt=1)
+        eps_min: float = param(0.05, "lower end of the sigmoid; the range is at least halfway to eps_max", ge=0, lt=1)
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)
-        dual_clip: float = param(3.0, "c: the loss of a token with A < 0 is at most -c A", gt=1)
+        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
 
         def check(self) -> None:
             if self.eps_min > self.eps_max:

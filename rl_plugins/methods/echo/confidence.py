@@ -17,7 +17,7 @@ PAPER = Paper(
 
 
 def confidence(tokens: Tokens) -> Tensor:
-    """(tokens,) float64 in [0, 1], the probability of each token at the start of the step.
+    """(tokens,) float64 in [0, 1], the probability of each token by the policy before the update.
 
     The paper's C is the mean of the 5 largest probabilities in its place. No host's training pass gives these; the
     probability of the token itself is what the authors' code takes where sequences are packed without padding.

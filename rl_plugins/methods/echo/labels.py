@@ -18,7 +18,7 @@ from rl_plugins.rollouts import Plan, Rollouts
 
 
 class EchoLabels(Method):
-    """Rewards without labels: a rollout is right if it answers what most rollouts of its prompt answer.
+    r"""Rewards without labels: a rollout is right if it answers what most rollouts of its prompt answer.
 
     For every prompt `n_votes` rollouts are generated, of which the host's group size are trained:
 
@@ -26,26 +26,25 @@ class EchoLabels(Method):
         label    = the most frequent answer            # of several, the one that came first; none if nobody answers
         r_i      = 1 if answer_i == label else 0
 
-    All rollouts vote, then the first n of each group stay. The rewards replace those of the reward functions, whatever
-    these were (NaN included), and without labels a run needs some reward function all the same: one that returns None
-    will do. Evaluation is the host's, with the run's reward functions. Nothing says that the majority is right: where
-    it is not, training makes the policy surer of a wrong answer.
+    All rollouts vote, then the first n of each group stay: those that were generated first, so other methods that
+    generate spare rollouts stand before this one. The rewards replace those of the reward functions (NaN included); a
+    run needs some reward function all the same, and one that returns None will do. Evaluation is the host's.
 
-    `extract(text)` gives the answer in a canonical form, or None; answers are compared as texts. It is called in the
-    driver's own thread, once per rollout, as a reward function would be, so it must end by itself. One that raises
-    has found no answer. The default reads the last \\boxed{..}, without spaces, dollar signs and thousands separators,
-    and writes numbers alike (4, 4.0 and +4). `label_column` names a column with the true answer in the extractor's
-    form: for metrics only.
+    `extract(text)` gives the answer in a canonical form, or None; answers are compared as texts. The default reads the
+    last \boxed{..}, without spaces, dollar signs and thousands separators, and writes numbers alike (4, 4.0 and +4).
 
-    A rollout of several rows (turns, agents) votes with the text of its last row, and all of its rows get its reward.
-    Votes are counted in Python, row by row, like any reward on texts. The first n are those that were generated first:
-    other methods that generate spare rollouts of their own stand before this one.
+    Symbols: rewards (rows,) float64, 0 or 1. A rollout of several rows (turns, agents) votes with the text of its last
+    row, and all of its rows get its reward.
 
-    Shapes: rewards (rows,) float64, 0 or 1. Logged: majority_ratio (mean share of the rollouts that gave the label;
-    those without an answer count), answered (share of the rollouts), and with `label_column` label_accuracy (share of
-    the prompts) and reward_accuracy (share of the rollouts whose reward is the one the truth would give).
+    Special cases: `extract` is called in the driver's own thread, once per rollout, so it must end by itself; one that
+    raises has found no answer.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Logs: `majority_ratio`, mean share of the rollouts that gave the label (those without an answer count); `answered`,
+    share of the rollouts; with `label_column` `label_accuracy`, share of the prompts, and `reward_accuracy`, share of
+    the rollouts whose reward is the one the truth would give.
+
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150, and `_majority_vote`, `select_top_k_per_prompt` in `verl/trainer/ppo/ttrl_utils.py` of the
     authors' code; the idea is TTRL's, arXiv 2504.16084.
@@ -68,9 +67,11 @@ class EchoLabels(Method):
     class Params(MethodParams):
         n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is more", ge=1)
         extract: Callable[..., Any] = param(
-            boxed_answer, "extract(text): the answer in canonical form, or None; as module:attribute"
+            boxed_answer, "function extract(text): the answer in canonical form, or None; as module:attribute"
         )
-        label_column: str | None = param(None, "dataset column with the true answer, for metrics only")
+        label_column: str | None = param(
+            None, "dataset column with the true answer in the form of `extract`, for metrics only"
+        )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

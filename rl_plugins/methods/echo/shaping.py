@@ -29,18 +29,20 @@ class EchoShaping(Method):
 
     `statistics: raw` has H and 1 - C themselves instead of white(..). Where mult_coeff s_max < 1 the product keeps the
     sign of every advantage and leaves 0 at 0; the sum (off by default) gives advantages to groups of equal rewards,
-    too, with mean 0 in each group. Constant H and C change nothing, neither does mult_coeff = add_coeff = 0 nor
-    alpha = beta = 0. A batch of one token has S = 0. In the bandits of `examples/evidence/echo.py` neither this nor
-    `echo_clip` makes a measurable difference.
+    too, with mean 0 in each group.
 
-    Symbols: A (tokens,) float64; H (tokens,) entropy in nats of the policy at the start of the step; C (tokens,) in
-    [0, 1], the probability of the token at the start of the step (see `disagreements`). Tokens that left the update and
-    rows without a reward (NaN) are out of the statistics and keep their advantage.
+    Symbols: A (tokens,) float64; H (tokens,) entropy in nats of the policy before the update; C (tokens,) in [0, 1],
+    the probability of the token by that policy (see `disagreements`).
 
-    Logged: clipped (share of the tokens with |S| = s_max), change (mean |change of A|), sign_changed (share of the
-    tokens with A != 0).
+    Special cases: tokens that left the update and rows without a reward (NaN) are out of the statistics and keep their
+    advantage. Constant H and C change nothing, neither does mult_coeff = add_coeff = 0 nor alpha = beta = 0. A batch of
+    one token has S = 0.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Logs: `clipped`, share of the tokens with |S| = s_max; `change`, mean |change of A|; `sign_changed`, share of the
+    tokens with A != 0.
+
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2602.02150; `apply_hybrid_advantage_shaping` in `verl/trainer/ppo/core_algos.py` of the authors' code.
     """
@@ -49,7 +51,10 @@ class EchoShaping(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "A few uncertain tokens decide the outcome, and the policy's entropy falls too fast."
-    avoid_when = "Entropy is high already, or another method scales advantages by entropy."
+    avoid_when = (
+        "Entropy is high already, or another method scales advantages by entropy. In the bandits of "
+        "`examples/evidence/echo.py` neither this nor `echo_clip` makes a measurable difference."
+    )
     disagreements = (
         "The paper's text (as reported by others; it was not read) has H and 1 - C as they are, the authors' code has "
         "their z-scores over the batch: `statistics` (default: the code's).",
@@ -63,8 +68,8 @@ class EchoShaping(Method):
         alpha: float = param(1.0, "weight of the entropy", ge=0)
         beta: float = param(1.0, "weight of 1 - confidence", ge=0)
         s_max: float | None = param(2.0, "limit of |S|; none: no limit", gt=0)
-        mult_coeff: float = param(0.1, "a: the advantage is multiplied by 1 + a S", ge=0)
-        add_coeff: float = param(0.0, "lambda: lambda (S - its mean in the group) is added", ge=0)
+        mult_coeff: float = param(0.1, "factor a: the advantage is multiplied by 1 + a S", ge=0)
+        add_coeff: float = param(0.0, "factor lambda: lambda (S - its mean in the group) is added", ge=0)
         statistics: Literal["white", "raw"] = param("white", "z-scores over the batch (code), or the values (paper)")
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -19,7 +19,7 @@ class EchoTree(Method):
     With p_t the `logprob_top_k` largest probabilities in place t, renormalized:
 
         H_t   = entropy of p_t
-        c_t   = -mean log of the confidence_top_k largest of p_t      # large = peaked = sure
+        c_t   = -mean log of the confidence_top_k largest of p_t      # large: sure
         G_t, L_t = mean c of the last group_window, tail_window places (t included, fewer at the start)
         dH_t  = H_t - mean H of the entropy_window places before t (0 at the start)
 
@@ -29,28 +29,26 @@ class EchoTree(Method):
         w = min_branches + alpha (H_t - entropy_low) / (entropy_high - entropy_low)
                          - beta (G_t - branch_threshold) / |branch_threshold|      # rounded, min_branches..max_branches
 
-    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one in any case: each other
-    one is put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
+    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one included; the others
+    are put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
+
         low_confidence   G_t < prune_threshold
         tail_decline     L_t fell tail_decline_steps times in a row, and L_t <= tail_threshold
         entropy_spike    dH was positive delta_rise_steps times in a row, and dH_t > delta_upper
-    (this order breaks ties; none switches a rule off, and all three are off by default). A branch's places count from
-    its branching token on. What is missing to n rollouts is sampled independently and never cut; branches beyond n are
-    not made.
 
-    Cutting comes after generation, as in the authors' code, so it saves no computing: it takes the rest of a response
-    out of the update, together with its answer. A cut response counts as truncated.
+    (in this order; all three are off by default). What is missing to n rollouts is sampled independently and never cut.
+    Evaluation is the host's.
 
-    Books: the prefix of a branch was sampled in exactly its context and keeps its log-probs; the branching token was
-    not sampled (kind forced, log-prob NaN), so `forces_tokens` is set unless max_branches is 1. In `rollouts.meta` of
-    methods that need them: `echo_branch` (place of the branching token in the response, None for others),
-    `echo_pruned` (reason or None), `echo_penalty` (of the authors' code: L_t - (1 - mean of the lowest tenth of p_t)
-    - 0.05 where it was cut, else 0; used for nothing). Evaluation is the host's.
+    Symbols: a branch's places count from its branching token on. Its prefix was sampled in exactly its context and
+    keeps its log-probs; the branching token was not sampled (kind forced, log-prob NaN). `rollouts.meta` has
+    `echo_branch` (its place, None for others), `echo_pruned` (reason or None), `echo_penalty` (see `disagreements`). A
+    cut response counts as truncated.
 
-    Logged, means over prompts: branches (responses made by branching), pruned (share of the responses that may be
-    cut), kept_tokens (share of their tokens that stayed).
+    Logs: means over prompts: `branches`, responses made by branching; `pruned`, share of the responses that may be cut;
+    `kept_tokens`, share of their tokens.
 
-    State, randomness of its own: none. Errors: ConfigError for parameters out of range, or that could never act.
+    Raises:
+        ConfigError: a parameter out of range, or one that could never act.
 
     Source: arXiv 2602.02150; `deepconf_branching.py` and `_generate_sequences_deepconf` in
     `verl/workers/rollout/vllm_rollout/vllm_rollout_spmd.py` of the authors' code.
@@ -66,46 +64,53 @@ class EchoTree(Method):
     )
     cost = (
         "Two waves of generation per prompt, one after the other; tokens as for plain sampling, less the common "
-        "prefixes. The engine must report its logprob_top_k most likely tokens."
+        "prefixes. The engine must report its logprob_top_k most likely tokens. Cutting comes after generation, "
+        "as in the authors' code, so it saves no computing: it takes the rest of a response out of the update, "
+        "together with its answer."
     )
     disagreements = (
-        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that its own "
-        "config does not set and its own methods do not read; their scripts switch the tree off. Formulas are those of "
-        "the code with the name mended.",
-        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more than ln "
-        "10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but branch_threshold is 1.2, "
-        "prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the paper's confidence in [0, 1]). Such "
-        "values are refused. Here entropy_high and entropy_low are the config's, scaled from ln 64 (the class's "
-        "logprob_top_k) to ln 10; branch_threshold is 4, a doubtful token behind three almost certain ones. These are "
-        "ours.",
-        "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) cuts "
-        "almost every response of 200 tokens whose entropies go up and down at random (`examples/evidence/echo.py`), "
-        "and its answer with it. All three are off here.",
-        "The authors' code finds where to cut a branch in the places from its branching token on, and then counts from "
-        "the start of the response, so that it cuts too early; here the place is the same in both.",
+        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that "
+        "its own config does not set and its own methods do not read; their scripts switch the tree off. "
+        "Formulas are those of the code with the name mended.",
+        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more"
+        " than ln 10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but "
+        "branch_threshold is 1.2, prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the "
+        "paper's confidence in [0, 1]). Such values are refused. Here entropy_high and entropy_low are the "
+        "config's, scaled from ln 64 (the class's logprob_top_k) to ln 10; branch_threshold is 4, a doubtful "
+        "token behind three almost certain ones. These are ours.",
+        "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) "
+        "cuts almost every response of 200 tokens whose entropies go up and down at random "
+        "(`examples/evidence/echo.py`), and its answer with it. All three are off here.",
+        "The authors' code finds where to cut a branch in the places from its branching token on, and then "
+        "counts from the start of the response, so that it cuts too early; here the place is the same in "
+        "both.",
         "The authors' code takes the branching token's log-prob for that of a sampled token; here it has none.",
+        "`echo_penalty` is that of the authors' code: L_t - (1 - mean of the lowest tenth of p_t) - 0.05 "
+        "where a response was cut, else 0. Nothing reads it.",
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         logprob_top_k: int = param(10, "most likely tokens the engine reports", ge=2)
-        confidence_top_k: int = param(5, "of these count for the confidence", ge=1)
+        confidence_top_k: int = param(5, "number of these that count for the confidence", ge=1)
         min_depth: int = param(4, "first place that may branch", ge=0)
-        entropy_high: float = param(1.9, "a token branches from this entropy on, in nats; below ln logprob_top_k", gt=0)
+        entropy_high: float = param(1.9, "entropy from which a token branches, in nats; below ln logprob_top_k", gt=0)
         entropy_low: float = param(0.55, "entropy at which alpha adds nothing to the width", ge=0)
-        entropy_delta_threshold: float = param(0.2, "and from this rise of the entropy on")
-        branch_threshold: float = param(4.0, "and up to this group confidence; above ln confidence_top_k", gt=0)
-        min_branches: int = param(1, "least width", ge=1)
+        entropy_delta_threshold: float = param(0.2, "rise of the entropy from which a token branches")
+        branch_threshold: float = param(
+            4.0, "group confidence up to which a token branches; above ln confidence_top_k", gt=0
+        )
+        min_branches: int = param(1, "smallest width", ge=1)
         max_branches: int = param(4, "largest width; 1: nothing branches", ge=1)
         alpha: float = param(2.0, "width per entropy", ge=0)
         beta: float = param(1.0, "width per lack of confidence", ge=0)
         entropy_window: int = param(4, "places before a token its entropy is compared with", ge=1)
         group_window: int = param(4, "places of the group confidence", ge=1)
         tail_window: int = param(8, "places of the tail confidence", ge=1)
-        prune_threshold: float | None = param(None, "cut below this group confidence; none: never", gt=0)
-        tail_threshold: float | None = param(None, "cut a falling tail up to this confidence; none: never", gt=0)
+        prune_threshold: float | None = param(None, "group confidence below which a response is cut; none: never", gt=0)
+        tail_threshold: float | None = param(None, "confidence up to which a falling tail is cut; none: never", gt=0)
         tail_decline_steps: int = param(3, "places in a row the tail must have fallen", ge=1)
-        delta_upper: float | None = param(None, "cut above this rise of the entropy; none: never", ge=0)
+        delta_upper: float | None = param(None, "rise of the entropy above which a response is cut; none: never", ge=0)
         delta_rise_steps: int = param(3, "places in a row the entropy must have risen", ge=1)
 
         def check(self) -> None:

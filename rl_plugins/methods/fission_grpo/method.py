@@ -31,8 +31,8 @@ class FissionGrpo(Method):
     """An error of the policy becomes a prompt: the failed call and what the tool said of it, to be answered better.
 
     Reconstruction: the authors' repository holds no code, and their group sizes, trigger, thresholds and trained error
-    simulator (a 32B model) were not published; so those here are ours, and so is the variant for trainers with one
-    update per batch: recovery prompts join the next batch, where the paper generates and updates apart.
+    simulator (a 32B model) were not published; those here are ours, and so is the variant with one update per batch:
+    recovery prompts join the next batch, where the paper generates and updates apart.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
     an error text of its own), at most `max_per_prompt` of a prompt:
@@ -42,35 +42,27 @@ class FissionGrpo(Method):
 
     At the start of every `every`-th batch, if the pool holds `trigger` entries of at most `max_age` batches: the newest
     are popped, as many as fit into a share `share` of the rows, and each gets `group_size` rollouts in a group of its
-    own. They take room that is free, then that of prompts of the batch, drawn at random, which are then not trained in
-    it. Their rewards are those of the prompt they came from (all other columns are its), their advantages the host's
-    within the group: A_j = (R_j - mean) / std. No token of x_corr has a loss, for it is prompt. Groups of ordinary
-    prompts are as without the method.
+    own, A_j = (R_j - mean) / std. They take room that is free, then that of prompts of the batch, drawn at random.
+    Rewards and other columns are those of the prompt they came from. No token of x_corr has a loss, for it is prompt.
 
-    The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every second batch is
-    recovery only. The pool keeps `capacity` entries, the oldest go. A failed recovery is pushed again up to `max_depth`
-    times in a row. Contexts longer than max_characters are dropped.
+    The rules compare the answer's calls (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and
+    `gold_column` (the right calls); with neither only unreadable calls get a message of their own.
 
-    Messages. `message`: a function of a dict (prompt, answer, gold, tools, columns of the same names) -> text: an error
-    simulator, a model behind an endpoint (see `rl_plugins.services`). Without it rules compare the answer's calls
-    (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and `gold_column` (the right calls), whichever is
-    given: unknown function, missing, unknown, mistyped or wrong argument, too few or too many calls; with neither only
-    calls that cannot be read get a message of their own. A message that
-    contains a value of the right arguments which stands neither in the prompt nor in the failed answer is replaced by a
-    general one (`leaks`), and so is one that could not be had (`failed`).
+    Symbols: R, A (rows,) float64. Prompts of recovery are foreign (-1) to other methods. Where prompts are plain text,
+    so is x_corr: prompt, answer and f, each on a line.
 
-    What becomes a prompt is one answer: rollouts of several rows or turns are left out, with a warning. Rollouts
-    without a reward (NaN) are no errors. An error is noticed by the total reward, or by the reward function named
-    `correctness`. Where prompts are plain text, so is x_corr: prompt, answer and f, each on a line. Texts are compared
-    one by one, in loops over the errors only.
+    Special cases: a message with a value of the right arguments that stands neither in the prompt nor in the failed
+    answer is replaced by a general one, and so is one that could not be had. Rollouts of several rows or turns are left
+    out, with a warning. Rollouts without a reward (NaN) are no errors. A failed recovery is pushed again up to
+    `max_depth` times in a row. Contexts longer than max_characters are dropped.
 
-    State: the pool (prompt, row of the dataset, batch, depth). Randomness: which prompts are left out. Prompts of
-    recovery are foreign (-1) to other methods; name this method after those that choose prompts.
+    State: the pool (prompt, row of the dataset, batch, depth), at most `capacity` entries.
 
     Logs: `errors`, share of the rollouts; `pushed`, `served`, `dropped` entries; `pool`, its size; `leaks` and
     `failed`, messages replaced; `recovered`, share of the recovery rollouts that are no errors; `reward`, their mean.
 
-    Errors: ConfigError for parameters out of range. A stream as dataset is refused: its rows cannot be found again.
+    Raises:
+        ConfigError: a parameter out of range, or a reward function the run does not have.
 
     Source: arXiv 2601.15625, as four independent notes report it.
     """
@@ -80,16 +72,22 @@ class FissionGrpo(Method):
     fidelity = "reconstruction"
     use_when = "A policy that calls tools repeats a failed call, and prompts fail in all rollouts."
     avoid_when = "Answers have no second chance when the policy is used, or errors say nothing about their cause."
-    cost = "Recovery takes `share` of each batch from ordinary prompts."
+    cost = (
+        "Recovery takes `share` of each batch from ordinary prompts. The prompts that recovery displaces are not "
+        "trained in that batch. Name this method after those that choose prompts. A dataset that is a stream is "
+        "refused: its rows cannot be found again."
+    )
     disagreements = (
         "The paper updates on recovery apart from ordinary prompts; here both share a batch (see `share`, `every`).",
         "The paper's simulator is a trained model; here the environment's own text, `message`, or rules.",
         "The paper's reward changes its weights over the run: `fission_grpo_reward`, apart.",
+        "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every "
+        "second batch is recovery only.",
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        share: float = param(0.25, "of a batch's rows that may be recovery (ours)", gt=0, le=1)
+        share: float = param(0.25, "share of a batch's rows that may be recovery (ours)", gt=0, le=1)
         group_size: int | None = param(None, "rollouts of an error; none: the host's (ours)", ge=2)
         trigger: int = param(1, "entries the pool must hold before any is served (ours)", ge=1)
         every: int = param(1, "batches from one with recovery to the next (ours)", ge=1)
@@ -97,16 +95,19 @@ class FissionGrpo(Method):
         max_age: int = param(4, "batches after which an entry is too old (ours)", ge=1)
         max_per_prompt: int = param(1, "errors of a prompt that are kept per batch (ours)", ge=1)
         max_depth: int = param(1, "recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
-        max_characters: int = param(20_000, "of a recovery's messages (ours)", ge=1)
-        error_threshold: float = param(0.5, "a reward below is an error (ours)")
-        correctness: str | None = param(None, "reward function that says so; none: the total reward")
+        max_characters: int = param(20_000, "characters of a recovery's messages at most (ours)", ge=1)
+        error_threshold: float = param(0.5, "reward below which a rollout is an error (ours)")
+        correctness: str | None = param(None, "reward function that tells errors; none: the total reward")
         error_column: str | None = param(None, "column of the rows with the environment's own error text")
-        message: Callable[..., Any] | None = param(None, "message(a dict about the error) -> text; none: rules")
+        message: Callable[..., Any] | None = param(
+            None,
+            "function message(dict with prompt, answer, gold, tools) -> text, such as an error simulator; none: rules",
+        )
         message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0)
         prompt_column: str = param("prompt", "dataset column with the prompt")
         gold_column: str | None = param(None, "dataset column with the right calls")
         tools_column: str | None = param(None, "dataset column with the schemas of the tools")
-        role: Literal["tool", "user"] = param("tool", "who says the message; user for templates without tools")
+        role: Literal["tool", "user"] = param("tool", "role that says the message; user for templates without tools")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -22,16 +22,19 @@ class FissionReward(Method):
         R = (w_fmt R_fmt + w_corr R_corr + R_len) / 3
         w_corr = start + progress (end - start),   w_fmt = 2 - w_corr,   progress = batch / batches of the run
 
-    R_fmt, R_corr, R_len are the run's reward functions named `format`, `correctness` and `length`; without one for the
-    length R_len is 1. If each is in [0, 1], so is R, and its largest value is 1 throughout. Other reward functions are
-    left out, and the host's weights are not used. A row that lacks one of the three has no reward (NaN).
+    If each of R_fmt, R_corr, R_len is in [0, 1], so is R, and its largest value is 1 throughout. `correctness` in
+    `rl_plugins.methods.fission_grpo` is a reward for calls: half the functions, half the arguments.
 
-    `correctness` in `rl_plugins.methods.fission_grpo` is such a reward for calls: half the functions, half the
-    arguments.
+    Symbols: rewards (rows, functions), R (rows,), float64. R_fmt, R_corr, R_len are the run's reward functions named
+    `format`, `correctness` and `length`; without one for the length R_len is 1. Other reward functions are left out,
+    and the host's weights are not used.
 
-    Shapes: rewards (rows, functions), R (rows,), float64. State, randomness: none. Logged: `weight_correctness`.
+    Special cases: a row that lacks one of the three has no reward (NaN).
 
-    Errors: ConfigError if a reward function of these names does not exist, or two are the same.
+    Logs: `weight_correctness`.
+
+    Raises:
+        ConfigError: a reward function of these names does not exist, or two are the same.
 
     Source: arXiv 2601.15625, as independent notes report it.
     """
@@ -50,7 +53,7 @@ class FissionReward(Method):
         correctness: str = param("correctness", "reward function for the right call")
         length: str | None = param(None, "reward function for the length; none: 1")
         start: float = param(0.5, "weight of the correctness at the start (ours)", ge=0, le=2)
-        end: float = param(1.5, "the same at the end (ours)", ge=0, le=2)
+        end: float = param(1.5, "weight of the correctness at the end (ours)", ge=0, le=2)
 
         @property
         def names(self) -> list[str]:

@@ -14,10 +14,10 @@ class Latr(Method):
     """A lookahead tree makes the rollouts of a prompt instead of n independent samples.
 
     Of n rollouts k = round(n eta) come from the tree (Python's round, to the even number), the others are sampled as
-    usual. p_1 >= .. >= p_m are the probabilities of the most likely tokens at temperature 1. For each step s = 0, 1, ..
+    usual. p_1 >= .. >= p_m are the probabilities of the most likely tokens at temperature 1. For each place s = 0, 1,
+    ..
 
-        1. every row that has not ended takes its most likely token, and besides, for j = 2..m, token j opens a branch
-           if
+        1. every row that has not ended takes its most likely token, and for j = 2..m token j opens a branch if
                p_j > tau_abs  and  p_1 - p_j < tau_rel
            as long as the prompt has fewer than k rows: all second choices in the order of the rows, then third ones
         2. a branch of age r in `lookahead` is pruned, with all that grew on it, if its r tokens a since birth are still
@@ -25,42 +25,29 @@ class Latr(Method):
                edit_distance(a, b) / r < tau_ed,  suffix_match(a, b) / r > tau_sm,  ROUGE-L(a, b) > tau_rl
            but never after an end of sequence in either
         3. the tree ends if every row has ended, at `max_tree_tokens`, or when it is full: at least
-           round(k (full_share - full_decay s / completion length)) rows, all born more than max(lookahead) steps ago
+           round(k (full_share - full_decay s / completion length)) rows, all born more than max(lookahead) places ago
 
     Then copies of the first row (the greedy one) fill up to k rows, and every row that has not ended is completed by
-    ordinary sampling. Suffix match is the longest suffix of one that occurs anywhere in the other. Place freed by
-    pruning is used again. eta = 0 is plain sampling, and so is evaluation.
+    ordinary sampling. Place freed by pruning is used again. eta is `eta[i]` from generation batch `eta_steps[i]` on,
+    counted from 0. eta = 0 is plain sampling, and so is evaluation.
 
-    eta falls in steps: `eta[i]` from generation batch `eta_steps[i]` on. Generation batches count from 0 on the driver
-    (one per step in verl; in TRL one may serve several optimizer steps); the authors' step counts from 1.
+    A request brings up to `decode_ahead` tokens of a row with their alternatives, and the lines above are replayed on
+    them: unless the tree samples (`sample_nk`) it is the same for any `decode_ahead`.
 
-    The paper's settings for mathematics: tau_abs 0.15, tau_rel 0.25, tau_ed none, tau_sm 0.2, tau_rl 0.5, eta 1, 0.75,
-    0.5, 0.25 from steps 0, 100, 200, 300, max_tree_tokens 1024; the defaults are those for countdown.
-
-    Tokens of the tree are `Kind.FORCED`: they are argmax or candidates, no distribution of the engine made them, so
-    corrections by its log-probs are refused beside this method; the trainer's old log-probs are as good as ever.
-    Those of the tail, of plain rows, and of `sample_nk` are sampled, with their log-probs.
-
-    Decoding ahead: between branchings a row is its own argmax, so a request brings up to `decode_ahead` tokens of it
-    with their alternatives, and the steps above are replayed on them. Unless the tree samples (`sample_nk`) it is the
-    same for any `decode_ahead`. A prompt needs one round of requests for every `decode_ahead` steps and one for every
-    step in which a branch was born; what is decoded on branches that are pruned, or beyond the end of the tree, is lost
-    (`unused`).
-
-    Integers are token ids; probabilities, thresholds and eta are in 0..1; a row has no more tokens than a completion.
+    Symbols: a, b token ids; probabilities in 0..1. Suffix match is the longest suffix of one that occurs anywhere in
+    the other. Tokens of the tree are `Kind.FORCED`: no distribution of the engine made them, so corrections by its
+    log-probs are refused. All others are sampled, with their log-probs.
 
     Logs: `eta`; per prompt `branches` (alive at the end, without copies), `copies` (share of k), `tree_tokens` (length
-    of the tree); `pruning_ratio` (tests that fired / tests made); `unused` (share of the tokens decoded for the tree
-    that no rollout has). `branches` near 1 and `copies` near 1: the policy is too sure for these thresholds.
+    of the tree); `pruning_ratio`, tests that fired / tests made; `unused`, share of the tokens decoded for the tree
+    that no rollout has. `branches` and `copies` near 1: the policy is too sure for these thresholds.
 
     Raises:
         ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit.
         MethodError: the engine does not report the most likely tokens.
 
     Source: arXiv 2510.24302; model/generation.py, sample_filter.py, metrics.py, utils.py of the authors' code at commit
-    2adb0ed. Left out, because no run of theirs uses it: the filters for stop words and for cumulative probability, the
-    scheduler of thresholds, random branching and pruning; and `keep_math_symbols`, which is on there and tests one
-    branch but prunes another.
+    2adb0ed.
     """
 
     name = "latr"
@@ -80,14 +67,21 @@ class Latr(Method):
     )
     cost = (
         "Needs an engine that reports the `candidates` most likely tokens with their log-probs. One round of requests "
-        "per `decode_ahead` tokens and per step with a birth, each of which reads the prefix again unless the engine "
+        "per `decode_ahead` tokens and per place with a birth, each of which reads the prefix again unless the engine "
         "caches it; logged as `unused`: what was decoded for nothing."
     )
     disagreements = (
-        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's uncertainty; "
-        '`rel_test="far"` gives that. Which of them made the paper\'s tables is not known.',
-        "The authors stop all prompts of a batch together, when the sum of their branches is full and no branch of any "
-        "is young. A program sees one prompt, so each stops by itself: its greedy part is at most as long as theirs.",
+        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's "
+        'uncertainty; `rel_test="far"` gives that. Which of them made the paper\'s tables is not known.',
+        "The authors stop all prompts of a batch together, when the sum of their branches is full and no "
+        "branch of any is young. A program sees one prompt, so each stops by itself: its greedy part is at "
+        "most as long as theirs.",
+        "Left out, because no run of the authors uses it: the filters for stop words and for cumulative "
+        "probability, the scheduler of thresholds, random branching and pruning; and `keep_math_symbols`, "
+        "which is on there and tests one branch but prunes another.",
+        "The paper's settings for mathematics: tau_abs 0.15, tau_rel 0.25, tau_ed none, tau_sm 0.2, tau_rl "
+        "0.5, eta 1, 0.75, 0.5, 0.25 from 0, 100, 200, 300, max_tree_tokens 1024; the defaults are those for "
+        "countdown. The authors' count of batches starts at 1, here at 0.",
     )
     needs = frozenset({"engine:logprobs=2"})
     forces_tokens = True

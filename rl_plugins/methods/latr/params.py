@@ -21,19 +21,26 @@ class LatrParams(MethodParams):
         (0, 10, 20, 80, 200), "generation batch (from 0) from which on each share holds", ge=0
     )
     candidates: int = param(2, "most likely tokens looked at in each place (m)", ge=2)
-    tau_abs: float = param(0.25, "a candidate's probability must exceed this", ge=0, le=1)
-    tau_rel: float = param(0.15, "the distance to the most likely token's probability is compared to this", ge=0, le=1)
+    tau_abs: float = param(0.25, "probability that a candidate must exceed", ge=0, le=1)
+    tau_rel: float = param(
+        0.15, "distance to the most likely token's probability that `rel_test` compares with", ge=0, le=1
+    )
     rel_test: Literal["close", "far"] = param(
-        "close", "the distance must be below tau_rel; far: above it (the code before January 2026)"
+        "close",
+        "side of tau_rel on which the distance must be: close, below it; far, above it (the code before January 2026)",
     )
     lookahead: tuple[int, ...] = param((20, 30, 50), "ages in tokens at which a branch is compared to its parent", ge=1)
-    tau_ed: float | None = param(0.4, "pruned if edit distance / age is below this; none: not tested", ge=0, le=1)
-    tau_sm: float | None = param(None, "pruned if suffix match / age is above this; none: not tested", ge=0, le=1)
-    tau_rl: float | None = param(None, "pruned if ROUGE-L is above this; none: not tested", ge=0, le=1)
+    tau_ed: float | None = param(
+        0.4, "edit distance / age below which a branch is pruned; none: not tested", ge=0, le=1
+    )
+    tau_sm: float | None = param(
+        None, "suffix match / age above which a branch is pruned; none: not tested", ge=0, le=1
+    )
+    tau_rl: float | None = param(None, "ROUGE-L above which a branch is pruned; none: not tested", ge=0, le=1)
     sample_nk: Literal["none", "full", "always"] = param(
         "none", "tokens of the tree that are sampled instead of argmax: where nothing branches (always), if also full"
     )
-    stop_when_full: bool = param(True, "the tree ends when it has its branches and all are older than any lookahead")
+    stop_when_full: bool = param(True, "end of the tree when it has its branches and all are older than any lookahead")
     full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1)
     full_decay: float = param(0.05, "fall of that share over the length of a completion", ge=0, le=1)
     max_tree_tokens: int | None = param(512, "length of the tree at most; none: the completion's", ge=1)
@@ -42,7 +49,7 @@ class LatrParams(MethodParams):
     def check(self) -> None:
         if len(self.eta) != len(self.eta_steps) or not self.eta:
             raise ConfigError(
-                f"`eta` has {len(self.eta)} shares and `eta_steps` {len(self.eta_steps)} steps; give one step for "
+                f"`eta` has {len(self.eta)} shares and `eta_steps` {len(self.eta_steps)} batches; give one batch for "
                 f"each share."
             )
         if self.eta_steps[0] != 0 or any(b <= a for a, b in itertools.pairwise(self.eta_steps)):
@@ -50,9 +57,9 @@ class LatrParams(MethodParams):
         if not self.lookahead:
             raise ConfigError("`lookahead` is empty; name at least one age, or turn off the tests (`tau_ed=none`).")
 
-    def eta_at(self, step: int) -> float:
+    def eta_at(self, batch: int) -> float:
         """The share that holds in a generation batch."""
-        return [e for e, first in zip(self.eta, self.eta_steps, strict=True) if first <= step][-1]
+        return [e for e, first in zip(self.eta, self.eta_steps, strict=True) if first <= batch][-1]
 
     def branches(self, best: float, other: float) -> bool:
         """Whether a candidate of probability `other`, next to the most likely one of `best`, opens a branch."""

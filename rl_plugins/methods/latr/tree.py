@@ -112,15 +112,15 @@ def grow(prompt: Prompt, params: LatrParams, n: int) -> Generator[Any, Any, Tree
     room = prompt.room(start)
     limit = room if params.max_tree_tokens is None else min(room, params.max_tree_tokens)
     horizon = 0  # up to where all rows are decoded ahead
-    for step in range(limit):
+    for place in range(limit):
         rows = tree.branches
         running = [b for b in rows if not b.finished]
         if not running:
             break
-        horizon = min(step + params.decode_ahead, limit) if step >= horizon else horizon
+        horizon = min(place + params.decode_ahead, limit) if place >= horizon else horizon
         hungry = [b for b in running if not b.ahead]
         sampled = params.samples(len(rows), n)
-        if not (yield from _decode(tree, hungry, start, params, horizon - step, sampled)):
+        if not (yield from _decode(tree, hungry, start, params, horizon - place, sampled)):
             break
 
         kept = _within_capacity(rows, n, params)
@@ -132,15 +132,15 @@ def grow(prompt: Prompt, params: LatrParams, n: int) -> Generator[Any, Any, Tree
                 sampling.append(row)
         # rows that were decoded ahead as argmax before the tree was full
         stale = [b for b in sampling if not b.ahead[0].sampled]
-        if not (yield from _decode(tree, stale, start, params, horizon - step, True)):
+        if not (yield from _decode(tree, stale, start, params, horizon - place, True)):
             break
         for row in running:
             row.advance(row in sampling, eos)
         tree.branches = rows = rows + children
 
-        _prune(tree, params, step + 1)
-        settled = all(step - b.born > max(params.lookahead) for b in tree.branches)
-        if params.stop_when_full and settled and params.full(len(tree.branches), n, step / room):
+        _prune(tree, params, place + 1)
+        settled = all(place - b.born > max(params.lookahead) for b in tree.branches)
+        if params.stop_when_full and settled and params.full(len(tree.branches), n, place / room):
             break
     return tree
 

@@ -24,9 +24,9 @@ _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
 class MGrpo(Method):
     """GRPO for a main agent that delegates to sub-agents: role-aware groups and trajectories aligned to fixed numbers.
 
-    A reconstruction in parts. From the authors' code: rewards of main agent and sub-agents, the sub-agent's format
-    rule. From the paper: groups per query and agent. Reconstructed, because neither the code has it nor the text was
-    readable: how trajectories are aligned, and what a query without delegation does.
+    Reconstruction: how trajectories are aligned, and what a query without delegation does; neither the code has it nor
+    was the text readable. Rewards and the sub-agent's format rule are the authors' code's, groups per query and agent
+    the paper's.
 
     For a query, K rollouts of the main agent M are made; rollout k calls sub-agents d_k >= 0 times, and every call is a
     trajectory, and a row, of its own. With the reward R_k of rollout k's main row and the format score f in {0, 1} of a
@@ -39,31 +39,22 @@ class MGrpo(Method):
         A = (R - mean(R)) / (std(R) + std_eps)      over the rows of the same query and the same agent, divisor n - 1
 
     so a sub-agent is compared with its kind over all K rollouts, and never with M. Then the sub-agents' rows are
-    aligned to D = `sub_per_rollout` for every rollout: of more, D stay, drawn without replacement; to fewer, copies are
-    added, drawn with replacement from the rollout's own rows; a rollout without any gets D rows drawn from those of its
-    query (`fill_empty`), and a query without any adds none. c copies of a row are one row with c A: every PPO-type
-    loss is proportional to the advantage, so that is the aligned batch up to one factor on the whole loss (and a KL
-    term, which counts the row once). Statistics are taken before. Copies let rollouts with few delegations weigh as
-    much as others. In `examples/evidence/m_grpo.py` training both agents is worth far more than a frozen sub-agent;
-    alignment learns no faster than `align: false`, rather a little slower: what it buys is the constant size.
+    aligned to D = `sub_per_rollout` for every rollout: of more, D stay, drawn without replacement; to fewer, copies of
+    the rollout's own rows are added, drawn with replacement; a rollout without any gets D rows of its query
+    (`fill_empty`). Statistics are taken before. c copies of a row are one row with c A: the aligned batch up to one
+    factor on the whole loss (and a KL term, which counts the row once).
 
-    What rows carry: column `agent_column`, the agent's name, `main_agent` for M. All rows of rollout k, M's and those
-    of the agents it called, share `group` and `rollout` (and differ in `index`): that says whose call it was. A row
-    holds its own agent's tokens only. `rows_per_rollout` is 1 + D: more may be generated, no more is trained. All
-    agents share one policy here; two policies are two runs, each on its own agent's rows.
+    Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
+    All rows of rollout k share `group` and `rollout` and differ in `index`; a row holds its own agent's tokens only.
+    Draws are from `self.rng`, in the order of query, rollout and index.
 
-    Shapes: rewards and advantages are (rows,) float64. Rows without a reward (NaN: a sub-agent that timed out, a judge
-    that failed) are out of every statistic; a sub-agent's leaves, and so its place is filled. Without a reward of M's
-    row its sub-agents' rows have none. A row alone with its kind has A = 0 and a warning; equal rewards give 0. Without
-    delegation the method is GRPO on M. Several kinds of sub-agents are groups of their own and share the D places.
+    Special cases: rows without a reward (NaN) are out of every statistic; a sub-agent's leaves, and its place is
+    filled. Without a reward of M's row its sub-agents' rows have none. A row alone with its kind has A = 0 and a
+    warning; equal rewards give 0. Several kinds of sub-agents are groups of their own and share the D places. Without
+    delegation it is GRPO on M.
 
-    The main agent's own reward is the user's; in the code a valid format with the right answer gives 1, a valid format
-    0.1, else 0. `sub_agent_format` is the authors' format rule for reward functions and agent loops.
-
-    Logs: `reward_main`, `reward_sub` (means); `calls`, mean d_k; `dropped`, share of the sub-agents' rows that left;
+    Logs: `reward_main`, `reward_sub`, means; `calls`, mean d_k; `dropped`, share of the sub-agents' rows that left;
     `copies`, share of the aligned batch; `without_calls`, share of the rollouts.
-
-    Randomness: which rows stay and which are copied, from `self.rng`, in the order of query, rollout and index.
 
     Raises:
         ConfigError: a parameter out of range.
@@ -85,13 +76,25 @@ class MGrpo(Method):
     )
     fidelity = "reconstruction"
     use_when = "A planner delegates subtasks to sub-agents as often as it likes, and both are to be trained."
-    avoid_when = "There is one agent, or every sub-agent's work can be judged by itself (then give it that reward)."
+    avoid_when = (
+        "There is one agent, or every sub-agent's work can be judged by itself (then give it that reward). In "
+        "`examples/evidence/m_grpo.py` training both agents is worth far more than a frozen sub-agent; alignment "
+        "learns no faster than `align: false`, rather a little slower: what it buys is the constant size."
+    )
+    cost = (
+        "A rollout may take 1 + sub_per_rollout rows of the batch: more may be generated, no more is trained. All"
+        " agents share one policy; two policies are two runs, each on its own agent's rows."
+    )
     disagreements = (
-        "The paper names a sub-agent's own work (an expert's judgment) in its reward, with weights we could not read; "
-        "the code has format and the main agent's outcome only (`sub_reward: outcome`, default). With `own` a row "
-        "keeps the reward its reward functions give it.",
-        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 items of a queue, "
-        "whatever query they came from. `align: false` leaves all rows; groups are always those of the queries.",
+        "The paper names a sub-agent's own work (an expert's judgment) in its reward, with weights we could "
+        "not read; the code has format and the main agent's outcome only (`sub_reward: outcome`, default). "
+        "With `own` a row keeps the reward its reward functions give it.",
+        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 items of a "
+        "queue, whatever query they came from. `align: false` leaves all rows; groups are always those of the"
+        " queries.",
+        "The main agent's own reward is the user's; in the code a valid format with the right answer gives 1,"
+        " a valid format 0.1, else 0. `sub_agent_format` is the authors' format rule for reward functions and"
+        " agent loops.",
     )
 
     @dataclass(frozen=True)
@@ -99,15 +102,18 @@ class MGrpo(Method):
         main_agent: str = param("main", "name of the main agent in the column")
         agent_column: str = param("agent", "column with the name of each row's agent")
         sub_reward: Literal["outcome", "own"] = param(
-            "outcome", "a sub-agent is rewarded by its format and the main agent's outcome (code), or as it is"
+            "outcome", "reward of a sub-agent: its format and the main agent's outcome (code), or its own"
         )
-        right_above: float = param(0.1, "a reward of the main agent above it is right")
+        right_above: float = param(0.1, "reward above which the main agent is right")
         sub_right: float = param(1.0, "reward of a well-formed sub-agent whose main agent is right")
-        sub_wrong: float = param(0.1, "and of one whose main agent is wrong")
-        std_eps: float = param(1e-6, "added to the standard deviation", gt=0)
-        align: bool = param(True, "align the sub-agents' rows to `sub_per_rollout` for every rollout")
+        sub_wrong: float = param(0.1, "reward of a well-formed sub-agent whose main agent is wrong")
+        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
+        align: bool = param(
+            True,
+            "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows as they are",
+        )
         sub_per_rollout: int = param(4, "D, sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
-        fill_empty: bool = param(True, "a rollout without sub-agents gets rows of its query's others (ours)")
+        fill_empty: bool = param(True, "rows of its query's others for a rollout without sub-agents (ours)")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -19,18 +19,19 @@ _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 class MGrpoRollout(Method):
     """Rollouts of a main agent and its sub-agents on one policy: name it before `m_grpo`, which trains them.
 
-    A reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
+    Reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
     policy of the run, and a sub-agent answers in one message.
 
     The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
     their tasks in its text (default: whatever stands between <tool_call> and </tool_call>). A sub-agent S reads a
     conversation of its own, `sub_prompt` with the task in it, and its completion is a row of its own; what stands
     between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
-    The rollout ends with a turn without a call, after `max_turns`, or when nothing more fits.
+    Calls of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when
+    nothing more fits.
 
-    Rows of a rollout: S's in the order of the calls, M's last (the row an evaluation grades); `meta["agent"]` is
-    `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's row never has S's
-    tokens and vice versa: what S said stands in M's row as observed text. Calls of a turn are generated together.
+    Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
+    `meta["agent"]` is `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's
+    row never has S's tokens and vice versa: what S said stands in M's row as observed text.
 
     Logs: `calls` and `turns` per rollout, `parse_failed`.
 
@@ -56,13 +57,15 @@ class MGrpoRollout(Method):
         main_agent: str = param("main", "name of the main agent in the column `agent`")
         sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
         parse: Callable[..., Any] | None = param(
-            None, "text of a turn -> list of tasks to delegate; default: what stands in <tool_call> tags"
+            None, "function: text of a turn -> list of tasks to delegate; default: the texts in <tool_call> tags"
         )
-        sub_prompt: str = param("{task}", "the sub-agent's user message; {task} is what it was called for")
-        reply: str = param("<tool_response>{result}</tool_response>", "what the main agent reads of one result")
+        sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
+        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent for one {result}")
         max_calls: int = param(4, "sub-agents' rows of a rollout", ge=1)
         max_turns: int = param(8, "turns of the main agent", ge=1)
-        sub_tokens: int | None = param(None, "most tokens of a sub-agent; none: the completion length", ge=1)
+        sub_tokens: int | None = param(
+            None, "largest number of tokens of a sub-agent; none: the completion length", ge=1
+        )
         timeout: float = param(30.0, "seconds for one call of `parse`", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:

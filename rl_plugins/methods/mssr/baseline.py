@@ -18,7 +18,7 @@ _MIN_VARIANCE = 1e-6
 class MssrBaseline(Tracked):
     """One rollout per prompt, with a remembered success rate as baseline (with `mssr_shaping` it is MSSR, else MVSR).
 
-    Update rule, for the rows i of a generation batch with prompts x_i and rewards r_i:
+    For the rows i of a generation batch with prompts x_i and rewards r_i:
 
         raw_i = r_i - v_x                                              v_x = a_x / (a_x + b_x) before this batch
         A_i   = (raw_i - mean raw) / sqrt(max(var raw, 1e-6))          over the batch, population variance
@@ -26,31 +26,32 @@ class MssrBaseline(Tracked):
     and then, for every rollout with its outcome o = 1[r > success_threshold]:
 
         a_x <- rho a_x + o,    b_x <- rho b_x + 1 - o
+        rho  = rho_min + (Kbar / target_kl) (rho_max - rho_min)        while Kbar <= target_kl,    else rho_min
 
-    A prompt starts with a + b = 1 / (1 - rho_min) counts (8) that say `initial_value`, or what `value_column` says; the
-    authors' optional first pass over the whole dataset is such a column, made beforehand. rho forgets what older
-    policies did: a + b tends to 1 / (1 - rho), a memory of 8 to 25 visits. It follows the KL of the policy to the
-    reference, rho = rho_min + (Kbar / target_kl) (rho_max - rho_min) up to the target and rho_min above, with Kbar the
-    mean of the last `kl_window` batches (this one included), each the mean over rows of the mean over tokens of
-    exp(d) - d - 1, d = log pi_ref - log pi_old. So it forgets fastest while the policy does not move or moves too far,
-    and jumps at the target; `rho` fixes it.
+    A prompt starts with a + b = 1 / (1 - rho_min) counts (8) that say `initial_value`, or what `value_column` says. a +
+    b tends to 1 / (1 - rho), a memory of 8 to 25 visits. Kbar is the mean KL of the policy to the reference over the
+    last `kl_window` batches, this one included: each the mean over rows of the mean over tokens of exp(d) - d - 1, d =
+    log pi_ref - log pi_old. `rho` fixes it.
 
     `plan` asks for one rollout per prompt whatever the host's group size is, and the driver fills the batch with
-    further prompts: as many rows, group size times as many prompts. TRL's config does not take a group size of 1; leave
-    it at 2. The dataset must have a batch's rows of prompts, else the batch is not full.
+    further prompts: as many rows, group size times as many prompts. The dataset must have a batch's rows of prompts,
+    else the batch is not full.
 
     Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. All rows of a batch
-    read the counts of the batch before, several rows of one prompt too; their outcomes then count one after the other,
-    in the order of the plan. A rollout of several rows counts once, with the mean of their rewards.
+    read the counts of the batch before; their outcomes then count one after the other, in the order of the plan. A
+    rollout of several rows counts once, with the mean of their rewards.
 
     Special cases: a row without a reward (NaN) is out of mean and variance, has A = 0 and counts as nothing. A batch of
     one scored row is not normalized. Equal raw values have A = 0 exactly. Foreign prompts (-1) have the initial value
     and no counts.
 
-    Logged: baseline (mean v), error (mean of raw^2), rho, success (share of the rollouts).
+    State: alpha, beta, kl.
 
-    State: alpha, beta, kl. Errors: ConfigError for parameters out of range and for a dataset without a length;
-    StateError when the counts are those of a smaller dataset.
+    Logs: `baseline` (mean v), `error` (mean of raw^2), `rho`, `success` (share of the rollouts).
+
+    Raises:
+        ConfigError: a parameter out of range; a dataset without a length.
+        StateError: the counts are those of a smaller dataset.
 
     Source: arXiv 2512.18215 and `MVSRValueTracker`, `compute_mvsr_advantage` in `verl/trainer/core_algos.py` of the
     authors' code, whose numbers this reproduces.
@@ -61,16 +62,22 @@ class MssrBaseline(Tracked):
     fidelity = "code"
     use_when = "Rewards are right or wrong, prompts come back, and several rollouts per prompt cost too much."
     avoid_when = "Prompts are seen once or twice: the baseline then stays what it was set to."
+    cost = (
+        "One rollout per prompt, group size times as many prompts. TRL's config does not take a group size of 1; "
+        "leave it at 2."
+    )
     disagreements = (
         "The authors' config has a KL window of 20 that their code never passes on; what runs is 10: `kl_window`.",
-        "The authors' code also has a forgetting rate per sample, from the log-probs of the prompt's last response and "
-        "of the new one, subtracted token by token although they are different texts. It is not offered.",
+        "The authors' code also has a forgetting rate per sample, from the log-probs of the prompt's last "
+        "response and of the new one, subtracted token by token although they are different texts. It is not "
+        "offered.",
         "The authors' code does not save its counts and skips its first pass on resume; here they are saved.",
+        "The authors' optional first pass over the whole dataset is `value_column`, made beforehand.",
     )
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
-        normalize: bool = param(True, "subtract the batch's mean and divide by its standard deviation")
+        normalize: bool = param(True, "normalization by the batch's mean and standard deviation")
 
     def plan(self, plan: Plan) -> Plan:
         rows = [row.replace(n=min(row.n, 1)) for row in plan.rows]

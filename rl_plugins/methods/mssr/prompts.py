@@ -22,24 +22,26 @@ class MssrPrompts(Tracked):
 
         weight_x = (sqrt(v_x (1 - v_x)) + 1e-6)^priority          v_x = a_x / (a_x + b_x)
 
-    with the counts a, b of `mssr_baseline`, kept in the same way (and as a copy of its own, so that the sampler also
-    works beside another estimator and any number of rollouts): a <- rho a + o, b <- rho b + 1 - o for every outcome
-    o = 1[reward > success_threshold], where rho follows the KL to the reference policy unless `rho` fixes it. A prompt
-    that was not tried has v = `initial_value`, so at 0.5 none has a larger weight. `priority: 0` draws uniformly.
+    with the counts a, b of `mssr_baseline`, kept in the same way: a <- rho a + o, b <- rho b + 1 - o for every outcome
+    o = 1[reward > success_threshold], where rho follows the KL to the reference policy unless `rho` fixes it. They are
+    a copy of its own, so that the sampler also works beside another estimator and any number of rollouts. A prompt that
+    was not tried has v = `initial_value`, so at 0.5 none has a larger weight. `priority: 0` draws uniformly.
 
-    A batch that is not full asks again in the same step, and the draw goes on where it stopped.
+    Symbols: v, weights, counts (dataset size,) float64.
 
-    Symbols: v, weights, counts (dataset size,) float64. Logged: weight (mean over all prompts; 0.5 at the start), rho,
-    success (share of the rollouts).
+    Special cases: a batch that is not full asks again, and the draw goes on where it stopped.
 
-    State: alpha, beta, kl. Randomness: one draw of exponential variables per generation batch, from `self.rng`: the
-    smallest of variable / weight are a sample without replacement.
+    State: alpha, beta, kl. One draw of exponential variables per generation batch, from `self.rng`: the smallest of
+    variable / weight are a sample without replacement.
 
-    Errors: ConfigError for parameters out of range and for a dataset without a length; MethodError when more prompts
-    are asked for than are left; StateError when the counts belong to a dataset of another length.
+    Logs: `weight`, mean over all prompts (0.5 at the start); `rho`; `success`, share of the rollouts.
 
-    Source: arXiv 2512.18215 and `MVSRPrioritizedSampler` in `verl/trainer/core_algos.py` of the authors' code, which
-    is off in their config.
+    Raises:
+        ConfigError: a parameter out of range; a dataset without a length.
+        MethodError: more prompts are asked for than are left.
+        StateError: the counts belong to a dataset of another length.
+
+    Source: arXiv 2512.18215 and `MVSRPrioritizedSampler` in `verl/trainer/core_algos.py` of the authors' code.
     """
 
     name = "mssr_prompts"

@@ -21,18 +21,18 @@ class MssrShaping(Method):
         psi_it = min(entropy_weight H_it, |A_it| / cap)
         A_it  <- A_it + psi_it
 
-    The paper finds that this keeps single-rollout training from entropy collapse; in the bandits of
-    `examples/evidence/mssr.py` it makes no measurable difference to entropy or reward. psi is a constant of the
-    update: no gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0;
-    a token with A = 0 or H = 0 is left as it is, and entropy_weight = 0 changes nothing.
+    The paper finds that this keeps single-rollout training from entropy collapse. psi is a constant of the update: no
+    gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0; a token
+    with A = 0 or H = 0 is left as it is, and entropy_weight = 0 changes nothing.
 
-    Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy at the start of the step: `entropy: sampled` is
-    -p log p of the sampled token alone, p = exp(log pi_old), at most 1/e = 0.368 (authors' code); `entropy: full` is
-    the entropy of the next-token distribution (paper).
+    Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy before the update: `entropy: sampled` is -p log p
+    of the sampled token alone, p = exp(log pi_old), at most 1/e = 0.368 (authors' code); `entropy: full` is the entropy
+    of the next-token distribution (paper).
 
-    Logged: bonus (mean psi), capped (share of the tokens with A != 0 whose bonus is the cap).
+    Logs: `bonus`, mean psi; `capped`, share of the tokens with A != 0 whose bonus is the cap.
 
-    State: none. Errors: ConfigError for parameters out of range.
+    Raises:
+        ConfigError: a parameter out of range.
 
     Source: arXiv 2512.18215, entropy-based advantage shaping; `compute_entropy_advantage_shaping` and
     `compute_token_entropy` in `verl/trainer/core_algos.py` of the authors' code.
@@ -42,7 +42,10 @@ class MssrShaping(Method):
     paper = PAPER
     fidelity = "code"
     use_when = "The policy's entropy collapses, with one rollout per prompt above all."
-    avoid_when = "Entropy is high already, or another method adds an entropy term."
+    avoid_when = (
+        "Entropy is high already, or another method adds an entropy term. In the bandits of "
+        "`examples/evidence/mssr.py` it makes no measurable difference to entropy or reward."
+    )
     disagreements = (
         "The paper's H is the entropy of the full distribution, the authors' code takes -p log p of the sampled token, "
         "so that entropy_weight H is at most 0.147: `entropy` (default: the code's).",
@@ -53,7 +56,7 @@ class MssrShaping(Method):
         entropy_weight: float = param(0.4, "alpha; the paper has 0.2 to 0.6", ge=0)
         cap: float = param(2.0, "kappa: the bonus is at most |A| / cap", gt=0)
         entropy: Literal["sampled", "full"] = param(
-            "sampled", "-p log p of the sampled token (authors' code), or of the whole distribution (paper)"
+            "sampled", "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)"
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -26,8 +26,8 @@ Part = Generator[Any, Any, Any]
 class RtvPdr(Method):
     """The answer to a prompt is the winner of a tournament among many attempts, after waves that read each other.
 
-    For evaluation (and optionally to explore in training); the weights are not its business. With N attempts, T waves,
-    K summaries, groups of G and V votes:
+    For evaluation, and optionally to explore in training. With N attempts, T waves, K summaries, groups of G and V
+    votes:
 
         wave 0:    tau_1 .. tau_N ~ pi(. | p);  s_i = Sum(p, tau_i)
         wave w:    C = RTV(s of wave w-1, down to K);  tau_i ~ pi(. | p + C), N of them, environments reset
@@ -36,32 +36,25 @@ class RtvPdr(Method):
         RTV:  while more than wanted are left: deal them to groups of G at random; in each the V votes of the judge
               decide (a group of one goes on unasked); the winners are left
 
-    The judge sees the problem and the summaries of a group in a random order per vote and names the best. N = 16, G = 2
-    takes V 15 votes, whichever way the groups fall. Down to K: the rounds end as soon as at most K are left; if fewer
-    are, the losers of that round with most votes come back. T = 1 is RTV alone, N = 1 asks nobody.
+    The judge sees the problem and the summaries of a group in a random order per vote and names the best. The rounds
+    end as soon as at most K are left; if fewer are, the losers of that round with most votes come back. Summarizer and
+    judge are the policy itself, or callables. Nobody is shown rewards or reference answers.
 
-    Summarizer and judge are the policy itself, asked in conversations of their own, or callables:
-    `summarizer(problem, attempt) -> text`, `judge(problem, summaries) -> number from 1 on` (or a text with "Best: 2").
-    With `environment` every attempt is an agent's in a new environment. Summaries are made from what the agent saw and
-    did; rewards and reference answers are never shown to anybody.
-
-    In evaluation one rollout per prompt is returned, the selected one, with the prompt it was made from: let the host
-    evaluate one rollout per prompt, N are made inside. In training (`training`):
+    In evaluation the selected rollout is returned, with the prompt it was made from; let the host ask for one. In
+    training, with n the host's group size:
 
         plain     ordinary rollouts; the method acts in evaluation only
         refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
-        hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n rollouts of p + C
-                  replace them
+        hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n of p + C replace them
 
-    n is the host's group size. Refined rollouts are a group of their own whose prompt holds the summaries: nothing
-    is trained on a prompt it was not sampled from.
+    Refined rollouts are a group of their own whose prompt holds the summaries.
 
-    What fails: a summary that fails or is empty is the end of the attempt itself; it is cut to `summary_chars`. A vote
-    that fails or cannot be read does not count; with no vote at all the winner is drawn. An attempt too long for the
-    summarizer is shown from its end. Summaries that would leave less than half of the room for an answer are left out,
-    the last ones first.
+    Symbols: p prompt, tau attempt, s summary, a text cut to `summary_chars`. A judge's vote is a number from 1 on (or a
+    text with "Best: 2"). Dealing, ties and orders are drawn from the prompt's generator.
 
-    Randomness: dealing, ties and orders, from the prompt's generator; sampling is the engine's. State: none.
+    Special cases: a summary that fails or is empty is the end of the attempt itself. A vote that fails or cannot be
+    read does not count; without any the winner is drawn. An attempt too long for the summarizer is shown from its end.
+    Summaries may take half of the room for an answer.
 
     Logs: `votes`, asked; `unparsable`, share of them that named nobody; `agreement`, share of the votes that the winner
     of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
@@ -70,9 +63,8 @@ class RtvPdr(Method):
         ConfigError: a parameter out of range or without effect.
         MethodError: an environment that cannot be reset.
 
-    Source: no code of the authors. N, T, K, G, V as reported for the paper by independent readers and an unofficial
-    implementation (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6), whose tournament is that of
-    `shuffle: false`, `permute: false`, `ties: first`, `unparsable: first`. Prompts are ours.
+    Source: arXiv 2604.16529, without code of the authors: N, T, K, G, V as independent readers and an unofficial
+    implementation report them (genji970/Scaling-Test-Time-Compute-for-Agentic-Coding-, e4d81a6).
     """
 
     name = "rtv_pdr"
@@ -88,14 +80,16 @@ class RtvPdr(Method):
     use_when = "Answers may cost many attempts, cannot be verified, and comparing two is easier than making one."
     avoid_when = "A verifier exists (take the best it accepts), or attempts are wrong alike: a wrong majority is kept."
     cost = (
-        "Per prompt in evaluation N T attempts, as many summaries, and V (N - K) + V (N - 1) votes at G = 2, T = 2 (at "
-        "the defaults 32, 32 and 216). No special feature of the engine; a context that holds K summaries."
+        "Per prompt in evaluation N T attempts, as many summaries, and V (N - K) + V (N - 1) votes at G = 2, T = "
+        "2 (at the defaults 32, 32 and 216). No special feature of the engine; a context that holds K summaries. "
+        "Let the host evaluate one rollout per prompt: N are made inside."
     )
     disagreements = (
-        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable votes to "
-        "the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The paper's rules are not "
-        "known.",
+        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable"
+        " votes to the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The "
+        "paper's rules are not known.",
         "What happens when the last round leaves fewer than K is not known: here the best losers come back.",
+        "The prompts for summaries, votes and refinement are ours.",
     )
     in_eval = ("rollout",)
 
@@ -107,22 +101,30 @@ class RtvPdr(Method):
         group_size: int = param(2, "G, candidates of one comparison", ge=2)
         votes: int = param(8, "V, votes per comparison", ge=1)
         final_pool: Literal["last", "all"] = param("last", "waves whose rollouts are candidates for the answer")
-        training: Literal["plain", "refined", "hard"] = param("plain", "what training rollouts are")
-        hard_below: float = param(0.0, "training: hard; a prompt with no reward above it gets another wave")
-        environment: Callable[..., Any] | None = param(None, "makes an environment for an agent; none: one answer")
-        max_turns: int = param(16, "of an agent", ge=1)
-        turn_tokens: int | None = param(None, "most tokens of one turn of an agent", ge=1)
-        summarizer: Callable[..., Any] | None = param(None, "summarizer(problem, attempt): text; none: the policy")
-        judge: Callable[..., Any] | None = param(None, "judge(problem, summaries): number from 1; none: the policy")
+        training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
+        hard_below: float = param(
+            0.0, "reward that no rollout of a prompt exceeds if it gets another wave (training: hard)"
+        )
+        environment: Callable[..., Any] | None = param(
+            None, "class or function that makes an environment, anew for each attempt of an agent; none: one answer"
+        )
+        max_turns: int = param(16, "turns of an agent", ge=1)
+        turn_tokens: int | None = param(None, "largest number of tokens of one turn of an agent", ge=1)
+        summarizer: Callable[..., Any] | None = param(
+            None, "function summarizer(problem, attempt): text; none: the policy"
+        )
+        judge: Callable[..., Any] | None = param(
+            None, 'function judge(problem, summaries): number from 1, or a text with "Best: 2"; none: the policy'
+        )
         call_timeout: float = param(120.0, "seconds of a call of environment, summarizer or judge", gt=0)
-        summary_chars: int = param(4000, "of a summary at most", ge=1)
-        summary_tokens: int = param(1024, "of a summary by the policy at most", ge=1)
-        judge_tokens: int = param(1024, "of a vote by the policy at most", ge=1)
-        judge_temperature: float = param(1.0, "of the policy as judge; votes must differ", gt=0)
-        shuffle: bool = param(True, "deal candidates to groups at random (ours)")
-        permute: bool = param(True, "show them in a random order for each vote (ours)")
-        ties: Literal["random", "first"] = param("random", "who wins among equal votes (random is ours)")
-        unparsable: Literal["discard", "first"] = param("discard", "what an unreadable vote counts for (ours)")
+        summary_chars: int = param(4000, "characters of a summary at most", ge=1)
+        summary_tokens: int = param(1024, "tokens of a summary by the policy at most", ge=1)
+        judge_tokens: int = param(1024, "tokens of a vote by the policy at most", ge=1)
+        judge_temperature: float = param(1.0, "temperature of the policy as judge; votes must differ", gt=0)
+        shuffle: bool = param(True, "random deal of the candidates to groups (ours)")
+        permute: bool = param(True, "random order of the candidates for each vote (ours)")
+        ties: Literal["random", "first"] = param("random", "winner among equal votes (random is ours)")
+        unparsable: Literal["discard", "first"] = param("discard", "fate of an unreadable vote (ours)")
 
         def check(self) -> None:
             if self.environment is None and self.turn_tokens is not None:

@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2602.24110): the method, and how a completion is cut into steps."""
+"""SCOPE (arXiv 2602.24110): the method, and how a completion is cut into reasoning steps."""
 
 from __future__ import annotations
 

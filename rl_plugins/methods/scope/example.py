@@ -7,7 +7,7 @@ from typing import Any
 
 
 def score_steps(messages: Any, steps: Sequence[str], columns: Mapping[str, Any]) -> list[float]:
-    """1 for each step up to which the text is the beginning of the answer, 0 for the others."""
+    """1 for each reasoning step up to which the text is the beginning of the answer, 0 for the others."""
     answer = str(columns.get("answer", ""))
     return [float(answer.startswith("".join(steps[: i + 1]).rstrip())) for i in range(len(steps))]
 

@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong step on, and replaces itself."""
+"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong reasoning step on."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ HINT = "A correct solution, which must not be mentioned in the answer:\n{solutio
 
 @dataclass(frozen=True)
 class Candidate:
-    """A failed rollout whose first wrong step is known.
+    """A failed rollout whose first wrong reasoning step is known.
 
     Args:
         place: of the row among the prompt's.
-        kept: tokens before the first wrong step.
+        kept: tokens before the first wrong reasoning step.
         rank: the larger, the earlier it is corrected.
     """
 
@@ -40,49 +40,44 @@ class Candidate:
 class Scope(Method):
     """Step-wise Correction for On-Policy Exploration: a hard prompt gets a right answer that begins like the policy's.
 
-    Reconstruction: no code was published and only abstract and summaries could be read. Ours are: which groups and
-    rollouts are corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
+    Reconstruction: no code was published and only abstract and summaries could be read. Ours are which rollouts are
+    corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
 
     For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
 
-        steps s_1 .. s_T of each wrong rollout, split at `separator`;  v_1 .. v_T = prm(messages, steps, columns)
-        t = first step with v_t < threshold           (none: `no_error`: skip it, or the step of lowest score)
+        reasoning steps s_1 .. s_T of each wrong rollout, split at `separator`;  v = prm(messages, steps, columns)
+        t = first reasoning step with v_t < threshold           (none: `no_error`: skip, or the one of lowest score)
         candidates have (t - 1) / T >= min_prefix;  the best `corrections` of them (`rank`) are corrected
         hybrid = own tokens of s_1 .. s_{t-1}  +  correction;  if its reward is >= success_threshold it takes the place
         of the rollout it began as, else that stays
 
-    So group sizes and order stay, and advantages (the host's) are those of a group that has a right answer. `corrector`
-    is a function (messages, text so far, columns) -> the rest of the answer: a stronger model. Without one the policy
-    itself goes on from its prefix with the text of `solution_column` shown in the prompt (`hint`). `extent: step`
-    takes only the next step from there, and the policy finishes without any help.
-
-    Loss per token, A the advantage, lp the log-prob, old that at the start of the step:
+    So group sizes and order stay, and advantages are the host's. The correction is the `corrector`'s rest of the
+    answer; without one the policy goes on from its prefix with the text of `solution_column` shown in the prompt
+    (`hint`). `extent: step` takes only the next reasoning step from there, and the policy finishes without help. The
+    loss per token is aggregated as the host does:
 
         own tokens:          -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(lp - old)
         corrector's tokens:  -A p / (p + gamma),   p = exp(lp)                    `off_policy: shaped` (LUFFY)
                              -A lp                                                `sft`
                              as own tokens                                        `plain`
 
-    aggregated as the host does. p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at
-    p = gamma, so unlikely tokens of the corrector count, sure ones hardly. Without corrected tokens it is the host's
-    clipped loss (with these clip limits).
+    p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at p = gamma, so unlikely tokens of
+    the corrector count, sure ones hardly.
 
-    Books: own tokens are kept bit for bit with their log-probs (a token that reaches into the wrong step is not). The
-    correction is *forced*: trained, without a behavior log-prob; corrections by rollout log-probs are refused beside
-    it. What a policy finishes after one step of correction is sampled and keeps its log-probs. A prefix of the plan is
-    never cut and does not count as foreign. A correction that does not fit or is not finished is dropped.
+    Symbols: v (T,) per rollout; A the advantage, lp the log-prob, old that of the policy before the update. Own tokens
+    keep their log-probs (a token that reaches into the wrong reasoning step is not kept); the correction is forced:
+    trained, without a rollout log-prob. Column `scope` of a row: first corrected token and the one behind the last, [0,
+    0] without any.
 
-    A call that fails or answers nonsense leaves the rollout as it is (`failed` is logged); all rollouts get their
-    rewards within the program, corrected or not.
+    Special cases: a call that fails or answers nonsense leaves the rollout as it is. A correction that does not fit or
+    is not finished is dropped. A prefix of the plan is never cut.
 
-    Shapes: v (T,) per rollout; column `scope_foreign` (tokens,). A row has in its column `scope` the first foreign
-    token and the one behind the last, [0, 0] without any.
+    Logs: `eligible`, share of the groups; `located`, share of their wrong rollouts that are candidates; `verified`,
+    share of the corrections that are right; `corrected`, share of all rows; `kept`, share of a hybrid's tokens that are
+    its own; `failed`, failed calls; `foreign`, share of tokens.
 
-    State: none. Randomness: sampling, and the corrector's. Logged: `eligible`, share of the groups; `located`, share of
-    their wrong rollouts that are candidates; `verified`, share of the corrections that are right; `corrected`, share of
-    all rows; `kept`, share of a hybrid's tokens that are its own; `failed`, failed calls; `foreign`, share of tokens.
-
-    Errors: ConfigError for parameters out of range, without a `prm`, or with an empty separator.
+    Raises:
+        ConfigError: a parameter out of range, no `prm`, or an empty separator.
 
     Source: arXiv 2602.24110 (abstract); loss from LUFFY (arXiv 2504.14945, ElliottYan/LUFFY, mix_core_alg.py).
     """
@@ -101,40 +96,56 @@ class Scope(Method):
     cost = "Per group without a right rollout: a call of the PRM for each rollout, and `corrections` of the corrector."
     disagreements = (
         "The paper's loss on corrected tokens is not known: LUFFY's, or `off_policy: sft` or `plain`.",
-        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how many "
-        "rollouts of a group (`corrections`), nor whether the corrector writes one step or all (`extent`).",
+        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how "
+        "many rollouts of a group (`corrections`), nor whether the corrector writes one step or all "
+        "(`extent`).",
+        "Corrections by rollout log-probs are refused beside this method, for the corrector's tokens have "
+        "none. What the policy finishes after one corrected part is sampled and keeps its log-probs.",
+        "Without corrected tokens the loss is PPO's clipped one, with these clip ranges.",
     )
     example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
     forces_tokens = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        prm: Callable[..., Any] | None = param(None, "prm(messages, steps, columns): a score per step; must be given")
+        prm: Callable[..., Any] | None = param(
+            None, "function prm(messages, steps, columns): a score per reasoning step; must be given"
+        )
         corrector: Callable[..., Any] | None = param(
-            None, "corrector(messages, text so far, columns): the rest as text; none: the policy, shown the solution"
+            None,
+            "function corrector(messages, text so far, columns): the rest as text; none: the policy, shown "
+            "the solution",
         )
         solution_column: str = param("solution", "dataset column with a right answer, used without a corrector")
-        hint: str = param(HINT, "put behind the prompt's last message to show {solution}")
-        extent: Literal["suffix", "step"] = param("suffix", "the correction is the rest, or one step")
-        threshold: float = param(0.5, "a step with a lower score is wrong")
-        no_error: Literal["skip", "lowest"] = param("skip", "what to do with a wrong rollout without a wrong step")
-        min_prefix: float = param(0.5, "share of the steps that must precede the wrong one", ge=0, le=1)
-        rank: Literal["prefix", "score"] = param("prefix", "whom to correct first: longest right part, or mean score")
+        hint: str = param(HINT, "text behind the prompt's last message that shows {solution}")
+        extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
+        threshold: float = param(0.5, "score below which a reasoning step is wrong")
+        no_error: Literal["skip", "lowest"] = param(
+            "skip", "treatment of a wrong rollout without a wrong reasoning step"
+        )
+        min_prefix: float = param(0.5, "share of the reasoning steps that must precede the wrong one", ge=0, le=1)
+        rank: Literal["prefix", "score"] = param(
+            "prefix", "order of correction: longest right part first, or mean score"
+        )
         corrections: int = param(1, "rollouts of a group that are corrected at most", ge=1)
-        min_correct: int = param(1, "groups with at least so many right rollouts stay as they are", ge=1)
-        success_threshold: float = param(0.5, "a reward from this on is right")
-        separator: str = param("\n\n", "between steps")
-        min_step: int = param(12, "characters a step has at least; a shorter one is joined to the next", ge=0)
+        min_correct: int = param(1, "number of right rollouts from which a group stays as it is", ge=1)
+        success_threshold: float = param(0.5, "reward from which a rollout is right")
+        separator: str = param("\n\n", "text between two reasoning steps")
+        min_step: int = param(12, "characters of a reasoning step at least; a shorter one is joined to the next", ge=0)
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
-        gamma: float = param(0.1, "of the shaped loss (LUFFY)", gt=0)
-        clip_low: float = param(0.2, "own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
-        clip_high: float = param(0.2, "own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True)
-        prm_timeout: float = param(60.0, "seconds of one call", gt=0)
-        corrector_timeout: float = param(120.0, "seconds of one call", gt=0)
+        gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0)
+        clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
+        clip_high: float = param(
+            0.2, "upper clip range of own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True
+        )
+        prm_timeout: float = param(60.0, "seconds of one call of the PRM", gt=0)
+        corrector_timeout: float = param(120.0, "seconds of one call of the corrector", gt=0)
 
         def check(self) -> None:
             if not self.separator:
-                raise ConfigError("`separator` is empty; it is the text between two steps, such as a blank line.")
+                raise ConfigError(
+                    "`separator` is empty; it is the text between two reasoning steps, such as a blank line."
+                )
             if self.corrector is None and "{solution}" not in self.hint:
                 raise ConfigError(f"`hint` is {self.hint!r}; without a corrector it must have {{solution}} in it.")
 
@@ -142,8 +153,8 @@ class Scope(Method):
         super().__init__(params)
         if self.params.prm is None:
             raise ConfigError(
-                "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per step: a process "
-                'reward model. Give it as "module:attribute" or as the object itself.'
+                "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per reasoning step: a "
+                'process reward model. Give it as "module:attribute" or as the object itself.'
             )
         solution = set() if self.params.corrector else {f"column:{self.params.solution_column}"}
         self.needs = frozenset({"column:scope"} | solution)

@@ -1,4 +1,4 @@
-"""Steps of a completion: where they are in its text, which is the first wrong one, and how many tokens precede it."""
+"""Reasoning steps of a completion: where they are in its text, the first wrong one, and the tokens that precede it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def split_steps(text: str, separator: str, least: int) -> list[str]:
-    """The steps of a text, each with the separator behind it; joined they are the text. One of fewer than `least`
-    characters goes to the next, or, at the end, to the one before."""
+    """The reasoning steps of a text, each with the separator behind it; joined they are the text. One of fewer
+    than `least` characters goes to the next, or, at the end, to the one before."""
     pieces = [piece + separator for piece in text.split(separator)]
     pieces[-1] = pieces[-1][: -len(separator)]
     steps: list[str] = []
@@ -27,7 +27,7 @@ def split_steps(text: str, separator: str, least: int) -> list[str]:
 
 
 def checked_scores(value: Any, count: int) -> list[float]:
-    """What a process reward model answered, as one finite number per step.
+    """What a process reward model answered, as one finite number per reasoning step.
 
     Raises:
         ValueError: it is none; says what was wrong.
@@ -37,15 +37,15 @@ def checked_scores(value: Any, count: int) -> list[float]:
     except (TypeError, ValueError):
         raise ValueError(f"an answer that is no list of numbers ({type(value).__name__})") from None
     if len(scores) != count:
-        raise ValueError(f"{len(scores)} scores for {count} steps")
+        raise ValueError(f"{len(scores)} scores for {count} reasoning steps")
     if not all(math.isfinite(s) for s in scores):
         raise ValueError("scores that are not finite")
     return scores
 
 
 def first_wrong(scores: Sequence[float], threshold: float, lowest: bool) -> int | None:
-    """The number of the first step with a score below `threshold`; without one the lowest (the first of several) if
-    `lowest`, else None."""
+    """The number of the first reasoning step with a score below `threshold`; without one the lowest (the first of
+    several) if `lowest`, else None."""
     below = next((i for i, s in enumerate(scores) if s < threshold), None)
     return min(range(len(scores)), key=scores.__getitem__) if below is None and lowest and scores else below
 

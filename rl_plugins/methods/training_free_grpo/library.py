@@ -139,11 +139,11 @@ def _text(value: Any) -> str:
 # ---- the file
 
 
-def write_library(path: str | os.PathLike[str], experiences: Experiences, step: int, variant: str) -> None:
+def write_library(path: str | os.PathLike[str], experiences: Experiences, batches: int, variant: str) -> None:
     """Writes a library; a crash leaves the file of before. Folders are made.
 
     Args:
-        step: generation batches it was learned from.
+        batches: generation batches it was learned from.
         variant: that wrote it.
     """
     target = Path(path)
@@ -152,7 +152,7 @@ def write_library(path: str | os.PathLike[str], experiences: Experiences, step: 
         "format": FORMAT,
         "method": "training_free_grpo",
         "variant": variant,
-        "step": step,
+        "step": batches,
         "experiences": dict(experiences),
     }
     scratch = target.with_name(f"{target.name}.writing")

@@ -20,7 +20,7 @@ from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
 class TrainingFreeGrpo(Method):
     """A language model compares the rollouts of a group and edits a short list of experiences; nothing is trained.
 
-    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout:
+    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout, in evaluation too:
 
         o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
         group g is compared if reward_low < mean(r) < reward_high     (without `ground_truth`: always)
@@ -32,26 +32,18 @@ class TrainingFreeGrpo(Method):
                              E  <- E + all adds; apply(LLM(E, modifications)), a plan of modify and merge
         E  <- renumbered G0, G1, ..
 
-    A generation batch is one step of this; its size is the host's, and so are the temperature (paper 0.7), the group
-    size (5) and the epochs (2 or 3 over about 100 prompts). The language model is `llm(text) -> text`, `async` or not,
-    or `llm_url` and `llm_model` of an OpenAI-compatible endpoint. The policy can be that itself: its weights do not
-    change, so a server with the same weights is the policy.
+    E is edited once per generation batch. The language model is `llm(text) -> text`, `async` or not, or the endpoint of
+    `llm_url` and `llm_model`; the policy can be that itself, for its weights do not change. While E is empty the
+    template says "None" (variant `paper`: the prompt is left as it is).
 
-    In evaluation prompts have the experiences, too. E is part of the checkpoint, and of the file `library`, which is
-    written after each step, can be read and corrected by hand, and is what a later run begins with. `learn: false` only
-    uses it. A task is put in place of {problem} in `prompt_template`, in the last message of the user. While E is empty
-    that says "None" (variant `paper`: the prompt is left as it is). Every experience makes prompts longer: leave room.
+    Symbols: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last.
 
-    Where the language model fails, the step does without: no summary, the rollout is left out, and its group if that
-    makes it uniform; no comparison or no JSON, the group is left out; no plan after all tries, E is unchanged (variant
-    `paper`: additions stay). If not a single rollout of a batch can be summarized it is an error. All ranks wait for
-    the language model, so the distributed time-out must be longer than it takes for a whole batch.
-
-    Shapes: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last. Rows
+    Special cases: without a summary the rollout is left out, and its group if that makes it uniform; without a
+    comparison or JSON the group; without a plan after all tries E is unchanged (variant `paper`: additions stay). Rows
     without a reward (NaN), and rows that `select` took out, are left out. A group of one is compared only if its reward
-    lies between the bounds. Texts are handled in a Python loop over rollouts: the language model takes longer.
+    lies between the bounds.
 
-    State: the texts of E. Randomness: none.
+    State: the texts of E.
 
     Logs: `experiences`, how many there are; `mixed`, share of the groups that were compared; `operations`, proposed;
     `revised`, 1 if the plan of the batch could be had, 0 if not; `calls`, questions to the language model; `failed`,
@@ -61,9 +53,8 @@ class TrainingFreeGrpo(Method):
         ConfigError: no language model or two, a template without its fields, an unreadable library.
         MethodError: nothing of a batch could be summarized, or a prompt is not known.
 
-    Source: TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper` training_free_grpo of the
-    branch training_free_GRPO (7612f86). Prompts are our own words. What the authors do with two operations on one
-    experience in the text of the revision is not established (one under the other here).
+    Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper`
+    training_free_grpo of the branch training_free_GRPO (7612f86).
     """
 
     name = "training_free_grpo"
@@ -81,16 +72,21 @@ class TrainingFreeGrpo(Method):
     )
     avoid_when = "The policy fails for lack of skill and not of advice, or no language model can tell why it failed."
     cost = (
-        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), one "
-        "per batch. Prompts grow with the list."
+        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), "
+        "one per batch. Prompts grow with the list. All ranks wait for the language model, so the distributed "
+        "time-out must be longer than it takes for a whole batch."
     )
     disagreements = (
         "The published code and the code behind the paper update the list differently: `variant`.",
         "In the paper's code a merge without a text removes what it names; here it does nothing: `merge_without_text`.",
-        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others of its "
-        "group are compared.",
-        "The authors take operations as calls finish, here in the order of the groups. Without operations they ask for "
-        "a revision all the same; here nobody is asked, and no group update without findings.",
+        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others "
+        "of its group are compared.",
+        "The authors take operations as calls finish, here in the order of the groups. Without operations "
+        "they ask for a revision all the same; here nobody is asked, and no group update without findings.",
+        "Prompts are our own words. The paper's runs have temperature 0.7, group size 5 and 2 or 3 epochs "
+        "over about 100 prompts; these are the host's settings.",
+        "What the authors do with two operations on one experience in the text of the revision is not "
+        "established (one under the other here).",
     )
     needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)
@@ -99,30 +95,42 @@ class TrainingFreeGrpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        llm: Callable[..., Any] | None = param(None, "llm(text): the reply as text; none: an endpoint answers")
+        llm: Callable[..., Any] | None = param(
+            None, "function llm(text): the reply as text, `async` or not; none: an endpoint answers"
+        )
         llm_url: str | None = param(None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1")
         llm_model: str | None = param(None, "name of the model at the endpoint")
         llm_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
-        llm_temperature: float = param(0.7, "of the endpoint", ge=0)
-        llm_max_tokens: int = param(4096, "of the endpoint's reply", ge=1)
+        llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0)
+        llm_max_tokens: int = param(4096, "tokens of the endpoint's reply", ge=1)
         llm_timeout: float = param(300.0, "seconds of one try", gt=0)
         llm_retries: int = param(2, "further tries of a call that failed or gave no usable answer", ge=0)
         llm_concurrency: int = param(16, "calls at a time", ge=1)
         variant: Literal["practice", "paper"] = param("practice", "update of the published code, or of the paper's")
-        library: str | None = param(None, "JSON file of the experiences: begun with, written after each step")
-        learn: bool = param(True, "false: the library is used and not changed")
+        library: str | None = param(
+            None,
+            "JSON file of the experiences: what the run begins with, written after each batch; it can be read"
+            " and corrected by hand",
+        )
+        learn: bool = param(True, "changes of the library; false: it is only used")
         per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
-        max_words: int = param(32, "of an experience, as the language model is told", ge=1)
-        ground_truth: bool = param(True, "compare only groups with some success; false: all, answers hidden")
+        max_words: int = param(32, "words of an experience, as the language model is told", ge=1)
+        ground_truth: bool = param(True, "comparison of groups with some success only; false: of all, answers hidden")
         answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
         reward_low: float = param(0.0, "reward of a failure (ours)")
         reward_high: float = param(1.0, "reward of a success (ours)")
-        objective: str = param("It solves the task it is given.", "what the agent is for, for the language model")
-        learning_objective: str = param("How to solve such tasks more often.", "what shall be learned")
-        prompt_template: str = param(texts.PROMPT, "prompt of a rollout, with {problem} and {experiences}")
+        objective: str = param("It solves the task it is given.", "purpose of the agent, for the language model")
+        learning_objective: str = param(
+            "How to solve such tasks more often.", "purpose of the learning, for the language model"
+        )
+        prompt_template: str = param(
+            texts.PROMPT,
+            "prompt of a rollout, with {experiences} and {problem}, which stands for the last message of the "
+            "user; experiences make prompts longer",
+        )
         prompt_column: str = param("prompt", "dataset column with the prompt")
         merge_without_text: Literal["skip", "delete"] = param(
-            "skip", "a merge without text; delete: as the paper's code"
+            "skip", "treatment of a merge without text; delete: as the paper's code"
         )
 
         def check(self) -> None:
@@ -232,7 +240,7 @@ class TrainingFreeGrpo(Method):
     # ---- the update
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        """One step: summaries, comparison of each mixed group, one revision of the library."""
+        """One edit of the library: summaries, comparison of each mixed group, one revision of the library."""
         p = self.params
         if not p.learn:
             return

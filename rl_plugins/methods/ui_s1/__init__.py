@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from rl_plugins.methods.ui_s1.episode import (
     ExpertStep,
+    RecordedTurn,
     SemiOnlineEpisode,
-    Turn,
     gui_step_reward,
     semi_online_performance,
 )
-from rl_plugins.methods.ui_s1.method import UiS1, step_returns
-from rl_plugins.methods.ui_s1.rollout import UiS1Rollout, recorded_steps, same_text
+from rl_plugins.methods.ui_s1.method import UiS1, turn_returns
+from rl_plugins.methods.ui_s1.rollout import UiS1Rollout, recorded_turns, same_text
 
 __all__ = [
     "ExpertStep",
+    "RecordedTurn",
     "SemiOnlineEpisode",
-    "Turn",
     "UiS1",
     "UiS1Rollout",
     "gui_step_reward",
-    "recorded_steps",
+    "recorded_turns",
     "same_text",
     "semi_online_performance",
-    "step_returns",
+    "turn_returns",
 ]

@@ -14,7 +14,7 @@ from rl_plugins.errors import MethodError
 
 @dataclass(frozen=True)
 class ExpertStep:
-    """One step of a recorded trajectory.
+    """One turn of a recorded trajectory (a step in the paper).
 
     Args:
         observation: what the policy sees before it acts.
@@ -27,8 +27,8 @@ class ExpertStep:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One step of a rollout, as a row reports it: the columns of `rollouts.turns`, and whether a patch followed."""
+class RecordedTurn:
+    """One turn of a rollout on a recording, as a row reports it: the columns of `rollouts.turns` and the patch."""
 
     turn: int
     anchor: Any
@@ -47,7 +47,7 @@ class SemiOnlineEpisode:
             turn = episode.act(response, matched, reward)    # your matcher and reward; `turn` goes with the row
 
     Args:
-        expert: the recorded steps, at least one.
+        expert: the recorded turns, at least one.
         max_patches: wrong responses that are replaced; at the next one the rollout ends. None: all are replaced.
             0 in evaluation (`semi_online_performance`).
 
@@ -56,18 +56,18 @@ class SemiOnlineEpisode:
             (the authors: the last two images).
         turns: what `act` returned.
         patches: wrong responses replaced so far.
-        done: no further step.
+        done: no further turn.
     """
 
     def __init__(self, expert: Sequence[ExpertStep], max_patches: int | None = 1) -> None:
         if not expert or (max_patches is not None and max_patches < 0):
             raise MethodError(
-                f"an episode of {len(expert)} recorded steps with max_patches={max_patches}: at least one step is "
+                f"an episode of {len(expert)} recorded turns with max_patches={max_patches}: at least one turn is "
                 f"needed, and max_patches must be 0 or more, or None for no limit."
             )
         self.expert, self.max_patches = tuple(expert), max_patches
         self.history: list[Any] = []
-        self.turns: list[Turn] = []
+        self.turns: list[RecordedTurn] = []
         self.patches, self.done = 0, False
 
     @property
@@ -75,28 +75,28 @@ class SemiOnlineEpisode:
         """What the policy sees now."""
         return self.expert[self._number()].observation
 
-    def act(self, response: Any, matched: bool, reward: float, patch: Any = None) -> Turn:
+    def act(self, response: Any, matched: bool, reward: float, patch: Any = None) -> RecordedTurn:
         """Takes the policy's response to the current observation.
 
         Args:
             matched: whether its action is the expert's.
-            reward: of this step.
+            reward: of this turn.
             patch: what replaces a wrong response instead of the recorded one (with a newly written thought, say).
         """
         number = self._number()
         expert = self.expert[number]
         may = self.max_patches is None or self.patches < self.max_patches
-        patched = not matched and may and number + 1 < len(self.expert)  # after the last step nothing reads it
+        patched = not matched and may and number + 1 < len(self.expert)  # after the last turn nothing reads it
         self.patches += patched
         replacement = expert.response if patch is None else patch
         self.history.append(replacement if patched else response)
         self.done = number + 1 == len(self.expert) or not (matched or patched)
-        self.turns.append(Turn(number, expert.observation, float(reward), bool(matched), patched))
+        self.turns.append(RecordedTurn(number, expert.observation, float(reward), bool(matched), patched))
         return self.turns[-1]
 
     @property
     def progress(self) -> float:
-        """Share of the recorded steps done before the first mismatch."""
+        """Share of the recorded turns done before the first mismatch."""
         return next((t.turn for t in self.turns if not t.valid), len(self.turns)) / len(self.expert)
 
     def _number(self) -> int:
@@ -120,6 +120,6 @@ def semi_online_performance(progress: Sequence[float]) -> dict[str, float]:
 
 
 def gui_step_reward(well_formed: bool, action: Literal["exact", "type", "wrong", "unreadable"]) -> float:
-    """The authors' reward of a GUI step, 0.1 for the format and 0.9 for the action: exact 1, right type but wrong
-    arguments 0.5, wrong type 0.1, unreadable 0."""
+    """The authors' reward of a GUI step (a turn), 0.1 for the format and 0.9 for the action: exact 1, right type but
+    wrong arguments 0.5, wrong type 0.1, unreadable 0."""
     return 0.1 * well_formed + 0.9 * {"exact": 1.0, "type": 0.5, "wrong": 0.1, "unreadable": 0.0}[action]

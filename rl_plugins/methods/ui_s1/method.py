@@ -1,4 +1,4 @@
-"""UI-S1 (arXiv 2509.11543): recorded expert trajectories as an environment, and returns that reach over later steps."""
+"""UI-S1 (arXiv 2509.11543): recorded expert trajectories as an environment, and returns that reach over later turns."""
 
 from __future__ import annotations
 
@@ -19,42 +19,39 @@ from rl_plugins.rollouts import Rollouts
 class UiS1(Method):
     """Semi-online RL: multi-turn rollouts on recorded trajectories, with discounted future returns.
 
-    A task is a recorded expert trajectory, a group its rollouts. Step k of a rollout has the reward r_k and the match
-    m_k (the policy's action is the expert's). `SemiOnlineEpisode` (in `episode.py`) serves the next recorded
-    observation while actions match; a wrong action is replaced by the expert's in the history, at most `max_patches`
-    times, and the rollout goes on. The wrong action is trained with its low reward; what replaces it never is. Then
+    A task is a recorded expert trajectory, a group its rollouts. Turn k of a rollout (a step in the paper) has the
+    reward r_k and the match m_k (the policy's action is the expert's). While actions match, the next recorded
+    observation is served; a wrong action is replaced by the expert's in the history, at most `max_patches` times, and
+    the rollout goes on (`SemiOnlineEpisode`, `ui_s1_rollout`). The wrong action is trained with its low reward; what
+    replaces it never is. Then
 
         R_k = r_k + gamma R_{k+1}   if m_k and m_{k+1}    (`include_first_mismatch`: if m_k)
         R_k = r_k                   otherwise
 
-        A_step = (R_k - mean(R)) / (std(R) + std_eps)     over the rollouts of the task that reached the same step
-        A_epi  = (r_k - mean(r)) / (std(r) + std_eps)     over all steps of the task; std with divisor n - 1
+        A_step = (R_k - mean(R)) / (std(R) + std_eps)     over the rollouts of the task that reached the same turn
+        A_epi  = (r_k - mean(r)) / (std(r) + std_eps)     over all turns of the task; std with divisor n - 1
         A_k    = episode_weight A_epi + step_weight A_step
 
-    and before that a task leaves if the standard deviation (divisor n) of R_0 over its rollouts, two or more, is not
-    above `filter_std`. No other task takes its place in the same batch (the authors generate until the batch is full).
-    A task also leaves whose rollouts differ only in steps R_0 does not reach, all of them if gamma = 0: set
-    `filter_by: none` then. The loss is the host's; the paper's is clipped GRPO with KL 1e-4.
+    Before that a task leaves if the standard deviation (divisor n) of R_0 over its rollouts, two or more, is not above
+    `filter_std`. The loss is the host's.
 
-    What rows carry: signal "turns". `turns.turn` is k, `turns.reward` is r_k, `turns.valid` is m_k (a recording knows
-    no answer to another action); anchors are not read. After a patch the history is not what the policy wrote, so
-    every step is a row of its own (prompt with the patched history, response), and the rows of a rollout share `group`
-    and `rollout`: they are not further members of the group, and no row is ever copied. Without patches a rollout may
-    also be one row with a turn per step; the advantages are the same. `rows_per_rollout` says what a rollout may take.
-    The reward of a row counts only as scored or not (NaN): what reward functions and other methods' `rewards` made of
-    it plays no part.
+    Symbols: rewards, returns and advantages are (turns,) float64. In the signal "turns" `turn` is k, `reward` r_k and
+    `valid` m_k. After a patch the history is not what the policy wrote, so every turn is a row of its own (prompt with
+    the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a rollout may
+    also be one row. The reward of a row counts only as scored or not (NaN): reward functions and `rewards` hooks play
+    no part.
 
-    Shapes: rewards, returns and advantages are (turns,) float64. A step without a reward (NaN, or its row's reward is
-    NaN) is out of every statistic, has A = 0, and ends the return of the step before it; so does a step whose row left.
-    Equal values give exactly 0. A step only one rollout reached has A_step = 0; a task of one step has A = 0 and a
-    warning. gamma = 0 makes R = r; then, with episode_weight = 0 and one step per task, this is GRPO.
+    Special cases: a turn without a reward (NaN, or its row's reward is NaN) is out of every statistic, has A = 0, and
+    ends the return of the turn before it; so does a turn whose row left. A turn only one rollout reached has A_step =
+    0; a task of one turn has A = 0 and a warning. A task also leaves whose rollouts differ only in turns R_0 does not
+    reach, all of them if gamma = 0: set `filter_by: none` then.
 
-    Logs: `matched`, share of the steps; `patches` and `steps` per rollout; `first_return`, mean R_0; `alone`, share of
-    the steps only one rollout reached; `filtered`, share of the tasks that left.
+    Logs: `matched`, share of the turns; `patches` and `steps` (turns) per rollout; `first_return`, mean R_0; `alone`,
+    share of the turns only one rollout reached; `filtered`, share of the tasks that left.
 
     Raises:
         ConfigError: a parameter out of range.
-        MethodError: a batch without steps; an episode that is used wrongly.
+        MethodError: a batch without turns; an episode that is used wrongly.
 
     Source: arXiv 2509.11543, equations 5 to 13; in the authors' code, commit 11cea575: `UI-S1/uis1/core_uis1.py`,
     `verl/utils/dataset/universal_multiround.py`, `verl/trainer/ppo/dapo_ray_trainer.py`,
@@ -79,36 +76,42 @@ class UiS1(Method):
         "A real environment is at hand, or many actions besides the expert's are right (all of them count as wrong)."
     )
     disagreements = (
-        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code does not: "
-        "`include_first_mismatch` (default as the code).",
-        "The episode advantage of the code compares the rewards of all steps of a task (`episode_source: step_reward`, "
-        "default), that of the paper the returns of whole rollouts (`rollout_return`).",
-        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that of the "
-        "advantages (`advantages`), which normalization makes about 1 in nearly every task.",
-        "A task with a single step row has A_epi = r_0 in the code and 0 here.",
-        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released script, 0 "
-        "in its yaml.",
+        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code "
+        "does not: `include_first_mismatch` (default as the code).",
+        "The episode advantage of the code compares the rewards of all turns of a task (`episode_source: "
+        "step_reward`, default), that of the paper the returns of whole rollouts (`rollout_return`).",
+        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that "
+        "of the advantages (`advantages`), which normalization makes about 1 in nearly every task.",
+        "A task with a single turn row has A_epi = r_0 in the code and 0 here.",
+        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released "
+        "script, 0 in its yaml.",
+        "The authors generate until the batch is full; here no other task takes the place of one that leaves.",
+        "The loss is the host's; the paper's is clipped GRPO with KL 1e-4.",
     )
     needs = frozenset({"turns"})
     advantages_per = "turn"
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(0.5, "discount of the rewards of later steps", ge=0, le=1)
-        include_first_mismatch: bool = param(False, "whether the first mismatch counts in the returns before it")
+        gamma: float = param(0.5, "discount of the rewards of later turns", ge=0, le=1)
+        include_first_mismatch: bool = param(False, "inclusion of the first mismatch in the returns before it")
         episode_source: Literal["step_reward", "rollout_return"] = param(
-            "step_reward", "what the episode advantage compares: all steps' rewards (code) or rollouts' returns (paper)"
+            "step_reward",
+            "values compared by the episode advantage: all turns' rewards (code) or rollouts' returns (paper)",
         )
         episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
-        step_weight: float = param(1.0, "weight of the step advantage", ge=0)
-        scale: Literal["std", "none"] = param("std", "divide by the standard deviation + std_eps, or by nothing")
-        std_eps: float = param(1e-6, "added to the standard deviation", gt=0)
-        filter_by: Literal["first_return", "advantages", "none"] = param(
-            "first_return", "whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay"
+        step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
+        scale: Literal["std", "none"] = param(
+            "std", "divisor of the advantages: the standard deviation + std_eps, or none"
         )
-        filter_std: float = param(0.3, "a task stays if that standard deviation is above it", ge=0)
+        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
+        filter_by: Literal["first_return", "advantages", "none"] = param(
+            "first_return",
+            "values whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay",
+        )
+        filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0)
         rows_per_rollout: int = param(
-            16, "rows of the batch a rollout may take: steps of the longest task; 1 where a rollout is one row", ge=1
+            16, "rows of the batch a rollout may take: turns of the longest task; 1 where a rollout is one row", ge=1
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -127,23 +130,23 @@ class UiS1(Method):
     def advantages(self, rollouts: Rollouts) -> Tensor:
         return torch.nan_to_num(self._credit(self._read(rollouts)), nan=0.0)
 
-    def _read(self, rollouts: Rollouts) -> _Steps:
-        steps, p = rollouts.turns, self.params
-        if steps is None:
+    def _read(self, rollouts: Rollouts) -> _Turns:
+        table, p = rollouts.turns, self.params
+        if table is None:
             raise MethodError(
-                "the batch has no steps (rollouts.turns is None). `ui_s1` needs the turn, the reward and the match of "
-                "every step; let the agent loop, environment or rollout function of the run report them."
+                "the batch has no turns (rollouts.turns is None). `ui_s1` needs the number, the reward and the match "
+                "of every turn; let the agent loop, environment or rollout function of the run report them."
             )
-        unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[steps.row]
-        reward = torch.where(unusable, torch.nan, steps.reward)
-        tasks = Groups(rollouts.group[steps.row])
-        rollout = joint(tasks.index, rollouts.rollout[steps.row])
-        returns = step_returns(reward, steps.valid, rollout, steps.turn, p.gamma, p.include_first_mismatch)
-        same_step = Groups(joint(tasks.index, steps.turn))
-        return _Steps(reward, returns, steps.valid, steps.turn, tasks, Groups(rollout), same_step)
+        unusable = (torch.isnan(rollouts.reward) | ~rollouts.kept)[table.row]
+        reward = torch.where(unusable, torch.nan, table.reward)
+        tasks = Groups(rollouts.group[table.row])
+        rollout = joint(tasks.index, rollouts.rollout[table.row])
+        returns = turn_returns(reward, table.valid, rollout, table.turn, p.gamma, p.include_first_mismatch)
+        same_turn = Groups(joint(tasks.index, table.turn))
+        return _Turns(reward, returns, table.valid, table.turn, tasks, Groups(rollout), same_turn)
 
-    def _credit(self, s: _Steps) -> Tensor:
-        """(turns,) advantages; NaN where a step has no reward."""
+    def _credit(self, s: _Turns) -> Tensor:
+        """(turns,) advantages; NaN where a turn has no reward."""
         p = self.params
         by_std, eps = p.scale == "std", p.std_eps
         if p.episode_source == "step_reward":
@@ -153,15 +156,15 @@ class UiS1(Method):
             first = scored == s.rollouts.rows(s.rollouts.min(scored))
             of_rollout = torch.where(first, s.returns, torch.nan)  # one value per rollout
             episode = normalized(s.rollouts.rows(s.rollouts.max(of_rollout)), s.tasks, by_std, eps, of=of_rollout)
-        step = normalized(s.returns, s.same_step, by_std, eps)
+        by_turn = normalized(s.returns, s.same_turn, by_std, eps)
         if bool((s.tasks.n(s.reward) == 1).any()):
-            self.warn("a task has a single step with a reward; there is nothing to compare it with, so A = 0.")
-        return torch.where(torch.isnan(s.reward), torch.nan, p.episode_weight * episode + p.step_weight * step)
+            self.warn("a task has a single turn with a reward; there is nothing to compare it with, so A = 0.")
+        return torch.where(torch.isnan(s.reward), torch.nan, p.episode_weight * episode + p.step_weight * by_turn)
 
-    def _report(self, s: _Steps, first: Tensor, leaves: Tensor) -> None:
+    def _report(self, s: _Turns, first: Tensor, leaves: Tensor) -> None:
         rollouts = s.rollouts.count
         went_on = s.turn < s.rollouts.rows(s.rollouts.max(s.turn.double()))
-        reached_by = s.same_step.rows(s.same_step.n(s.returns))
+        reached_by = s.same_turn.rows(s.same_turn.n(s.returns))
         self.log("matched", s.matched.double().mean(), weight=len(s.turn))
         self.log("patches", (~s.matched & went_on).sum() / max(rollouts, 1), weight=rollouts)
         self.log("steps", len(s.turn) / max(rollouts, 1), weight=rollouts)
@@ -176,8 +179,8 @@ class UiS1(Method):
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """All (turns,), NaN reward and return where a step has no reward; and the groups they are compared in."""
+class _Turns:
+    """All (turns,), NaN reward and return where a turn has no reward; and the groups they are compared in."""
 
     reward: Tensor
     returns: Tensor
@@ -185,20 +188,20 @@ class _Steps:
     turn: Tensor
     tasks: Groups
     rollouts: Groups
-    same_step: Groups
+    same_turn: Groups
 
 
-def step_returns(
+def turn_returns(
     reward: Tensor, matched: Tensor, rollout: Tensor, turn: Tensor, gamma: float, include_first_mismatch: bool = False
 ) -> Tensor:
-    """Discounted return of every step over the matching steps that follow it without a gap.
+    """Discounted return of every turn over the matching turns that follow it without a gap.
 
     Args:
         reward: (turns,) float64, NaN where there is none.
         matched: (turns,) bool.
-        rollout, turn: (turns,) int64, whose step and which; in any order.
+        rollout, turn: (turns,) int64, whose turn and which; in any order.
         gamma: discount.
-        include_first_mismatch: the first step that does not match counts in the returns before it.
+        include_first_mismatch: the first turn that does not match counts in the returns before it.
     """
     order = torch.sort(turn, stable=True).indices
     order = order[torch.sort(rollout[order], stable=True).indices]

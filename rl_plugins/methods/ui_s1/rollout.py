@@ -1,4 +1,4 @@
-"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per step."""
+"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per turn."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Traject
 class UiS1Rollout(Method):
     """Semi-online rollouts on recorded expert trajectories: name it before `ui_s1`, which makes advantages of them.
 
-    A task is a dataset row with the recorded steps (observation o_k, expert's response e_k) in the column `expert`. At
-    step k the policy reads the prompt, the history and o_k and responds y_k:
+    A task is a dataset row with the recorded turns (observation o_k, expert's response e_k) in the column `expert`. At
+    turn k (a step in the paper) the policy reads the prompt, the history and o_k and responds y_k:
 
-        m_k, r_k = match(y_k, step)                      its action is the expert's; its reward
-        history  = history + (o_k, y_k)                  if m_k, or the last step
+        m_k, r_k = match(y_k, e_k)                       its action is the expert's; its reward
+        history  = history + (o_k, y_k)                  if m_k, or the last turn
                    history + (o_k, e_k)                  else, and the rollout goes on: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
-    Every step is a row of its own: its prompt is written new, with the patched history, and its completion is y_k. A
-    patch is never trained. Rows of a rollout share `group` and `rollout`; `steps` has k, o_k, r_k and m_k.
-
     The history is rendered as messages, observation (user) and response (assistant) in turn, behind the prompt's own;
-    `write` does it otherwise. In evaluation (`in_eval`) no patch is given, which is the paper's SOP: `meta["progress"]`
-    has the share of the steps done before the first mismatch (see `semi_online_performance`).
+    `write` does it otherwise. In evaluation no patch is given, which is the paper's SOP.
 
-    A `match` that fails or takes too long ends the rollout: its last step has no reward (NaN) and no advantage.
+    Symbols: every turn is a row of its own: its prompt is written new, with the patched history, and its completion is
+    y_k. A patch is never trained. Rows of a rollout share `group` and `rollout`; `turns` has k, o_k, r_k and m_k.
+    `meta["progress"]` is the share of the recorded turns done before the first mismatch (see
+    `semi_online_performance`).
 
-    Logs: `steps` and `patches` per rollout, `match_failed`.
+    Special cases: a `match` that fails or takes too long ends the rollout: its last turn has no reward (NaN) and no
+    advantage.
+
+    Logs: `steps` (turns) and `patches` per rollout, `match_failed`.
 
     Raises:
         ConfigError: a parameter out of range.
-        MethodError: no recorded steps in the row, or more than `max_steps` (every step is a row of the batch).
+        MethodError: no recorded turns in the row, or more than `max_steps` (every turn is a row of the batch).
 
     Source: arXiv 2509.11543, section 3; `verl/utils/dataset/universal_multiround.py` of the authors' code.
     """
@@ -48,9 +50,9 @@ class UiS1Rollout(Method):
     paper = UiS1.paper
     fidelity = "code"
     use_when = "You name `ui_s1` and the trajectories are recorded, so the rollouts must be made on them."
-    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the steps)."
+    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the turns)."
     cost = (
-        "A generation per step and rollout, one after the other; every step is a row of the batch, so a batch holds "
+        "A generation per turn and rollout, one after the other; every turn is a row of the batch, so a batch holds "
         "max_steps times fewer rollouts. Any engine."
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
@@ -58,16 +60,18 @@ class UiS1Rollout(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        column: str = param("expert", "column with the recorded steps: [observation, response] pairs or mappings")
+        column: str = param("expert", "column with the recorded turns: [observation, response] pairs or mappings")
         match: Callable[..., Any] | None = param(
-            None, "(response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
+            None, "function (response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
         )
         write: Callable[..., Any] | None = param(
-            None, "(messages, history of (observation, response), observation) -> messages; default: in turn"
+            None, "function (messages, history of (observation, response), observation) -> messages; default: in turn"
         )
-        max_patches: int = param(1, "wrong responses the expert's replace in a rollout", ge=0)
-        max_steps: int = param(16, "most steps of a task, each a row of the batch", ge=1)
-        step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
+        max_patches: int = param(1, "wrong responses of a rollout that the expert's replace", ge=0)
+        max_steps: int = param(16, "largest number of turns of a task, each a row of the batch", ge=1)
+        step_tokens: int | None = param(
+            None, "largest number of tokens of a response; none: the completion length", ge=1
+        )
         timeout: float = param(30.0, "seconds for one call of `match`", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -76,8 +80,8 @@ class UiS1Rollout(Method):
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:
-            raise MethodError("another method forces a prefix on completions; recorded steps have no place for one.")
-        expert = recorded_steps(prompt.columns, self.params.column, self.params.max_steps)
+            raise MethodError("another method forces a prefix on completions; recorded turns have no place for one.")
+        expert = recorded_turns(prompt.columns, self.params.column, self.params.max_steps)
         return (yield from together([self._one(prompt, expert) for _ in range(prompt.n)]))
 
     def _one(self, prompt: Prompt, expert: Sequence[ExpertStep]) -> Any:
@@ -115,24 +119,24 @@ class UiS1Rollout(Method):
         return [*begun, {"role": "user", "content": str(observation)}]
 
 
-def recorded_steps(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
-    """The recorded steps of a dataset row.
+def recorded_turns(columns: Mapping[str, Any], column: str, most: int) -> list[ExpertStep]:
+    """The recorded turns of a dataset row.
 
     Raises:
         MethodError: none, too many, or in another form.
     """
     found = columns.get(column)
     if not found:
-        raise MethodError(f"the row has no recorded steps in the column `{column}` (columns: {', '.join(columns)}).")
+        raise MethodError(f"the row has no recorded turns in the column `{column}` (columns: {', '.join(columns)}).")
     if len(found) > most:
-        raise MethodError(f"a task has {len(found)} recorded steps, `max_steps` is {most}. Set it to the longest task.")
-    steps = []
-    for step in found:
-        pair = (step.get("observation"), step.get("response")) if isinstance(step, Mapping) else tuple(step)
+        raise MethodError(f"a task has {len(found)} recorded turns, `max_steps` is {most}. Set it to the longest task.")
+    turns = []
+    for turn in found:
+        pair = (turn.get("observation"), turn.get("response")) if isinstance(turn, Mapping) else tuple(turn)
         if len(pair) != 2 or pair[1] is None:
-            raise MethodError(f"a recorded step needs an observation and a response, it is {step!r}.")
-        steps.append(ExpertStep(*pair))
-    return steps
+            raise MethodError(f"a recorded turn needs an observation and a response, it is {turn!r}.")
+        turns.append(ExpertStep(*pair))
+    return turns
 
 
 def same_text(response: str, expert: Any, columns: Mapping[str, Any]) -> tuple[bool, float]:

@@ -14,9 +14,17 @@ from rl_plugins.params import MethodParams, build_params
 from rl_plugins.runtime import registry
 from rl_plugins.testing.contract.kit import NAN, Kit
 
+# Sections of a docstring, in this order; the first sentence and the update rule have no heading.
+SECTIONS = ("Reconstruction", "Symbols", "Special cases", "State", "Logs", "Raises", "Source")
+RENAMED = {"Shapes": "Symbols", "Logged": "Logs", "Errors": "Raises", "Randomness": "State"}
+_KNOWN = re.compile(rf"^({'|'.join((*SECTIONS, *RENAMED))})(?: \([^)]*\))?:(?=\s|$)", re.MULTILINE)
+# Any other word or two before a colon, where a paragraph begins and goes on in the same line ("Update rule:" above a
+# formula is no section).
+_UNKNOWN = re.compile(r"\n\s*\n([A-Z][a-z]+(?: [a-z]+)?):[ ]+\S")
+
 
 def check_documentation(kit: Kit) -> None:
-    """documentation: name, hook signatures, source, docstring, when to use and when not"""
+    """documentation: name, hook signatures, source, docstring and its sections, when to use and when not"""
     cls = kit.cls
     with kit.at(""):  # the lines below are checked all the same
         registry.check_class(cls, cls.name, "check_method")
@@ -34,9 +42,33 @@ def check_documentation(kit: Kit) -> None:
         kit.fail(f"the docstring does not name its source, arXiv {paper.arxiv}.")
     if getattr(cls, "fidelity", None) == "reconstruction" and "reconstruct" not in "\n".join(lines[:4]).lower():
         kit.fail('fidelity is "reconstruction", so the docstring must say in its first lines what was not published.')
+    for problem in section_problems(doc):
+        kit.fail(problem)
     for attribute in ("use_when", "avoid_when"):
         if not getattr(cls, attribute, "").strip():
             kit.fail(f"`{attribute}` is empty; one sentence helps users choose.")
+
+
+def section_problems(doc: str) -> list[str]:
+    """What is wrong with the sections of a docstring (dedented): old names, unknown ones, the order."""
+    found = _KNOWN.findall(doc)
+    known = [name for name in found if name in SECTIONS]
+    problems = [
+        f"the docstring has a section `{name}:`; the name is `{RENAMED[name]}:` now."
+        for name in found
+        if name in RENAMED
+    ]
+    problems += [
+        f"the docstring has a section `{name}:`, which is not among {', '.join(SECTIONS)}. Use one of these, or no "
+        f"heading."
+        for name in _UNKNOWN.findall(doc)
+        if name not in found
+    ]
+    if known != sorted(set(known), key=SECTIONS.index):
+        problems.append(
+            f"the docstring's sections are {', '.join(known)}; the order is {', '.join(SECTIONS)}, each at most once."
+        )
+    return problems
 
 
 def check_parameters(kit: Kit) -> None:
