@@ -104,7 +104,7 @@ def test_tests_that_are_ended_leave_nothing(tmp_path: Path, how: str, options: t
 def test_tests_that_are_done_leave_nothing(tmp_path: Path) -> None:
     with pytest_on(tmp_path, START + RETURNS) as process:
         assert process.wait() == 0, (tmp_path / "log.txt").read_text()
-        (left,) = [p for p in map(int, (tmp_path / "pids").read_text().split())]
+        left = int((tmp_path / "pids").read_text())
         until(lambda: not psutil.pid_exists(left) or not watchdog.alive(psutil.Process(left)))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 NEVER = 900.0  # seconds after which something that hangs is given up; nothing in the tests takes that long
+HANG = 300.0  # seconds after which a call that hangs returns, so that a test that waits for it fails
 SOON = 2.0  # a time-out for calls that hang, beside calls that must be in time and take about a millisecond
 
 
@@ -24,7 +25,7 @@ def until(condition: Callable[[], Any], what: str = "") -> Any:
 
 
 class Stuck:
-    """A function that does not return until `release`.
+    """A function that does not return until `release`. "Nobody waited for it" is: it still waits.
 
     Attributes:
         calls: how often it was called. waiting: calls that have not returned.
@@ -38,7 +39,7 @@ class Stuck:
         with self._lock:
             self.calls += 1
             self.waiting += 1
-        self._end.wait()
+        self._end.wait(HANG)
         with self._lock:
             self.waiting -= 1
 
