@@ -1,5 +1,6 @@
-"""The dummy plugin package of `plugin_package/`, really installed, into a folder of its own; and the examples of
-property tests, which are the same in every run unless HYPOTHESIS_PROFILE=random asks for others."""
+"""The dummy plugin package of `plugin_package/`, really installed, into a folder of its own; the examples of property
+tests, which are the same in every run unless HYPOTHESIS_PROFILE=random asks for others; and the end of all processes
+that the tests start."""
 
 from __future__ import annotations
 
@@ -7,13 +8,20 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+import watchdog
+from hypothesis import HealthCheck, settings
+from waiting import Stuck
 
-settings.register_profile("same", derandomize=True)
-settings.register_profile("random", derandomize=False)
+watchdog.watch()
+
+# No limit on the time of an example: a busy machine is no fault.
+AT_ANY_SPEED = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", derandomize=True, **AT_ANY_SPEED)
+settings.register_profile("random", derandomize=False, **AT_ANY_SPEED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 SOURCE = Path(__file__).parent / "plugin_package"
@@ -38,3 +46,11 @@ def plugins(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("RL_PLUGINS_VETO", raising=False)
     monkeypatch.syspath_prepend(str(plugin_path))
     return plugin_path
+
+
+@pytest.fixture
+def stuck() -> Iterator[Stuck]:
+    """A function that hangs to the end of the test."""
+    made = Stuck()
+    yield made
+    made.release()

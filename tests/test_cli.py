@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from typer.testing import CliRunner
+from waiting import NEVER
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -45,7 +46,7 @@ def process(*command: str, path: Path | None = None, cwd: Path | None = None) ->
         text=True,
         cwd=cwd,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": paths},
-        timeout=300,
+        timeout=NEVER,
     )
 
 

@@ -15,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
+from waiting import NEVER
 
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog, doctor_verl
@@ -100,7 +101,7 @@ def test_it_imports_neither_verl_nor_ray():
         f"status = examine({[*RUN]!r})\n"
         "print(status, sorted({m.split('.')[0] for m in sys.modules} & {'verl', 'ray', 'trl', 'transformers'}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=NEVER)
     assert done.stdout.splitlines()[-1] == "0 []", (done.stdout, done.stderr)
 
 
@@ -435,7 +436,7 @@ def run_example(script: str, *arguments: str, cwd: Path, **environment: str) -> 
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=NEVER,
         env={**clean, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "MODEL": "somebody/model", **environment},
     )
 
@@ -512,7 +513,7 @@ def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=NEVER,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("methods in effect, in this order") == 2

@@ -5,19 +5,20 @@ A stand-in for `verl.trainer.main_ppo` starts a daemon as Ray does; a real compa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from waiting import NEVER, until
 
 from rl_plugins.cli import app
 from rl_plugins.compare import report
@@ -244,8 +245,8 @@ FAKE = textwrap.dedent(
 
     values = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
     file = values["ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"].strip("'")
-    daemon = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, lambda *_: 0); time.sleep(60)"]
-    daemon = subprocess.Popen(daemon, start_new_session=True)
+    daemon = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: 0); time.sleep(3600)"
+    daemon = subprocess.Popen([sys.executable, "-c", daemon], start_new_session=True)
     with open(os.environ["PIDS"], "a") as pids:
         pids.write(f"{os.getpid()}\\n{daemon.pid}\\n")
     steps = int(values["trainer.total_training_steps"])
@@ -253,7 +254,7 @@ FAKE = textwrap.dedent(
         for step in range(steps + 1):
             f.write(json.dumps({"step": step, "data": {"critic/score/mean": step / 10, "timing_s/step": 1.0}}) + "\\n")
     if values["data.shuffle"] == "wait":
-        time.sleep(60)
+        time.sleep(3600)
     if values["data.shuffle"] == "fail":
         raise SystemExit("the actor died")
     """
@@ -276,23 +277,26 @@ def fake(tmp_path, monkeypatch):
     return plan
 
 
-def pids(tmp_path, n, timeout=20.0):
-    end = time.time() + timeout
-    while time.time() < end:
-        found = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
-        if len(found) == n:
-            return [int(p) for p in found]
-        time.sleep(0.05)
-    raise AssertionError(f"{n} processes did not start")
+def pids(tmp_path, n):
+    """The processes that the runs started, once there are n."""
+
+    def found():
+        lines = (tmp_path / "pids").read_text().split() if (tmp_path / "pids").exists() else []
+        return len(lines) >= n and [int(line) for line in lines]
+
+    ids = until(found, f"the start of {n} processes")
+    assert len(ids) == n
+    return ids
 
 
-def gone(ids, timeout=15.0):
-    end = time.time() + timeout
-    while time.time() < end:
-        if not any(psutil.pid_exists(i) and psutil.Process(i).status() != psutil.STATUS_ZOMBIE for i in ids):
-            return True
-        time.sleep(0.1)
-    return False
+def gone(ids):
+    """Waits for the end of processes that would live for an hour."""
+
+    def lives(i):
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(i).status() != psutil.STATUS_ZOMBIE
+
+    return until(lambda: not any(map(lives, ids)), f"the end of the processes {ids}")
 
 
 def test_runs_are_logged_and_leave_nothing(fake, tmp_path):
@@ -301,15 +305,16 @@ def test_runs_are_logged_and_leave_nothing(fake, tmp_path):
     for run in c.runs:
         assert is_finished(run) and [line["step"] for line in read_log(run)] == [0, 1, 2, 3]
         assert read_log(run)[-1] | {"reward": 0.3, "max_steps": 3, "seconds": 4.0} == read_log(run)[-1]
-    assert gone(pids(tmp_path, 4), timeout=1)
-    assert run_all(c, jobs=1, console=Console(quiet=True)) < 1.0 and len(pids(tmp_path, 4)) == 4
+    assert gone(pids(tmp_path, 4))
+    run_all(c, jobs=1, console=Console(quiet=True))
+    assert len(pids(tmp_path, 4)) == 4, "nothing is run again"
 
 
 def test_a_run_that_fails_shows_its_end_and_leaves_nothing(fake, tmp_path):
     c = fake("fail")
     with pytest.raises(RLPluginsError, match=r"(?s)grpo with seed 0 failed .*output\.txt.*the actor died"):
         run_all(c, jobs=1, console=Console(quiet=True))
-    assert not is_finished(c.runs[0]) and gone(pids(tmp_path, 2), timeout=1)
+    assert not is_finished(c.runs[0]) and gone(pids(tmp_path, 2))
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "SIGKILL"])
@@ -333,8 +338,8 @@ def test_a_comparison_that_is_ended_leaves_nothing(fake, tmp_path, ended):
         os.kill(worker[0], signal.SIGTERM)
     else:
         process.kill()
-    process.wait(20)
-    assert gone([*ids, *worker]), psutil.Process(ids[1])
+    process.wait(NEVER)
+    assert gone([*ids, *worker])
 
 
 # ---- the commands

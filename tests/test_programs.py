@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import until
 
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
@@ -207,8 +208,19 @@ def test_many_prompts_share_the_engines_batches():
 
 
 def test_samples_of_many_prompts_wait_for_their_trees():
-    """Prompts whose greedy part takes 1 to 4 requests: the samples after it are one batch, not four. A program that
-    asks for both at once is not held back."""
+    """Prompts whose greedy part takes 1 to 4 requests: the samples after it are one batch, not four, and so are those
+    of a program that never asks for the argmax. A program that asks for both at once is not held back."""
+
+    class Watched(TableEngine):
+        """Notes of every batch, for each request: of which prompt, and whether it is sampled."""
+
+        def __init__(self):
+            super().__init__(TABLE)
+            self.held = []
+
+        def generate(self, requests):
+            self.held.append([(p.messages, r.temperature != 0) for p, r in requests])
+            return super().generate(requests)
 
     def tree(prompt):
         t = prompt.start()
@@ -223,15 +235,33 @@ def test_samples_of_many_prompts_wait_for_their_trees():
         greedy, sampled = yield [Generate(t, temperature=0), Generate(t)]
         return [t.add(greedy[0]), t.add(sampled[0])]
 
-    engine = TableEngine(TABLE)
-    prompts = [make_prompt(engine.chat, str(k), n=2) for k in (1, 4, 2, 3)]
-    prompts = [replace(p, messages=str(k)) for p, k in zip(prompts, (1, 4, 2, 3), strict=True)]
+    engine = Watched()
+    prompts = [replace(make_prompt(engine.chat, k, n=2), messages=k) for k in "1423"]
     programs = [Running(program(tree), p) for p in prompts]
     run(programs, engine)
-    assert engine.batches == 4 + 1 and all(len(p.rows) == 2 for p in programs)
-    engine = TableEngine(TABLE)
+    assert all(len(p.rows) == 2 for p in programs)
+    assert engine.held == [
+        *([(k, False) for k in names] for names in ("1423", "423", "43", "4")),
+        [(k, True) for k in "1423" for _ in range(2)],
+    ]
+
+    engine = Watched()
+    sampled = [Running(program(plain), replace(p, messages="s")) for p in prompts[:2]]
+    run([sampled[0], *(Running(program(tree), p) for p in prompts), sampled[1]], engine)
+    assert [len(batch) for batch in engine.held] == [4, 3, 2, 1, 10]
+    assert [k for k, sample in engine.held[-1] if sample] == list("s11442233s")
+    assert not any(sample for batch in engine.held[:-1] for _, sample in batch)
+
+    engine = Watched()
     run([Running(program(both), p) for p in prompts], engine)
-    assert engine.batches == 1
+    assert engine.held == [[(k, sample) for k in "1423" for sample in (False, True)]]
+
+    engine = Watched()
+    run(
+        [sampled_too := Running(program(plain), replace(prompts[0], messages="s")), Running(program(both), prompts[1])],
+        engine,
+    )
+    assert engine.held == [[("4", False), ("4", True)], [("s", True)]] and sampled_too.rows is not None
 
 
 def test_an_asynchronous_engine_gives_the_same_rows():
@@ -265,10 +295,7 @@ def test_an_asynchronous_engine_gives_the_same_rows():
 # ---- faults
 
 
-def test_a_call_that_fails_is_an_answer_and_leaks_nothing():
-    def hang():
-        time.sleep(0.6)
-
+def test_a_call_that_fails_is_an_answer_and_leaks_nothing(stuck):
     def leave():
         raise SystemExit(3)
 
@@ -277,31 +304,27 @@ def test_a_call_that_fails_is_an_answer_and_leaks_nothing():
         return x
 
     before = threading.active_count()
-    start = time.monotonic()
     hung, raised, left, good = run_calls(
-        [Call(hang, timeout=0.1, name="the tool"), Call(lambda: 1 / 0), Call(leave), Call(later, (5,))]
+        [Call(stuck, timeout=0.1, name="the tool"), Call(lambda: 1 / 0), Call(leave), Call(later, (5,))]
     )
-    assert time.monotonic() - start < 0.5, "the time-out does not wait for the thread"
+    assert stuck.waiting == 1, "the time-out does not wait for the thread"
     assert hung.error == "TimeoutError: the tool took longer than 0.1 s" and hung.value is None
     assert raised.error == "ZeroDivisionError: division by zero"
     assert left.error == "SystemExit: 3"
     assert good.value == 5 and not good.error
-    time.sleep(0.7)
-    assert threading.active_count() <= before
+    stuck.release()
+    until(lambda: threading.active_count() <= before, "the end of the threads")
 
 
-def test_calls_that_never_return_end_the_run_in_time(monkeypatch):
+def test_calls_that_never_return_end_the_run_in_time(monkeypatch, stuck):
     import rl_plugins.runtime.threads as calls
 
     monkeypatch.setattr(calls, "MAX_HANGING", 0)
     monkeypatch.setattr(calls._calls, "concurrency", 2)
-    release = threading.Event()
-    try:
-        run_calls([Call(release.wait, (5,), timeout=0.05, name="judge")] * 2)
-        with pytest.raises(MethodError, match="2 calls of rollout programs .* never returned"):
-            run_calls([Call(int)])
-    finally:
-        release.set()
+    until(lambda: not calls._calls._running, "the end of the calls of other tests")
+    run_calls([Call(stuck, timeout=0.05, name="judge")] * 2)
+    with pytest.raises(MethodError, match="2 calls of rollout programs .* never returned"):
+        run_calls([Call(int)])
 
 
 def test_an_engine_that_dies_ends_it_with_its_own_error():

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import NEVER
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
@@ -34,7 +35,7 @@ def python(code: str, path: Path | None = None) -> str:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=120,
+        timeout=NEVER,
     )
     assert run.returncode == 0, run.stderr
     return run.stdout

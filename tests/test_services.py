@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from waiting import HANG, NEVER, SOON, Stuck
 
+from rl_plugins import services
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.runtime import threads
 from rl_plugins.services import ChatEndpoint, Endpoint, Failure, Service, fill, number, prompt_text, with_task
 
 
 def service(function: Any, **options: Any) -> Service:
-    return Service(function, "the judge", **{"timeout": 5.0, "backoff": 0.0, **options})
+    return Service(function, "the judge", **{"timeout": NEVER, "backoff": 0.0, **options})
 
 
 class Counted:
@@ -48,11 +50,17 @@ class Counted:
 
 
 def test_order_is_kept_whatever_finishes_first() -> None:
+    finished, answered = [], [threading.Event() for _ in range(6)]
+    answered[5].set()
+
     def late_first(item: int) -> float:
-        time.sleep(0.03 * (4 - item))
+        assert answered[item + 1].wait(NEVER)
+        finished.append(item)
+        answered[item].set()
         return item
 
     assert service(late_first, concurrency=5).ask(range(5)) == [0, 1, 2, 3, 4]
+    assert finished == [4, 3, 2, 1, 0]
 
 
 async def async_double(item: float) -> float:
@@ -148,14 +156,15 @@ def test_cache_is_bounded_and_can_be_off() -> None:
 
 
 def test_no_more_calls_at_a_time_than_allowed() -> None:
-    running, most, lock = 0, 0, threading.Lock()
+    running, most, lock, three = 0, 0, threading.Lock(), threading.Barrier(3, timeout=NEVER)
 
     def judge(item: int) -> int:
         nonlocal running, most
         with lock:
             running += 1
             most = max(most, running)
-        time.sleep(0.01)
+        three.wait()
+        time.sleep(0.01)  # a fourth one would come now
         with lock:
             running -= 1
         return item
@@ -177,18 +186,23 @@ def test_a_retry_mends_an_error_and_bad_answers() -> None:
         assert judge.calls == [3, 3, 3]
 
 
-def test_pauses_between_tries_double() -> None:
-    judge = Counted(2, ValueError("busy"))
-    start = time.monotonic()
-    service(judge, retries=2, backoff=0.1).ask([1])
-    assert 0.3 <= time.monotonic() - start < 1.0
+def test_pauses_between_tries_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, sleep = [], asyncio.sleep
+
+    async def no_sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+    service(judge := Counted(4, ValueError("busy")), retries=4, backoff=10.0).ask([1])
+    assert pauses == [10.0, 20.0, 40.0, services.LONGEST_PAUSE] and len(judge.calls) == 5
 
 
 def test_raising_for_good_says_what_and_about_what() -> None:
     with pytest.raises(MethodError) as caught:
-        service(Counted(99, KeyError("score")), retries=1).ask([7])
+        service(Counted(99, KeyError("score")), retries=1, timeout=30).ask([7])
     text = str(caught.value)
-    assert "The judge gave no usable answer in 2 tries of up to 5 s each" in text
+    assert "The judge gave no usable answer in 2 tries of up to 30 s each" in text
     assert "KeyError: 'score'" in text and "It was asked about: 7." in text
 
 
@@ -250,57 +264,57 @@ def test_nan_where_it_is_allowed() -> None:
         number(0, 1, allow_nan=True)(2)
 
 
-def hang(item: Any) -> float:
-    threading.Event().wait()
-    return 0.0
+@pytest.mark.parametrize("how", ["blocks its thread", "waits", "refuses to be cancelled"])
+def test_a_hanging_call_costs_its_time_out(how: str, stuck: Stuck) -> None:
+    """And no more: the error comes while every call still hangs."""
+    ended, let_go = threading.Semaphore(0), threading.Event()
 
-
-async def hang_async(item: Any) -> float:
-    await asyncio.Event().wait()
-    return 0.0
-
-
-async def hang_stubbornly(item: Any) -> float:
-    while True:
+    async def waits(item: int) -> None:
+        stuck.calls += 1
         try:
-            await asyncio.sleep(10)
-        except asyncio.CancelledError:
-            if time.monotonic() > start_of_tests + 60:
-                raise
+            await asyncio.Event().wait()
+        finally:
+            ended.release()
 
+    async def refuses(item: int) -> None:
+        stuck.calls += 1
+        while not let_go.is_set() and time.monotonic() < start + HANG:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        ended.release()
 
-start_of_tests = time.monotonic()
-
-
-@pytest.mark.parametrize("function", [hang, hang_async, hang_stubbornly])
-def test_a_hanging_call_costs_its_time_out(function: Any) -> None:
+    function = {"blocks its thread": stuck, "waits": waits, "refuses to be cancelled": refuses}[how]
     start = time.monotonic()
-    with pytest.raises(MethodError, match="no answer within 0.1 s"):
-        service(function, timeout=0.1, retries=1).ask([1])
-    assert 0.2 <= time.monotonic() - start < 2.0
+    with pytest.raises(MethodError, match="no answer within 0.5 s"):
+        service(function, timeout=0.5, retries=1).ask([1])
+    assert time.monotonic() - start >= 1.0 and stuck.calls == 2
+    if how == "waits":
+        assert ended.acquire(timeout=NEVER) and ended.acquire(timeout=NEVER), "it is cancelled"
+    elif how == "blocks its thread":
+        assert stuck.waiting == 2
+    else:
+        assert not ended.acquire(blocking=False)
+        let_go.set()
+        assert ended.acquire(timeout=NEVER) and ended.acquire(timeout=NEVER)
 
 
-def test_a_coroutine_that_blocks_its_loop_is_found_out_and_the_next_call_works() -> None:
-    async def blocking(item: int) -> int:
-        time.sleep(2.5)
-        return item
+def test_a_coroutine_that_blocks_its_loop_is_found_out_and_the_next_call_works(stuck: Stuck) -> None:
+    async def blocking(item: int) -> None:
+        stuck()
 
-    start = time.monotonic()
-    with pytest.raises(MethodError, match="blocks its event loop for more than 0.2 s"):
-        service(blocking, timeout=0.2).ask([1])
-    assert time.monotonic() - start < 1.5
+    with pytest.raises(MethodError, match="blocks its event loop for more than 0.5 s"):
+        service(blocking, timeout=0.5).ask([1])
+    assert stuck.waiting == 1, "nobody waited for its end"
     assert service(async_double).ask([1.0]) == [2.0]
 
 
-def test_one_hanging_item_does_not_hold_up_the_others() -> None:
-    def judge(item: int) -> int:
-        return int(hang(item)) if item == 1 else item
+def test_one_hanging_item_does_not_hold_up_the_others(stuck: Stuck) -> None:
+    def judge(item: int) -> int | None:
+        return stuck() if item == 1 else item
 
-    start = time.monotonic()
-    answers = service(judge, timeout=0.1, retries=0, concurrency=2).ask([0, 1, 2, 3], strict=False)
-    assert answers[0] == 0 and answers[2:] == [2, 3]
-    assert answers[1] == Failure("TimeoutError: no answer within 0.1 s")
-    assert time.monotonic() - start < 1.0
+    answers = service(judge, timeout=SOON, retries=0, concurrency=2).ask([0, 1, 2, 3], strict=False)
+    assert answers[0] == 0 and answers[2:] == [2, 3] and stuck.waiting == 1
+    assert answers[1] == Failure(f"TimeoutError: no answer within {SOON:g} s")
 
 
 def test_failures_are_not_remembered() -> None:
@@ -346,9 +360,9 @@ def test_errors_of_configuration_are_not_tried_again() -> None:
         assert judge.calls == [1]
 
 
-def test_calls_that_never_end_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_never_end_are_limited(monkeypatch: pytest.MonkeyPatch, stuck: Stuck) -> None:
     monkeypatch.setattr(threads, "MAX_HANGING", 3)
-    s = service(hang, timeout=0.05, retries=0, concurrency=3)
+    s = service(stuck, timeout=0.05, retries=0, concurrency=3)
     assert len(s.ask([1, 2, 3], strict=False)) == 3
     with pytest.raises(MethodError, match="3 calls of the judge never returned"):
         s.ask([4], strict=False)
@@ -357,10 +371,10 @@ def test_calls_that_never_end_are_limited(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_process_ends_although_a_call_hangs() -> None:
     code = (
         "import time\nfrom rl_plugins.services import Service\n"
-        "s = Service(lambda item: time.sleep(600), 'the judge', timeout=0.1, retries=0)\n"
+        "s = Service(lambda item: time.sleep(3600), 'the judge', timeout=0.1, retries=0)\n"
         "print(s.ask([1], strict=False))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=NEVER)
     assert "no answer within 0.1 s" in done.stdout and done.returncode == 0
 
 
@@ -369,14 +383,15 @@ def test_a_process_ends_although_a_call_hangs() -> None:
 )
 def test_numbers_out_of_range(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"`{next(iter(options))}` of the judge is"):
-        service(hang, **options)
+        service(Counted(), **options)
 
 
 # ---- endpoints
 
 
 class Server:
-    """A chat endpoint: `replies` are what it answers one after the other, (status, text); the last one stays."""
+    """A chat endpoint: `replies` are what it answers one after the other, (status, text); the last one stays. A text
+    that is a function is called first, so that it can hang."""
 
     def __init__(self) -> None:
         self.replies: list[tuple[int, Any]] = [(200, "Score: 7")]
@@ -388,8 +403,8 @@ class Server:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.seen.append((self.path, dict(self.headers), body))
                 status, text = outer.replies.pop(0) if len(outer.replies) > 1 else outer.replies[0]
-                if isinstance(text, float):
-                    time.sleep(text)
+                if callable(text):
+                    text = text()
                 content = {"choices": [{"message": {"content": text}}]} if isinstance(text, str | None) else text
                 data = json.dumps(content).encode()
                 self.send_response(status)
@@ -448,11 +463,12 @@ def test_endpoint_that_refuses_is_not_tried_again(server: Server) -> None:
     assert len(server.seen) == 1
 
 
-def test_endpoint_that_is_slow_or_not_there(server: Server) -> None:
-    server.replies = [(200, 1.0)]
-    slow = Endpoint(server.url, "m", "{a}", timeout=0.1)
+def test_endpoint_that_is_slow_or_not_there(server: Server, stuck: Stuck) -> None:
+    server.replies = [(200, stuck)]
+    slow = Endpoint(server.url, "m", "{a}", timeout=SOON)
     with pytest.raises(MethodError, match="ReadTimeout"):
         service(slow, retries=0).ask([{"a": 1}])
+    assert stuck.waiting == 1
     with pytest.raises(MethodError, match="ConnectError"):
         service(Endpoint("http://127.0.0.1:9/v1", "m", "{a}"), retries=0).ask([{"a": 1}])
 

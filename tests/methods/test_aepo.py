@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from waiting import NEVER, SOON, Stuck, until
 
 from rl_plugins.agents import Observation
 from rl_plugins.errors import ConfigError, MethodError
@@ -288,6 +288,7 @@ class Talk:
     alive: Counter[str] = Counter()  # by name: opened and not closed
     length = 4
     fails: str = ""
+    hang: Any = None
 
     def __init__(self) -> None:
         self.said: list[str] = []
@@ -311,7 +312,7 @@ class Talk:
         if self.fails == "act" and len(self.said) == 1:
             raise ValueError("broken")
         if self.fails == "hang" and len(self.said) == 1:
-            time.sleep(0.4)
+            type(self).hang()
         self.said.append(action)
         done = len(self.said) >= self.length or "!" in action
         return Observation("".join(self.said), reward=0.5, done=done)
@@ -554,11 +555,11 @@ def test_evaluation_plays_plain_rollouts() -> None:
     assert AepoRollout.in_eval == ("rollout",)
 
 
-def test_environments_that_break_hang_or_cannot_be_copied() -> None:
+def test_environments_that_break_hang_or_cannot_be_copied(stuck: Stuck) -> None:
     for fails in ("act", "hang"):
-        environment = talk(fails=fails, length=3)
-        rows, engine, _ = played(4, environment=environment, timeout=0.1 if fails == "hang" else 5.0)
-        assert len(rows) == 4
+        environment = talk(fails=fails, length=3, hang=stuck)
+        rows, engine, _ = played(4, environment=environment, timeout=SOON if fails == "hang" else NEVER)
+        assert len(rows) == 4 and stuck.waiting == stuck.calls == 4 * (fails == "hang")
         assert_books(engine, rows)
         for row in rows:
             assert row.meta["turns"] == 2 and row.meta["error"] and not row.meta["done"]
@@ -631,8 +632,7 @@ def test_a_program_does_not_depend_on_its_neighbors() -> None:
 def test_no_thread_is_left() -> None:
     before = threading.active_count()
     played(6)
-    time.sleep(0.05)
-    assert threading.active_count() <= before
+    until(lambda: threading.active_count() <= before, "the end of the threads")
 
 
 def test_with_the_demos_calculator() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import SOON, Stuck
 
 from rl_plugins.agents import Observation, play
 from rl_plugins.demo.environments import Calculator
@@ -383,7 +383,7 @@ def test_interrupted_turns_go_on() -> None:
         assert (whole.tokens, whole.kinds, whole.turns) == (parts.tokens, parts.kinds, parts.turns)
 
 
-def test_a_broken_environment_ends_the_episode_unless_there_is_a_copy() -> None:
+def test_a_broken_environment_ends_the_episode_unless_there_is_a_copy(stuck: Stuck) -> None:
     turns = {"<q>": "a[raise]", "OSError: crashed>": "b[ok]", "<fine>": "="}
     (t,) = run(cleaner(), engine := script(turns))
     assert show(engine, t) == "a[raise]|" and t.meta["stop_reason"] == "error" and math.isnan(t.meta["score"])
@@ -394,12 +394,14 @@ def test_a_broken_environment_ends_the_episode_unless_there_is_a_copy() -> None:
 
     class Slow(Tool):
         def act(self, action: str) -> Observation:
-            time.sleep(0.4 * ("raise" in action))
+            if "raise" in action:
+                stuck()
             return super().act(action)
 
-    late = "took longer than 0.1 s>"
-    (t,) = run(cleaner(Slow, timeout=0.1, copy_environment=True, gamma=0.0), script({**turns, late: "b[ok]"}))
+    late = f"took longer than {SOON:g} s>"
+    (t,) = run(cleaner(Slow, timeout=SOON, copy_environment=True, gamma=0.0), script({**turns, late: "b[ok]"}))
     assert t.meta["stop_reason"] == "done" and t.meta["recovered"] == 1
+    assert stuck.waiting == 1
 
 
 def test_a_copy_is_the_environment_before_the_failed_call() -> None:

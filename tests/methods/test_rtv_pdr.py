@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import NEVER, Stuck
 
 from rl_plugins.agents import Observation
 from rl_plugins.errors import ConfigError, MethodError
@@ -449,14 +449,12 @@ def raises(*args: Any) -> Any:
     raise RuntimeError("busy")
 
 
-def hangs(*args: Any) -> Any:
-    time.sleep(0.5)
-
-
-@pytest.mark.parametrize("broken", [raises, hangs, lambda *a: None, lambda *a: 3.5, lambda *a: ""], ids=range(5))
-def test_callables_that_fail(broken: Any) -> None:
+@pytest.mark.parametrize("broken", [raises, None, lambda *a: None, lambda *a: 3.5, lambda *a: ""], ids=range(5))
+def test_callables_that_fail(broken: Any, stuck: Stuck) -> None:
+    """None stands for one that hangs."""
     logged: dict[str, float] = {}
-    options = {"attempts": 4, "votes": 2, "keep": 2, "call_timeout": 0.2, "waves": 2}
+    options = {"attempts": 4, "votes": 2, "keep": 2, "call_timeout": NEVER if broken else 0.5, "waves": 2}
+    broken = broken or stuck
     engine = TableEngine(policy({"a": 1.0}))
     (row,) = evaluate(engine, logged, summarizer=broken, judge=lambda problem, summaries: 1, **options)
     assert logged["rtv_pdr/summaries_failed"] == 1
@@ -464,6 +462,7 @@ def test_callables_that_fail(broken: Any) -> None:
     logged.clear()
     found = {text(evaluate(TableEngine(policy(LETTERS)), logged, judge=broken, **options)[0]) for _ in range(2)}
     assert logged["rtv_pdr/unparsable"] == 1 and len(found) == 1  # drawn, with the seed
+    assert stuck.waiting == stuck.calls
 
 
 def test_garbage_of_the_policy_as_judge() -> None:

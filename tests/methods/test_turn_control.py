@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import NEVER, SOON, Stuck
 
 from rl_plugins.agents import Observation, play
 from rl_plugins.demo.environments import Grid
@@ -220,14 +220,21 @@ class Raises(Room):
 
 
 class Hangs(Room):
+    hang: Any
+
     def act(self, action: str) -> Observation:
-        time.sleep(0.4)
+        type(self).hang()
         return super().act(action)
 
 
 @pytest.mark.parametrize(("environment", "error"), [(Raises, "OSError: out of order"), (Hangs, "TimeoutError")])
-def test_a_broken_environment_ends_the_episode(environment: Any, error: str) -> None:
-    (t,) = rollouts_of(control(environment, limit=3, timeout=0.1), engine := policy(), n=1, max_tokens=500)
+def test_a_broken_environment_ends_the_episode(
+    environment: Any, error: str, stuck: Stuck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hangs, "hang", stuck, raising=False)
+    timeout = SOON if environment is Hangs else NEVER
+    (t,) = rollouts_of(control(environment, limit=3, timeout=timeout), engine := policy(), n=1, max_tokens=500)
+    assert stuck.waiting == (environment is Hangs)
     assert t.meta["stop_reason"] == "error" and t.meta["error"].startswith(error)
     assert [turn.valid for turn in t.turns] == [False] and math.isnan(t.meta["score"]) and not t.meta["done"]
     check_books(engine, t)

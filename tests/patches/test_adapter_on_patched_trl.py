@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_trl_patches import PATCHES, apply, copy_trl
+from waiting import NEVER
 
 pytestmark = [pytest.mark.host]
 
@@ -31,7 +32,7 @@ def run(tmp_path, cases, python_path=None):
     if python_path:
         env["PYTHONPATH"] = str(python_path)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "out.pt"), str(tmp_path / "cases.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=env)
     return done, torch.load(tmp_path / "out.pt", weights_only=False) if done.returncode == 0 else None
 
 

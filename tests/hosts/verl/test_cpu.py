@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
 
@@ -208,7 +209,7 @@ def test_abort_between_two_tokens_and_resume(model):
         running = asyncio.create_task(s.generate("b", prompt_ids=first, sampling_params=GREEDY))
         await until(lambda: s.decoder.requests and len(s.decoder.requests[0].tokens) >= 3)
         assert (await s.abort_all_requests())["aborted_count"] == 1
-        partial = await asyncio.wait_for(running, 1)
+        partial = await asyncio.wait_for(running, NEVER)
         assert partial.stop_reason == "aborted" and 3 <= len(partial.token_ids) < 64
         assert len(partial.log_probs) == len(partial.token_ids)
 

@@ -31,7 +31,7 @@ if _spec is not None and _spec.origin is not None:
         VLLM_NO_USAGE_STATS="1",
         TORCHDYNAMO_DISABLE="1",  # it would compile the sampler for 20 s, in every process
     )
-START_SECONDS = 180
+START_SECONDS = 900
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -294,7 +294,7 @@ def on_two_ranks(folder, url, out):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     log = out / "log.txt"
     with started([*command, str(folder), url, str(out)], log) as process:
-        assert process.wait(240) == 0, log.read_text()[-8000:]
+        assert process.wait(900) == 0, log.read_text()[-8000:]
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
