@@ -103,7 +103,9 @@ class Case:
 
     def __init__(self, file: str, values: Mapping[str, Any]) -> None:
         self.file, self.values = file, values
-        self._all = Fields({"params": {}} | {k: v for k, v in values.items() if k not in DESCRIPTIVE}, f"case `{self}` of {file}")
+        self._all = Fields(
+            {"params": {}} | {k: v for k, v in values.items() if k not in DESCRIPTIVE}, f"case `{self}` of {file}"
+        )
         self.inputs, self.params, self.expected = (self._all[k] for k in ("inputs", "params", "expected"))
 
     def __str__(self) -> str:
