@@ -98,6 +98,13 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list) else value
 
 
+def floats(values: Any) -> Any:
+    """Numbers in which null stands for NaN."""
+    if isinstance(values, list):
+        return [floats(v) for v in values]
+    return math.nan if values is None else float(values)
+
+
 class Case:
     """One case: `inputs`, `params`, `expected`; further fields of the case with `case[name]`."""
 
@@ -115,8 +122,11 @@ class Case:
         return self._all[name]
 
     def build(self, method: Any, names: Mapping[str, str] | None = None, **own: Any) -> Any:
-        """Parameters of `method`: those the test sets itself, and over them those of the case, by the authors' name
-        (`names`: theirs -> ours) or by that of the method."""
+        """Parameters of `method`: those the test sets itself, and over them those of the case."""
+        return build_params(method.Params, own | self.options(method, names), method.name)
+
+    def options(self, method: Any, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The parameters of `method` that the case has, under the authors' name (`names`: theirs -> ours) or ours."""
         fields, given = {f.name for f in dataclasses.fields(method.Params)}, {}
         for name in self.params:
             ours = (names or {}).get(name, name)
@@ -124,7 +134,7 @@ class Case:
                 if ours in given:
                     pytest.fail(f"case `{self}` of {self.file}: params.{name} is a second value for `{ours}`")
                 given[ours] = plain(self.params[name])
-        return build_params(method.Params, own | given, method.name)
+        return given
 
     def unread(self) -> list[str]:
         return list(self._all.unread())

@@ -108,8 +108,10 @@ class Batch:
 def whole_objective(
     batch: Batch, outcome: Sequence[int], width: int = WIDTH, official_value: bool = False, **params: Any
 ) -> tuple[float, Tensor]:
-    """The loss as the paper writes it, question by question, and its gradient by autograd; all in float64. The authors'
-    loss (`official_value`) has other values of the same gradient: tau for tau log mean exp, excess x KL for excess^2 / 2.
+    """The loss as the paper writes it, question by question, and its gradient by autograd; all in float64.
+
+    The authors' loss has the same gradient and another value, which `official_value` gives: tau in the place of
+    tau log mean exp, and in the penalty kl_weight excess kl.
     """
     p = Drpo.Params(**params)
     lp = batch.logprobs.clone().requires_grad_()
