@@ -148,6 +148,45 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
+def tied(chosen: Sequence[int], lengths: Sequence[int], tie_free: bool) -> Case:
+    """A case of one batch with 4 groups of one rollout, of which 2 are trained and the others are lost."""
+    params = dict(GOLDEN.cases[0].values["params"])
+    params |= {"rollout_batch_size_N": 2, "over_sampling_batch_size_Nprime": 4, "group_size": 1, "steps": 1}
+    step = {
+        "step": 0,
+        "virtual_ticks": max(lengths),
+        "tokens_generated": sum(lengths),
+        "batch_groups": [
+            {
+                "prompt": i,
+                "response_lengths": [lengths[i]],
+                "status": ["completed"],
+                "rewards": [float((7 * lengths[i] + i) % 3 == 0)],
+                "start_step": [None],
+            }
+            for i in chosen
+        ],
+        "buffer_after": [],
+        "prompts_drawn_so_far": 4,
+        "partial_samples": 0,
+        "official_total_off_policy_tokens": 0,
+        "groups_lost": 2,
+    }
+    inputs = {"full_lengths_[prompt][member]": [[n] for n in lengths]}
+    values = {"name": "tied", "inputs": inputs, "params": params | {"partial_rollout": True}, "tie_free": tie_free}
+    return Case("april.json", values | {"expected": {"steps": [step]}})
+
+
+def test_a_case_with_ties_says_which_groups_are_trained() -> None:
+    GOLDEN.check(tied([0, 1], [5, 5, 5, 5], tie_free=False))
+    GOLDEN.check(tied([1, 3], [5, 5, 5, 5], tie_free=False))
+    GOLDEN.check(tied([0, 3], [3, 5, 5, 5], tie_free=False))
+    with pytest.raises(AssertionError):
+        GOLDEN.check(tied([1, 3], [3, 5, 5, 5], tie_free=False))  # the first group was complete before
+    with pytest.raises(AssertionError):
+        GOLDEN.check(tied([1, 3], [5, 5, 5, 5], tie_free=True))
+
+
 def test_groups_that_complete_together_wait_and_the_authors_lose_them() -> None:
     cut = dict(lengths=lambda prompt, drawn: [99] * 3, max_tokens=20)
     right, official = simulate(5, **cut), simulate(5, **cut, lose_surplus=True)

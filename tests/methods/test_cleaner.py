@@ -155,6 +155,32 @@ def test_further_golden_cases() -> None:
     GOLDEN.check_further_cases()
 
 
+def test_a_case_whose_marker_is_split_has_the_authors_boundary() -> None:
+    inputs = {
+        "prompt_tokens": ["p"],
+        "old_tokens": ["Think", " ", "<tool", "_call>", "x"],
+        "new_tokens": ["So", "<tool", "_call>", "x"],
+        "old_logprobs": [-1.0, -2.0, -3.0, -4.0, -5.0],
+        "new_logprobs": [-0.1, -0.2, -0.3, -0.4],
+    }
+    merged = ["Think", " ", "<tool", "_call>", "x"]
+    expected = {
+        "similarity": 1.0,
+        "strategy": "tool_call_only",
+        "merged_response_tokens": merged,
+        "sequence_tokens": ["p", *merged],
+        "response_mask": [1] * 5,
+        "response_logprobs": [-1.0, -2.0, -3.0, -0.3, -0.4],
+        "old_prefix_len": 3,
+        "new_prefix_len": 2,
+    }
+    params = {"gamma": 0.5, "marker": "<tool_call>"}
+    values = {"name": "split", "inputs": inputs, "params": params, "expected": expected}
+    GOLDEN.check(Case("cleaner.json", values))
+    with pytest.raises(AssertionError):
+        GOLDEN.check(Case("cleaner.json", values | {"params": params | {"boundary": "exact"}}))
+
+
 def test_default_patterns_are_the_authors() -> None:
     assert PATTERNS in [tuple(c.params["patterns"]) for c in GOLDEN.cases if "patterns" in c.params]
     assert error_type("") is None

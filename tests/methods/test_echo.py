@@ -70,7 +70,8 @@ def check_shaping_and_clip_range(case: Case) -> None:
     tolerance = max(1e-8, 1e-9 / math.sqrt(smallest + 1e-8))
     torch.testing.assert_close(padded, expected["advantages"], rtol=0, atol=tolerance)
     params = case.build(EchoClip)
-    if p["use_adaptive_clip"]:
+    assert ("clip_epsilon" in expected) == p["use_adaptive_clip"]
+    if "clip_epsilon" in expected:
         ranged = EchoClip(params).shape(rollouts, tokens).row_columns["echo_clip_range"]
         torch.testing.assert_close(ranged, expected["clip_epsilon"], rtol=0, atol=1e-12)
     if "tail_confidence" in expected:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from golden_cases import Golden, floats
+from golden_cases import Case, Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,6 +131,21 @@ def test_golden(case):
 
 def test_further_golden_cases():
     GOLDEN.check_further_cases()
+
+
+@pytest.mark.parametrize(("correct", "raises"), [(5, True), (4, False)])
+def test_a_case_in_which_the_authors_assertion_fires(correct, raises):
+    minima = {"min_zero_reward_trace_num": 1, "min_non_zero_reward_trace_num": 1}
+    given_params = GOLDEN.cases[0].values["params"] | minima | {"down_sample_to_n": 5}
+    rewards = [1.0] * correct + [0.0] * (10 - correct)
+    inputs = {"uids": ["a"] * 10, "rewards": rewards, "responses": [""] * 10}
+    expected = {"p_err": [0.5] * 10, "p_format": [1.0] * 10, "kept_rows": None, "raises": "AssertionError"}
+    values = {"name": "halves", "inputs": inputs, "params": given_params, "expected": expected}
+    if raises:
+        GOLDEN.check(Case("grpo_roc.json", values))
+    else:
+        with pytest.raises(AssertionError):
+            GOLDEN.check(Case("grpo_roc.json", values))
 
 
 @pytest.mark.parametrize(("min_pos", "min_neg"), [(0, 0), (2, 2), (1, 3), (4, 2)])
