@@ -31,9 +31,9 @@ WIDTH = 12
 NAN = math.nan
 
 
-def drpo_stack(*others: Method, width: int = WIDTH, **params: Any) -> MethodStack:
+def drpo_stack(*others: Method, **params: Any) -> MethodStack:
     method = Drpo(build_params(Drpo.Params, params, "drpo"))
-    return start_stack(method, *others, run=make_run(max_completion_length=width))
+    return start_stack(method, *others, run=make_run(max_completion_length=WIDTH))
 
 
 class Batch:
