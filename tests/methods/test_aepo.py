@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,9 +30,7 @@ from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "aepo.json").read_text())["cases"]
-CASE = {case["name"]: case for case in GOLDEN}
-LOSSES = ["both_on", "adv_only", "tool_mask_clip_higher", "seq_mean_token_mean"]
+GOLDEN = Golden("aepo")
 NAN = math.nan
 
 
@@ -44,16 +41,17 @@ def built(cls: Any, **params: Any) -> Any:
 # ---- golden numbers of the authors' code
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_golden_loss(name: str) -> None:
-    case = CASE[name]
-    p, wanted = case["params"], case["expected"]
-    x = {k: torch.tensor(v, dtype=torch.float64) for k, v in case["inputs"].items()}
+@GOLDEN.kind("log_prob")
+def check_loss(case: Case) -> None:
+    p, wanted = case.params, case.expected
+    names = ("log_prob", "old_log_prob", "entropy", "response_mask", "advantages")
+    x = {name: torch.tensor(case.inputs[name], dtype=torch.float64) for name in names}
     mask = x["response_mask"] > 0
     rollouts = make_rollouts([0.0] * len(mask), lengths=mask.sum(1).tolist())
     tokens = make_tokens(rollouts, entropies=x["entropy"][mask], advantages=x["advantages"])
-    shaped = built(AepoAdvantages, weight=p["alpha"]).shape(rollouts, tokens).advantages
-    advantages = torch.zeros_like(x["log_prob"]).masked_scatter(mask, shaped)
+    shaped = AepoAdvantages(case.build(AepoAdvantages, {"alpha": "weight"})).shape(rollouts, tokens).advantages
+    given_advantages = shaped if p["entropy_balanced_advantage"] else tokens.advantages
+    advantages = torch.zeros_like(x["log_prob"]).masked_scatter(mask, given_advantages)
     terms = Terms(
         mask=mask,
         logprobs=x["log_prob"].requires_grad_(),
@@ -63,10 +61,13 @@ def test_golden_loss(name: str) -> None:
         num_rows=(mask.sum(1) > 0).sum(),
         max_length=mask.shape[1],
     )
-    stack = start_stack(built(AepoClip, clip_low=p["clip_low"], clip_high=p["clip_high"], dual_clip=p["clip_ratio_c"]))
+    clip = case.build(AepoClip, {"clip_ratio_c": "dual_clip"})
+    stack = start_stack(AepoClip(clip))
     per_token = stack.one("policy_loss", terms)
     if not p["entropy_balanced_clipping"]:  # then it is the host's
-        per_token = ppo_clip(terms.logprobs, terms.old_logprobs, advantages, p["clip_low"], p["clip_high"], 3.0)
+        per_token = ppo_clip(
+            terms.logprobs, terms.old_logprobs, advantages, clip.clip_low, clip.clip_high, clip.dual_clip
+        )
     loss = aggregate(
         per_token, mask, p["agg"], num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=terms.max_length
     )
@@ -78,15 +79,28 @@ def test_golden_loss(name: str) -> None:
         assert logged[f"aepo_clip/{key}"] * n / (n + 1e-8) == pytest.approx(wanted[key], abs=1e-9)
 
 
-def test_golden_budget_and_branching() -> None:
-    case = CASE["rollout_budget_and_branch"]
-    p, inputs, wanted = case["params"], case["inputs"], case["expected"]
-    found = [initial_rollouts(b["k"], b["H_root"], b["H_tool_avg"], p["sigmoid_beta"]) for b in inputs["budget"]]
-    assert found == wanted["initial_rollouts"]
-    params = rollout_params(entropy_weight=p["entropy_weight"], penalty=p["penalty_per_consecutive"])
-    chance = [branch_chance(b["u"], b["H_now"] - b["H_init"], b["consecutive"], params) for b in inputs["branch"]]
-    assert chance == pytest.approx(wanted["p"])
-    assert [c >= params.branch_probability for c in chance] == wanted["branch"]
+@GOLDEN.kind("budget", "branch")
+def check_budget_and_branching(case: Case) -> None:
+    names = {"branch_threshold": "branch_probability", "penalty_per_consecutive": "penalty"}
+    params = case.build(AepoRollout, names, environment=Talk)
+    if "budget" in case.inputs:
+        beta = case.params["sigmoid_beta"]
+        found = [initial_rollouts(b["k"], b["H_root"], b["H_tool_avg"], beta) for b in case.inputs["budget"]]
+        assert found == case.expected["initial_rollouts"]
+    if "branch" in case.inputs:
+        branches = case.inputs["branch"]
+        chance = [branch_chance(b["u"], b["H_now"] - b["H_init"], b["consecutive"], params) for b in branches]
+        assert chance == pytest.approx(case.expected["p"])
+        assert [c >= params.branch_probability for c in chance] == case.expected["branch"]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 # ---- the clip

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.april import CORRECTION, STRATEGY, THRESHOLD, WARMUP, April
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Carried, Queue, Tokens
-from rl_plugins.runtime.carry_over import admit, finished
+from rl_plugins.runtime.carry_over import Group, admit, finished
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
@@ -28,7 +29,7 @@ from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.generation import SimulatedBatch, Simulation, summary
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "april.json").read_text())["cases"]
+GOLDEN = Golden("april")
 
 
 def april(**params: Any) -> April:
@@ -52,33 +53,62 @@ def simulate(batches: int = 6, params: dict[str, Any] | None = None, **changes: 
 # ---- the authors' schedules
 
 
-def of_case(case: dict[str, Any], lose_surplus: bool) -> tuple[list[SimulatedBatch], Any]:
-    p = case["params"]
-    table = case["inputs"]["full_lengths_[prompt][member]"]
+REWARD = "1.0 if (7*len(response)+sample_index)%3==0 else 0.0, sample_index counts members in draw order"
+SPEED = "1 token per tick per request, unlimited concurrency"
+
+
+class Chosen(Simulation):
+    """Of groups that complete in the same tick those come first that the authors' code chose in that batch."""
+
+    chosen: Sequence[Sequence[int]]
+
+    def _decode(self, groups: Sequence[Group]) -> tuple[list[Group], list[int], float, int]:
+        after, order, time, decoded = super()._decode(groups)
+        chosen = self.chosen[self.stack.batch]
+
+        def place(i: int) -> tuple[int, bool]:
+            had = [len(t) for t in groups[i].rollouts] or [0] * groups[i].size
+            ticks = max(len(t) - n for t, n in zip(after[i].rollouts, had, strict=True))
+            return ticks, groups[i].row.prompt_index not in chosen
+
+        return after, sorted(order, key=place), time, decoded
+
+
+def of_case(case: Case, lose_surplus: bool) -> list[SimulatedBatch]:
+    p = case.params
+    table = case.inputs["full_lengths_[prompt][member]"]
     given: dict[str, Any] = {"over_sampling": p["over_sampling_batch_size_Nprime"] / p["rollout_batch_size_N"]}
     if not p["partial_rollout"]:
         given |= {"max_staleness": 0, "stale": "drop"}
-    run = Simulation(
-        april(**given),
+    run = (Simulation if case["tie_free"] else Chosen)(
+        April(case.build(April, **given)),
         lambda prompt, drawn: table[prompt],
         groups=p["rollout_batch_size_N"],
         group_size=p["group_size"],
         max_tokens=p["max_response_len"],
         lose_surplus=lose_surplus,
     )
-    return [run.batch() for _ in range(p["steps"])], p
+    run.chosen = [[g["prompt"] for g in step["batch_groups"]] for step in case.expected["steps"]]
+    return [run.batch() for _ in range(p["steps"])]
 
 
-@pytest.mark.parametrize("lose_surplus", [True, False], ids=["official", "correct"])
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden_schedules(case: dict[str, Any], lose_surplus: bool) -> None:
-    """No two groups of these cases complete in the same tick, so the authors lose none and both modes agree."""
-    assert case["tie_free"]
-    batches, p = of_case(case, lose_surplus)
+@GOLDEN.kind("full_lengths_[prompt][member]")
+def check_schedule(case: Case) -> None:
+    """The authors lose groups that complete together. Where none do (`tie_free`), not to lose them is the same."""
+    case.params.must_be("drop_zero_std_groups", False)
+    case.params.must_be("reward_rule", REWARD)
+    case.params.must_be("decode_speed", SPEED)
+    for lose_surplus in (True, False) if case["tie_free"] else (True,):
+        check_batches(case, of_case(case, lose_surplus))
+
+
+def check_batches(case: Case, batches: list[SimulatedBatch]) -> None:
+    p = case.params
     drawn = trained = 0
     before: SimulatedBatch | None = None
     status = {"eos": "completed", "length": "truncated", "abort": "aborted"}
-    for step, (got, wanted) in enumerate(zip(batches, case["expected"]["steps"], strict=True)):
+    for step, (got, wanted) in enumerate(zip(batches, case.expected["steps"], strict=True)):
+        assert step == wanted["step"]
         assert (got.time, got.decoded) == (wanted["virtual_ticks"], wanted["tokens_generated"])
         groups = sorted(got.trained, key=lambda g: g.row.prompt_index)
         size, drawn, trained = p["group_size"], drawn + got.fresh, trained + len(groups)
@@ -103,10 +133,58 @@ def test_golden_schedules(case: dict[str, Any], lose_surplus: bool) -> None:
         assert drawn == wanted["prompts_drawn_so_far"]
         assert sum(len(t) > 0 for g in waiting for t in g.rollouts) == wanted["partial_samples"]
         assert drawn - trained - len(waiting) == wanted["groups_lost"]
-        resumed = [t for g in before.waiting for t in g.rollouts if not finished(t)] if before and waiting else []
-        last_segment = sum(t.versions.count(t.versions[-1]) for t in resumed)
+        goes_on = before.waiting if before and p["partial_rollout"] else ()
+        last_segment = sum(t.versions.count(t.versions[-1]) for g in goes_on for t in g.rollouts if not finished(t))
         assert last_segment == wanted["official_total_off_policy_tokens"]
         before = got
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
+
+
+def tied(chosen: Sequence[int], lengths: Sequence[int], tie_free: bool) -> Case:
+    """A case of one batch with 4 groups of one rollout, of which 2 are trained and the others are lost."""
+    params = dict(GOLDEN.cases[0].values["params"])
+    params |= {"rollout_batch_size_N": 2, "over_sampling_batch_size_Nprime": 4, "group_size": 1, "steps": 1}
+    step = {
+        "step": 0,
+        "virtual_ticks": max(lengths),
+        "tokens_generated": sum(lengths),
+        "batch_groups": [
+            {
+                "prompt": i,
+                "response_lengths": [lengths[i]],
+                "status": ["completed"],
+                "rewards": [float((7 * lengths[i] + i) % 3 == 0)],
+                "start_step": [None],
+            }
+            for i in chosen
+        ],
+        "buffer_after": [],
+        "prompts_drawn_so_far": 4,
+        "partial_samples": 0,
+        "official_total_off_policy_tokens": 0,
+        "groups_lost": 2,
+    }
+    inputs = {"full_lengths_[prompt][member]": [[n] for n in lengths]}
+    values = {"name": "tied", "inputs": inputs, "params": params | {"partial_rollout": True}, "tie_free": tie_free}
+    return Case("april.json", values | {"expected": {"steps": [step]}})
+
+
+def test_a_case_with_ties_says_which_groups_are_trained() -> None:
+    GOLDEN.check(tied([0, 1], [5, 5, 5, 5], tie_free=False))
+    GOLDEN.check(tied([1, 3], [5, 5, 5, 5], tie_free=False))
+    GOLDEN.check(tied([0, 3], [3, 5, 5, 5], tie_free=False))
+    with pytest.raises(AssertionError):
+        GOLDEN.check(tied([1, 3], [3, 5, 5, 5], tie_free=False))  # the first group was complete before
+    with pytest.raises(AssertionError):
+        GOLDEN.check(tied([1, 3], [5, 5, 5, 5], tie_free=True))
 
 
 def test_groups_that_complete_together_wait_and_the_authors_lose_them() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
@@ -26,7 +25,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.services import fill
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "brpo.json").read_text())["cases"]
+GOLDEN = Golden("brpo")
 NAN = math.nan
 
 
@@ -65,12 +64,14 @@ def reward_of(stack: MethodStack, rollouts: Rollouts) -> list[float]:
 # ---- golden
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden(case: dict[str, Any]) -> None:
-    size, p, expected = case["params"]["group_size"], case["params"], case["expected"]
-    references = case["inputs"]["reference_index_per_group"]
-    wins = {(v["group"], v["candidate"]): v["wins_per_condition"] for v in case["inputs"]["verdicts"]}
-    advantages, kept = [], []
+@GOLDEN.kind("verdicts")
+def check_verdicts(case: Case) -> None:
+    p, expected = case.params, case.expected
+    size = p["group_size"]
+    references = case.inputs["reference_index_per_group"]
+    wins = {(v["group"], v["candidate"]): v["wins_per_condition"] for v in case.inputs["verdicts"]}
+    advantages, kept, skew = [], [], []
+    read = set()
     for g, reference in enumerate(references):
         asked: dict[tuple[str, str], int] = {}
 
@@ -79,25 +80,35 @@ def test_golden(case: dict[str, Any]) -> None:
             asked[a, b] += 1
             candidate = int(b if int(a) == ref else a)
             first = int(a) == candidate
-            won = wins[g, candidate][2 * vote + (not first)]
+            place = 2 * vote + (not first)
+            read.add((g, candidate, place))
+            won = wins[g, candidate][place]
             return "AB"[first != won]
 
-        stack = brpo_stack(
-            judge,
-            votes=p["voting_rounds_each_with_both_orders"],
-            filter_tau=p["filter_threshold"],
-            reference=reference,
-            judge_concurrency=1,
-        )
+        names = {"voting_rounds_each_with_both_orders": "votes", "filter_threshold": "filter_tau"}
+        own = dict(judge=judge, judge_retries=0, judge_timeout=5.0, judge_concurrency=1, reference=reference)
+        stack = start_stack(Brpo(case.build(Brpo, names, **own)))
         decision, logged = step(stack, texts(range(size), group_size=size))
         row_advantages = torch.where(decision.rollouts.kept, decision.row_advantages, 0.0)
         advantages += row_advantages.tolist()
         kept.append(int(decision.stays.all()))
         assert bool(decision.stays.all()) == bool(decision.stays.any())
-        if "skew" in expected:
-            assert logged["brpo/skew"] == pytest.approx(expected["skew"][g], abs=1e-7)  # the file holds float32
+        skew.append(logged["brpo/skew"])
+    assert len(references) == case.inputs["num_groups"]
+    assert read == {(*who, i) for who, verdicts in wins.items() for i in range(len(verdicts))}
     assert advantages == pytest.approx(expected["advantages"], abs=1e-12)
     assert kept == [int(k) for k in expected["kept"]]
+    if "skew" in expected:
+        assert skew == pytest.approx(expected["skew"], abs=1e-7)  # the file holds float32
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 # ---- the rule

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from golden_cases import Case, Golden
 from waiting import SOON, Stuck
 
 from rl_plugins.agents import Observation, play
@@ -19,9 +19,7 @@ from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Trajectory, together
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "cleaner.json").read_text())["cases"]
-MERGES = [c for c in GOLDEN if "old_tokens" in c["inputs"]]
-TEXTS = [c for c in GOLDEN if "tool_text" in c["inputs"]]
+GOLDEN = Golden("cleaner")
 
 
 class Tool:
@@ -111,36 +109,80 @@ def check_books(engine: TableEngine, t: Trajectory) -> None:
 # ---- golden cases: the authors' merge and their detection of errors
 
 
-@pytest.mark.parametrize("boundary", ["exact", "code_compat"])
-@pytest.mark.parametrize("case", MERGES, ids=lambda c: c["name"])
-def test_golden_merges(case: dict[str, Any], boundary: str) -> None:
-    given, expected = case["inputs"], case["expected"]
+@GOLDEN.kind("old_tokens")
+def check_merge(case: Case) -> None:
+    given, expected = case.inputs, case.expected
     words = sorted({*given["old_tokens"], *given["new_tokens"]})
     old, new = ([words.index(w) for w in given[k]] for k in ("old_tokens", "new_tokens"))
 
     def decode(tokens: Any) -> str:
         return "".join(words[t] for t in tokens)
 
-    p = cleaner(gamma=case["params"]["gamma"], marker=case["params"]["marker"], boundary=boundary).params
-    merge = merge_turns(old, new, decode, p)
-    assert merge.similarity == pytest.approx(expected["similarity"], abs=5e-7)
-    assert merge.deep == (expected["strategy"] == "full_turn")
-    for tokens, name in ((old, "old_prefix_len"), (new, "new_prefix_len")):
-        assert call_start(tokens, decode, p.marker, boundary) == expected[name]
-    merged = old[: merge.keep] + new[merge.begin :]
-    assert [words[t] for t in merged] == expected["merged_response_tokens"]
-    assert given["prompt_tokens"] + [words[t] for t in merged] == expected["sequence_tokens"]
-    assert [1] * len(merged) == expected["response_mask"]
-    if expected["response_logprobs"]:
-        logprobs = given["old_logprobs"][: merge.keep] + given["new_logprobs"][merge.begin :]
-        assert logprobs == expected["response_logprobs"]
+    p = case.build(Cleaner, environment=Tool)
+    split = [p.marker in decode(turn) and not any(p.marker in words[t] for t in turn) for turn in (old, new)]
+    boundaries = ("code_compat",) if any(split) else ("exact", "code_compat")  # theirs cuts inside of a split marker
+    for boundary in (p.boundary,) if "boundary" in case.params else boundaries:
+        merge = merge_turns(old, new, decode, replace(p, boundary=boundary))
+        assert merge.similarity == pytest.approx(expected["similarity"], abs=5e-7)
+        assert ("full_turn" if merge.deep else "tool_call_only") == expected["strategy"]
+        for tokens, name in ((old, "old_prefix_len"), (new, "new_prefix_len")):
+            assert call_start(tokens, decode, p.marker, boundary) == expected[name]
+        merged = old[: merge.keep] + new[merge.begin :]
+        assert [words[t] for t in merged] == expected["merged_response_tokens"]
+        assert given["prompt_tokens"] + [words[t] for t in merged] == expected["sequence_tokens"]
+        assert [1] * len(merged) == expected["response_mask"]
+        if None in (given["old_logprobs"], given["new_logprobs"]):
+            assert expected["response_logprobs"] is None
+        else:
+            logprobs = given["old_logprobs"][: merge.keep] + given["new_logprobs"][merge.begin :]
+            # where nothing of the old turn is kept theirs stays empty, by mistake
+            assert expected["response_logprobs"] in ([logprobs] if merge.keep else [logprobs, []])
 
 
-@pytest.mark.parametrize("case", TEXTS, ids=lambda c: c["name"])
-def test_golden_errors(case: dict[str, Any]) -> None:
-    found = error_type(case["inputs"]["tool_text"], patterns=case["params"]["patterns"])
-    assert (found is not None, found) == (case["expected"]["has_error"], case["expected"]["error_type"])
-    assert tuple(case["params"]["patterns"]) == PATTERNS
+@GOLDEN.kind("tool_text")
+def check_error(case: Case) -> None:
+    p = case.build(Cleaner, environment=Tool)
+    found = error_type(case.inputs["tool_text"], p.success_marker, p.patterns)
+    assert (found is not None, found) == (case.expected["has_error"], case.expected["error_type"])
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
+
+
+def test_a_case_whose_marker_is_split_has_the_authors_boundary() -> None:
+    inputs = {
+        "prompt_tokens": ["p"],
+        "old_tokens": ["Think", " ", "<tool", "_call>", "x"],
+        "new_tokens": ["So", "<tool", "_call>", "x"],
+        "old_logprobs": [-1.0, -2.0, -3.0, -4.0, -5.0],
+        "new_logprobs": [-0.1, -0.2, -0.3, -0.4],
+    }
+    merged = ["Think", " ", "<tool", "_call>", "x"]
+    expected = {
+        "similarity": 1.0,
+        "strategy": "tool_call_only",
+        "merged_response_tokens": merged,
+        "sequence_tokens": ["p", *merged],
+        "response_mask": [1] * 5,
+        "response_logprobs": [-1.0, -2.0, -3.0, -0.3, -0.4],
+        "old_prefix_len": 3,
+        "new_prefix_len": 2,
+    }
+    params = {"gamma": 0.5, "marker": "<tool_call>"}
+    values = {"name": "split", "inputs": inputs, "params": params, "expected": expected}
+    GOLDEN.check(Case("cleaner.json", values))
+    with pytest.raises(AssertionError):
+        GOLDEN.check(Case("cleaner.json", values | {"params": params | {"boundary": "exact"}}))
+
+
+def test_default_patterns_are_the_authors() -> None:
+    assert PATTERNS in [tuple(c.params["patterns"]) for c in GOLDEN.cases if "patterns" in c.params]
     assert error_type("") is None
 
 

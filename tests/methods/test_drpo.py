@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,14 +26,14 @@ from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_terms, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "drpo.json").read_text())["cases"]
+GOLDEN = Golden("drpo")
 WIDTH = 12
 NAN = math.nan
 
 
-def drpo_stack(*others: Method, width: int = WIDTH, **params: Any) -> MethodStack:
+def drpo_stack(*others: Method, **params: Any) -> MethodStack:
     method = Drpo(build_params(Drpo.Params, params, "drpo"))
-    return start_stack(method, *others, run=make_run(max_completion_length=width))
+    return start_stack(method, *others, run=make_run(max_completion_length=WIDTH))
 
 
 class Batch:
@@ -105,8 +105,14 @@ class Batch:
         return float(total), grad
 
 
-def whole_objective(batch: Batch, outcome: Sequence[int], width: int = WIDTH, **params: Any) -> tuple[float, Tensor]:
-    """The loss as the paper writes it, question by question, and its gradient by autograd; all in float64."""
+def whole_objective(
+    batch: Batch, outcome: Sequence[int], width: int = WIDTH, official_value: bool = False, **params: Any
+) -> tuple[float, Tensor]:
+    """The loss as the paper writes it, question by question, and its gradient by autograd; all in float64.
+
+    The authors' loss has the same gradient and another value, which `official_value` gives: tau in the place of
+    tau log mean exp, and in the penalty kl_weight excess kl.
+    """
     p = Drpo.Params(**params)
     lp = batch.logprobs.clone().requires_grad_()
     length = batch.mask.sum(1)
@@ -125,9 +131,10 @@ def whole_objective(batch: Batch, outcome: Sequence[int], width: int = WIDTH, **
         for i, w in zip(right, weights, strict=True):
             objective = objective + w / sum(weights) * score[i]
         mean = torch.stack([score[i] / p.score_temperature for i in wrong]).exp().mean()
-        objective = objective - p.score_temperature * mean.log()
+        objective = objective - p.score_temperature * (1.0 if official_value else mean.log())
     kl = ((batch.old_logprobs - lp) * batch.mask).sum() / batch.mask.sum()
-    penalty = p.kl_weight / 2 * torch.clamp(kl - p.kl_limit, min=0) ** 2
+    excess = torch.clamp(kl - p.kl_limit, min=0)
+    penalty = p.kl_weight * (excess.detach() * kl if official_value else excess**2 / 2)
     loss = penalty - objective / len(questions)
     (grad,) = torch.autograd.grad(loss, lp)
     return float(loss), grad
@@ -148,28 +155,41 @@ def random_split(rows: int, seed: int) -> list[list[int]]:
 # ---- the authors' numbers and the whole objective
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_equals_the_authors_gradients_for_every_split(case: dict[str, Any], seed: int | None) -> None:
-    given_, p, expected = case["inputs"], case["params"], case["expected"]
-    width = given_["T_max_response_length"]
-    rollouts = make_rollouts(given_["reward"], given_["uid"], lengths=given_["response_lengths"])
-    batch = Batch(rollouts, given_["log_prob"], given_["old_log_prob"])
-    stack = drpo_stack(
-        width=width,
-        length_temperature=p["Lambda"],
-        score_temperature=p["tau"],
-        kl_weight=p["beta"],
-        kl_limit=p["delta"],
-    )
-    split = None if seed is None else random_split(len(rollouts), seed)
-    loss, grad = batch.loss(stack, split)
-    torch.testing.assert_close(grad, torch.tensor(expected["grad_log_prob"]).double(), rtol=2e-6, atol=3e-8)
-    logged = combine([stack.metrics.take()])
-    assert logged["drpo/kl"] == pytest.approx(expected["ppo_kl"], abs=1e-7)
-    assert logged["drpo/kl_active"] == expected["kl_violated"]
-    # the official value is meaningless by design; ours is the objective's
-    assert loss == pytest.approx(whole_objective(batch, outcomes(given_["reward"]), width)[0], rel=1e-12)
+@GOLDEN.kind("log_prob")
+def check_gradients(case: Case) -> None:
+    """For several splits into micro-batches."""
+    inputs, expected = case.inputs, case.expected
+    case.params.must_be("kl_type", "kl")
+    width = inputs["T_max_response_length"]
+    names = {"Lambda": "length_temperature", "tau": "score_temperature", "beta": "kl_weight", "delta": "kl_limit"}
+    p = case.build(Drpo, names)
+    rollouts = make_rollouts(inputs["reward"], numbers(inputs["uid"]), lengths=inputs["response_lengths"])
+    batch = Batch(rollouts, inputs["log_prob"], inputs["old_log_prob"])
+    assert batch.logprobs.shape[1] == width
+    for seed in (None, 0, 1):
+        stack = start_stack(Drpo(p), run=make_run(max_completion_length=width))
+        loss, grad = batch.loss(stack, None if seed is None else random_split(len(rollouts), seed))
+        torch.testing.assert_close(grad, torch.tensor(expected["grad_log_prob"]).double(), rtol=2e-6, atol=3e-8)
+        logged = combine([stack.metrics.take()])
+        assert logged["drpo/kl"] == pytest.approx(expected["ppo_kl"], abs=1e-7)
+        assert logged["drpo/kl_active"] == expected["kl_violated"]
+        reward = outcomes(inputs["reward"])
+        assert loss == pytest.approx(whole_objective(batch, reward, width, **asdict(p))[0], rel=1e-12)
+        official, _ = whole_objective(batch, reward, width, official_value=True, **asdict(p))
+        assert official == pytest.approx(expected["loss_value_official"], rel=2e-6, abs=1e-6)
+
+
+def numbers(ids: Sequence[Any]) -> list[int]:
+    return [list(dict.fromkeys(ids)).index(i) for i in ids]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 @settings(max_examples=120, deadline=None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,8 +29,7 @@ from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "echo.json").read_text())["cases"]
-CASE = {case["name"]: case for case in GOLDEN}
+GOLDEN = Golden("echo")
 NAN = math.nan
 
 
@@ -41,7 +40,7 @@ def built(cls: Any, **params: Any) -> Any:
 # ---- golden numbers of the authors' code
 
 
-def flat(inputs: dict[str, Any]) -> tuple[Rollouts, Tokens, Tensor]:
+def flat(inputs: Mapping[str, Any]) -> tuple[Rollouts, Tokens, Tensor]:
     """A golden batch as rows and flat tokens, and the mask (rows, time)."""
     mask = torch.tensor(inputs["response_mask"]) > 0
     ids = {uid: i for i, uid in enumerate(dict.fromkeys(inputs["uid"]))}
@@ -53,28 +52,38 @@ def flat(inputs: dict[str, Any]) -> tuple[Rollouts, Tokens, Tensor]:
     return rollouts, tokens.replace(advantages=advantages), mask
 
 
-SHAPING = ("alpha", "beta", "s_max", "mult_coeff", "add_coeff")
-CLIPPING = ("tail_window", "eps_min", "eps_max", "kappa")
+RESULTS = ("advantages", "clip_epsilon", "tail_confidence")
 
 
-@pytest.mark.parametrize("name", ["default_2groups", "one_all_masked_row", "constant_stats_reduce_to_input"])
-def test_golden_shaping_and_clip_range(name: str) -> None:
-    case = CASE[name]
-    rollouts, tokens, mask = flat(case["inputs"])
-    shaped = built(EchoShaping, **{k: case["params"][k] for k in SHAPING}).shape(rollouts, tokens)
-    wanted = torch.tensor(case["expected"]["advantages"], dtype=torch.float64)
-    tolerance = 1e-5 if name.startswith("constant") else 1e-8  # their means divide by the number + 1e-8
-    torch.testing.assert_close(shaped.advantages, wanted[mask], rtol=0, atol=tolerance)
-    if not name.startswith("constant"):
-        assert not torch.allclose(shaped.advantages, tokens.advantages, atol=1e-3)
-    ranged = built(EchoClip, **{k: case["params"][k] for k in CLIPPING}).shape(rollouts, tokens)
-    epsilon = torch.tensor(case["expected"]["clip_epsilon"], dtype=torch.float64)
-    torch.testing.assert_close(ranged.row_columns["echo_clip_range"], epsilon, rtol=0, atol=1e-12)
+@GOLDEN.kind("entropys")
+def check_shaping_and_clip_range(case: Case) -> None:
+    p = case.params
+    expected = {
+        name: torch.tensor(case.expected[name], dtype=torch.float64) for name in RESULTS if name in case.expected
+    }
+    rollouts, tokens, mask = flat(case.inputs)
+    method = EchoShaping(case.build(EchoShaping))
+    shaped = method.shape(rollouts, tokens).advantages if p["enable"] else tokens.advantages
+    padded = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, shaped)
+    # their means divide by the number + 1e-8, and 1 / sqrt(variance + 1e-8) magnifies that
+    smallest = min(float(x.double().var()) for x in (tokens.entropies, tokens.old_logprobs.exp()))
+    tolerance = max(1e-8, 1e-9 / math.sqrt(smallest + 1e-8))
+    torch.testing.assert_close(padded, expected["advantages"], rtol=0, atol=tolerance)
+    params = case.build(EchoClip)
+    assert ("clip_epsilon" in expected) == p["use_adaptive_clip"]
+    if "clip_epsilon" in expected:
+        ranged = EchoClip(params).shape(rollouts, tokens).row_columns["echo_clip_range"]
+        torch.testing.assert_close(ranged, expected["clip_epsilon"], rtol=0, atol=1e-12)
+    if "tail_confidence" in expected:
+        wide = replace(params, eps_min=0.0, eps_max=0.5, kappa=1.0)  # with these the range tells the tail's confidence
+        tail = 1 - torch.logit(2 * EchoClip(wide).shape(rollouts, tokens).row_columns["echo_clip_range"])
+        torch.testing.assert_close(tail, expected["tail_confidence"], rtol=0, atol=1e-12)
 
 
-def test_golden_loss() -> None:
-    case = CASE["adaptive_clip_seqmean"]
-    x = {k: torch.tensor(v, dtype=torch.float64) for k, v in case["inputs"].items()}
+@GOLDEN.kind("clip_epsilon_per_sequence")
+def check_loss(case: Case) -> None:
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask", "clip_epsilon_per_sequence")
+    x = {name: torch.tensor(case.inputs[name], dtype=torch.float64) for name in names}
     mask = x["response_mask"]
     terms = Terms(
         mask=mask,
@@ -86,12 +95,11 @@ def test_golden_loss() -> None:
         max_length=mask.shape[1],
         columns={"echo_clip_range": x["clip_epsilon_per_sequence"][:, None]},
     )
-    stack = start_stack(built(EchoClip, dual_clip=case["params"]["clip_ratio_c"]))
+    stack = start_stack(EchoClip(case.build(EchoClip, {"clip_ratio_c": "dual_clip"})))
     per_token = stack.one("policy_loss", terms)
-    wanted, n = case["expected"], float(mask.sum())
-    loss = aggregate(
-        per_token, mask, "seq-mean-token-mean", num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=1
-    )
+    wanted, n = case.expected, float(mask.sum())
+    how, length = case.params["loss_agg_mode"], terms.max_length
+    loss = aggregate(per_token, mask, how, num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=length)
     assert float(loss) == pytest.approx(wanted["pg_loss"], abs=1e-12)
     logged = combine([stack.metrics.take()])
     assert logged["echo_clip/clipfrac"] * n / (n + 1e-8) == pytest.approx(wanted["pg_clipfrac"], abs=1e-12)
@@ -99,31 +107,46 @@ def test_golden_loss() -> None:
     assert logged["echo_clip/kl"] == pytest.approx(wanted["ppo_kl"], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["branch_tuned_fires", "prune_low_conf"])
-def test_golden_controller(name: str) -> None:
-    case = CASE[name]
-    p = SimpleNamespace(**case["params"])
+@GOLDEN.kind("logprob_steps")
+def check_controller(case: Case) -> None:
+    case.params.must_be("enable", True)
+    p = SimpleNamespace(**asdict(EchoTree.Params()) | case.options(EchoTree))  # theirs may be out of our ranges
     top = [
         sorted(((int(t), lp) for t, lp in step.items()), key=lambda entry: -entry[1])
-        for step in case["inputs"]["logprob_steps"]
+        for step in case.inputs["logprob_steps"]
     ]
-    s, wanted = statistics(top, p), case["expected"]
+    s, wanted = statistics(top, p), case.expected
     names = {"tail_conf": "tail", "group_conf": "group", "delta_entropy": "delta", "c_bot10": "bottom"}
+    assert len(wanted["stats"]) == len(top)
     for t, of_t in enumerate(wanted["stats"]):
-        for key, value in of_t.items():
-            assert getattr(s, names.get(key, key))[t] == pytest.approx(value, abs=1e-9), (t, key)
+        for key in of_t:
+            if hasattr(s, names.get(key, key)):
+                assert getattr(s, names.get(key, key))[t] == pytest.approx(of_t[key], abs=1e-9), (t, key)
     branch = branch_at(s, p)
     if wanted["branch"] is None:
         assert branch is None
     else:
         assert branch == (wanted["branch"]["position"], wanted["branch"]["width"])
         assert [t for t, _ in top[branch[0]][: branch[1]]] == wanted["branch"]["candidate_token_ids"]
-    prune = prune_at(s, p)
-    if wanted["prune"]["should_prune"]:
-        assert prune == (wanted["prune"]["prune_pos"], wanted["prune"]["reason"])
-        assert penalty(s, prune[0]) == pytest.approx(wanted["prune"]["penalty"], abs=1e-9)
-    else:
-        assert prune is None
+    pruned, prune = prune_at(s, p), wanted["prune"]
+    assert (pruned is not None) == prune["should_prune"]
+    assert pruned == ((prune["prune_pos"], prune["reason"]) if pruned else None)
+    assert pruned or (prune["prune_pos"], prune["reason"]) == (None, None)
+    # the method has no such weights: their use of the penalty is none, so it has the default ones
+    l1, l2, l3 = (case.params.get(f"prune_lambda_{i}", default) for i, default in ((1, 1.0), (2, 1.0), (3, 0.05)))
+    found = l1 * s.tail[pruned[0]] - l2 * (1 - s.bottom[pruned[0]]) - l3 if pruned else 0.0
+    assert found == pytest.approx(prune["penalty"], abs=1e-9)
+    if pruned and (l1, l2, l3) == (1.0, 1.0, 0.05):
+        assert penalty(s, pruned[0]) == pytest.approx(found, abs=1e-12)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 # ---- the controller against loops

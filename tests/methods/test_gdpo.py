@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
+from golden_cases import Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +19,7 @@ from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "gdpo.json").read_text())["cases"]
+GOLDEN = Golden("gdpo")
 CLOSE = dict(rel=1e-5, abs=1e-6)  # the authors computed in float32
 NAN = float("nan")
 
@@ -87,28 +85,52 @@ def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, weights, ba
     assert decision.trained.all()
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
-def test_equals_the_authors_forks_and_trl(case):
-    inputs, params, expected = case["inputs"], case["params"], case["expected"]
-    rewards = inputs.get("rewards_per_func") or list(
-        zip(inputs["reward_correctness"], inputs["reward_format"], strict=True)
-    )
-    setup = dict(group_size=params["num_generations"], weights=params["weights"])
+@GOLDEN.kind("rewards_per_func", "reward_correctness", "reward_format")
+def check_advantages(case):
+    """TRL's forms act on rows, verl's on tokens. NaN rewards (null in a case) count as 0 in the authors' forks and are
+    left out in TRL's own form, unless `nan_policy` says what a case has."""
+    inputs, params, expected = case.inputs, case.params, case.expected
+    columns = [name for name in inputs if name.startswith("reward_")]
+    rewards = floats(inputs.get("rewards_per_func", []))
+    rewards = rewards or [floats(list(row)) for row in zip(*(inputs[name] for name in columns), strict=True)]
+    size, weights = params["num_generations"], params.get("weights", [1.0] * len(rewards[0]))
+    group = [i // size for i in range(len(rewards))]
+    if "index" in inputs:
+        assert [list(dict.fromkeys(inputs["index"])).index(i) for i in inputs["index"]] == group
+    lengths = inputs.get("response_lengths")
+    rollouts = make_rollouts(rewards, group, weights=weights, lengths=lengths)
+
+    def ours(nan_policy, **own):
+        stack = start_stack(Gdpo(case.build(Gdpo, nan_policy=nan_policy, **own)))
+        return one_step(stack, rollouts).row_advantages
+
     eps = params.get("epsilon_trl", 1e-4)
-    ours = row_advantages(rewards, eps_group=eps, eps_batch=eps, **setup).tolist()
-    for key in ("trl_official_advantages_row", "trl_1_16_builtin_normalize_then_sum_row"):
-        assert ours == pytest.approx(expected[key], **CLOSE)
+    trl = dict(eps_group=eps, eps_batch=eps)
+    if "trl_official_advantages_row" in expected:
+        assert ours("zero", **trl).tolist() == pytest.approx(expected["trl_official_advantages_row"], **CLOSE)
+    if "trl_1_16_builtin_normalize_then_sum_row" in expected:
+        wanted = expected["trl_1_16_builtin_normalize_then_sum_row"]
+        assert ours("exclude", **trl).tolist() == pytest.approx(wanted, **CLOSE)
     if "grpo_sum_then_normalize_row" in expected:
-        rollouts = make_rollouts(rewards, **setup)
         assert grpo_advantages(rollouts).tolist() == pytest.approx(expected["grpo_sum_then_normalize_row"], **CLOSE)
-    if "trl_pre_batchnorm_row" in expected:  # means are 0 there, so the batch step divides all rows by one number
+    if "trl_pre_batchnorm_row" in expected:
         before = torch.tensor(expected["trl_pre_batchnorm_row"], dtype=torch.float64)
-        assert ours == pytest.approx((before / (before.std() + eps)).tolist(), **CLOSE)
+        after = (before - before.mean()) / (before.std() + eps)
+        assert ours("zero", **trl).tolist() == pytest.approx(after.tolist(), **CLOSE)
     if "verl_official_advantages_token" in expected:
-        rollouts = make_rollouts(rewards, lengths=inputs["response_lengths"], **setup)
-        stack = start_stack(method(batch_stat="token", eps_group=params["epsilon_verl"]))
-        per_row = [row[0] for row in expected["verl_official_advantages_token"]]
-        assert one_step(stack, rollouts).row_advantages.tolist() == pytest.approx(per_row, **CLOSE)
+        per_row = ours("zero", batch_stat="token", eps_group=params["epsilon_verl"])
+        mask = torch.arange(inputs["T"]) < torch.tensor(lengths)[:, None]
+        wanted = torch.tensor(expected["verl_official_advantages_token"], dtype=torch.float64)
+        torch.testing.assert_close(per_row[:, None] * mask, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 @pytest.mark.host

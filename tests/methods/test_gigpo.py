@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
+import re
+from dataclasses import replace
 from difflib import SequenceMatcher
-from pathlib import Path
 
 import pytest
 import torch
+from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.methods.gigpo import Gigpo, _Clusters
@@ -21,7 +23,7 @@ from rl_plugins.params import build_params
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "gigpo.json").read_text())["cases"]
+GOLDEN = Golden("gigpo")
 NAN = math.nan
 
 
@@ -144,40 +146,59 @@ def golden_rollouts(inputs):
 
 
 CLOSE = dict(rel=1e-5, abs=5e-6)  # theirs is float32
-NUMBERS = [c for c in GOLDEN if "uid" in c["inputs"]]
 
 
-@pytest.mark.parametrize("case", NUMBERS, ids=[c["name"] for c in NUMBERS])
-@pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])
-def test_equals_the_authors_code(case, mode):
-    rollouts, n = golden_rollouts(case["inputs"])
-    given_params = case["params"]
-    params = dict(
-        gamma=given_params["gamma"],
-        eps=given_params["epsilon"],
-        mode=mode,
-        invalid_action_penalty_coef=0.0,
-        single_group="reward",
-    )
-    tokens = make_tokens(rollouts)
-    decision = one_step(
-        start_stack(method(step_advantage_w=given_params["step_advantage_w"], **params)), rollouts, tokens
-    )
-    padded = torch.zeros(n, case["inputs"]["T"], dtype=torch.float64)
-    padded[tokens.row, tokens.position] = decision.advantages
-    assert padded.tolist() == [pytest.approx(row, **CLOSE) for row in case["expected"][f"advantages_token_{mode}"]]
-    for statistics, key in (("turns", "cross_steps"), ("rollouts", "per_trajectory")):
-        episode = advantages(rollouts, step_advantage_w=0.0, statistics=statistics, **params)
-        assert episode == pytest.approx(case["expected"][f"episode_adv_row_{mode}_{key}"], **CLOSE)
+def params_of(case, **changes):
+    own = dict(invalid_action_penalty_coef=0.0, single_group="reward")
+    if "compute_mean_std_cross_steps" in case.params:
+        own["statistics"] = "turns" if case.params["compute_mean_std_cross_steps"] else "rollouts"
+    if case.params.get("enable_similarity", False):
+        own["similarity"] = case.params["similarity_thresh"]
+    return replace(case.build(Gigpo, {"epsilon": "eps"}, **own), **changes)
 
 
-def test_similar_texts_are_those_of_the_authors_code():
-    case = next(c for c in GOLDEN if c["name"] == "similarity_predicate")
-    found = []
-    for a, b in case["inputs"]["pairs"]:
-        clusters = _Clusters(case["params"]["threshold"], autojunk=True)
+@GOLDEN.kind("uid")
+def check_advantages(case):
+    """The name of an expected value says the mode and the statistics where they are not those of the parameters."""
+    rollouts, n = golden_rollouts(case.inputs)
+    tokens, expected = make_tokens(rollouts), case.expected
+    for key in expected:
+        form = re.fullmatch(r"(advantages_token|episode_adv_row)(?:_(mean(?:_std)?_norm))?(?:_(cross|per)_\w+)?", key)
+        if form is None:
+            continue
+        changes = {"mode": form[2]} if form[2] else {}
+        if form[3]:
+            changes["statistics"] = {"cross": "turns", "per": "rollouts"}[form[3]]
+        if form[1] == "episode_adv_row":
+            changes["step_advantage_w"] = 0.0
+        decision = one_step(start_stack(Gigpo(params_of(case, **changes))), rollouts, tokens)
+        padded = torch.zeros(n, case.inputs["T"], dtype=torch.float64)
+        padded[tokens.row, tokens.position] = decision.advantages
+        if form[1] == "episode_adv_row":
+            assert padded[:, 0].tolist() == pytest.approx(expected[key], **CLOSE)
+        else:
+            assert padded.tolist() == [pytest.approx(row, **CLOSE) for row in expected[key]]
+    if "step_discounted_returns" in expected:
+        returns = Turns(rollouts).returns(params_of(case).gamma)
+        assert returns.tolist() == pytest.approx(expected["step_discounted_returns"], **CLOSE)
+
+
+@GOLDEN.kind("pairs")
+def check_similar_texts(case):
+    p, found = case.build(Gigpo, {"threshold": "similarity"}), []
+    for a, b in case.inputs["pairs"]:
+        clusters = _Clusters(p.similarity, p.autojunk)
         found.append(clusters.join(a) == clusters.join(b))
-    assert found == case["expected"]["similar"]
+    assert found == case.expected["similar"]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 # ---- similar texts

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from golden_cases import Case, Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "grpo_roc.json").read_text())["cases"]
+GOLDEN = Golden("grpo_roc")
 NAN = float("nan")
 
 
@@ -93,26 +93,59 @@ def oracle(rewards, penalty, group, here, target, min_pos, min_neg, reject):
 # ---- numbers of the authors
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
-def test_golden(case):
-    inputs, p, expected = case["inputs"], case["params"], case["expected"]
-    ids = sorted(set(inputs["uids"]))
-    m = method(
-        use_error=p["roc_error_ratio"],
-        use_format=p["roc_answer_format"],
-        min_wrong=p["min_zero_reward_trace_num"],
-        min_correct=p["min_non_zero_reward_trace_num"],
-        reject_equal_reward=False,
-        count_first_turn=False,
-    )
-    rollouts = make_rollouts(inputs["rewards"], [ids.index(u) for u in inputs["uids"]], raw_text=inputs["responses"])
-    rows = planned(m, p["down_sample_to_n"]).select(rollouts).nonzero()[:, 0].tolist()
-    rows = rows[: len(rows) // p["world_size"] * p["world_size"]]  # the authors cut the tail, the adapters do not
-    assert expected["raises"] is None
-    assert rows == expected["kept_rows"]
+@GOLDEN.kind("responses")
+def check_selection(case):
+    inputs, p, expected = case.inputs, case.params, case.expected
+    ids, target = sorted(set(inputs["uids"])), p["down_sample_to_n"]
+    names = {
+        "roc_error_ratio": "use_error",
+        "roc_answer_format": "use_format",
+        "min_zero_reward_trace_num": "min_wrong",
+        "min_non_zero_reward_trace_num": "min_correct",
+    }
+    params = case.build(GrpoRoc, names, reject_equal_reward=False, count_first_turn=False)
+    group = [ids.index(u) for u in inputs["uids"]]
+    rollouts = make_rollouts(floats(inputs["rewards"]), group, raw_text=inputs["responses"])
+    rows = planned(GrpoRoc(params), target, groups=len(ids)).select(rollouts).nonzero()[:, 0].tolist()
+    ranks = p.get("world_size", 1)
+    if expected["raises"] is None:  # the authors cut the tail, the adapters do not
+        assert rows[: len(rows) // ranks * ranks] == expected["kept_rows"]
+    else:  # their numbers of correct and wrong rows do not add up; here they do
+        assert expected["kept_rows"] is None
+        correct = [r > params.correct_threshold for r in inputs["rewards"]]
+        of_group = [[c for c, g in zip(correct, group, strict=True) if g == k] for k in range(len(ids))]
+        minima = params.min_correct, params.min_wrong
+        sums = [sum(quota_oracle(sum(g), len(g) - sum(g), target, *minima)) for g in of_group if len(g) > target]
+        assert any(total != target for total in sums)
+        for k, members in enumerate(of_group):
+            assert sum(group[row] == k for row in rows) == (target if len(members) >= target else 0)
     for which, numbers in (("use_error", expected["p_err"]), ("use_format", expected["p_format"])):
-        other = {"use_error": False, "use_format": False, which: True}
-        assert method(**other, count_first_turn=False)._penalty(rollouts).tolist() == pytest.approx(numbers, abs=1e-15)
+        only = replace(params, **{"use_error": False, "use_format": False, which: True})
+        assert GrpoRoc(only)._penalty(rollouts).tolist() == pytest.approx(numbers, abs=1e-15)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
+
+
+@pytest.mark.parametrize(("correct", "raises"), [(5, True), (4, False)])
+def test_a_case_in_which_the_authors_assertion_fires(correct, raises):
+    minima = {"min_zero_reward_trace_num": 1, "min_non_zero_reward_trace_num": 1}
+    given_params = GOLDEN.cases[0].values["params"] | minima | {"down_sample_to_n": 5}
+    rewards = [1.0] * correct + [0.0] * (10 - correct)
+    inputs = {"uids": ["a"] * 10, "rewards": rewards, "responses": [""] * 10}
+    expected = {"p_err": [0.5] * 10, "p_format": [1.0] * 10, "kept_rows": None, "raises": "AssertionError"}
+    values = {"name": "halves", "inputs": inputs, "params": given_params, "expected": expected}
+    if raises:
+        GOLDEN.check(Case("grpo_roc.json", values))
+    else:
+        with pytest.raises(AssertionError):
+            GOLDEN.check(Case("grpo_roc.json", values))
 
 
 @pytest.mark.parametrize(("min_pos", "min_neg"), [(0, 0), (2, 2), (1, 3), (4, 2)])

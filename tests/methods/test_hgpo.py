@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import re
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
@@ -20,7 +21,7 @@ from rl_plugins.params import build_params
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hgpo.json").read_text())["cases"]
+GOLDEN = Golden("hgpo")
 NAN = math.nan
 
 
@@ -120,13 +121,10 @@ def test_equals_the_loop_over_all_pairs_in_both_layouts(rollouts, params):
         assert decision.advantages.tolist() == pytest.approx(of_token, rel=1e-7, abs=1e-7)
 
 
-GOLDEN_CASES = [(c, k) for c in GOLDEN for k in c["expected"] if k.startswith("adv_row_K")]
-
-
-@pytest.mark.parametrize(("case", "key"), GOLDEN_CASES, ids=[f"{c['name']}-{k[8:]}" for c, k in GOLDEN_CASES])
-def test_equals_the_authors_code(case, key):
-    inputs, given_params = case["inputs"], case["params"]
-    history, mode, base, alpha = re.fullmatch(r"adv_row_K(\d)_(mean(?:_std)?_norm)_base(\d)(_alpha0)?", key).groups()
+@GOLDEN.kind("uid")
+def check_advantages(case):
+    """The name of an expected value says the parameters that are not those of the case."""
+    inputs, expected = case.inputs, case.expected
     groups, names, seen = sorted(set(inputs["uid"])), list(dict.fromkeys(inputs["traj_uid"])), {}
     turns = [seen.setdefault(u, []).append(i) or len(seen[u]) - 1 for i, u in enumerate(inputs["traj_uid"])]
     steps = make_turns([[o] for o in inputs["anchor_obs"]], [[r] for r in inputs["step_env_reward"]], row_per="turn")
@@ -135,20 +133,35 @@ def test_equals_the_authors_code(case, key):
         [groups.index(g) for g in inputs["uid"]],
         rollout=torch.tensor([names.index(u) for u in inputs["traj_uid"]]),
         index=torch.tensor(turns),
+        lengths=inputs["response_lengths"],
         turns=steps.replace(turn=torch.tensor(turns)),
     )
-    result = advantages(
-        rollouts,
-        history_length=int(history),
-        mode=mode,
-        base_group=base == "1",
-        length_weight_alpha=0.0 if alpha else given_params["length_weight_alpha"],
-        gamma=given_params["gamma"],
-        eps=given_params["epsilon"],
-        weight_offset=2,
-        single_group="reward",
-    )
-    assert result == pytest.approx(case["expected"][key], rel=1e-5, abs=5e-6)  # theirs is float32
+    assert max(inputs["response_lengths"]) <= inputs["T"]
+    own = dict(weight_offset=2, single_group="reward", invalid_action_penalty_coef=0.0)
+    params = case.build(Hgpo, {"epsilon": "eps"}, **own)
+    close = dict(rel=1e-5, abs=5e-6)  # theirs is float32
+    for key in expected:
+        form = re.fullmatch(r"adv_row(?:_K(\d+))?(?:_(mean(?:_std)?_norm))?(?:_base(\d))?(?:_alpha([\d.]+))?", key)
+        if form is None:
+            continue
+        words = ("history_length", "mode", "base_group", "length_weight_alpha")
+        kinds = (int, str, lambda text: text == "1", float)
+        changes = {word: kind(text) for word, kind, text in zip(words, kinds, form.groups(), strict=True) if text}
+        result = Hgpo(replace(params, **changes)).advantages(rollouts).tolist()
+        assert result == pytest.approx(expected[key], **close), key
+    if "step_discounted_returns" in expected:
+        assert Turns(rollouts).returns(params.gamma).tolist() == pytest.approx(
+            expected["step_discounted_returns"], **close
+        )
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 # ---- properties

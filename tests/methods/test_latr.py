@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,8 +26,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "latr.json").read_text())["cases"]
-TREES = [c for c in GOLDEN if "sequences" in c["expected"]]
+GOLDEN = Golden("latr")
 Distribution = dict[int, float]
 SMALL = {"lookahead": (2, 4), "tau_abs": 0.15, "tau_rel": 0.25, "max_tree_tokens": None, "stop_when_full": False}
 
@@ -79,53 +78,73 @@ def random_model(
 # ---- the authors' numbers
 
 
-def golden_run(case: dict[str, Any], **params: Any) -> tuple[list[list[int]], list[dict[str, float]], TableEngine]:
-    p, given_ = case["params"], case["inputs"]
-    method = latr(
-        tau_abs=p["tau_abs"],
-        tau_rel=p["tau_rel"],
-        tau_ed=p["tau_ed"],
-        tau_sm=p["suffix_match_thres"],
-        tau_rl=p["rouge_l_thres"],
-        lookahead=p["lookahead_steps"],
-        candidates=p["max_n_branch_per_token"],
-        **{"stop_when_full": False, "max_tree_tokens": None, **params},
+NAMES = {
+    "suffix_match_thres": "tau_sm",
+    "rouge_l_thres": "tau_rl",
+    "lookahead_steps": "lookahead",
+    "max_n_branch_per_token": "candidates",
+}
+
+
+@GOLDEN.kind("transition_logits")
+def check_tree(case: Case) -> None:
+    given_, p, expected = case.inputs, case.params, case.expected
+    p.must_be("continuation", "argmax")
+    p.must_be("fill", "duplicate first (root) branch")
+    p.get("seed")  # made the logits
+    params = case.build(
+        Latr, NAMES, eta=(1.0,), eta_steps=(0,), rel_test="close", stop_when_full=False, max_tree_tokens=None
     )
-    assert given_["eos_id"] == 0
-    engine = engine_of(markov(given_["transition_logits"]))
-    sequences: list[list[int]] = []
-    logged: list[dict[str, float]] = []
-    for tokens in given_["prompts"]:
-        logged.append({})
-        for row in rows_of(method, prompt_of(tokens, p["n"], p["max_new_tokens"]), engine, logged[-1]):
-            sequences.append([*row.tokens, *[given_["pad_id"]] * (p["max_new_tokens"] - len(row))])
-    return sequences, logged, engine
+    eos = given_["eos_id"]
+    names = {eos: 0, 0: eos}  # the fake engine ends a sequence with token 0
+
+    def named(x: Any) -> Any:
+        return [named(v) for v in x] if isinstance(x, list) else names.get(x, x)
+
+    logits = np.array(given_["transition_logits"])
+    places = named(list(range(len(logits))))
+    model = markov(logits[places][:, places])
+    prompts = [prompt_of(named(tokens), p["n"], p["max_new_tokens"]) for tokens in given_["prompts"]]
+    for decode_ahead in (params.decode_ahead,) if "decode_ahead" in p else (1, 7, 64):
+        method = Latr(replace(params, decode_ahead=decode_ahead))
+        engine, sequences, branches = engine_of(model), [], 0.0
+        for prompt in prompts:
+            logged: dict[str, float] = {}
+            for row in rows_of(method, prompt, engine, logged):
+                sequences.append([*named(list(row.tokens)), *[given_["pad_id"]] * (p["max_new_tokens"] - len(row))])
+            branches += logged["latr/branches"]
+        assert sequences == expected["sequences"]
+        assert branches == expected["n_live_branches_total"]
+        whole: dict[str, float] = {}  # all prompts of a batch, as it is logged
+        run_program(method, prompts, engine_of(model), whole)
+        assert whole.get("latr/pruning_ratio", 0.0) == pytest.approx(expected["pruning_ratio"], abs=1e-12)
 
 
-@pytest.mark.parametrize("decode_ahead", [1, 7, 64])
-@pytest.mark.parametrize("case", TREES, ids=lambda c: c["name"])
-def test_golden_trees(case: dict[str, Any], decode_ahead: int) -> None:
-    sequences, logged, _ = golden_run(case, decode_ahead=decode_ahead)
-    assert sequences == case["expected"]["sequences"]
-    assert sum(x["latr/branches"] for x in logged) == case["expected"]["n_live_branches_total"]
+@GOLDEN.kind("topk_probs_desc")
+def check_filter_of_candidates(case: Case) -> None:
+    params = case.build(Latr, NAMES, rel_test="close", candidates=64)
+    masks = case.expected["mask_for_candidates_2..m"]
+    for p, wanted in zip(case.inputs["topk_probs_desc"], masks, strict=True):
+        assert [params.branches(p[0], q) for q in p[1 : params.candidates]] == wanted
 
 
-@pytest.mark.parametrize("case", TREES, ids=lambda c: c["name"])
-def test_golden_pruning_ratio(case: dict[str, Any]) -> None:
-    """Over all prompts of a batch, as it is logged."""
-    p, given_ = case["params"], case["inputs"]
-    method = latr(**SMALL | {k: p[k] for k in ("tau_abs", "tau_rel", "tau_ed")} | {"lookahead": p["lookahead_steps"]})
-    prompts = [prompt_of(tokens, p["n"], p["max_new_tokens"]) for tokens in given_["prompts"]]
-    logged: dict[str, float] = {}
-    run_program(method, prompts, engine_of(markov(given_["transition_logits"])), logged)
-    assert logged.get("latr/pruning_ratio", 0.0) == pytest.approx(case["expected"]["pruning_ratio"], abs=1e-12)
+@GOLDEN.kind("schedule")
+def check_schedule(case: Case) -> None:
+    schedule = {int(first): case.inputs["schedule"][first] for first in case.inputs["schedule"]}
+    eta = {"eta": tuple(schedule.values()), "eta_steps": tuple(schedule)}
+    params = case.build(Latr, NAMES, **eta)
+    for step in case.expected:
+        if step.isdigit():
+            assert params.eta_at(int(step)) == case.expected[step]
 
 
-def test_golden_filter_of_candidates() -> None:
-    (case,) = [c for c in GOLDEN if c["name"] == "prob_filter"]
-    params = latr(**case["params"]).params
-    for p, wanted in zip(case["inputs"]["topk_probs_desc"], case["expected"]["mask_for_candidates_2..m"], strict=True):
-        assert [params.branches(p[0], q) for q in p[1:]] == wanted
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 def test_candidates_on_a_threshold_do_not_branch() -> None:
@@ -133,13 +152,6 @@ def test_candidates_on_a_threshold_do_not_branch() -> None:
     assert params.branches(0.375, 0.3125) and not params.branches(0.375, 0.25) and not params.branches(0.625, 0.375)
     far = latr(tau_abs=0.25, tau_rel=0.25, rel_test="far").params
     assert far.branches(0.625, 0.3125) and not far.branches(0.625, 0.375) and not far.branches(0.5, 0.4375)
-
-
-def test_golden_schedule() -> None:
-    (case,) = [c for c in GOLDEN if c["name"] == "mix_ratio_schedule"]
-    schedule = {int(k): v for k, v in case["inputs"]["schedule"].items()}
-    params = latr(eta=tuple(schedule.values()), eta_steps=tuple(schedule)).params
-    assert {k: params.eta_at(int(k)) for k in case["expected"]} == case["expected"]
 
 
 # ---- a plain loop as oracle

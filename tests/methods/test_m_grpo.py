@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from golden_cases import Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -26,7 +25,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "m_grpo.json").read_text())["cases"]
+GOLDEN = Golden("m_grpo")
 NAN = float("nan")
 
 
@@ -79,14 +78,23 @@ def oracle(rows, p):
 # ---- numbers
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
-def test_equals_the_authors_format_rule_and_rewards(case):
-    score = sub_agent_format(case["inputs"]["messages"])
-    assert score == case["expected"]["format_score"]
-    for main, expected in case["expected"]["sub_reward_by_main_score"].items():
+@GOLDEN.kind("messages")
+def check_format_rule_and_rewards(case):
+    score = sub_agent_format(plain(case.inputs["messages"]))
+    assert score == case.expected["format_score"]
+    params, rewards = case.build(MGrpo), case.expected["sub_reward_by_main_score"]
+    for main in rewards:
         for number in (float(main), float(np.float32(main))):  # a host may hold rewards in float32
-            given_ = method().rewards(rows_of(of_query((number, [score])))).tolist()
-            assert given_ == [number, expected]
+            assert MGrpo(params).rewards(rows_of(of_query((number, [score])))).tolist() == [number, rewards[main]]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 OK_CALL = "<thinking>a</thinking><tool_call>search(x)</tool_call>"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from golden_cases import Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +22,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_plan, make_rollouts, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "mc_grpo.json").read_text())["cases"]
+GOLDEN = Golden("mc_grpo")
 NAN = float("nan")
 
 
@@ -93,16 +93,37 @@ def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, scale, zero
             assert float(decision.row_advantages[i]) == pytest.approx(expected[i], rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
-def test_equals_the_authors_code(case):
-    size, eps, expected = case["params"]["group_size"], case["params"]["mad_eps"], case["expected"]
-    rollouts = make_rollouts(case["inputs"]["rewards"], group_size=size)
+@GOLDEN.kind("rewards")
+def check_advantages(case):
+    inputs, expected = case.inputs, case.expected
+    inputs.must_be("layout", "contiguous groups of group_size")
+    rewards, params = floats(inputs["rewards"]), case.build(McGrpo)
+    rollouts = make_rollouts(rewards, group_size=case.params["group_size"])
+    groups, close = rollouts.groups, dict(rel=1e-6, abs=1e-6)  # theirs is float32
+    median = groups.median(rollouts.reward)
     for compensate, key in ((False, "math_variant"), (True, "gsm_variant_zero_compensated")):
-        stack = start_stack(method(mad_eps=eps, zero_compensation=compensate))
-        given_advantages = stack.one("advantages", rollouts).tolist()
-        assert given_advantages == pytest.approx(expected[f"advantages_{key}"], rel=1e-6, abs=1e-6)  # theirs is float32
-        assert (~one_step(stack, rollouts).trained).tolist() == expected["excluded_flag_observed_on_cpu"]
-    assert rollouts.groups.median(rollouts.reward).tolist() == pytest.approx(expected["median_per_group"], rel=1e-7)
+        stack = start_stack(McGrpo(replace(params, zero_compensation=compensate)))
+        assert stack.one("advantages", rollouts).tolist() == pytest.approx(expected[f"advantages_{key}"], **close)
+        leaves = ~one_step(stack, rollouts).trained
+        assert leaves.tolist() == expected["excluded_flag_observed_on_cpu"]
+        at_median = rollouts.reward == groups.rows(median)
+        assert bool(at_median[leaves].all()) == expected["excluded_index_is_any_row_equal_to_median"]
+    assert median.tolist() == pytest.approx(expected["median_per_group"], rel=1e-7)
+    unscaled = McGrpo(replace(params, scale="none", advantage_clip=None)).advantages(rollouts)
+    scaled = McGrpo(replace(params, zero_compensation=False, advantage_clip=None)).advantages(rollouts)
+    divisor = torch.tensor(expected["mad_plus_eps_per_row"], dtype=torch.float64)
+    torch.testing.assert_close(scaled * divisor, unscaled, rtol=1e-6, atol=1e-8)
+    deviations = groups.median((rollouts.reward - groups.rows(median)).abs())
+    assert divisor.tolist() == pytest.approx((groups.rows(deviations) + params.mad_eps).tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 def test_advantages_do_not_change_when_rewards_are_shifted_or_scaled():

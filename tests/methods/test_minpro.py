@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +24,7 @@ from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_terms, start_stack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "minpro.json").read_text())["cases"]
+GOLDEN = Golden("minpro")
 
 
 def terms_of(lp: Any, behavior: Any, mask: Any, advantages: Any, dtype: torch.dtype = torch.float64) -> Terms:
@@ -48,11 +48,16 @@ def minpro(**params: Any) -> Minpro:
     return Minpro(build_params(Minpro.Params, params, "minpro"))
 
 
-def loss_and_grad(method: Method, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Token-mean loss, and its gradient with respect to the log-probs."""
+def loss_and_grad(method: Method, terms: Terms, how: str = "token-mean") -> tuple[Tensor, Tensor]:
+    """The loss, and its gradient with respect to the log-probs."""
     per_token = method.policy_loss(terms)
     loss = aggregate(
-        per_token, terms.mask, "token-mean", num_tokens=terms.num_tokens, num_rows=terms.num_rows, max_length=1
+        per_token,
+        terms.mask,
+        how,
+        num_tokens=terms.num_tokens,
+        num_rows=terms.num_rows,
+        max_length=terms.max_length,
     )
     (grad,) = torch.autograd.grad(loss, terms.logprobs)
     return loss.detach(), grad
@@ -79,24 +84,37 @@ def random_terms(seed: int = 0, rows: int = 6, time: int = 9, drift: float = 0.8
 # ---- golden numbers and the oracle
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden(case: dict[str, Any]) -> None:
-    given_, wanted = case["inputs"], {k: torch.tensor(v, dtype=torch.float64) for k, v in case["expected"].items()}
+@GOLDEN.kind("log_prob")
+def check_weights_and_loss(case: Case) -> None:
+    given_, expected = case.inputs, case.expected
+    results = ("log_min_prefix", "weight_unclipped", "weight_clipped", "loss", "grad_log_prob")
+    wanted = {name: torch.tensor(expected[name], dtype=torch.float64) for name in results}
     terms = terms_of(
         torch.tensor(given_["log_prob"], dtype=torch.float64),
         torch.tensor(given_["old_log_prob"], dtype=torch.float64),
         given_["response_mask"],
         given_["advantages"],
     )
+    params = case.build(Minpro, {"eps_low": "clip_low", "eps_high": "clip_high"})
+    p = asdict(params)
     mask = terms.mask.double()
     prefix = log_prefix_min(terms.logprobs.detach() - terms.rollout_logprobs, terms.mask > 0)
     torch.testing.assert_close(prefix * mask, wanted["log_min_prefix"], rtol=0, atol=6e-9)
-    torch.testing.assert_close(weights(terms, clip_high="inf"), wanted["weight_unclipped"], rtol=0, atol=6e-9)
-    p = {"clip_low": case["params"]["eps_low"], "clip_high": case["params"]["eps_high"]}
+    unclipped = weights(terms, **p | {"clip_low": 1.0, "clip_high": "inf"})
+    torch.testing.assert_close(unclipped, wanted["weight_unclipped"], rtol=0, atol=6e-9)
     torch.testing.assert_close(weights(terms, **p), wanted["weight_clipped"], rtol=0, atol=6e-9)
-    loss, grad = loss_and_grad(minpro(**p), terms)
+    loss, grad = loss_and_grad(Minpro(params), terms, case.params["agg"])
     torch.testing.assert_close(loss, wanted["loss"], rtol=1e-14, atol=1e-15)
     torch.testing.assert_close(grad, wanted["grad_log_prob"], rtol=0, atol=6e-9)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 def oracle(terms: Terms, low: float, high: float, limit: float) -> tuple[list[list[float]], float]:

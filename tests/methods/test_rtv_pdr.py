@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, Stuck
@@ -24,7 +23,7 @@ from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Prompt, Trajectory
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "rtv_pdr.json").read_text())["cases"]
+GOLDEN = Golden("rtv_pdr")
 PLAIN: dict[str, Any] = {"shuffle": False, "permute": False, "ties": "first", "unparsable": "first"}
 
 
@@ -35,9 +34,9 @@ def seeded(seed: int) -> Callable[[str], np.random.Generator]:
 # ---- the tournament
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden(case: dict[str, Any]) -> None:
-    calls = iter(case["inputs"]["judge_calls_in_order"])
+@GOLDEN.kind("judge_calls_in_order")
+def check_tournament(case: Case) -> None:
+    calls = iter(case.inputs["judge_calls_in_order"])
     made = 0
 
     def judge(shown: tuple[int, ...]) -> str:
@@ -46,8 +45,19 @@ def test_golden(case: dict[str, Any]) -> None:
         assert call["candidates"] == list(shown)
         return call["reply"]
 
-    assert rtv(case["inputs"]["n_candidates"], judge, **case["params"], **PLAIN) == [case["expected"]["winner"]]
-    assert made == case["expected"]["num_judge_calls"]
+    options = PLAIN | case.options(RtvPdr)
+    assert rtv(case.inputs["n_candidates"], judge, **options) == [case.expected["winner"]]
+    assert made == case.expected["num_judge_calls"]
+    assert next(calls, None) is None
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 @settings(max_examples=150, deadline=None)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden_cases import Case, Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
@@ -29,7 +30,7 @@ from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, sta
 from rl_plugins.testing.contract.dataset import StoredDataset
 from rl_plugins.testing.data import take_rows
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "training_free_grpo.json").read_text())["cases"]
+GOLDEN = Golden("training_free_grpo")
 NAN = math.nan
 DATASET = StoredDataset({"prompt": [f"task {i}" for i in range(16)], "answer": [f"answer {i}" for i in range(16)]})
 ROLES = {  # how a role begins; the tests' language models tell their roles by it
@@ -119,38 +120,61 @@ def advisor_of(replies: list[str], **params: Any) -> tuple[Advisor, list[str]]:
     return advisor, asked
 
 
-@pytest.mark.parametrize("case", [c for c in GOLDEN if "operations" in c["inputs"]], ids=lambda c: c["name"])
-def test_golden_updates(case: dict[str, Any]) -> None:
-    given, expected = case["inputs"], case["expected"]
-    quirk = {"merge_without_text": "delete"} if case["variant"] == "paper" else {}
-    advisor, asked = advisor_of(
-        given["llm_replies"], variant=case["variant"], llm_retries=case["params"]["max_retries"] - 1, **quirk
-    )
+@GOLDEN.kind("operations")
+def check_updates(case: Case) -> None:
+    given = {name: plain(case.inputs[name]) for name in ("experiences", "operations", "llm_replies")}
+    expected, variant = case.expected, case["variant"]
+    params = {"variant": variant, "llm_retries": case.params["max_retries"] - 1}
+    if variant == "paper":
+        params["merge_without_text"] = "delete"
+    params |= case.options(TrainingFreeGrpo)
+    advisor, asked = advisor_of(given["llm_replies"], **params)
     texts_after = advisor.revise(given["experiences"], given["operations"])
     assert [f"G{i}" for i in range(len(texts_after))] == list(expected["final"])
     assert texts_after == list(expected["final"].values())
     assert len(asked) == expected["n_llm_calls"]
     # before the new numbers
-    plan = library.parse_operations(given["llm_replies"][-1])
-    if case["variant"] == "practice":
+    plan = plan_of(given["llm_replies"][len(asked) - 1])
+    if variant == "practice":
         found = library.revise(given["experiences"], plan)
+    else:
+        candidates, _ = library.candidates(given["experiences"], given["operations"])
+        found = library.merge(candidates, plan, params["merge_without_text"])
+    if "formatted_exp_and_ops" in expected:
         shown = library.by_experience(given["experiences"], given["operations"])
         assert shown == expected["formatted_exp_and_ops"] and shown in asked[0]
-    else:
-        found = library.merge(library.candidates(given["experiences"], given["operations"])[0], plan, "delete")
     assert list(found.items()) == list(expected["before_renumber"].items())
     assert list(library.renumber(found).items()) == list(expected["final"].items())
 
 
-def test_golden_groups() -> None:
-    (case,) = [c for c in GOLDEN if c["name"] == "only_mixed_groups"]
-    questions = case["inputs"]["rewards_by_question"]
+def plan_of(reply: str) -> list[dict[str, Any]]:
+    """The plan of the last reply that was asked for; none if that one was unusable too."""
+    try:
+        return library.parse_operations(reply)
+    except ValueError:
+        return []
+
+
+@GOLDEN.kind("rewards_by_question")
+def check_groups(case: Case) -> None:
+    questions = plain(case.inputs["rewards_by_question"])
     llm = Llm()
     rewards = [r for rs in questions.values() for r in rs]
     group = [g for g, rs in enumerate(questions.values()) for _ in rs]
-    step(stack_of(llm), rollouts_of(rewards, group))
-    kept = [int(section(q, "Task").split()[1]) for q in llm.asked["critique"]]
-    assert sorted(f"q{g + 1}" for g in kept) == case["expected"]["kept_questions"]
+    params = {"variant": case["variant"], "ground_truth": case.params["given_ground_truth"]}
+    step(stack_of(llm, **params | case.options(TrainingFreeGrpo)), rollouts_of(rewards, group))
+    role = "critique" if case["variant"] == "practice" else "paper critique"
+    kept = {int(section(q, "Task").split()[1]) for q in llm.asked[role]}
+    assert [name for g, name in enumerate(questions) if g in kept] == case.expected["kept_questions"]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 # ---- replies

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
+from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +28,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "ui_s1.json").read_text())["cases"]
+GOLDEN = Golden("ui_s1")
 NAN = float("nan")
 T, F = True, False
 
@@ -104,30 +104,39 @@ def oracle(steps, p):
 # ---- numbers
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=[c["name"] for c in GOLDEN])
-def test_equals_the_authors_code(case):
-    given_, p, expected = case["inputs"], case["params"], case["expected"]
+@GOLDEN.kind("extract_match")
+def check_advantages(case):
+    inputs, p, expected = case.inputs, case.params, case.expected
     number = lambda names: [sorted(set(names)).index(n) for n in names]
-    steps = list(
-        zip(
-            number(given_["uid"]),
-            number(given_["traj_uid"]),
-            given_["step_id"],
-            given_["step_reward"],
-            given_["extract_match"],
-            strict=True,
-        )
+    columns = (number(inputs["uid"]), number(inputs["traj_uid"]), inputs["step_id"])
+    steps = list(zip(*columns, inputs["step_reward"], inputs["extract_match"], strict=True))
+    mask = torch.tensor(inputs["response_mask"])
+    rewards = torch.tensor(inputs["token_level_rewards"], dtype=torch.float64)
+    assert rewards.sum(1).tolist() == pytest.approx(inputs["step_reward"], rel=1e-6)  # the method has one of the two
+    assert bool((rewards * (1 - mask) == 0).all())
+    names = {"episode_advantage_w": "episode_weight", "step_advantage_w": "step_weight", "epsilon": "std_eps"}
+    scale = {"mean_std_norm": "std", "mean_norm": "none"}[p["mode"]]
+    params = case.build(UiS1, names, filter_by="none", scale=scale)
+    close = dict(rel=1e-5, abs=3e-6)
+    assert returns(steps, params.gamma, params.include_first_mismatch) == pytest.approx(
+        expected["step_returns"], **close
     )
-    assert returns(steps, p["gamma"]) == pytest.approx(expected["step_returns"], rel=1e-5, abs=3e-6)
-    weights = dict(episode_weight=p["episode_advantage_w"], step_weight=p["step_advantage_w"])
     for key, changes in (
-        ("advantages", weights),
+        ("advantages", {}),
         ("episode_advantage", dict(episode_weight=1.0, step_weight=0.0)),
         ("step_advantage", dict(episode_weight=0.0, step_weight=1.0)),
     ):
-        m = method(gamma=p["gamma"], std_eps=p["epsilon"], **changes)
-        got = m.advantages(rows_of(steps)).tolist()
-        assert got == pytest.approx([row[0] for row in expected[key]], rel=1e-5, abs=3e-6)
+        got = UiS1(replace(params, **changes)).advantages(rows_of(steps))[:, None] * mask
+        assert got.tolist() == [pytest.approx(row, **close) for row in expected[key]]
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case):
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases():
+    GOLDEN.check_further_cases()
 
 
 values = st.one_of(st.sampled_from([0.0, 0.1, 0.55, 1.0, NAN]), st.floats(0, 1, width=32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "v0.json").read_text())["cases"]
+GOLDEN = Golden("v0")
 NAN = math.nan
 PROMPTS = 16
 
@@ -316,16 +316,26 @@ def test_auc() -> None:
 # ---- the value model's loss
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden(case: dict[str, Any]) -> None:
-    inputs, p, expected = case["inputs"], case["params"], case["expected"]
+@GOLDEN.kind("logits")
+def check_loss(case: Case) -> None:
+    inputs, p, expected = case.inputs, case.params, case.expected
+    inputs.must_be("row_order", "positive,negative alternating")
     logits = torch.tensor(inputs["logits"], dtype=torch.float64)
     labels = torch.tensor(inputs["soft_labels"], dtype=torch.float64)
-    counts = (inputs["context_counts"]["n_pos"], inputs["context_counts"]["n_neg"]) if p["loss_balance"] else None
-    loss = lambda alpha: float(value_model_loss(logits, labels, alpha, counts))
+    counts = inputs["context_counts"]["n_pos"], inputs["context_counts"]["n_neg"]
+    loss = lambda alpha: float(value_model_loss(logits, labels, alpha, counts if p["loss_balance"] else None))
     assert loss(p["alpha"]) == pytest.approx(expected["total"], abs=2e-7)
     assert loss(1.0) == pytest.approx(expected["pairwise"], abs=2e-7)
     assert loss(0.0) == pytest.approx(expected["ce"], abs=2e-7)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 def test_ranking_does_not_see_a_constant_and_classes_are_balanced() -> None:

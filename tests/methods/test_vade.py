@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,7 @@ from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "vade.json").read_text())["cases"]
+GOLDEN = Golden("vade")
 
 
 def vade_stack(size: int = 16, seed: int = 0, **params: Any) -> tuple[MethodStack, Vade]:
@@ -53,15 +53,26 @@ def observe(stack: MethodStack, rollouts: Rollouts) -> dict[str, float]:
 # ---- the posterior
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["name"])
-def test_golden(case: dict[str, Any]) -> None:
-    given_, p = case["inputs"], case["params"]
-    stack, method = vade_stack(2, selected_decay=p["lambda1"], unselected_decay=p["lambda2"])
+@GOLDEN.kind("num_correct")
+def check_posterior(case: Case) -> None:
+    given_, size = case.inputs, case.params["G"]
+    method = Vade(case.build(Vade, {"lambda1": "selected_decay", "lambda2": "unselected_decay"}))
+    stack = start_stack(method, run=make_run(dataset_size=2))
     set_counts(method, [given_["alpha"], 0.0], [given_["beta"], 0.0])
-    rewards = [1.0] * given_["num_correct"] + [0.0] * (p["G"] - given_["num_correct"])
-    observe(stack, make_rollouts(rewards, group_size=p["G"], prompt_index=[0 if given_["selected"] else 1] * p["G"]))
-    assert float(method.state["alpha"][0]) == pytest.approx(case["expected"]["alpha"], abs=1e-12)
-    assert float(method.state["beta"][0]) == pytest.approx(case["expected"]["beta"], abs=1e-12)
+    rewards = [1.0] * given_["num_correct"] + [0.0] * (size - given_["num_correct"])
+    prompt = 0 if given_["selected"] else 1
+    observe(stack, make_rollouts(rewards, group_size=size, prompt_index=[prompt] * size))
+    assert float(method.state["alpha"][0]) == pytest.approx(case.expected["alpha"], abs=1e-12)
+    assert float(method.state["beta"][0]) == pytest.approx(case.expected["beta"], abs=1e-12)
+
+
+@pytest.mark.parametrize("case", GOLDEN.cases, ids=str)
+def test_golden(case: Case) -> None:
+    GOLDEN.check(case)
+
+
+def test_further_golden_cases() -> None:
+    GOLDEN.check_further_cases()
 
 
 def test_second_example_of_the_figure() -> None:
