@@ -38,7 +38,7 @@ from rl_plugins.runtime.carry_over import from_plain
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.engine import TrlEngine
-from rl_plugins.trl.step import GenerationStep
+from rl_plugins.trl.generation import GenerationBatch
 
 LOOSE = {"tau_abs": 0.1, "tau_rel": 0.5, "lookahead": [4]}  # for completions of 3 to 12 tokens
 WIDE = {"tau_abs": 0.01, "tau_rel": 1.0, "tau_ed": None}  # whatever is not excluded branches, nothing is pruned
@@ -141,8 +141,8 @@ class Watch:
     def decoded(self, context: Tokens, tokens: Sequence[int]) -> None:
         self._made += [(*context, *tokens[:i]) for i in range(1, len(tokens) + 1)]
 
-    def kept(self, trainer: Any, step: GenerationStep) -> None:
-        self._kept = [row.made.trajectory.context for part in step.rows for row in part if row.made]
+    def kept(self, trainer: Any, batch: GenerationBatch) -> None:
+        self._kept = [row.made.trajectory.context for row in batch.work.flat if row.made]
         self._kept += [t.context for g in trainer.methods.carried for t in from_plain(g).rollouts]
 
 
@@ -150,7 +150,7 @@ class Engine:
     """Tells a watch what requests the engine serves, while it is open."""
 
     def __init__(self, watch: Watch) -> None:
-        self.watch, self.host = watch, (TrlEngine.generate, TrlEngine.race, GenerationStep.finish)
+        self.watch, self.host = watch, (TrlEngine.generate, TrlEngine.race, GenerationBatch.finish)
 
     def __enter__(self) -> None:
         watch, (generate, race, finish) = self.watch, self.host
@@ -168,9 +168,9 @@ class Engine:
                 watch.decoded(request.trajectory.context, g.tokens)
             return made
 
-        def finished(step: GenerationStep, out: Any) -> Any:
-            watch.kept(step.trainer, step)
-            return finish(step, out)
+        def finished(batch: GenerationBatch, out: Any) -> Any:
+            watch.kept(batch.trainer, batch)
+            return finish(batch, out)
 
         self._set(served, raced, finished)
 
@@ -179,7 +179,7 @@ class Engine:
 
     @staticmethod
     def _set(generate: Any, race: Any, finish: Any) -> None:
-        TrlEngine.generate, TrlEngine.race, GenerationStep.finish = generate, race, finish  # type: ignore[method-assign]
+        TrlEngine.generate, TrlEngine.race, GenerationBatch.finish = generate, race, finish  # type: ignore[method-assign]
 
 
 def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -> list[Batch]:

@@ -169,11 +169,12 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         problem = ""
         turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:
-            facts.check(stack, args, facts.Inputs(data, reward_functions=2, tools=turns), Seams.of(trl.GRPOTrainer))
+            known = facts.KnownRun(args, data, len(data), ("a", "b"), tools=turns)
+            facts.check(stack, known, Seams.of(trl.GRPOTrainer))
         except ConfigError as e:
             problem = str(e)
         assert (not problem) == ("trl" in catalog.hosts_of(found)), (name, problem)
-    missing = facts.trl_facts(build_stack([]), args, facts.Inputs(data)).missing_hooks
+    missing = facts.trl_facts(build_stack([]), facts.KnownRun(args, data, len(data))).missing_hooks
     assert set(catalog.HOSTS["trl"].hooks) == set(HOOKS) - set(missing)
 
 

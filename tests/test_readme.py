@@ -53,7 +53,7 @@ def test_example_config_takes_effect(monkeypatch):
     config = ["--config", str(ROOT / "examples" / "trl" / "gsm8k.yaml"), "--use_cpu", "true", "--bf16", "false"]
     _, args = parser.parse_args_and_config(config)
     stack = build_stack(args.methods, args.method_params)
-    inputs = facts.Inputs(dataset=[1], reward_functions=2)
-    assert facts.check(stack, args, inputs, Seams(False, False, False)) == {}
+    known = facts.KnownRun(args, dataset=[1], size=1, rewards=("correct", "boxed_once"))
+    assert facts.check(stack, known, Seams(False, False)) == {}
     text = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
     assert gsm8k.correct([text], ["1234"]) == [1.0] and gsm8k.boxed_once([text]) == [1.0]

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rl_plugins.rollouts import Tokens
 from rl_plugins.runtime.decide import Decision
+from rl_plugins.trl.facts import refuse_inexact_loss
+from rl_plugins.trl.host import HostBatch, Trainer
 from rl_plugins.trl.ranks import gather
 
 ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
@@ -97,8 +99,13 @@ def local_decisions(
     return out
 
 
-def apply_decision(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str, Any]:
-    """Writes a decision into TRL's batch and brings it back to the size TRL expects."""
+def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_rows: int) -> HostBatch:
+    """TRL's batch with a decision in it, of the size TRL expects.
+
+    Args:
+        out: the batch TRL returned.
+        batch_rows: rows the batch trains, of all ranks.
+    """
     ids, device = out["completion_ids"], out["completion_ids"].device
     shape = tuple(ids.shape)
 
@@ -107,49 +114,46 @@ def apply_decision(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str
         full[d.row, d.position] = values.to(dtype)
         return full.to(device)
 
-    out["advantages"] = d.row_advantages.float().to(device) if d.advantages is None else padded(d.advantages)
+    new = {"advantages": d.row_advantages.float().to(device) if d.advantages is None else padded(d.advantages)}
     if d.old_logprobs is not None:
-        out["old_per_token_logps"] = padded(d.old_logprobs)
-    for name, values in d.row_columns.items():
-        out[ROW_COLUMN + name] = values.float().to(device)
-    for name, values in d.token_columns.items():
-        out[TOKEN_COLUMN + name] = padded(values)
-    out.pop("rlp_entropies", None)
-    stack = step.stack
+        new["old_per_token_logps"] = padded(d.old_logprobs)
+    new |= {ROW_COLUMN + name: values.float().to(device) for name, values in d.row_columns.items()}
+    new |= {TOKEN_COLUMN + name: padded(values) for name, values in d.token_columns.items()}
+    stack = trainer.methods
     if stack.claimed("before_update"):
-        out["rlp_group"] = d.group.to(device)
+        new["rlp_group"] = d.group.to(device)
     if d.complete and not stack.claimed("policy_loss", "regularize", "before_update"):
-        return out
-    out["rlp_num_rows"] = torch.tensor(float(d.num_rows), device=device)
+        return {**out, **new}
+    new["rlp_num_rows"] = torch.tensor(float(d.num_rows), device=device)
     if d.complete:
-        return out
-    step.trainer._refuse_inexact_loss(d.num_rows != step.batch_rows)
+        return {**out, **new}
+    if d.num_rows != batch_rows:
+        refuse_inexact_loss(trainer)
     if d.keep_tokens is not None:
         mask = torch.ones(shape, dtype=torch.long, device=device)
         mask[d.row.to(device), d.position.to(device)] = d.keep_tokens.long().to(device)
-        out["tool_mask"] = out.get("tool_mask", torch.ones_like(out["completion_mask"])) * mask
-    out = _to_batch_size(step, out, d)
+        new["tool_mask"] = out.get("tool_mask", torch.ones_like(out["completion_mask"])) * mask
     # Of the whole generation batch, like TRL's own: tokens of rows that left do not count.
-    out["num_items_in_batch"] = torch.tensor(d.num_tokens, device=device)
-    if step.trainer._seams.select_completions:
-        out["keep_ratio"] = torch.tensor(d.num_rows / step.batch_rows, device=device)
+    new["num_items_in_batch"] = torch.tensor(d.num_tokens, device=device)
+    if trainer.seams.select_completions:
+        new["keep_ratio"] = torch.tensor(d.num_rows / batch_rows, device=device)
     else:
-        out["rlp_rows_left"] = torch.tensor(1.0, device=device)  # the loss rescales row means, see loss.py
-    return out
+        new["rlp_rows_left"] = torch.tensor(1.0, device=device)  # the loss rescales row means, see loss.py
+    return _to_batch_size(trainer, {**out, **new}, d, batch_rows // trainer.accelerator.num_processes)
 
 
-def _to_batch_size(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str, Any]:
+def _to_batch_size(trainer: Trainer, out: HostBatch, d: LocalDecision, size: int) -> HostBatch:
     """Every rank gets exactly its share of rows: trained ones first, those beyond a rank's share move to ranks with
     room, and what is missing is filled with rows whose mask is empty."""
-    size, rank = step.local_batch, step.accelerator.process_index
+    rank = trainer.accelerator.process_index
     kept = d.trained.nonzero()[:, 0]
     rest = (~d.trained).nonzero()[:, 0]
     stay, leave = kept[:size], kept[size:]
     if "num_images" in out:  # pixels are not a row each: nothing is cut (the plan was checked), rows are masked
         return _mask_rows(out, d.trained)
-    received: list[dict[str, Any]] = []
+    received: list[HostBatch] = []
     if max(d.kept_per_rank) > size:  # known to every rank, so all enter the exchange
-        moved = [x for part in gather(step.accelerator, [_row(out, int(i)) for i in leave]) for x in part]
+        moved = [x for part in gather(trainer.accelerator, [_row(out, int(i)) for i in leave]) for x in part]
         room = [max(0, size - k) for k in d.kept_per_rank]
         received = moved[sum(room[:rank]) : sum(room[: rank + 1])]
     missing = size - len(stay) - len(received)
@@ -166,7 +170,7 @@ def _to_batch_size(step: Any, out: dict[str, Any], d: LocalDecision) -> dict[str
     return _mask_rows(batch, live)
 
 
-def _mask_rows(batch: dict[str, Any], live: Tensor) -> dict[str, Any]:
+def _mask_rows(batch: HostBatch, live: Tensor) -> HostBatch:
     """Rows that are not live get an empty loss mask; what the model attends to stays."""
     if bool(live.all()):
         return batch
@@ -175,6 +179,7 @@ def _mask_rows(batch: dict[str, Any], live: Tensor) -> dict[str, Any]:
 
 
 def _pick(value: Any, index: Tensor, rows: int) -> Any:
+    """A trainer of somebody's own may put lists into the batch."""
     if isinstance(value, Tensor) and value.ndim and len(value) == rows:
         return value[index]
     if isinstance(value, list) and len(value) == rows:
@@ -182,16 +187,15 @@ def _pick(value: Any, index: Tensor, rows: int) -> Any:
     return value
 
 
-def _row(out: dict[str, Any], i: int) -> dict[str, Any]:
+def _row(out: HostBatch, i: int) -> HostBatch:
     return {k: v[i].cpu() for k, v in out.items() if isinstance(v, Tensor) and v.ndim}
 
 
-def _append(batch: dict[str, Any], rows: list[dict[str, Any]], held: int) -> dict[str, Any]:
+def _append(batch: HostBatch, rows: list[HostBatch], held: int) -> HostBatch:
     """Rows of other ranks, padded like this rank's (prompts on the left, everything else on the right)."""
     result = dict(batch)
-    names = {k for k, v in batch.items() if isinstance(v, Tensor) and v.ndim and len(v) == held} | {
-        k for row in rows for k in row
-    }
+    tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
+    names = {k for k, v in tensors.items() if len(v) == held} | {k for row in rows for k in row}
     for name in names:
         own = batch.get(name)
         if own is None:  # a mask that only the sender needed

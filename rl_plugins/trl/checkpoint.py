@@ -1,4 +1,4 @@
-"""Saving at generation boundaries, state inside the checkpoint, and what belongs to one optimizer step.
+"""Start, state inside the checkpoint, saving at generation boundaries, and what belongs to one optimizer step.
 
 Between two generation batches TRL can resume exactly; inside one it regenerates the batch. So a save inside a batch
 waits for its end. The last save of a run cannot wait: it is written with the state of the last boundary and marked, and
@@ -13,36 +13,58 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rl_plugins.errors import StateError
+from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
+from rl_plugins.trl.host import Trainer
 from rl_plugins.trl.ranks import gather, on_driver
 
 
-class MethodsCallback(TrainerCallback):  # type: ignore[misc]
-    """Comes after TRL's own flow callback, so it sees whether TRL wants to save."""
+class MethodsCallback(TrainerCallback):
+    """Comes after TRL's own flow callback, so it sees whether TRL wants to save.
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        self.save_waits = False
+    Args:
+        trainer: whose methods they are.
+        fingerprint: of the dataset.
+
+    Attributes:
+        resume_from: the checkpoint whose state the methods take over when training starts.
+        lr_scale: factor on the learning rate of the coming optimizer step.
+    """
+
+    def __init__(self, trainer: Trainer, fingerprint: str) -> None:
+        self.trainer, self.fingerprint = trainer, fingerprint
+        self.resume_from: str | None = None
         self.lr_scale = 1.0
+        self._started = self._save_waits = False
+        self._boundary_state: dict[str, Any] = {}
         self._lr: list[Any] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._start_methods()
+        """`start` on the driver once, then the state of the checkpoint."""
+        t = self.trainer
+        if not self._started:
+            known = known_of(t)
+            if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
+                raise ConfigError(problem)
+            on_driver(t.accelerator, lambda: t.methods.start(run_of(known)))
+            self._started = True
+        if self.resume_from is not None:
+            self._read_state(self.resume_from)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._log_update(args, state)
-        if at_boundary(self.trainer):
-            control.should_save = control.should_save or self.save_waits
-            self.save_waits = False
+        self._log_update()
+        if self.at_boundary:
+            control.should_save = control.should_save or self._save_waits
+            self._save_waits = False
         elif control.should_save and not control.should_training_stop:
-            control.should_save, self.save_waits = False, True
-        elif control.should_training_stop and self.save_waits:
-            control.should_save, self.save_waits = True, False
+            control.should_save, self._save_waits = False, True
+        elif control.should_training_stop and self._save_waits:
+            control.should_save, self._save_waits = True, False
         return control
 
-    def _log_update(self, args: Any, state: Any) -> None:
+    def _log_update(self) -> None:
         """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step."""
         t = self.trainer
         if not t.methods.claimed("before_update", "policy_loss", "regularize"):
@@ -65,43 +87,51 @@ class MethodsCallback(TrainerCallback):  # type: ignore[misc]
             group["lr"] = lr
         self._lr, self.lr_scale = [], 1.0
 
+    # ---- state
 
-def at_boundary(trainer: Any) -> bool:
-    """Whether every update of the last generation batch is done."""
-    return bool(trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations) == 0)
+    @property
+    def at_boundary(self) -> bool:
+        """Whether every update of the last generation batch is done."""
+        t = self.trainer
+        return t._step % (t.args.steps_per_generation * t.num_iterations) == 0
 
+    def batch_begins(self) -> None:
+        """Remembers the state, if a last save may need it."""
+        t = self.trainer
+        if t.args.steps_per_generation * t.num_iterations > t.args.gradient_accumulation_steps:
+            self._boundary_state = t.methods.state_dict(self.fingerprint)
 
-def write_state(trainer: Any, trial: Any) -> None:
-    """Writes the methods' state into the checkpoint folder before TRL fills it."""
-    if not (trainer.args.should_save and trainer.accelerator.is_main_process):
-        return  # only the driver has the state
-    folder = os.path.join(trainer._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
-    os.makedirs(folder, exist_ok=True)
-    inside = not at_boundary(trainer)
-    content = trainer._boundary_state if inside else trainer.methods.state_dict(trainer._fingerprint)
-    save_state(folder, {**content, "inside_generation_batch": inside})
+    def write_state(self, folder: str | None) -> None:
+        """Writes the methods' state into a checkpoint before TRL fills it."""
+        t = self.trainer
+        if folder is None or os.path.basename(folder) != f"{PREFIX_CHECKPOINT_DIR}-{t.state.global_step}":
+            return  # the model alone is saved
+        if t.args.should_save and t.accelerator.is_main_process:  # only the driver has the state
+            os.makedirs(folder, exist_ok=True)
+            inside = not self.at_boundary
+            content = self._boundary_state if inside else t.methods.state_dict(self.fingerprint)
+            save_state(folder, {**content, "inside_generation_batch": inside})
 
+    def _read_state(self, checkpoint: str) -> None:
+        """Takes over the state of a checkpoint, the same on every rank.
 
-def read_state(trainer: Any, checkpoint: str) -> None:
-    """Takes over the state of a checkpoint, the same on every rank.
+        Raises:
+            StateError: missing where a method needs it, corrupt, or of another run.
+        """
+        t, stack = self.trainer, self.trainer.methods
 
-    Raises:
-        StateError: missing where a method needs it, corrupt, or of another run.
-    """
-    stack = trainer.methods
-
-    def read() -> tuple[int, int]:
-        saved = load_state(checkpoint)
-        if saved is None:
-            stateful = [m.name for m in stack.methods if m._state]
+        def read() -> tuple[int, int]:
+            saved = load_state(checkpoint)
+            if saved is not None:
+                stack.load_state_dict(saved, self.fingerprint)
+                return stack.batch, stack.extra_prompts
+            stateful = [m.name for m in stack.methods if m.state]
             if stateful:
                 raise StateError(
                     f"The checkpoint {checkpoint} holds no state of methods, and {', '.join(stateful)} cannot resume "
                     f"without theirs. To go on from its weights, start a new run with that folder as the model."
                 )
-            generate_every = trainer.args.steps_per_generation * trainer.num_iterations
-            return trainer.state.global_step * trainer.args.gradient_accumulation_steps // generate_every, 0
-        stack.load_state_dict(saved, trainer._fingerprint)
-        return stack.batch, stack.extra_prompts
+            generate_every = t.args.steps_per_generation * t.num_iterations
+            return t.state.global_step * t.args.gradient_accumulation_steps // generate_every, 0
 
-    stack.batch, stack.extra_prompts = on_driver(trainer.accelerator, read)
+        stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)

@@ -1,4 +1,4 @@
-"""Which TRL this adapter is tested with, which of its private names it relies on, and which upstream seams exist.
+"""Which TRL this adapter is tested with, which of its names it relies on, and which upstream seams exist.
 
 The seams are the small patches in `patches/trl/`. Where the installed TRL has one, the adapter uses it.
 """
@@ -11,39 +11,82 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.runtime.preflight import moved
+from rl_plugins.runtime.report import Pinned
 
 TESTED = ((1, 16), (1, 17))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
 
-# Methods of GRPOTrainer that the adapter overrides or calls, with their parameters in TRL 1.16.
-PINNED: dict[str, tuple[str, ...]] = {
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_compute_loss": ("model", "inputs"),
-    "_generate": ("prompts",),
-    "_generate_and_score_completions": ("inputs",),
-    "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
+_TRAINER = "trl.trainer.grpo_trainer:GRPOTrainer"
+
+PINNED = (
+    Pinned(
+        _TRAINER,
+        "_generate_and_score_completions",
+        ("inputs",),
+        "overridden: the plan before it, the decision after it",
     ),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_prepare_inputs": ("generation_batch",),
-    "_save_checkpoint": ("model", "trial"),
-    "get_high_entropy_mask": ("entropies", "mask", "threshold"),
-    "get_off_policy_mask": (
-        "advantages",
-        "per_token_logps",
-        "sampling_per_token_logps",
-        "mask",
-        "off_policy_threshold",
+    Pinned(_TRAINER, "_generate", ("prompts",), "overridden: keeps what it returned; called once per round"),
+    Pinned(
+        _TRAINER,
+        "_generate_single_turn",
+        ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
+        "overridden: serves the rows of the plan; the engine of rollout programs",
     ),
-    "get_train_dataloader": (),
-}
+    Pinned(
+        _TRAINER,
+        "_calculate_rewards",
+        ("inputs", "prompts", "completions", "completion_ids_list"),
+        "overridden: fillers have no reward; called once per round and by programs",
+    ),
+    Pinned(_TRAINER, "_tokenize_prompts", ("prompts",), "called: contexts of rollout programs are TRL's own"),
+    Pinned(
+        _TRAINER,
+        "_get_per_token_logps_and_entropies",
+        ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"),
+        "overridden: the log-probs TRL's loss is made of; called for signals TRL does not compute",
+    ),
+    Pinned(
+        _TRAINER,
+        "_set_signature_columns_if_needed",
+        (),
+        "overridden: the number of a row is a column TRL must not drop",
+    ),
+    Pinned(_TRAINER, "_signature_columns", None, "extended by that column"),
+    Pinned(_TRAINER, "_step", None, "read: micro-batches so far, which tell where a batch and an optimizer step end"),
+    Pinned(_TRAINER, "_buffered_inputs", None, "read: micro-batches of the coming optimizer step; columns are added"),
+    Pinned(_TRAINER, "_metrics", None, "changed: what TRL logs of rows it did not choose"),
+    Pinned(_TRAINER, "_logs", None, "changed: the table of completions"),
+    Pinned(_TRAINER, "_pending_extra_logs", None, "changed: columns that reward functions add to that table"),
+    Pinned(_TRAINER, "_transform_advantages", ("advantages",), "overridden: seam T2", optional=True),
+    Pinned(
+        _TRAINER,
+        "_transform_per_token_loss",
+        ("per_token_loss", "per_token_logps", "log_ratio", "mask", "inputs"),
+        "overridden: seam T3",
+        optional=True,
+    ),
+    Pinned(_TRAINER, "_select_completions", None, "looked for: seam T5", optional=True),
+    Pinned(_TRAINER, "compute_loss", ("model", "inputs"), "overridden: `before_update` before it, the surrogate in it"),
+    Pinned(_TRAINER, "get_high_entropy_mask", ("entropies", "mask", "threshold"), "overridden: seen by the loss"),
+    Pinned(
+        _TRAINER,
+        "get_off_policy_mask",
+        ("advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"),
+        "called: the factor TRL puts on its own surrogate",
+    ),
+    Pinned(_TRAINER, "get_train_dataloader", (), "overridden: rows with their number"),
+    Pinned(_TRAINER, "train", ("resume_from_checkpoint",), "overridden: which checkpoint the state comes from"),
+    Pinned(_TRAINER, "save_model", ("output_dir",), "overridden: TRL writes each checkpoint with it first"),
+    Pinned(
+        "transformers.generation.utils:GenerationMixin",
+        "_supports_default_dynamic_cache",
+        (),
+        "called: whether keys and values of a model can be kept",
+    ),
+    Pinned(
+        "argparse:ArgumentParser", "_option_string_actions", None, "read: options of TRL's and accelerate's parsers"
+    ),
+)
 
 
 def trl_version() -> str:
@@ -67,23 +110,26 @@ def check_trl_version() -> None:
         )
 
 
-def moved_symbols(trainer_class: type) -> list[str]:
-    """What of the pinned names is gone or takes other parameters; empty if this host is as expected."""
-    return moved(trainer_class, PINNED)
+def moved_symbols(trainer_class: type | None = None) -> list[str]:
+    """What of the pinned names is gone or takes other parameters; empty if this host is as expected.
+
+    Args:
+        trainer_class: the trainer that is extended; None: TRL's own, and everything else that is used.
+    """
+    names = [p for p in PINNED if trainer_class is None or p.owner == _TRAINER]
+    return [text for p in names if (text := p.moved(trainer_class))]
 
 
 @dataclass(frozen=True)
 class Seams:
     """Upstream seams of the installed trainer class (True if it has them)."""
 
-    transform_advantages: bool
     transform_per_token_loss: bool
     select_completions: bool
 
     @classmethod
     def of(cls, host: Any) -> Seams:
         return cls(
-            transform_advantages=hasattr(host, "_transform_advantages"),
             transform_per_token_loss=hasattr(host, "_transform_per_token_loss"),
             select_completions=hasattr(host, "_select_completions"),
         )

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with two more words: `methods` and `method_params`."""
+"""TRL's `GRPOConfig` with three more words: `methods`, `method_params` and `rollout_cache_gb`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class GRPOConfig(trl.GRPOConfig):
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
 
+    Attributes:
+        has_trainer: a trainer with methods is taking this config.
+
     Raises:
         ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
             `rollout_cache_gb` that is negative or not finite.
     """
-
-    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "method_params"]
 
     methods: list[str] = field(
         default_factory=list,
@@ -51,6 +52,8 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
 
+    has_trainer = False  # no field: not an option
+
     def __post_init__(self) -> None:
         if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
@@ -59,21 +62,25 @@ class GRPOConfig(trl.GRPOConfig):
         registry.select(self.methods, self.method_params)  # fail before anything expensive happens
         super().__post_init__()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "methods" and value:
+            refuse_stock_trainers()
+        super().__setattr__(name, value)
 
-class RefuseStockTrainer(TrainerCallback):  # type: ignore[misc]
+
+class RefuseStockTrainer(TrainerCallback):
     """Stops a trainer of TRL itself that is handed a config naming methods: it would train without them."""
 
-    def _check(self, args: Any) -> None:
-        if getattr(args, "methods", None) and not getattr(args, "_methods_have_a_trainer", False):
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(args, "methods", None) and not getattr(args, "has_trainer", False):
             raise ConfigError(
                 f"The config names the methods {', '.join(args.methods)}, but the trainer is TRL's own, which would "
                 f"ignore them. Use `from rl_plugins.trl import GRPOTrainer`, or `rl-plugins trl grpo` instead of "
                 f"`trl grpo`, or leave `methods` empty."
             )
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._check(args)
 
-
-if RefuseStockTrainer not in hf_trainer.DEFAULT_CALLBACKS:
-    hf_trainer.DEFAULT_CALLBACKS.append(RefuseStockTrainer)
+def refuse_stock_trainers() -> None:
+    """From now on every trainer looks at its config, see `RefuseStockTrainer`."""
+    if RefuseStockTrainer not in hf_trainer.DEFAULT_CALLBACKS:
+        hf_trainer.DEFAULT_CALLBACKS.append(RefuseStockTrainer)

@@ -22,10 +22,10 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
+from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
 from rl_plugins.trl.ranks import gather
-
-Score = Callable[[list[dict[str, Any]], list[Any], list[Any], list[list[int]]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TrlEngine:
     """
 
     def __init__(
-        self, trainer: Any, host_generate: Any, host_score: Score, row_of: Callable[[Prompt], dict[str, Any]]
+        self, trainer: Trainer, host_generate: SingleTurn, host_score: Score, row_of: Callable[[Prompt], DatasetRow]
     ) -> None:
         self.trainer, self._host, self._host_score, self._row_of = trainer, host_generate, host_score, row_of
         self.chat = chat_of(trainer)
@@ -177,7 +177,7 @@ class TrlEngine:
             watch.finish(out)
             return out
 
-        with _changed(model, generate=generate):
+        with changed(model, generate=generate):
             yield watch
 
     @contextlib.contextmanager
@@ -204,16 +204,16 @@ class TrlEngine:
             return out
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_changed(engine, generation_kwargs=kwargs, generate=generate))
+            stack.enter_context(changed(engine, generation_kwargs=kwargs, generate=generate))
             if engine.mode == "colocate":
                 size = engine.tensor_parallel_size
                 first = self.trainer.accelerator.process_index // size * size
                 rows = [n for part in of_ranks[first : first + size] for n in part]
-                stack.enter_context(_changed(engine.llm, generate=_limited(engine.llm.generate, rows)))
+                stack.enter_context(changed(engine.llm, generate=_limited(engine.llm.generate, rows)))
             elif self.trainer.accelerator.is_main_process:
                 client = engine.vllm_client
                 rows = [n for part in of_ranks for n in part]
-                stack.enter_context(_changed(client, generate=_limited_requests(client.generate, rows)))
+                stack.enter_context(changed(client, generate=_limited_requests(client.generate, rows)))
             yield raw
 
     # ---- rewards
@@ -228,7 +228,7 @@ class TrlEngine:
             for row, total in zip(rewards.tolist(), totals, strict=True)
         ]
 
-    def rewards_of(self, rows: Sequence[tuple[dict[str, Any], Any, Trajectory]]) -> Tensor:
+    def rewards_of(self, rows: Sequence[tuple[DatasetRow, Any, Trajectory]]) -> Tensor:
         """(rows, functions) float64 rewards of this rank's rows (columns, prompt, trajectory). All ranks enter; what
         reward functions add to TRL's table of completions is not kept, because these rows are not in it yet."""
         t = self.trainer
@@ -332,22 +332,6 @@ def _window(stop: Sequence[str]) -> int:
     return max(len(s.encode()) for s in stop) + 1
 
 
-@contextlib.contextmanager
-def _changed(thing: Any, **values: Any) -> Iterator[None]:
-    """An object with other attributes, as long as this lasts."""
-    before = {name: vars(thing)[name] for name in values if name in vars(thing)}
-    for name, value in values.items():
-        setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                setattr(thing, name, before[name])
-            else:
-                delattr(thing, name)
-
-
 def _limited(host: Callable[..., Any], limits: Sequence[int]) -> Callable[..., Any]:
     """`LLM.generate` with a limit of new tokens for every prompt: TRL gives it one for all."""
 
@@ -385,7 +369,7 @@ def _limited_requests(host: Callable[..., Any], limits: Sequence[int]) -> Callab
     return generate
 
 
-def _check_top(engine: Any, options: _Options) -> None:
+def _check_top(engine: VllmEngine, options: _Options) -> None:
     """vLLM in TRL reports log-probs of the distribution that is sampled; the argmax is taken of the policy's own.
 
     Raises:
@@ -418,13 +402,14 @@ def _from_vllm(ids: Sequence[int], logprobs: Any, tokens: Any, options: _Options
     return Generated(tuple(ids), tuple(own), "length", top=tuple(top) if options.top else ())
 
 
-def chat_of(trainer: Any) -> TokenizerChat:
+def chat_of(trainer: HostTrainer) -> TokenizerChat:
     """The trainer's tokenizer and template."""
     options = dict(getattr(trainer, "chat_template_kwargs", None) or {})
-    return TokenizerChat(trainer._tokenizer, trainer.eos_token_ids, getattr(trainer, "chat_template", None), **options)
+    template = getattr(trainer, "chat_template", None)
+    return TokenizerChat(tokenizer_of(trainer), trainer.eos_token_ids, template, **options)
 
 
-def max_context(trainer: Any) -> int:
+def max_context(trainer: HostTrainer) -> int:
     """Tokens of prompt and completion the engine takes."""
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         return int(trainer.vllm_generation.llm.llm_engine.model_config.max_model_len)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.requests import Trajectory
 from rl_plugins.rollouts import Plan, PlanRow
+from rl_plugins.trl.changes import changed
+from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow, served, start_programs
 from rl_plugins.trl.ranks import gather, on_driver
 
 
 @contextlib.contextmanager
-def evaluation_view(trainer: Any, inputs: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def evaluation_view(trainer: Trainer, inputs: list[DatasetRow]) -> Iterator[list[DatasetRow]]:
     """This rank's rows of an evaluation batch, edited, and their completions made by a program where a method wants
     that. TRL evaluates as always where none does."""
     planning, program = acting(trainer, "plan"), acting(trainer, "rollout")
@@ -34,27 +35,23 @@ def evaluation_view(trainer: Any, inputs: list[dict[str, Any]]) -> Iterator[list
     programs = start_programs(trainer, plans, rows, training=False)
     trainer.methods.metrics.take()  # of a training step nobody makes here
     made: list[ProgramRow] = []
-    out: list[dict[str, Any]] = []
+    out: list[DatasetRow] = []
     for p, row, running in zip(plans, rows, programs, strict=True):
         finals = [rollout[-1] for rollout in running.rows or [] if rollout][: p.n]  # the row that ends a rollout
         finals += (finals[-1:] or [Trajectory(running.prompt.tokens)]) * (p.n - len(finals))
         made += [ProgramRow(p, p.group, k, 0, t) for k, t in enumerate(finals)]
         out += [{**row, **t.meta} for t in finals]
     names = dict.fromkeys(k for x in out for k in x)
-    before = trainer.rollout_func
-    trainer.rollout_func = lambda prompts, host: served(made, prompts, host)
-    try:
+    with changed(trainer, rollout_func=lambda prompts, host: served(made, prompts, host)):
         yield [{k: x.get(k) for k in names} for x in out]
-    finally:
-        trainer.rollout_func = before
 
 
-def acting(trainer: Any, hook: str) -> list[Method]:
+def acting(trainer: Trainer, hook: str) -> list[Method]:
     """Methods whose `hook` acts in evaluation, too."""
     return [m for m in trainer.methods.claims[hook] if hook in m.in_eval]
 
 
-def _prompts(inputs: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def _prompts(inputs: list[DatasetRow]) -> list[tuple[int, int]]:
     """(first row, rows) of each prompt; TRL repeats a prompt for its completions."""
     found: list[tuple[int, int]] = []
     for i, x in enumerate(inputs):
@@ -65,7 +62,7 @@ def _prompts(inputs: list[dict[str, Any]]) -> list[tuple[int, int]]:
     return found
 
 
-def _planned(trainer: Any, method: Method, plans: list[PlanRow]) -> list[PlanRow]:
+def _planned(trainer: Trainer, method: Method, plans: list[PlanRow]) -> list[PlanRow]:
     """The plan of the evaluation's prompts: edits and payloads; their number stays."""
     accelerator, stack = trainer.accelerator, trainer.methods
     parts = gather(accelerator, plans)

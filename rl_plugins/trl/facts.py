@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+import trl
+
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
+from rl_plugins.rollouts import Plan, PlanRow, Run
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 from rl_plugins.trl.config import GRPOConfig
+from rl_plugins.trl.host import Trainer
+from rl_plugins.trl.prompts import has_numbers
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")  # divided by a number of rows, not of tokens
 
@@ -35,14 +43,25 @@ _WITHOUT_EFFECT = {
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Arguments of the trainer that decide what is possible."""
+class KnownRun:
+    """What is known of a run: by a trainer everything, by a dry run what stands in its config.
 
+    Args:
+        args: the training arguments.
+        dataset: None if nobody knows it.
+        size: its rows; None for a stream, and where an environment owns the data.
+        rewards: names of the reward functions.
+        rollout_func, tools: whether the trainer has one, tools or environments.
+        total_steps: optimizer steps of the whole run; None: by the dataset and the arguments.
+    """
+
+    args: GRPOConfig
     dataset: Any = None
-    streaming: bool = False
-    reward_functions: int = 1
+    size: int | None = None
+    rewards: tuple[str, ...] = ("reward",)
     rollout_func: bool = False
     tools: bool = False
+    total_steps: int | None = None
 
     @property
     def columns(self) -> Sequence[str] | None:
@@ -50,15 +69,74 @@ class Inputs:
 
     @property
     def has_images(self) -> bool:
-        return bool(self.columns) and bool({"image", "images"} & set(self.columns or ()))
+        return bool({"image", "images"} & set(self.columns or ()))
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run; of one generation batch if neither they nor the dataset are known."""
+        a = self.args
+        if self.total_steps is not None or a.max_steps > 0:
+            return int(self.total_steps or a.max_steps)
+        batches = 1
+        if self.dataset is not None and self.size is not None:
+            batches = math.ceil(self.size * a.num_generations // a.generation_batch_size * a.num_train_epochs)
+        return max(1, math.ceil(batches * optimizer_steps_per_batch(a)))
 
 
-def optimizer_steps_per_generation(args: Any) -> float:
+def known_of(trainer: Trainer) -> KnownRun:
+    """What a trainer knows of its run."""
+    dataset = trainer.train_dataset
+    return KnownRun(
+        args=trainer.args,
+        dataset=dataset,
+        size=len(dataset) if has_numbers(dataset) else None,
+        rewards=tuple(trainer.reward_func_names),
+        rollout_func=trainer.rollout_func is not None,
+        tools=bool(trainer.tools),
+        total_steps=trainer.state.max_steps,
+    )
+
+
+def run_of(known: KnownRun) -> Run:
+    """What methods are told of the run."""
+    return Run(
+        host="trl",
+        host_version=trl_version(),
+        dataset=None if known.size is None else known.dataset,
+        dataset_size=known.size,
+        columns=tuple(known.columns or ()),
+        reward_names=known.rewards,
+        group_size=known.args.num_generations,
+        total_steps=known.steps,
+        total_batches=math.ceil(known.steps / optimizer_steps_per_batch(known.args)),
+        max_completion_length=known.args.max_completion_length,
+    )
+
+
+def first_plan_of(stack: MethodStack, known: KnownRun, proposal: Sequence[int]) -> Plan:
+    """The plan of a batch, from the methods themselves.
+
+    Args:
+        proposal: the prompts TRL would take.
+
+    Raises:
+        MethodError: see `first_plan`.
+    """
+    a = known.args
+    dataset = None if known.size is None else known.dataset
+    return first_plan(stack, proposal, a.num_generations, a.generation_batch_size, known.size, dataset)
+
+
+def optimizer_steps_per_batch(args: GRPOConfig) -> float:
     """Optimizer steps taken on one generation batch; above 1 the later ones are off-policy."""
     return float(args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
 
 
-def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[str, Any]:
+def has_entropy_bonus(args: GRPOConfig) -> bool:
+    return bool(args.entropy_coef != 0.0 or args.use_adaptive_entropy)
+
+
+def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
     """Everything that can be known before the model is loaded.
 
     Returns:
@@ -70,28 +148,41 @@ def check(stack: MethodStack, args: Any, inputs: Inputs, seams: Seams) -> dict[s
     options: dict[str, Any] = {}
     problems: list[str] = []
     try:
-        options = preflight(stack, trl_facts(stack, args, inputs))
+        options = preflight(stack, trl_facts(stack, known))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
-    problems += _loss_problems(stack, args, seams)
-    if any(m.rounds for m in stack.methods) and stack.claims["rollout"]:
-        program = stack.claims["rollout"][0].name
-        problems.append(
-            f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, and `{program}` makes the "
-            f"rollouts of a prompt with a program, which runs once. Remove one of them."
-        )
-    if any(m.rounds for m in stack.methods) and (inputs.rollout_func or inputs.tools):
-        what = "rollout_func" if inputs.rollout_func else "tools or environments"
-        problems.append(
-            f"{_names(m.name for m in stack.methods if m.rounds)} generates in rounds, which cannot be served with "
-            f"{what}: TRL runs those once per batch. Remove {what} or the method."
-        )
+    problems += _loss_problems(stack, known.args, seams)
+    if in_rounds(stack):
+        names = _names(m.name for m in stack.methods if m.rounds)
+        if stack.claims["rollout"]:
+            problems.append(
+                f"{names} generates in rounds, and `{stack.claims['rollout'][0].name}` makes the rollouts of a prompt "
+                f"with a program, which runs once. Remove one of them."
+            )
+        if known.rollout_func or known.tools:
+            what = "rollout_func" if known.rollout_func else "tools or environments"
+            problems.append(
+                f"{names} generates in rounds, which cannot be served with {what}: TRL runs those once per batch. "
+                f"Remove {what} or the method."
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     return options
 
 
-def too_few_prompts(args: Any, rows: int) -> str:
+def check_plan_row(trainer: Trainer, p: PlanRow) -> None:
+    """Refuses what does not fit into a completion."""
+    most = trainer.max_completion_length
+    limit = min(p.max_tokens or most, most)
+    longest = max([len(c.tokens) for c in p.given], default=0)
+    if len(p.prefix) >= limit or longest > most:
+        raise MethodError(
+            f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
+            f"{longest} tokens; the completion length is {limit}."
+        )
+
+
+def too_few_prompts(args: GRPOConfig, rows: int) -> str:
     """Why a dataset of so many rows cannot be trained; empty if it can. An evaluation needs no training batch, so this
     is asked by a dry run and when training starts."""
     prompts = args.generation_batch_size // args.num_generations
@@ -104,31 +195,30 @@ def too_few_prompts(args: Any, rows: int) -> str:
     )
 
 
-def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
+def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
     """What this run offers."""
-    import trl
-
+    args = known.args
     missing_hooks: dict[str, str] = {}
-    if args.use_vllm or stack.claims["rollout"] or any(m.rounds for m in stack.methods) or inputs.has_images:
+    if args.use_vllm or stack.claims["rollout"] or in_rounds(stack) or known.has_images:
         what = (
             "vLLM, which TRL does not let interrupt"
             if args.use_vllm
             else "images"
-            if inputs.has_images
+            if known.has_images
             else "a method that makes rollouts with a program or in rounds"
         )
         missing_hooks["admit"] = (
             f"groups that go on in a later batch are decoded by transformers' generate, and the run has {what}. Set "
             f"use_vllm=False, or remove one of the methods."
         )
-    brings = "rollout_func" if inputs.rollout_func else "tools or environments of its own" if inputs.tools else ""
+    brings = "rollout_func" if known.rollout_func else "tools or environments of its own" if known.tools else ""
     if brings:
         missing_hooks["admit"] = f"the trainer has {brings}, which generates by itself. Remove {brings}."
         missing_hooks["rollout"] = (
             f"the trainer has {brings}, and a rollout program makes the completions itself. Give what it needs as "
             f"parameters of the method, and remove {brings}."
         )
-    elif inputs.has_images:
+    elif known.has_images:
         missing_hooks["rollout"] = "programs see token ids only, and the dataset has images. Remove the method."
     elif getattr(args, "use_transformers_continuous_batching", False):
         missing_hooks["rollout"] = (
@@ -146,17 +236,16 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
             f"it needs whole groups in every optimizer step, and TRL shuffles rows before it splits a generation batch "
             f"into {spg // ga} steps. Set steps_per_generation={ga}, equal to gradient_accumulation_steps."
         )
-    defaults = {f.name: f.default for f in fields(trl.GRPOConfig)}
     return HostFacts(
         name="trl",
         version=trl_version(),
         hooks=[h for h in HOOKS if h not in missing_hooks],
         missing_hooks=missing_hooks,
         eval_hooks=("plan", "rollout"),
-        missing_signals=_missing_signals(stack, args, inputs),
-        columns=inputs.columns,
+        missing_signals=_missing_signals(stack, known),
+        columns=known.columns,
         options=vars(args),
-        defaults=defaults,
+        defaults=_defaults(),
         row_columns=bool(stack.claims["rollout"]),
         importance_correction=(
             "vllm_importance_sampling_correction=True"
@@ -166,18 +255,16 @@ def trl_facts(stack: MethodStack, args: Any, inputs: Inputs) -> HostFacts:
     )
 
 
-def without_effect(stack: MethodStack, args: Any) -> list[str]:
+def without_effect(stack: MethodStack, args: GRPOConfig) -> list[str]:
     """Options the user changed that the methods make meaningless, as `option=value (method)`; and the cache of rollout
     programs where none reads it."""
-    import trl
-
     idle = []
     if args.rollout_cache_gb != GRPOConfig.rollout_cache_gb:
         if args.use_vllm:
             idle = [f"rollout_cache_gb={args.rollout_cache_gb} (vLLM has a prefix cache of its own)"]
         elif not stack.claimed("rollout", "admit"):
             idle = [f"rollout_cache_gb={args.rollout_cache_gb} (no method makes rollouts by a program)"]
-    defaults = {f.name: f.default for f in fields(trl.GRPOConfig)}
+    defaults = _defaults()
     return idle + [
         f"{option}={getattr(args, option)} ({stack.claims[hook][0].name})"
         for hook, names in _WITHOUT_EFFECT.items()
@@ -187,14 +274,18 @@ def without_effect(stack: MethodStack, args: Any) -> list[str]:
     ]
 
 
-def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str, str]:
-    missing = {}
+def _defaults() -> dict[str, Any]:
+    return {f.name: f.default for f in fields(trl.GRPOConfig)}
+
+
+def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
+    args, missing = known.args, {}
     if args.use_vllm and args.temperature != 1.0:
         missing["engine"] = (
             f"vLLM in TRL reports log-probs with the temperature ({args.temperature}), and those at temperature 1 are "
             f"needed. Set temperature=1.0, or use_vllm=False."
         )
-    if not stack.claims["rollout"] and not inputs.tools and not inputs.rollout_func:
+    if not stack.claims["rollout"] and not known.tools and not known.rollout_func:
         missing["turns"] = (
             "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
             "environment_factory, or name a method that plays one (turn_control)."
@@ -220,20 +311,20 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
             f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
             f"{'it' if len(changed) == 1 else 'them'}."
         )
-    if inputs.rollout_func:
+    if known.rollout_func:
         missing["rollout_logprobs"] = "a rollout_func samples in its own way. Remove it."
     if args.beta == 0.0:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
     if not stack.claims["admit"]:
         missing["token_versions"] = "every batch is made by one policy. Name a method that carries groups over (april)."
-    if inputs.streaming or inputs.dataset is None:
+    if known.size is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
-    if inputs.reward_functions < 2:
+    if len(known.rewards) < 2:
         missing["several_rewards"] = (
-            f"the run has {inputs.reward_functions} reward function. Pass two or more in reward_funcs, e.g. one for "
+            f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "
             f"the answer and one for the format."
         )
-    if optimizer_steps_per_generation(args) <= 1 and not args.use_vllm:
+    if optimizer_steps_per_batch(args) <= 1 and not args.use_vllm:
         missing["off_policy"] = (
             "every generation batch is used for one optimizer step and sampled by the trained model itself, so there "
             "is nothing to correct. Set num_iterations=2 or more, or steps_per_generation to a multiple of "
@@ -242,7 +333,7 @@ def _missing_signals(stack: MethodStack, args: Any, inputs: Inputs) -> dict[str,
     return missing
 
 
-def _loss_problems(stack: MethodStack, args: Any, seams: Seams) -> list[str]:
+def _loss_problems(stack: MethodStack, args: GRPOConfig, seams: Seams) -> list[str]:
     problems = []
     drops = stack.claims["plan"] + stack.claims["select"]
     losses = stack.claims["policy_loss"] + stack.claims["regularize"]
@@ -255,21 +346,36 @@ def _loss_problems(stack: MethodStack, args: Any, seams: Seams) -> list[str]:
         problems.append(
             f"loss_type={args.loss_type!r} is not known to rl-plugins; known: {', '.join(TRL_AGGREGATION)}."
         )
-    if drops and not seams.select_completions and args.loss_type in ROW_LOSSES:
-        bonus = args.entropy_coef != 0.0 or args.use_adaptive_entropy
-        if bonus:
-            problems.append(row_loss_problem(stack, args.loss_type, "an entropy bonus"))
+    if drops:
+        problems += _rescaled(stack, args.loss_type, seams, has_entropy_bonus(args))
     return problems
 
 
-def row_loss_problem(stack: MethodStack, loss_type: str, what: str) -> str:
-    """Why rows may not leave under a row loss with another term in the loss."""
+def refuse_inexact_loss(trainer: Trainer) -> None:
+    """Raises ConfigError if rows may not leave under this loss, because it cannot be rescaled to those that stay."""
+    if trainer.loss_type == "bnpo":
+        raise ConfigError(
+            "Rows left the batch under loss_type='bnpo', whose result depends on how rows are split into "
+            "micro-batches and cannot be exact then. Use loss_type='dapo'."
+        )
+    bonus = has_entropy_bonus(trainer.args)
+    for text in _rescaled(trainer.methods, trainer.loss_type, trainer.seams, bonus, trainer.aux_loss_enabled):
+        raise ConfigError(text)
+
+
+def _rescaled(stack: MethodStack, loss_type: str, seams: Seams, bonus: bool, aux: bool = False) -> list[str]:
+    """Other terms in a loss that is rescaled when rows leave."""
+    if loss_type not in ROW_LOSSES or seams.select_completions:
+        return []
     names = _names(m.name for m in stack.claims["plan"] + stack.claims["select"] + stack.claims["shape"])
-    return (
+    terms = [(bonus, "an entropy bonus"), (aux, "the auxiliary loss of a mixture of experts")]
+    return [
         f"{names} removes rows. With loss_type={loss_type!r} the loss is then rescaled to the rows that stayed, and "
         f"{what} would be rescaled with it. Use loss_type='dapo', or do without {what} (or apply patches/trl/T5)."
-    )
+        for on, what in terms
+        if on
+    ]
 
 
-def _names(names: Any) -> str:
+def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{n}`" for n in dict.fromkeys(names))

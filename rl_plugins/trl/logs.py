@@ -11,9 +11,10 @@ from torch import Tensor
 
 from rl_plugins.estimators import batch_std
 from rl_plugins.runtime.decide import Decision
+from rl_plugins.trl.host import Trainer
 
 
-def make_room(trainer: Any, rows: int) -> None:
+def make_room(trainer: Trainer, rows: int) -> None:
     """TRL's table of completions holds one batch; a plan may generate more."""
 
     def grown(d: Any) -> Any:
@@ -30,19 +31,28 @@ def make_room(trainer: Any, rows: int) -> None:
             table.default_factory = lambda: deque(maxlen=rows)
 
 
-def correct(step: Any, decision: Decision) -> None:
+def correct(
+    trainer: Trainer,
+    decision: Decision,
+    rows: int,
+    regular: bool,
+    lengths: Tensor,
+    own: Mapping[str, float],
+) -> None:
     """Rewrites, in the main process, what TRL logged of this batch.
 
     Args:
-        step: the `GenerationStep`.
-        decision: the whole decision.
+        decision: on all rows.
+        rows: that TRL saw, fillers included.
+        regular: groups are those of TRL.
+        lengths: (rows without fillers,) tokens as TRL counts them.
+        own: what the methods logged.
     """
-    trainer = step.trainer
     metrics, logs = trainer._metrics["train"], trainer._logs
     rollouts = decision.rollouts
-    rows, real = sum(map(len, step.rows)), len(rollouts)
+    real = len(rollouts)
     if rows > real:
-        _drop_fillers(step, rows, real)
+        _drop_fillers(trainer, rows - real, lengths, rollouts.truncated)
     if decision.estimator != "host" or not decision.uniform or not bool(decision.stays.all()):
         _replace_last(logs["advantages"], decision.row_advantages.tolist())
     for name, reward in decision.rewarded_by.items():
@@ -52,18 +62,18 @@ def correct(step: Any, decision: Decision) -> None:
     if decision.rewarded_by:
         metrics["reward"][-1], metrics["reward_std"][-1] = _mean(rollouts.reward), float(batch_std(rollouts.reward))
     extend_own_columns(trainer, real, {name: r.tolist() for name, r in decision.rewarded_by.items()})
-    if not step.regular or decision.rewarded_by or not bool(rollouts.kept.all()):
+    if not regular or decision.rewarded_by or not bool(rollouts.kept.all()):
         inside = rollouts.subset(rollouts.kept)
         spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
         metrics["frac_reward_zero_std"][-1] = float((spread == 0).double().mean()) if len(inside) else 0.0
-    if not step.regular or not bool(decision.stays.all()):
+    if not regular or not bool(decision.stays.all()):
         metrics["rl_plugins/rows_generated"].append(float(real))
         metrics["rl_plugins/rows_trained"].append(float(decision.trained.sum()))
-    for name, value in step.driver_metrics.items():
+    for name, value in own.items():
         metrics[name].append(value)
 
 
-def extend_own_columns(trainer: Any, rows: int, values: Mapping[str, list[float]]) -> None:
+def extend_own_columns(trainer: Trainer, rows: int, values: Mapping[str, list[float]]) -> None:
     """Keeps the columns that `rewards` hooks made as long as TRL's own: their last `rows` entries are `values`, NaN for
     rows no hook saw (evaluation, a hook that changed nothing)."""
     logs, nan = trainer._logs, float("nan")
@@ -75,9 +85,8 @@ def extend_own_columns(trainer: Any, rows: int, values: Mapping[str, list[float]
             column.extend([nan] * (length - len(entries)) + entries)
 
 
-def _drop_fillers(step: Any, rows: int, real: int) -> None:
+def _drop_fillers(trainer: Trainer, count: int, lengths: Tensor, truncated: Tensor) -> None:
     """Fillers are the last rows of the batch: out of the table and out of the length metrics."""
-    trainer = step.trainer
     metrics, logs = trainer._metrics["train"], trainer._logs
     tables = [
         logs["prompt"],
@@ -87,16 +96,15 @@ def _drop_fillers(step: Any, rows: int, real: int) -> None:
         *logs["extra"].values(),
     ]
     for table in tables:
-        for _ in range(rows - real):
+        for _ in range(count):
             if table:
                 table.pop()
-    trained_length = step.full_decision.rollouts.length if trainer.tools or step.programs else step.completion_length
-    ended = trained_length[~step.full_decision.rollouts.truncated].double()
+    ended = lengths[~truncated].double()
     values = {
-        "mean_length": trained_length.double().mean(),
-        "min_length": trained_length.min(),
-        "max_length": trained_length.max(),
-        "clipped_ratio": step.full_decision.rollouts.truncated.double().mean(),
+        "mean_length": lengths.double().mean(),
+        "min_length": lengths.min(),
+        "max_length": lengths.max(),
+        "clipped_ratio": truncated.double().mean(),
         "mean_terminated_length": ended.mean() if len(ended) else torch.zeros(()),
         "min_terminated_length": ended.min() if len(ended) else torch.zeros(()),
         "max_terminated_length": ended.max() if len(ended) else torch.zeros(()),

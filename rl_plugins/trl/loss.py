@@ -8,8 +8,7 @@ seam `_transform_per_token_loss` (patches/trl/T3), the method's surrogate goes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,111 +16,169 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.losses import TRL_AGGREGATION, aggregate
-from rl_plugins.rollouts import Terms
+from rl_plugins.rollouts import Rows, Terms
+from rl_plugins.runtime import update
 from rl_plugins.trl.batch import ROW_COLUMN, TOKEN_COLUMN
 from rl_plugins.trl.facts import ROW_LOSSES
+from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input
+from rl_plugins.trl.ranks import gather
 
-HostLoss = Callable[[Any, dict[str, Any]], Tensor]
-
-
-def compute_loss(trainer: Any, host_loss: HostLoss, model: Any, inputs: dict[str, Any]) -> Tensor:
-    """The loss of a training micro-batch."""
-    stack, seams = trainer.methods, trainer._seams
-    factor = row_loss_factor(trainer, inputs)
-    if not stack.claimed("policy_loss", "regularize"):
-        return host_loss(model, inputs) * factor if factor is not None else host_loss(model, inputs)
-    own_surrogate = stack.claimed("policy_loss")
-    through_seam = own_surrogate and seams.transform_per_token_loss and stack.aggregation == "host"
-    host_inputs = inputs
-    if own_surrogate and not through_seam:
-        host_inputs = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
-    logged = len(trainer._metrics["train"].get("policy_loss", ()))
-    with _tap(trainer) as seen:
-        trainer._live_inputs, trainer._live_tensors = (inputs if through_seam else None), seen
-        try:
-            loss = host_loss(model, host_inputs)
-        finally:
-            trainer._live_inputs = trainer._live_tensors = None
-    if factor is not None:
-        loss = loss * factor
-    terms = make_terms(trainer, inputs, seen)
-    added = torch.zeros_like(terms.logprobs)
-    if own_surrogate and not through_seam:
-        added = policy_loss(trainer, terms) * surrogate_mask(trainer, inputs, terms, seen)
-        _forget_clip_metrics(trainer)
-    for m in stack.claims["regularize"]:
-        added = added + _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
-    own = _aggregate(trainer, added, terms)
-    if len(trainer._metrics["train"].get("policy_loss", ())) > logged:  # TRL logs it with an entropy bonus only
-        rows = trainer.loss_type in ROW_LOSSES  # these TRL logs before it divides by the accumulation steps
-        share = own.detach() * (trainer.current_gradient_accumulation_steps if rows else 1)
-        trainer._metrics["train"]["policy_loss"][-1] += trainer.accelerator.gather(share).nanmean().item()
-    return loss + own
+HostLoss = Callable[[Any, HostBatch], Tensor]
 
 
-def policy_loss(trainer: Any, terms: Terms) -> Tensor:
-    """The surrogate of the method that claims it, per token."""
-    stack = trainer.methods
-    return _checked(stack, stack.claims["policy_loss"][0], "policy_loss", stack.one("policy_loss", terms), terms)
+class LossPass:
+    """What TRL's loss computes of one micro-batch; the trainer tells it while that runs.
+
+    Args:
+        inputs: the micro-batch.
+        through_seam: the surrogate is asked for by `_transform_per_token_loss`.
+    """
+
+    def __init__(self, inputs: HostBatch, through_seam: bool) -> None:
+        self.inputs, self.through_seam = inputs, through_seam
+        self.logprobs: Tensor | None = None
+        self.entropies: Tensor | None = None
+        self.entropy_mask: Tensor | None = None
+
+    def saw(self, logprobs: Tensor, entropies: Tensor | None) -> None:
+        """Only the first pass is the loss's own."""
+        if self.logprobs is None:
+            self.logprobs, self.entropies = logprobs, entropies
+
+    def terms(self, trainer: Trainer) -> Terms:
+        """What hooks in the loss see of this micro-batch."""
+        if self.logprobs is None:
+            raise MethodError(
+                "TRL's loss did not compute log-probs where rl-plugins expects it; see rl_plugins.trl.compat."
+            )
+        inputs, logprobs = self.inputs, self.logprobs
+        advantages = inputs["advantages"]
+        advantages = (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logprobs)
+        share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
+        columns = {k.removeprefix(ROW_COLUMN): v[:, None] for k, v in inputs.items() if k.startswith(ROW_COLUMN)}
+        columns |= {k.removeprefix(TOKEN_COLUMN): v for k, v in inputs.items() if k.startswith(TOKEN_COLUMN)}
+        return Terms(
+            mask=loss_mask(inputs),
+            logprobs=logprobs,
+            entropies=self.entropies if "current_entropies" in trainer.methods.needs else None,
+            advantages=advantages,
+            old_logprobs=inputs.get("old_per_token_logps", logprobs.detach()),
+            num_tokens=inputs["num_items_in_batch"] * share,
+            num_rows=inputs["rlp_num_rows"] * share,
+            max_length=trainer.max_completion_length,
+            rollout_logprobs=inputs.get("rlp_rollout_logprobs"),
+            ref_logprobs=inputs.get("ref_per_token_logps"),
+            columns=columns,
+        )
 
 
-def make_terms(trainer: Any, inputs: dict[str, Any], seen: dict[str, Any]) -> Terms:
-    """What hooks in the loss see of this micro-batch."""
-    logprobs, entropies = seen["logprobs"], seen["entropies"]
-    mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-    advantages = inputs["advantages"]
-    advantages = (advantages[:, None] if advantages.dim() == 1 else advantages).expand_as(logprobs)
-    share = trainer.current_gradient_accumulation_steps / trainer.args.steps_per_generation
-    columns = {k.removeprefix(ROW_COLUMN): v[:, None] for k, v in inputs.items() if k.startswith(ROW_COLUMN)}
-    columns |= {k.removeprefix(TOKEN_COLUMN): v for k, v in inputs.items() if k.startswith(TOKEN_COLUMN)}
-    old = inputs.get("old_per_token_logps")
-    return Terms(
-        mask=mask,
-        logprobs=logprobs,
-        entropies=entropies if "current_entropies" in trainer.methods.needs else None,
-        advantages=advantages,
-        old_logprobs=logprobs.detach() if old is None else old,
-        num_tokens=inputs["num_items_in_batch"] * share,
-        num_rows=inputs["rlp_num_rows"] * share,
-        max_length=trainer.max_completion_length,
-        rollout_logprobs=inputs.get("rlp_rollout_logprobs"),
-        ref_logprobs=inputs.get("ref_per_token_logps"),
-        columns=columns,
+def before_update(trainer: Trainer) -> float:
+    """Row sums of the coming optimizer step over all ranks, to every method; columns into its micro-batches.
+
+    Returns:
+        A factor on the learning rate.
+    """
+    first = trainer._step % trainer.args.steps_per_generation
+    window = trainer._buffered_inputs[first : first + trainer.current_gradient_accumulation_steps]
+    parts = gather(trainer.accelerator, _rows_of(trainer, window))
+    asked = update.before_update(trainer.methods, parts, trainer.accelerator.process_index)
+    for name, values in asked.columns.items():
+        start = 0
+        for batch in window:
+            rows = len(batch["completion_ids"])
+            batch[ROW_COLUMN + name] = values[start : start + rows].to(batch["completion_ids"].device)
+            start += rows
+    return asked.lr_scale
+
+
+def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
+    """This rank's rows of an optimizer step."""
+    masks = [loss_mask(b) for b in window]
+
+    def current(batch: HostBatch) -> Tensor | None:
+        if "current_logprobs" not in trainer.methods.needs:
+            return None
+        with torch.no_grad():
+            return trainer._get_per_token_logps_and_entropies(trainer.model, *model_input(batch))[0]
+
+    def summed(of: Callable[[HostBatch], Tensor | None]) -> Tensor | None:
+        values = [(m, v) for m, b in zip(masks, window, strict=True) if (v := of(b)) is not None]
+        return torch.cat([torch.where(m > 0, v, 0.0).double().sum(1).cpu() for m, v in values]) if values else None
+
+    names = [k for k in window[0] if k.startswith(ROW_COLUMN)]
+    return Rows(
+        group=torch.cat([b["rlp_group"].cpu() for b in window]),
+        length=torch.cat([m.sum(1).cpu() for m in masks]),
+        logprobs=summed(current),
+        old_logprobs=summed(lambda b: b.get("old_per_token_logps")),
+        rollout_logprobs=summed(lambda b: b.get("rlp_rollout_logprobs")),
+        columns={k.removeprefix(ROW_COLUMN): torch.cat([b[k].double().cpu() for b in window]) for k in names},
     )
 
 
-def row_loss_factor(trainer: Any, inputs: dict[str, Any]) -> Tensor | None:
+def compute_loss(trainer: Trainer, host_loss: HostLoss, model: Any, seen: LossPass) -> Tensor:
+    """The loss of a training micro-batch.
+
+    Args:
+        seen: what TRL's loss will compute.
+    """
+    stack, inputs = trainer.methods, seen.inputs
+    own_surrogate = stack.claimed("policy_loss")
+    factor = row_loss_factor(trainer, inputs)
+    if own_surrogate and not seen.through_seam:
+        inputs = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])}
+    metrics = trainer._metrics["train"]
+    logged = len(metrics.get("policy_loss", ()))
+    loss = host_loss(model, inputs)
+    loss = loss if factor is None else loss * factor
+    if not stack.claimed("policy_loss", "regularize"):
+        return loss
+    terms = seen.terms(trainer)
+    added = torch.zeros_like(terms.logprobs)
+    if own_surrogate and not seen.through_seam:
+        added = update.surrogate(stack, terms) * surrogate_mask(trainer, seen, terms)
+        for name in [n for n in metrics if n.startswith("clip_ratio/") or n == "cispo_clip_ratio"]:
+            del metrics[name]  # with advantages 0 they say nothing about the surrogate that is trained
+    regularizer = update.regularizer(stack, terms)
+    own = _aggregate(trainer, added if regularizer is None else added + regularizer, terms)
+    if len(metrics.get("policy_loss", ())) > logged:  # TRL logs it with an entropy bonus only
+        rows = trainer.loss_type in ROW_LOSSES  # these TRL logs before it divides by the accumulation steps
+        share = own.detach() * (trainer.current_gradient_accumulation_steps if rows else 1)
+        metrics["policy_loss"][-1] += trainer.accelerator.gather(share).nanmean().item()
+    return loss + own
+
+
+def row_loss_factor(trainer: Trainer, inputs: HostBatch) -> Tensor | None:
     """What TRL's mean over rows must be multiplied by when rows left: TRL divides by all rows of the micro-batch, the
     exact divisor is this micro-batch's share of the rows that are trained."""
     if "rlp_rows_left" not in inputs or trainer.loss_type not in ROW_LOSSES:
         return None
     rows = len(inputs["completion_ids"]) * trainer.accelerator.num_processes * trainer.args.steps_per_generation
-    factor: Tensor = rows / inputs["rlp_num_rows"].clamp(min=1.0)
-    return factor
+    return rows / inputs["rlp_num_rows"].clamp(min=1.0)
 
 
-def surrogate_mask(trainer: Any, inputs: dict[str, Any], terms: Terms, seen: dict[str, Any]) -> Tensor:
+def surrogate_mask(trainer: Trainer, seen: LossPass, terms: Terms) -> Tensor:
     """The factors TRL puts on its own surrogate per token."""
     factor = torch.ones_like(terms.logprobs)
     if trainer.off_policy_mask_threshold is not None:
         factor = factor * trainer.get_off_policy_mask(
             advantages=terms.advantages,
             per_token_logps=terms.logprobs.detach(),
-            sampling_per_token_logps=inputs.get("sampling_per_token_logps", terms.old_logprobs),
+            sampling_per_token_logps=seen.inputs.get("sampling_per_token_logps", terms.old_logprobs),
             mask=terms.mask,
             off_policy_threshold=trainer.off_policy_mask_threshold,
         )
-    if seen.get("entropy_mask") is not None:
-        factor = factor * seen["entropy_mask"]
+    if seen.entropy_mask is not None:
+        factor = factor * seen.entropy_mask
     if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-        factor = factor * inputs["importance_sampling_ratio"]
+        factor = factor * seen.inputs["importance_sampling_ratio"]
     return factor
 
 
-def _aggregate(trainer: Any, per_token: Tensor, terms: Terms) -> Tensor:
+def _aggregate(trainer: Trainer, per_token: Tensor, terms: Terms) -> Tensor:
     ranks = trainer.accelerator.num_processes  # gradients are averaged over them
     if trainer.methods.aggregation == "sum":
-        return torch.where(terms.mask > 0, per_token, 0.0).sum() * ranks
+        return update.masked_sum(per_token, terms.mask) * ranks
     return aggregate(
         per_token,
         terms.mask,
@@ -130,46 +187,3 @@ def _aggregate(trainer: Any, per_token: Tensor, terms: Terms) -> Tensor:
         num_rows=terms.num_rows / ranks,
         max_length=terms.max_length,
     )
-
-
-def _checked(stack: Any, method: Any, hook: str, value: Any, terms: Terms) -> Tensor:
-    try:
-        return torch.broadcast_to(value, terms.logprobs.shape)
-    except (RuntimeError, TypeError):
-        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise stack.refuse(
-            method, hook, f"a tensor of shape {tuple(terms.logprobs.shape)} is needed, it gave {given}."
-        ) from None
-
-
-@contextmanager
-def _tap(trainer: Any) -> Iterator[dict[str, Any]]:
-    """Lets the live log-probs, entropies and the entropy mask be seen while TRL's loss computes them."""
-    seen: dict[str, Any] = {}
-    passes, masks = trainer._get_per_token_logps_and_entropies, trainer.get_high_entropy_mask
-
-    def tapped_pass(*args: Any, **kwargs: Any) -> Any:
-        result = passes(*args, **kwargs)
-        if "logprobs" not in seen:
-            seen["logprobs"], seen["entropies"] = result[0], result[1]
-        return result
-
-    def tapped_mask(*args: Any, **kwargs: Any) -> Any:
-        seen["entropy_mask"] = masks(*args, **kwargs)
-        return seen["entropy_mask"]
-
-    trainer._get_per_token_logps_and_entropies, trainer.get_high_entropy_mask = tapped_pass, tapped_mask
-    try:
-        yield seen
-    finally:
-        del trainer._get_per_token_logps_and_entropies, trainer.get_high_entropy_mask
-    if "logprobs" not in seen:
-        raise MethodError(
-            "TRL's loss did not compute log-probs where rl-plugins expects it; see rl_plugins.trl.compat."
-        )
-
-
-def _forget_clip_metrics(trainer: Any) -> None:
-    """With advantages 0 TRL's clip ratios say nothing about the surrogate that is trained."""
-    for name in [n for n in trainer._metrics["train"] if n.startswith("clip_ratio/") or n == "cispo_clip_ratio"]:
-        del trainer._metrics["train"][name]

@@ -11,6 +11,7 @@ from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.turn_table import spans
+from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
 from rl_plugins.trl.ranks import gather
 
 
@@ -33,7 +34,7 @@ class ProgramRow:
 
 
 def run_programs(
-    trainer: Any, plan: Sequence[PlanRow], row_of: Callable[[PlanRow], dict[str, Any]]
+    trainer: Trainer, plan: Sequence[PlanRow], row_of: Callable[[PlanRow], DatasetRow]
 ) -> list[ProgramRow]:
     """Runs one program for every plan row, each rank those of its share; the rows of all, in the order of the plan."""
     shares = split_plan(plan, trainer.accelerator.num_processes)
@@ -45,18 +46,14 @@ def run_programs(
 
 
 def start_programs(
-    trainer: Any, plan: Sequence[PlanRow], rows: Sequence[dict[str, Any]], training: bool
+    trainer: Trainer, plan: Sequence[PlanRow], rows: Sequence[DatasetRow], training: bool
 ) -> list[Running]:
     """Programs of this rank's prompts, run to their end."""
     stack = trainer.methods
     method = stack.claims["rollout"][0]
     tokens = trainer._tokenize_prompts([row["prompt"] for row in rows])[0] if rows else []
-    columns: dict[int, dict[str, Any]] = {}
-
-    def row_of(prompt: Prompt) -> dict[str, Any]:
-        return columns[id(prompt)]
-
-    engine = trainer._program_engine(row_of)
+    columns: dict[int, DatasetRow] = {}
+    engine = trainer.program_engine(lambda prompt: columns[id(prompt)])
     prompts = [
         Prompt(
             tokens=tuple(ids),
@@ -131,7 +128,7 @@ def number_rows(plan: Sequence[PlanRow], rollouts: Sequence[list[list[Trajectory
     return rows
 
 
-def served(rows: Sequence[ProgramRow | None], prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+def served(rows: Sequence[ProgramRow | None], prompts: Sequence[Any], trainer: HostTrainer) -> dict[str, Any]:
     """What TRL's `rollout_func` returns for rows that are made already. A row without a token, and a filler, is one end
     token that is not trained."""
     eos = trainer.eos_token_ids[0]
@@ -148,7 +145,7 @@ def served(rows: Sequence[ProgramRow | None], prompts: Sequence[Any], trainer: A
 
 
 def host_turns(
-    trainer: Any, real: Sequence[int], tool_mask: Any, ids: Sequence[Sequence[int]]
+    trainer: Trainer, real: Sequence[int], tool_mask: Sequence[Sequence[int]] | None, ids: Sequence[Sequence[int]]
 ) -> list[tuple[Turn, ...]]:
     """Turns of rows that TRL's own tools and environments made: the runs of the policy's tokens.
 
@@ -173,13 +170,13 @@ def host_turns(
     return out
 
 
-def _read(trainer: Any, mask: Sequence[int], ids: Sequence[int]) -> list[str]:
+def _read(trainer: HostTrainer, mask: Sequence[int], ids: Sequence[int]) -> list[str]:
     """The text before every run of trained tokens; empty for the first."""
     texts, part = [], []
     for k, (m, token) in enumerate(zip(mask, ids, strict=True)):
         if not m:
             part.append(token)
         elif k == 0 or not mask[k - 1]:
-            texts.append(trainer._tokenizer.decode(part))
+            texts.append(tokenizer_of(trainer).decode(part))
             part = []
     return texts

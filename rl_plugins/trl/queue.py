@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rl_plugins.requests import Generate, Prompt, Trajectory
+from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
+from rl_plugins.trl.facts import check_plan_row
+from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow
+from rl_plugins.trl.prompts import Prompts
 from rl_plugins.trl.ranks import gather, on_driver
 
 
-def run_queue(step: Any) -> list[ProgramRow]:
+def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
     """Generates, puts what is not trained back into the queue, and returns the rows of the groups that are.
 
     On several ranks every rank decodes whole groups of its own and stops at its share of complete ones; there is no
     exchange for every token.
-
-    Args:
-        step: the `GenerationStep`.
     """
-    trainer, stack, accelerator = step.trainer, step.stack, step.accelerator
-    enough, ranks = step.batch_rows // step.group_size, accelerator.num_processes
+    stack, accelerator, size = trainer.methods, trainer.accelerator, trainer.num_generations
+    enough, ranks = trainer.args.generation_batch_size // size, accelerator.num_processes
 
     def begin() -> list[Group]:
-        prompts = step.prompts
-        groups = admit(stack, prompts.proposal, enough, step.group_size, prompts.size, prompts.dataset)
+        groups = admit(stack, prompts.proposal, enough, size, prompts.size, prompts.dataset)
         for g in groups:
-            step.check_plan_row(g.row)
+            check_plan_row(trainer, g.row)
         return groups
 
     groups = on_driver(accelerator, begin)
     shares = [list(range(k, len(groups), ranks)) for k in range(ranks)]  # the oldest first on every rank
     wanted = [enough // ranks + (k < enough % ranks) for k in range(ranks)]
     k = accelerator.process_index
-    mine, ticks = decode(trainer, [groups[i] for i in shares[k]], wanted[k], step.prompts.row)
+    mine, ticks = decode(trainer, [groups[i] for i in shares[k]], wanted[k], prompts.row)
     parts = gather(accelerator, (mine, ticks))
     after: list[Group] = list(groups)
     tick = [0] * len(groups)
@@ -51,13 +50,15 @@ def run_queue(step: Any) -> list[ProgramRow]:
     return [ProgramRow(g.row, g.row.group, n, 0, t) for g in trained for n, t in enumerate(g.rollouts)]
 
 
-def decode(trainer: Any, groups: Sequence[Group], enough: int, row_of: Any) -> tuple[list[Group], list[int]]:
+def decode(
+    trainer: Trainer, groups: Sequence[Group], enough: int, row_of: Callable[[PlanRow], DatasetRow]
+) -> tuple[list[Group], list[int]]:
     """Decodes groups until `enough` are complete.
 
     Returns:
         The groups with their tokens, and for each after how many tokens its last rollout ended.
     """
-    engine = trainer._program_engine(lambda prompt: {})
+    engine = trainer.program_engine(lambda prompt: {})
     fresh = [g for g in groups if not g.rollouts]
     tokens = trainer._tokenize_prompts([row_of(g.row)["prompt"] for g in fresh])[0] if fresh else []
     prompts = {id(g): tuple(ids) for g, ids in zip(fresh, tokens, strict=True)}
@@ -95,8 +96,8 @@ def decode(trainer: Any, groups: Sequence[Group], enough: int, row_of: Any) -> t
     made, lengths = engine.race(requests, [numbers[i] for i, _ in place], max(0, enough - ready))
     engine.log("train")
     ticks = [0] * len(begun)
-    for (i, n), g, length in zip(place, made, lengths, strict=True):
+    for (i, n), new, length in zip(place, made, lengths, strict=True):
         t = whole[i][n]
-        whole[i][n] = t.add(g) if g.tokens else replace(t, finish=t.finish or "abort")
+        whole[i][n] = t.add(new) if new.tokens else replace(t, finish=t.finish or "abort")
         ticks[i] = max(ticks[i], length)
     return [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)], ticks

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rl_plugins.errors import MethodError, RLPluginsError
+from rl_plugins.trl.host import Accelerator
 
 T = TypeVar("T")
 
 
-def on_driver(accelerator: Any, decide: Callable[[], T]) -> T:
+def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
     """Runs `decide` in the main process; every rank gets its result, or raises its error. Nobody waits in vain.
 
     Raises:
@@ -41,7 +42,7 @@ def on_driver(accelerator: Any, decide: Callable[[], T]) -> T:
     return result
 
 
-def gather(accelerator: Any, part: T) -> list[T]:
+def gather(accelerator: Accelerator, part: T) -> list[T]:
     """The parts of all ranks, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [part]

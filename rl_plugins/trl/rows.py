@@ -1,77 +1,180 @@
-"""Rows of TRL as the driver sees them: each rank collects its own, unpadded, and the driver puts them together."""
+"""Rows of a batch: as they are asked for, as each rank collects them from TRL, and as the driver sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rl_plugins.requests import Kind, Trajectory, Turn
-from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
+from rl_plugins.rollouts import Completion, PlanRow, Rollouts, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, with_turns
-from rl_plugins.trl.programs import host_turns
+from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
+from rl_plugins.trl.programs import ProgramRow, host_turns
+from rl_plugins.trl.prompts import Prompts
 
 T = TypeVar("T")
 
-# Signal -> key of TRL's batch.
-_COLUMN_KEYS = {
-    "old_logprobs": "old_per_token_logps",
-    "rollout_logprobs": "rlp_rollout_logprobs",
-    "ref_logprobs": "ref_per_token_logps",
-    "entropies": "rlp_entropies",
-}
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to make: rollout `number` of a plan row.
+
+    Args:
+        plan: None for a filler.
+        done: made in an earlier round.
+        made: by a rollout program.
+    """
+
+    plan: PlanRow | None
+    number: int = 0
+    done: Completion | None = None
+    made: ProgramRow | None = None
+
+    @property
+    def given(self) -> Completion | None:
+        """The completion that is there already: made earlier, or given by the plan."""
+        if self.done is None and self.plan is not None and self.number < len(self.plan.given):
+            return self.plan.given[self.number]
+        return self.done
+
+    @property
+    def asked(self) -> bool:
+        """Whether the engine makes it."""
+        return self.plan is not None and self.given is None
 
 
-def collect(step: Any, host_advantages: Tensor, out: dict[str, Any] | None) -> dict[str, Any]:
-    """This rank's rows without fillers, unpadded."""
-    t, needs = step.trainer, step.stack.needs
-    assert step.generated is not None
-    _, ids, tool_mask, completions, *_ = step.generated
-    real = [i for i, r in enumerate(step.mine) if r.plan is not None]
-    ends = {*t.eos_token_ids, t._tokenizer.pad_token_id}
+FILLER = Row(plan=None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch generates, the same on every rank but for the payload.
+
+    Args:
+        rows: of each rank; fillers are the last ones.
+        regular: groups are those of TRL, so its own advantages mean something.
+        as_proposed: prompts are TRL's, too.
+        payload: of every row but fillers, in order; where programs do not want it, on the driver only.
+        rewards: (rows of all ranks, functions) of rows that were made in rounds, NaN for fillers; else None.
+        extra: what reward functions added of those rows to the table of completions.
+    """
+
+    rows: list[list[Row]] = field(default_factory=list)
+    regular: bool = False
+    as_proposed: bool = False
+    payload: list[Any] = field(default_factory=list)
+    rewards: Tensor | None = None
+    extra: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def flat(self) -> list[Row]:
+        """The rows of all ranks in rank order."""
+        return flat(self.rows)
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """One rank's rows without fillers, unpadded: what ranks exchange. Tokens are those that may carry a gradient.
+
+    Args:
+        length: (rows,) tokens. completion_length: with those that were read.
+        truncated: (rows,). advantages: (rows,) TRL's own.
+        position, forced: (tokens,).
+        columns: signal -> (tokens,).
+        version: (tokens,) of programs.
+        meta, turns, text, raw_text, messages: of each row, where somebody needs them.
+    """
+
+    length: Tensor
+    completion_length: Tensor
+    truncated: Tensor
+    advantages: Tensor
+    position: Tensor
+    forced: Tensor
+    columns: Mapping[str, Tensor]
+    version: Tensor | None = None
+    meta: list[dict[str, Any]] | None = None
+    turns: list[tuple[Turn, ...]] | None = None
+    text: list[str] | None = None
+    raw_text: list[str] | None = None
+    messages: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """What the driver decides on. completion_length: (rows,) with tokens that were read. advantages: (rows,) TRL's."""
+
+    rollouts: Rollouts
+    tokens: Tokens
+    advantages: Tensor
+    completion_length: Tensor
+
+
+def collect(
+    trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
+) -> LocalRows:
+    """This rank's rows.
+
+    Args:
+        made: what TRL generated of them.
+        advantages: (rows,) TRL's own.
+        columns: signal -> (rows, time).
+    """
+    needs, ids = trainer.methods.needs, made.ids
+    real = [i for i, r in enumerate(rows) if r.plan is not None]
+    ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
     truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
     length = torch.tensor([len(ids[i]) for i in real], dtype=torch.int64)
     place = torch.arange(max((len(c) for c in ids), default=0))
     inside = place < length[:, None]  # (rows, time), tokens that may carry a gradient
-    if tool_mask is not None:
-        masks = [torch.tensor(tool_mask[i], dtype=torch.bool) for i in real]
+    if made.tool_mask is not None:
+        masks = [torch.tensor(made.tool_mask[i], dtype=torch.bool) for i in real]
         inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
-    if t.mask_truncated_completions:
+    programs = trainer.methods.claimed("rollout", "admit")
+    trajectories = [r.made.trajectory for r in rows if r.made is not None]
+    if trainer.mask_truncated_completions:
         inside &= ~truncated[:, None]
-    elif step.programs:
-        truncated = torch.tensor([_trajectory(step, i).finish in ("length", "abort") for i in real])
+    elif programs:
+        truncated = torch.tensor([t.finish in ("length", "abort") for t in trajectories], dtype=torch.bool)
     row, position = inside.nonzero(as_tuple=True)
-    kinds = [_forced(step.mine[i], len(ids[i])) for i in real]
+    kinds = [_forced(rows[i], len(ids[i])) for i in real]
     forced = torch.nn.utils.rnn.pad_sequence([place < 0, *kinds], batch_first=True)[1:]
-    part: dict[str, Any] = {
-        "length": inside.sum(1),
-        "completion_length": length,
-        "truncated": truncated,
-        "position": position,
-        "forced": forced[row, position],
-        "advantages": host_advantages.detach().cpu()[real],
-    }
-    for name in step.columns_wanted:
-        assert out is not None
-        part[name] = out[_COLUMN_KEYS[name]].detach().cpu()[real][:, : len(place)][inside]
-    if step.programs:
-        part["version"] = _versions(step, real, inside)
-        part["meta"] = [dict(_trajectory(step, i).meta) for i in real]
-    if "turns" in needs:
-        part["turns"] = _turns(step, real, tool_mask, ids)
-    if "text" in needs:
-        part["text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=True)
-    if "raw_text" in needs:
-        part["raw_text"] = t.processing_class.batch_decode([ids[i] for i in real], skip_special_tokens=False)
-    if "messages" in needs:
-        part["messages"] = [completions[i] for i in real]
-    return part
+    turns = None
+    if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
+        marked = [t.turns or spans(t.trained) for t in trajectories]
+        turns = marked if programs else host_turns(trainer, real, made.tool_mask, ids)
+
+    def decoded(signal: str, special: bool) -> list[str] | None:
+        if signal not in needs:
+            return None
+        texts: list[str] = trainer.processing_class.batch_decode(
+            [ids[i] for i in real], skip_special_tokens=not special
+        )
+        return texts
+
+    return LocalRows(
+        length=inside.sum(1),
+        completion_length=length,
+        truncated=truncated,
+        advantages=advantages.detach().cpu()[real],
+        position=position,
+        forced=forced[row, position],
+        columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
+        version=_versions(trajectories, inside, trainer.state.global_step) if programs else None,
+        meta=[dict(t.meta) for t in trajectories] if programs else None,
+        turns=turns,
+        text=decoded("text", False),
+        raw_text=decoded("raw_text", True),
+        messages=[made.completions[i] for i in real] if "messages" in needs else None,
+    )
 
 
-def _forced(row: Any, length: int) -> Tensor:
+def _forced(row: Row, length: int) -> Tensor:
     """Which tokens were put in the policy's place: of a given completion, of a prefix, by a program."""
     assert row.plan is not None
     if row.made is not None:
@@ -80,102 +183,92 @@ def _forced(row: Any, length: int) -> Tensor:
     return torch.arange(length) < first
 
 
-def _versions(step: Any, real: list[int], inside: Tensor) -> Tensor:
+def _versions(trajectories: Sequence[Trajectory], inside: Tensor, now: int) -> Tensor:
     """(tokens,) optimizer step of the policy that made each token; of tokens no policy made, this one."""
-    now = step.trainer.state.global_step
     versions = torch.full(inside.shape, now, dtype=torch.int64)
-    for k, i in enumerate(real):
-        own = torch.tensor(_trajectory(step, i).versions, dtype=torch.int64)
+    for k, t in enumerate(trajectories):
+        own = torch.tensor(t.versions, dtype=torch.int64)
         versions[k, : len(own)] = torch.where(own < 0, now, own)
     return versions[inside]
 
 
-def _trajectory(step: Any, i: int) -> Trajectory:
-    made = step.mine[i].made
-    assert made is not None
-    return made.trajectory
+def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor, parts: Sequence[LocalRows]) -> AllRows:
+    """All ranks' rows as the driver sees them, in the order of the plan.
 
-
-def _turns(step: Any, real: list[int], tool_mask: Any, ids: list[list[int]]) -> list[tuple[Turn, ...]]:
-    """Turns of this rank's rows: as the program marked them, or as tools and environments of TRL tell them."""
-    if not step.programs:
-        return host_turns(step.trainer, real, tool_mask, ids)
-    marked = [_trajectory(step, i) for i in real]
-    return [row.turns or spans(row.trained) for row in marked]
-
-
-def rollouts_of(step: Any, parts: list[dict[str, Any]]) -> tuple[Rollouts, Tokens, Tensor]:
-    """All ranks' rows as the driver sees them, in the order of the plan."""
-    t = step.trainer
-    rows = [r for r in flat(step.rows) if r.plan is not None]
+    Args:
+        rewards: (rows of all ranks, functions), with fillers.
+        parts: of all ranks.
+    """
+    stack = trainer.methods
+    rows = [r for r in work.flat if r.plan is not None]
     plans = [r.plan for r in rows if r.plan is not None]
-    assert step.rewards is not None
-
-    def cat(name: str) -> Tensor:
-        return torch.cat([p[name] for p in parts])
-
-    def listed(name: str) -> list[Any] | None:
-        return [x for p in parts for x in p[name]] if name in parts[0] else None
-
-    length = cat("length")
-    rewards = step.rewards.detach().double().cpu()
-    rewards = rewards[torch.tensor([r.plan is not None for r in flat(step.rows)])]
-    weights = t.reward_weights.double().cpu()
-    wanted = [n.removeprefix("column:") for n in step.stack.needs if n.startswith("column:")]
-    meta: dict[str, list[Any]] = {}
-    if wanted:  # reading a row may decode an image
-        own = listed("meta") or [{}] * len(rows)
-        columns = [{**step.prompts.row(p), **m} for p, m in zip(plans, own, strict=True)]
-        for c in wanted:
-            if rows and not any(c in x for x in columns):
-                raise no_row_has(c, [m.name for m in step.stack.methods if f"column:{c}" in m.needs])
-        meta = {c: [x.get(c) for x in columns] for c in wanted}
+    meta = _listed([p.meta for p in parts]) or [{}] * len(rows)
+    length = torch.cat([p.length for p in parts])
+    rewards = rewards.detach().double().cpu()[torch.tensor([r.plan is not None for r in work.flat])]
+    weights = trainer.reward_weights.double().cpu()
     made = [r.made for r in rows if r.made is not None]
     group = [m.group for m in made] if made else [p.group for p in plans]
+    now = torch.full((len(rows),), trainer.state.global_step, dtype=torch.int64)
+    row = torch.repeat_interleave(torch.arange(len(rows)), length)
+    version = None if parts[0].version is None else torch.cat([p.version for p in parts if p.version is not None])
     rollouts = Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
-        prompt_index=torch.tensor([p.prompt_index if step.prompts.numbered else -1 for p in plans], dtype=torch.int64),
+        prompt_index=torch.tensor([p.prompt_index if prompts.numbered else -1 for p in plans], dtype=torch.int64),
         rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
         index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
         rewards=rewards,
-        reward_names=tuple(t.reward_func_names),
+        reward_names=tuple(trainer.reward_func_names),
         reward_weights=weights,
         reward=weighted_reward(rewards, weights),
         length=length,
-        truncated=cat("truncated"),
+        truncated=torch.cat([p.truncated for p in parts]),
         kept=torch.ones(len(rows), dtype=torch.bool),
-        version=torch.full((len(rows),), t.state.global_step, dtype=torch.int64),  # the oldest is filled in below
-        text=listed("text"),
-        raw_text=listed("raw_text"),
-        messages=listed("messages"),
-        meta=meta,
-        payload=step.payload,
-        batch=step.stack.batch,
+        version=now if version is None or not len(row) else now.scatter_reduce(0, row, version, "amin"),  # the oldest
+        text=_listed([p.text for p in parts]),
+        raw_text=_listed([p.raw_text for p in parts]),
+        messages=_listed([p.messages for p in parts]),
+        meta=_columns_of(trainer, [{**prompts.row(p), **m} for p, m in zip(plans, meta, strict=True)])
+        if any(n.startswith("column:") for n in stack.needs)  # reading a row may decode an image
+        else {},
+        payload=work.payload,
+        batch=stack.batch,
     )
-    row = torch.repeat_interleave(torch.arange(len(rows)), length)
-    advantages = cat("advantages")
     tokens = Tokens(
         row=row,
-        position=cat("position"),
+        position=torch.cat([p.position for p in parts]),
         advantages=torch.zeros(len(row), dtype=torch.float64),
         keep=torch.ones(len(row), dtype=torch.bool),
-        forced=cat("forced"),
-        **{name: cat(name) for name in step.columns_wanted},
+        forced=torch.cat([p.forced for p in parts]),
+        version=version,
+        **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
     )
-    step.completion_length = cat("completion_length")
-    if step.programs:
-        version = cat("version")
-        oldest = rollouts.version.scatter_reduce(0, row, version, "amin") if len(row) else rollouts.version
-        rollouts, tokens = rollouts.replace(version=oldest), tokens.replace(version=version)
-    turns = listed("turns")
+    turns = _listed([p.turns for p in parts])
     if turns is not None:
         rollouts, tokens = with_turns(rollouts, tokens, turns)
-    return rollouts, tokens, advantages
+    advantages = torch.cat([p.advantages for p in parts])
+    return AllRows(rollouts, tokens, advantages, torch.cat([p.completion_length for p in parts]))
 
 
 def flat(parts: Sequence[Sequence[T]]) -> list[T]:
-    """The rows of all ranks in rank order."""
+    """What all ranks have, in rank order."""
     return [x for part in parts for x in part]
+
+
+def _listed(parts: Sequence[list[T] | None]) -> list[T] | None:
+    given = [p for p in parts if p is not None]
+    return flat(given) if given else None
+
+
+def _columns_of(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The columns methods ask for, of the dataset and of programs."""
+    stack, found = trainer.methods, {}
+    for signal in stack.needs:
+        kind, _, name = signal.partition(":")
+        if kind == "column":
+            if rows and not any(name in row for row in rows):
+                raise no_row_has(name, [m.name for m in stack.methods if signal in m.needs])
+            found[name] = [row.get(name) for row in rows]
+    return found
 
 
 def _numbers(ids: Sequence[int]) -> list[int]:

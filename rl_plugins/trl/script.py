@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from trl.scripts import grpo
 
 from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.trl import GRPOConfig, GRPOTrainer
+from rl_plugins.trl.changes import changed
+from rl_plugins.trl.config import GRPOConfig
+from rl_plugins.trl.trainer import GRPOTrainer
 
 MODULE = "rl_plugins.trl.script"
 _ACCELERATE_CONFIG = "accelerate_config"  # of TRL: a file, or one of the configs that come with it
@@ -43,15 +45,15 @@ class Arguments:
     method_params: Any
 
 
-@contextlib.contextmanager
-def our_classes(config: type = GRPOConfig) -> Iterator[None]:
-    """TRL's script finds our config and trainer under TRL's names, which it looks up when it is called."""
-    stock = trl.GRPOConfig, trl.GRPOTrainer
-    trl.GRPOConfig, trl.GRPOTrainer = config, GRPOTrainer
-    try:
-        yield
-    finally:
-        trl.GRPOConfig, trl.GRPOTrainer = stock
+class Parser(trl.TrlParser):
+    """TRL's parser of `trl grpo`, with our config."""
+
+    def __init__(self, config: type = GRPOConfig) -> None:
+        types = (grpo.GRPOScriptArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig)
+        super().__init__(types, prog="rl-plugins trl grpo")
+
+    def error(self, message: str) -> None:
+        _refuse(message)
 
 
 def sort_arguments(argv: Sequence[str]) -> Arguments:
@@ -64,9 +66,7 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
         ConfigError: an argument or a key of the config file that neither knows, or a value that cannot be read.
     """
     argv = [part for a in argv for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
-    with our_classes():
-        parser = grpo.make_parser(prog="rl-plugins trl grpo")
-    parser.error = _refuse
+    parser = Parser()
     of_file = parser.set_defaults_with_config(**_config_file(argv))
     at = argv.index("--config") if "--config" in argv else len(argv)
     namespace, rest = parser.parse_known_args([*argv[:at], *argv[at + 2 :]])
@@ -91,9 +91,7 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
 
 def parse(argv: Sequence[str], config: type = GRPOConfig) -> tuple[Any, Any, Any, Any]:
     """Arguments of the script, of training (a `config`), of the model and of the dataset."""
-    with our_classes(config):
-        parser = grpo.make_parser(prog="rl-plugins trl grpo")
-        parsed = parser.parse_args_and_config(list(argv), fail_with_unknown_args=False)
+    parsed = Parser(config).parse_args_and_config(list(argv), fail_with_unknown_args=False)
     script_args, training_args, model_args, dataset_args = parsed
     return script_args, training_args, model_args, dataset_args
 
@@ -134,7 +132,7 @@ def run(argv: Sequence[str]) -> None:
             f"{' '.join(arguments.launch)} -m {MODULE} .."
         )
     parsed = parse(arguments.script)
-    with our_classes():
+    with changed(trl, GRPOTrainer=GRPOTrainer) if parsed[1].methods else contextlib.nullcontext():
         grpo.main(*parsed)
 
 

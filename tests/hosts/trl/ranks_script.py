@@ -40,15 +40,15 @@ def full_weights(trainer):
 
 
 def run(folder, methods, options):
-    from rl_plugins.trl import step as module
+    from rl_plugins.trl import generation as module
 
     decisions = []
-    finish = module.GenerationStep.finish
+    finish = module.GenerationBatch.finish
 
     def spy(self, out):
         out = finish(self, out)
-        if self.full_decision is not None:
-            d = self.full_decision
+        if self.decided.decision is not None:
+            d = self.decided.decision
             decisions.append(
                 dict(
                     prompt=d.rollouts.prompt_index,
@@ -62,16 +62,16 @@ def run(folder, methods, options):
         return out
 
     sizes, in_host = [], []
-    decide_in_host = module.GenerationStep.decide_in_host
-    module.GenerationStep.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
-    module.GenerationStep.finish = spy
+    decide_in_host = module.GenerationBatch.decide_in_host
+    module.GenerationBatch.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
+    module.GenerationBatch.finish = spy
     try:
         options = dict(options)
         with contextlib.nullcontext() if options.pop("real", False) else stub_sampling():
             t = make(folder, methods, **options)
             t.train()
     finally:
-        module.GenerationStep.finish, module.GenerationStep.decide_in_host = finish, decide_in_host
+        module.GenerationBatch.finish, module.GenerationBatch.decide_in_host = finish, decide_in_host
     assert set(sizes) == {64 // WORLD}, sizes
     kind = type(t.model_wrapped).__name__ if "fsdp2" in sys.argv else ""
     names = [

@@ -9,7 +9,7 @@ import torch
 from harness import make, score, stub_sampling
 
 from rl_plugins.groups import Groups
-from rl_plugins.trl import step as module
+from rl_plugins.trl import generation as module
 
 pytestmark = pytest.mark.host
 

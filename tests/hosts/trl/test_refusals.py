@@ -188,7 +188,7 @@ def test_left_over_parameters_on_the_command_line(tmp_path):
 
 
 def test_pinned_symbols_are_where_they_were():
-    assert compat.moved_symbols(trl.GRPOTrainer) == []
+    assert compat.moved_symbols() == [] == compat.moved_symbols(trl.GRPOTrainer)
     assert compat.trl_version().startswith("1.16")
 
 
@@ -200,9 +200,11 @@ BODIES = {
     "_generate_and_score_completions": "1fa48922792d",
     "_generate_single_turn": "e0f02e4fc094",
     "_get_per_token_logps_and_entropies": "ea73c3909275",
-    "_load_optimizer_and_scheduler": "5c1772becdfd",
     "_prepare_inputs": "f824e7fb0714",
     "_save_checkpoint": "ec91bde12364",
+    "_set_signature_columns_if_needed": "564a2edd0b39",
+    "_tokenize_prompts": "d2d27f7c9bfd",
+    "compute_loss": "a2d6ef8bd29c",
     "get_high_entropy_mask": "ce6e86287bac",
     "get_off_policy_mask": "8ee1e1964611",
     "get_train_dataloader": "2bffe5a57c53",
@@ -210,7 +212,8 @@ BODIES = {
 
 
 def test_bodies_are_those_the_adapter_was_written_against():
-    assert set(BODIES) == set(compat.PINNED)
+    called = {p.name for p in compat.PINNED if p.owner.endswith(":GRPOTrainer") and p.parameters is not None}
+    assert set(BODIES) >= {n for n in called if n in vars(trl.GRPOTrainer)}
     for name, known in BODIES.items():
         source = inspect.getsource(inspect.unwrap(getattr(trl.GRPOTrainer, name)))
         found = hashlib.sha256(source.encode()).hexdigest()[:12]
@@ -221,15 +224,15 @@ def test_a_moved_symbol_is_named(tmp_path):
     class Moved(trl.GRPOTrainer):
         __module__ = "trl.trainer.grpo_trainer"
 
-        def _compute_loss(self, policy, batch):
+        def compute_loss(self, policy, batch):
             return None
 
-    assert compat.moved_symbols(Moved) == ["Moved._compute_loss(policy, batch) used to be (model, inputs)"]
+    assert compat.moved_symbols(Moved) == ["Moved.compute_loss(policy, batch) used to be (model, inputs)"]
 
     class Ours(MethodsMixin, Moved):
         pass
 
-    with pytest.raises(ConfigError, match=r"TRL 1\.16.* moved what rl-plugins builds on: Moved\._compute_loss"):
+    with pytest.raises(ConfigError, match=r"TRL 1\.16.* moved what rl-plugins builds on: Moved\.compute_loss"):
         Ours(model="no/such/model", reward_funcs=score, args=config(tmp_path, ["mc_grpo"]))
 
 

@@ -99,7 +99,7 @@ def test_last_save_inside_a_batch_is_written_and_marked(tmp_path):
     t.train()
     assert checkpoints(tmp_path) == [5]
     saved = load_state(tmp_path / "out" / "checkpoint-5")
-    assert saved["inside_generation_batch"] and saved["step"] == 2
+    assert saved["inside_generation_batch"] and saved["batch"] == 2
     assert saved["methods"]["counter"]["state"]["steps"] == 2 and t.methods.methods[0].state["steps"] == 3
     again = trainer(tmp_path, max_steps=8, num_iterations=2, save_steps=100)
     again.train(resume_from_checkpoint=True)

@@ -30,7 +30,7 @@ from rl_plugins.demo.rewards import score as won
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.methods.training_free_grpo import read_library
 from rl_plugins.requests import Generate, Kind, Trajectory
-from rl_plugins.trl import step as module
+from rl_plugins.trl import generation as module
 from rl_plugins.trl.engine import TrlEngine
 
 pytestmark = pytest.mark.host
@@ -92,8 +92,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
     """`train(methods, params, policy=.., **options)`: trains, two steps at a learning rate one can see."""
     batches: list[Batch] = []
     requests: list[Generate] = []
-    run_programs, decide, finish = module.run_programs, module.decide, module.GenerationStep.finish
-    generate, plan = TrlEngine.generate, module.GenerationStep.plan
+    run_programs, decide, finish = module.run_programs, module.decide, module.GenerationBatch.finish
+    generate, plan = TrlEngine.generate, module.GenerationBatch.plan
 
     def watched_plan(self: Any) -> None:
         batches.append(Batch(model=copy_of(self.trainer.model)))
@@ -122,8 +122,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
 
     monkeypatch.setattr(module, "run_programs", watched_programs)
     monkeypatch.setattr(module, "decide", watched_decide)
-    monkeypatch.setattr(module.GenerationStep, "plan", watched_plan)
-    monkeypatch.setattr(module.GenerationStep, "finish", watched_finish)
+    monkeypatch.setattr(module.GenerationBatch, "plan", watched_plan)
+    monkeypatch.setattr(module.GenerationBatch, "finish", watched_finish)
     monkeypatch.setattr(TrlEngine, "generate", watched_generate)
 
     def run(methods: list[str], params: Any = None, policy: Path | None = None, **options: Any) -> Seen:

@@ -71,7 +71,7 @@ def test_the_engine_reports_what_the_policy_thinks(tmp_path):
 
 def test_stop_texts_end_rows_one_by_one(tmp_path):
     trainer = make(tmp_path, ["plain"], max_steps=1)
-    engine = trainer._program_engine(lambda prompt: {})
+    engine = trainer.program_engine(lambda prompt: {})
     prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
     with torch.no_grad():
         (made,) = engine.generate([(prompt, Generate(prompt.start(), n=64, max_tokens=40, stop=("7", "=")))])
@@ -132,7 +132,7 @@ def test_contexts_are_read_once(tmp_path):
 def test_what_the_engine_keeps(tmp_path):
     """Nothing beyond the round after its last use; and no pass of its own where all ranks must make the same ones."""
     trainer = make(tmp_path, ["walk"], max_steps=1)
-    engine = trainer._program_engine(lambda prompt: {})
+    engine = trainer.program_engine(lambda prompt: {})
     assert engine.contexts.more_passes and engine.contexts.limit == 4 * 10**9
     prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_what_the_engine_keeps(tmp_path):
     assert 2 <= len(engine.contexts._kept) <= 4  # the last round's two, and what they began with
     for way in ("is_fsdp_enabled", "is_deepspeed_enabled"):
         setattr(trainer, way, True)
-        assert not trainer._program_engine(lambda prompt: {}).contexts.more_passes
+        assert not trainer.program_engine(lambda prompt: {}).contexts.more_passes
         setattr(trainer, way, False)
 
 

@@ -18,7 +18,7 @@ from rl_plugins.agents import Observation
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.methods.gigpo import Gigpo
-from rl_plugins.trl import step as module
+from rl_plugins.trl import generation as module
 from rl_plugins.trl.environments import as_tools
 
 pytestmark = pytest.mark.host

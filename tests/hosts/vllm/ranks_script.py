@@ -58,7 +58,7 @@ def main(folder: Path, url: str, out: Path) -> None:
 
 def requests(t: Any, rank: int) -> dict[str, Any]:
     """Ranks that ask for other numbers of other requests, and one of them at last for nothing."""
-    engine = t._program_engine(lambda prompt: {})
+    engine = t.program_engine(lambda prompt: {})
     prompt = make_prompt(engine.chat, f"a:53{rank}", n=1, max_tokens=20)
     start = prompt.start()
     asked = [

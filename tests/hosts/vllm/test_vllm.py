@@ -184,7 +184,7 @@ def check_rounds(watch):
     assert [len(c.prompts) for c in watch.calls] == [32, 32] * len(watch.batches)
     for first, second, batch in zip(watch.calls[::2], watch.calls[1::2], watch.batches, strict=True):
         assert first.num_generations == second.num_generations == 1
-        r = first.step.full_decision.rollouts
+        r = first.step.decided.decision.rollouts
         sizes = torch.bincount(r.group)
         assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
         asked = sorted(map(tuple, first.prompts + second.prompts))
@@ -247,11 +247,11 @@ def test_own_surrogate_under_the_correction_equals_native(folder, colocate, mode
             p.add_(0.01 * torch.randn_like(p))  # ratios of the policy that trains to the one that sampled
     t.model.train()
     native = gradient(t, trl.GRPOTrainer._compute_loss(t, t.model, b))
-    own = gradient(t, t._compute_loss(t.model, b))
+    own = gradient(t, t.compute_loss(t.model, b))
     assert native.norm() > 1e-3
     assert (own - native).norm() / native.norm() < 1e-5
     uncorrected = {**b, "importance_sampling_ratio": torch.ones_like(ratio)}
-    other = gradient(t, t._compute_loss(t.model, uncorrected))
+    other = gradient(t, t.compute_loss(t.model, uncorrected))
     assert (other - native).norm() / native.norm() > 0.01
 
 

@@ -22,7 +22,7 @@ from watch import Watch
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Generate, Kind, Trajectory
 from rl_plugins.testing.engine import make_prompt
-from rl_plugins.trl import step as module
+from rl_plugins.trl import generation as module
 from rl_plugins.trl.engine import TrlEngine
 
 _spec = importlib.util.find_spec("vllm")
@@ -130,7 +130,7 @@ def test_requests_of_all_kinds(folder, vllm, logprobs):
     limit is one engine call."""
     trainer = make(folder, ["plain"], **vllm)
     calls = Watch(trainer).calls
-    engine: TrlEngine = trainer._program_engine(lambda prompt: {})
+    engine: TrlEngine = trainer.program_engine(lambda prompt: {})
     prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
     start = prompt.start()
     begun = start.force(engine.chat.encode("=1"))
@@ -188,7 +188,7 @@ def test_the_context_of_the_engine_is_the_limit(folder, vllm):
     assert (SEEN["none"][0].tokens, SEEN["none"][0].finish) == ((), "length")
     longest = max(len(p) + len(c) for call in watch.calls for p, c in zip(call.prompts, call.completions, strict=True))
     assert longest <= CONTEXT and len(watch.calls) == 3, "top log-probs, argmax, stop texts"
-    engine = trainer._program_engine(lambda prompt: {})
+    engine = trainer.program_engine(lambda prompt: {})
     start = Trajectory((9,) * (CONTEXT - 3))
     with torch.no_grad():
         ((made,),) = engine.generate([(make_prompt(engine.chat, "x"), Generate(start, max_tokens=3, temperature=0.0))])
@@ -281,7 +281,7 @@ def test_what_vllm_cannot_do_is_refused(folder, colocate):
 )
 def test_top_log_probs_are_the_policys_or_refused(folder, colocate, logprobs, options, temperature, what):
     trainer = make(folder, ["plain"], **colocate(), **options)
-    engine = trainer._program_engine(lambda prompt: {})
+    engine = trainer.program_engine(lambda prompt: {})
     prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=40)
     request = Generate(prompt.start(), max_tokens=4, temperature=temperature, top=5)
     ask = functools.partial(engine.generate, [(prompt, request)])

@@ -52,7 +52,7 @@ class Watch:
             completions = [list(c) for c in result[1]]
             self.calls.append(
                 Call(
-                    trainer._generation_step,
+                    trainer._generation_batch,
                     num_generations,
                     prompts,
                     completions,

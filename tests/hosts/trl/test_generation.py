@@ -29,17 +29,17 @@ class Spy:
             return out
 
         trainer._generate_and_score_completions = wrapped
-        from rl_plugins.trl import step as module
+        from rl_plugins.trl import generation as module
 
-        finish = module.GenerationStep.finish
+        finish = module.GenerationBatch.finish
 
         def finished(this, out):
             result = finish(this, out)
             self.steps.append(this)
             return result
 
-        self.undo = lambda: setattr(module.GenerationStep, "finish", finish)
-        module.GenerationStep.finish = finished
+        self.undo = lambda: setattr(module.GenerationBatch, "finish", finish)
+        module.GenerationBatch.finish = finished
 
 
 def run(tmp_path, methods, stub=True, **kwargs):
@@ -177,7 +177,7 @@ def test_grpo_roc_keeps_the_clean_ones(tmp_path):
         method_params={"grpo_roc": {"penalty": penalty, "reject_equal_reward": False}},
     )
     step = spy.steps[0]
-    d = step.full_decision
+    d = step.decided.decision
     r = d.rollouts
     assert len(r) == 128 and int(d.trained.sum()) == 64 and len(spy.batches[0]["advantages"]) == 64
     for g in range(8):
@@ -252,12 +252,12 @@ def test_rounds(tmp_path):
 
     t, spy = run(tmp_path, ["probing"], reward=rewarder, max_steps=2)
     for step in spy.steps:
-        r = step.full_decision.rollouts
+        r = step.decided.decision.rollouts
         sizes = torch.bincount(r.group)
         assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
         first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
         assert first[sizes == 12].max() <= first[sizes == 4].min()
-    groups = spy.steps[-1].full_decision.rollouts
+    groups = spy.steps[-1].decided.decision.rollouts
     mean = groups.groups.rows(groups.groups.mean(groups.reward))
     std = groups.groups.rows(groups.groups.std(groups.reward))
     logged = torch.tensor(list(t._logs["advantages"])[-64:])
@@ -265,7 +265,7 @@ def test_rounds(tmp_path):
     table = list(t._logs["extra"]["ids"])[-64:]
     assert [score([eval(x)])[0] for x in table] == pytest.approx(groups.reward.tolist())
     assert history(t, "completions/mean_length")[0] == pytest.approx(
-        spy.steps[0].full_decision.rollouts.length.double().mean().item()
+        spy.steps[0].decided.decision.rollouts.length.double().mean().item()
     )
     stock = make(tmp_path, stock=True, max_steps=1)
     with stub_sampling():
@@ -276,7 +276,7 @@ def test_rounds(tmp_path):
 def test_prompts_may_be_merged_into_one_group(tmp_path):
     """Regular numbers, but other groups than TRL's: its own advantages must not be taken."""
     _, spy = run(tmp_path, ["merged"], max_steps=1)
-    d = spy.steps[0].full_decision
+    d = spy.steps[0].decided.decision
     r = d.rollouts
     assert r.groups.size.tolist() == [16] * 4 and r.rollout[:16].tolist() == list(range(16))
     mean, std = (r.groups.rows(f(r.reward)) for f in (r.groups.mean, r.groups.std))
@@ -284,7 +284,9 @@ def test_prompts_may_be_merged_into_one_group(tmp_path):
 
 
 def test_rounds_without_end_are_an_error(tmp_path):
-    with pytest.raises(MethodError, match="`restless` asked for more rollouts in 64 rounds of one step without an end"):
+    with pytest.raises(
+        MethodError, match="`restless` asked for more rollouts in 64 rounds of one batch without an end"
+    ):
         run(tmp_path, ["restless"], max_steps=1)
 
 
@@ -300,7 +302,7 @@ def test_streams_have_prompts_but_no_index(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(build_dataset(200, seed=1)))
     _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
-    assert spy.steps[0].full_decision.rollouts.prompt_index.unique().tolist() == [-1]
+    assert spy.steps[0].decided.decision.rollouts.prompt_index.unique().tolist() == [-1]
     make(tmp_path, ["mc_grpo"], dataset=build_dataset(200, seed=1).to_iterable_dataset())  # a stream with columns
     with pytest.raises(ConfigError, match="`vade` needs a stable dataset row.*stream"):
         make(tmp_path, ["vade"], dataset=stream)
@@ -329,7 +331,7 @@ def test_spare_rows_that_stay_are_an_error(tmp_path, monkeypatch):
 
 def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
     t, spy = run(tmp_path, ["judge"], max_steps=1)
-    r = spy.steps[0].full_decision.rollouts
+    r = spy.steps[0].decided.decision.rollouts
     raw = spy.steps[0].rewards[:, 0].double()
     assert torch.isnan(r.reward).equal(r.length < 4)
     ok = r.length >= 4
@@ -342,7 +344,7 @@ def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
 
 def test_each_method_that_changes_rewards_logs_its_own(tmp_path):
     t, spy = run(tmp_path, ["judge", "halve"], max_steps=1)
-    raw, r = spy.steps[0].rewards[:, 0].double(), spy.steps[0].full_decision.rollouts
+    raw, r = spy.steps[0].rewards[:, 0].double(), spy.steps[0].decided.decision.rollouts
     judged = torch.where(r.length < 4, torch.nan, raw * 2)
     assert history(t, "rewards/judge/mean")[0] == pytest.approx(judged.nanmean().item())
     assert history(t, "rewards/halve/mean")[0] == pytest.approx(judged.nanmean().item() / 2)
@@ -416,7 +418,7 @@ def test_composes_with(tmp_path, options, capsys):
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
     assert all(torch.isfinite(torch.tensor(history(t, k))).all() for k in ("loss", "grad_norm"))
     if "mask_truncated_completions" in options:
-        r, d = spy.steps[0].full_decision.rollouts, spy.steps[0].full_decision
+        r, d = spy.steps[0].decided.decision.rollouts, spy.steps[0].decided.decision
         assert r.truncated.any() and not d.trained[r.truncated].any()
 
 

@@ -1,0 +1,215 @@
+"""What a run of `rl-plugins trl grpo` would do, found out from its config alone: no model, no process group."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import load_dataset
+
+from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.rollouts import Plan
+from rl_plugins.runtime import preflight
+from rl_plugins.runtime.report import per_prompt
+from rl_plugins.runtime.rounds import in_rounds
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.trl import facts, script
+from rl_plugins.trl.compat import Seams
+from rl_plugins.trl.config import GRPOConfig
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the report says beside its tables. problems: they would end the run."""
+
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
+    """Prints the methods in effect and the batch plan.
+
+    Args:
+        argv: arguments of `rl-plugins trl grpo`.
+        world_size: processes, if not those this machine would start.
+
+    Returns:
+        What would fail.
+    """
+    arguments = script.sort_arguments(argv)
+    try:
+        stack = build_stack(arguments.methods, arguments.method_params)
+    except ConfigError as e:
+        return [str(e)]
+    processes = world_size or script.launched_processes(arguments)
+    found = Findings()
+    try:
+        known = _known_of(arguments.script, processes, world_size is not None, found)
+    except (ValueError, TypeError) as e:
+        return [f"TRL refuses the config: {e}"]
+    options: dict[str, Any] = {}
+    try:
+        options = facts.check(stack, known, Seams.of(trl.GRPOTrainer)) if stack else {}
+    except ConfigError as e:
+        found.problems.extend(str(e).splitlines())
+    for name, value in options.items():
+        setattr(known.args, name, value)
+    if stack:
+        print(f"\n{preflight.render_table(stack, options)}")
+        idle = facts.without_effect(stack, known.args)
+        if idle:
+            print(f"  host options without effect: {', '.join(idle)}")
+    else:
+        print("\nNo methods are named: the run is TRL's own.")
+    print("\nOne generation batch")
+    for what, text in _batch(stack, known, processes, found):
+        print(f"  {what:<18}{text}")
+    if found.notes:
+        print("\nNotes")
+        for note in found.notes:
+            print(f"  {note}")
+    return found.problems
+
+
+def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findings) -> facts.KnownRun:
+    """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
+    planned = type(
+        "GRPOConfig",
+        (GRPOConfig,),
+        {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
+    )
+    try:
+        script_args, args, _, dataset_args = script.parse(argv, planned)
+    except ValueError as e:
+        if "bf16" not in str(e):
+            raise
+        text = f"this machine cannot train with bf16: {e}"
+        if elsewhere:
+            found.notes.append(text)
+        else:
+            found.problems.append(f"{text} Or give --world-size of another.")
+        script_args, args, _, dataset_args = script.parse([*argv, "--bf16", "False"], planned)
+    rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    rewards += script_args.reward_funcs or []
+    if not rewards:
+        found.problems.append("the run has no reward: name functions in `reward_funcs` or a model.")
+    found.problems.extend(_missing_rewards(script_args.reward_funcs or ()))
+    dataset, streaming = _dataset(args, script_args, dataset_args, found)
+    # A dataset that is not here is taken to be large enough for any plan; a stream has no rows to choose from.
+    size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
+    return facts.KnownRun(args, dataset, size, tuple(rewards))
+
+
+def _missing_rewards(names: Sequence[str]) -> list[str]:
+    """Reward functions named by their import path that do not exist."""
+    problems = []
+    sys.path.insert(0, os.getcwd())  # where TRL looks
+    try:
+        for name in names:
+            module, _, function = name.rpartition(".")
+            if not module:
+                continue  # TRL's own; it knows which
+            try:
+                getattr(importlib.import_module(module), function)
+            except (ImportError, AttributeError) as e:
+                problems.append(f"the reward function `{name}` cannot be loaded: {type(e).__name__}: {e}.")
+    finally:
+        sys.path.pop(0)
+    return problems
+
+
+def _dataset(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Findings) -> tuple[Any, bool]:
+    """The training dataset, None if it is a stream or not on this machine; and whether it is a stream."""
+    paths = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
+    streaming = bool(dataset_args.streaming if dataset_args.datasets else script_args.dataset_streaming)
+    if paths == [None]:
+        found.problems.append("the run has no dataset: set `dataset_name` or `datasets`.")
+        return None, streaming
+    if not all(Path(path).exists() for path in paths):
+        found.notes.append(
+            f"The dataset {', '.join(paths)} is not a path on this machine: its columns are not checked."
+        )
+        return None, streaming
+    try:
+        if dataset_args.datasets:
+            loaded = trl.get_dataset(dataset_args)
+        else:
+            name, config = script_args.dataset_name, script_args.dataset_config
+            loaded = load_dataset(name, name=config, streaming=streaming)
+        dataset = loaded[script_args.dataset_train_split]
+    except Exception as e:
+        found.problems.append(f"the dataset {', '.join(paths)} cannot be loaded: {type(e).__name__}: {e}")
+        return None, streaming
+    if dataset.column_names and "prompt" not in dataset.column_names:
+        columns = ", ".join(dataset.column_names)
+        found.problems.append(f"the dataset has no column `prompt`, which GRPO needs (it has: {columns}).")
+    if streaming:
+        return None, True
+    if problem := facts.too_few_prompts(args, len(dataset)):
+        found.problems.append(problem)
+    return dataset, False
+
+
+# ---- the batch plan
+
+
+def _batch(stack: MethodStack, known: facts.KnownRun, processes: int, found: Findings) -> Iterator[tuple[str, str]]:
+    """The plan in words and numbers; adds a problem if a method refuses to plan."""
+    a = known.args
+    rows, group = a.generation_batch_size, a.num_generations
+    plan = None
+    try:
+        plan = _first_plan(stack, known)
+    except RLPluginsError as e:
+        if known.dataset is None:
+            yield "plan", f"not known without the dataset ({str(e).splitlines()[0]})"
+        else:
+            found.problems.append(str(e))
+    if plan is not None:
+        first = " in the first round" if in_rounds(stack) else ""
+        prompts = len({r.group for r in plan.rows})
+        own = "" if prompts == rows // group else f" (TRL alone: {rows // group})"
+        yield "prompts", f"{prompts}{own}"
+        yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
+        yield "rows generated", f"{plan.generated}{first}"
+        missing = rows - plan.trained
+        empty = f"; {missing} stay empty" if missing and not first else ""
+        yield "rows trained", f"{plan.trained} of {rows}{empty}"
+        choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
+        if choosers:
+            yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
+    ga, steps = a.gradient_accumulation_steps, facts.optimizer_steps_per_batch(a)
+    where = f"{processes} process{'es' if processes > 1 else ''}"
+    per_step = a.per_device_train_batch_size * processes * ga
+    yield "micro-batches", f"{ga} of {a.per_device_train_batch_size} rows on each of {where} per optimizer step"
+    yield "optimizer steps", f"{steps:g} per generation batch, of {per_step} rows each"
+    yield "policy", _off_policy(steps, a)
+    if known.dataset is not None or a.max_steps > 0:
+        run = facts.run_of(known)
+        yield "whole run", f"{run.total_steps} optimizer steps, {run.total_batches} generation batches"
+
+
+def _first_plan(stack: MethodStack, known: facts.KnownRun) -> Plan | None:
+    """The plan of the first batch, with TRL's own prompts as the proposal."""
+    stack.start(facts.run_of(known))
+    if known.size is None and stack.claims["select_prompts"]:
+        return None  # refused by the pre-flight check
+    prompts = known.args.generation_batch_size // known.args.num_generations
+    return facts.first_plan_of(stack, known, range(prompts if known.size is None else min(prompts, known.size)))
+
+
+def _off_policy(steps: float, args: GRPOConfig) -> str:
+    if steps > 1:
+        text = f"on-policy in the first optimizer step of a generation batch, off-policy in the {steps - 1:g} after it"
+    elif steps < 1:
+        text = f"one optimizer step takes {1 / steps:g} generation batches, all sampled by the policy before it"
+    else:
+        text = "on-policy: every batch is used for one optimizer step"
+    return text + ("; sampled by vLLM, whose log-probs differ slightly" if args.use_vllm else "")

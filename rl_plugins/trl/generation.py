@@ -1,0 +1,450 @@
+"""One generation batch in TRL: plan, generate what the plan says, hand the rows to the driver, apply its decision.
+
+`GenerationBatch` lives while TRL's own `_generate_and_score_completions` runs. That method does all the work it always
+does (tokenizing, generating, log-probs, rewards, logging); the adapter decides which rows it sees, and afterwards
+changes the batch it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.estimators import gdpo_advantages, grpo_advantages
+from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
+from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.trl import logs
+from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
+from rl_plugins.trl.changes import changed
+from rl_plugins.trl.facts import check_plan_row, first_plan_of, known_of
+from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTurn, Trainer, model_input
+from rl_plugins.trl.programs import ProgramRow, run_programs, served
+from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
+from rl_plugins.trl.queue import run_queue
+from rl_plugins.trl.ranks import deal, gather, on_driver
+from rl_plugins.trl.rows import FILLER, Row, Work, collect, flat, rollouts_of
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """A row of an earlier round: with its completion, its rewards, and its columns of the completions table."""
+
+    row: Row
+    group: int
+    reward: list[float]
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What the driver decided. local: of each rank. The rest is on the driver only: the decision on all rows, the
+    tokens of each as TRL counts them, what the methods logged."""
+
+    local: list[LocalDecision]
+    decision: Decision | None = None
+    lengths: Tensor | None = None
+    metrics: dict[str, float] | None = None
+
+
+class GenerationBatch:
+    """One generation batch of one rank.
+
+    Args:
+        trainer: the trainer.
+        inputs: this rank's rows of the dataloader, every prompt repeated `num_generations` times.
+
+    Attributes:
+        work: what is generated; of the current round while there are rounds.
+        generated: what TRL made of it.
+        rewards: (rows of all ranks, functions), NaN for fillers.
+        decided: what became of it.
+    """
+
+    def __init__(self, trainer: Trainer, inputs: list[DatasetRow]) -> None:
+        self.trainer, self.stack, self.accelerator = trainer, trainer.methods, trainer.accelerator
+        self.group_size = trainer.num_generations
+        self.batch_rows: int = trainer.args.generation_batch_size
+        self.programs = self.stack.claimed("rollout", "admit")  # rows are made before TRL's own method runs
+        self.loader_rows = strip(inputs)
+        proposal = flat(gather(self.accelerator, [int(x.get(PROMPT_INDEX, -1)) for x in inputs]))[:: self.group_size]
+        self.prompts = Prompts(trainer.train_dataset, proposal, self.loader_rows, self.accelerator, self.group_size)
+        known = known_of(trainer)
+        self.known = known if self.prompts.numbered else replace(known, size=None)
+        self.serving = False  # `_generate_single_turn` serves the plan's rows the first time it is called
+        self.work = Work()
+        self.generated: HostRows | None = None
+        self.rewards: Tensor | None = None
+        self.decided: Decided | None = None
+
+    @property
+    def mine(self) -> list[Row]:
+        """This rank's rows."""
+        return self.work.rows[self.accelerator.process_index]
+
+    # ---- what is generated
+
+    def plan(self) -> None:
+        """Decides the rows of every rank; with rounds, they are generated and scored here."""
+        if self.stack.claims["admit"]:
+            self.work = self._work_of_programs(run_queue(self.trainer, self.prompts))
+        elif self.programs:
+            plan = on_driver(self.accelerator, self._first_plan)
+            self.work = self._work_of_programs(run_programs(self.trainer, plan, self.prompts.row))
+        elif in_rounds(self.stack):
+            self.work = self._work_of_rounds()
+        else:
+            self.work = self._work_of_plan()
+
+    def _first_plan(self) -> tuple[PlanRow, ...]:
+        return self._checked(first_plan_of(self.stack, self.known, self.prompts.proposal).rows)
+
+    def _dealt(self, rows: Sequence[Row]) -> list[list[Row]]:
+        ranks = self.accelerator.num_processes
+        return deal(rows, ranks, self.batch_rows // ranks, FILLER)
+
+    def _work_of_plan(self) -> Work:
+        payload: list[Any] = []
+        plan = on_driver(self.accelerator, lambda: _without_payload(self._first_plan(), payload))
+        rows = [Row(p, i) for p in plan for i in range(p.n + p.spare)]
+        regular = (
+            len(rows) == self.batch_rows
+            and all(p.n == self.group_size and not p.spare for p in plan)
+            and len({p.group for p in plan}) == len(plan)
+        )
+        as_proposed = regular and all(
+            p == PlanRow(q, p.group, self.group_size) for p, q in zip(plan, self.prompts.proposal, strict=True)
+        )
+        return Work(self._dealt(rows), regular, as_proposed, payload)
+
+    def _work_of_programs(self, made: Sequence[ProgramRow]) -> Work:
+        """Rows that exist already; TRL's own method gets them instead of generating."""
+        rows = [Row(m.plan, m.rollout, made=m) for m in made]
+        return Work(self._dealt(rows), payload=[m.plan.payload for m in made])
+
+    def _checked(self, rows: tuple[PlanRow, ...]) -> tuple[PlanRow, ...]:
+        """Refuses what this run cannot generate."""
+        generated = sum(p.n + p.spare for p in rows)
+        special = [p for p in rows if p.given or p.prefix or p.max_tokens is not None]
+        if special and (self.known.rollout_func or self.known.tools):
+            raise ConfigError(
+                "The plan gives completions, prefixes or token limits, which cannot be combined with rollout_func, "
+                "tools or environments: those make the completions themselves. Remove them or the method."
+            )
+        if self.prompts.has_images and (generated != self.batch_rows or special):
+            raise ConfigError(
+                f"The plan generates {generated} completions for a batch of {self.batch_rows} with images; rows "
+                f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
+            )
+        for p in special:
+            check_plan_row(self.trainer, p)
+        return rows
+
+    def _work_of_rounds(self) -> Work:
+        """Generates and scores round by round until no method asks for more; TRL is then served from what is there."""
+        made: list[RoundRow] = []
+        books: list[Rounds] = []  # on the driver only, as the payloads are
+        payload: list[Any] = []
+        weights = self.trainer.reward_weights.double().cpu()
+
+        def more() -> tuple[PlanRow, ...]:
+            if not books:
+                rows = self._first_plan()
+                books.append(Rounds(self.stack, rows, self.group_size, self.batch_rows))
+            else:
+                group = torch.tensor([m.group for m in made])
+                reward = weighted_reward(torch.tensor([m.reward for m in made]).double(), weights)
+                rows = self._checked(books[0].more(group, reward))
+            return _without_payload(rows, payload)
+
+        while plan := on_driver(self.accelerator, more):
+            made += self._round([Row(p, i) for p in plan for i in range(p.n + p.spare)])
+        order = sorted(range(len(made)), key=lambda i: made[i].group)  # groups whole, in them the order of the rounds
+        made, payload = [made[i] for i in order], [payload[i] for i in order] if payload else []
+        rows = self._dealt([m.row for m in made])
+        rewards = torch.full((sum(map(len, rows)), len(self.trainer.reward_funcs)), torch.nan)
+        rewards[: len(made)] = torch.tensor([m.reward for m in made])
+        device = self.accelerator.device
+        return Work(rows, payload=payload, rewards=rewards.to(device), extra=[m.extra for m in made])
+
+    def _round(self, rows: list[Row]) -> list[RoundRow]:
+        """One round on all ranks. TRL's counters and metrics are put back, because TRL counts these rows again when it
+        is served with them."""
+        t, ranks = self.trainer, self.accelerator.num_processes
+        self.work = Work(deal(rows, ranks, 1, FILLER))
+        seen, metrics = t.state.num_input_tokens_seen, {k: list(v) for k, v in t._metrics["train"].items()}
+        inputs = self._inputs()
+        self.serving = True
+        prompts = [x["prompt"] for x in inputs]
+        new = HostRows.of(t._generate(prompts))
+        rewards = t._calculate_rewards(inputs, prompts, new.completions, new.ids).double().tolist()
+        t.state.num_input_tokens_seen = seen
+        t._metrics["train"].clear()
+        t._metrics["train"].update(metrics)
+        extra = [{k: v[i] for k, v in t._pending_extra_logs.items() if i < len(v)} for i in range(len(inputs))]
+        t._pending_extra_logs.clear()
+        logprobs: list[Any] = new.logprobs or [None] * len(inputs)
+        local = [
+            (Completion(tuple(c), None if p is None else tuple(p)), e)
+            for c, p, e in zip(new.ids, logprobs, extra, strict=True)
+        ]
+        return [
+            RoundRow(replace(row, done=completion), row.plan.group, reward, columns)
+            for row, (completion, columns), reward in zip(
+                self.work.flat, flat(gather(self.accelerator, local)), rewards, strict=True
+            )
+            if row.plan is not None
+        ]
+
+    # ---- while TRL's own method runs
+
+    @contextlib.contextmanager
+    def host_view(self) -> Iterator[list[DatasetRow]]:
+        """This rank's inputs, with TRL's settings bent for as long as its own method runs on them."""
+        t, work = self.trainer, self.work
+        logs.make_room(t, len(work.flat))
+        if work.rewards is not None:
+            self._restore_extra_columns()
+        bent: dict[str, Any] = {} if work.regular else {"num_generations": 1}  # other groups mean nothing to TRL
+        if self.programs:  # what the programs made, in the place TRL has for it
+            made = [r.made for r in self.mine]
+            bent["rollout_func"] = lambda prompts, trainer: served(made, prompts, trainer)
+        self.serving, self.generated = not self.programs, None
+        try:
+            with changed(t, **bent):
+                yield self.loader_rows if work.as_proposed else self._inputs()
+        finally:
+            self.serving = False
+
+    def _restore_extra_columns(self) -> None:
+        each = len(self.mine)
+        local = self.work.extra[self.accelerator.process_index * each :][:each]
+        for name in {n for x in self.work.extra for n in x}:
+            values = [x.get(name) for x in local]
+            self.trainer._pending_extra_logs[name].extend(values + [None] * (each - len(local)))
+
+    def _inputs(self) -> list[DatasetRow]:
+        anything = next(r.plan for r in self.work.flat if r.plan is not None)
+        inputs = [self.prompts.row(r.plan or anything) for r in self.mine]
+        if self.programs:  # what a program notes of a row is a column for reward functions
+            names = dict.fromkeys(k for r in self.work.flat if r.made for k in r.made.trajectory.meta)
+            for row, x in zip(self.mine, inputs, strict=True):
+                x |= {k: (row.made.trajectory.meta if row.made else {}).get(k, x.get(k)) for k in names}
+        return inputs
+
+    def generate(
+        self, host: SingleTurn, prompt_ids: list[list[int]], images: Any, fields: dict[str, Any], num_generations: int
+    ) -> tuple[list[list[int]], Any]:
+        """Serves TRL's request for one completion per row: given ones as they are, the others from the engine."""
+        self.serving = False
+        rows, eos = self.mine, self.trainer.eos_token_ids[0]
+        if all(  # of all ranks: they must make the same request
+            r.plan is not None and r.given is None and not r.plan.prefix and r.plan.max_tokens is None
+            for r in self.work.flat
+        ):
+            # a vLLM server is asked for `each` completions of every each-th prompt
+            each = num_generations if self.work.regular else 1
+            return host(prompt_ids, images, fields, each)
+        todo = [i for i, r in enumerate(rows) if r.asked]
+        ask = todo or [0]  # every rank must enter the engine, even one with nothing to generate
+        if self.trainer.use_vllm:  # TRL cuts the answer of a server, or of a tensor-parallel group, into equal shares
+            most = max(sum(r.asked for r in part) for part in self.work.rows)
+            ask = ask + ask[:1] * (most - len(ask))
+        made: dict[int, tuple[list[int], list[float | None] | None]] = {}
+        if todo or self.accelerator.num_processes > 1:
+            prompts = [prompt_ids[i] + list(p.prefix if (p := rows[i].plan) else ()) for i in ask]
+            part = {k: [v[i] for i in ask] if isinstance(v, list) else v for k, v in fields.items()}
+            ids, logprobs = host(prompts, images, part, 1)
+            for j, i in enumerate(todo):
+                made[i] = self._with_prefix(rows[i].plan, ids[j], None if logprobs is None else logprobs[j])
+        for i, row in enumerate(rows):
+            if i not in made:
+                given = row.given or Completion((eos,))
+                made[i] = list(given.tokens), None if given.logprobs is None else list(given.logprobs)
+        out = [made[i][0] or [eos] for i in range(len(rows))]
+        if not self.trainer.use_vllm:
+            return out, None
+        return out, [made[i][1] or [None] * len(tokens) for i, tokens in enumerate(out)]
+
+    def _with_prefix(
+        self, plan: PlanRow | None, ids: list[int], logprobs: list[float | None] | None
+    ) -> tuple[list[int], list[float | None] | None]:
+        prefix = list(plan.prefix) if plan else []
+        limit = self.trainer.max_completion_length
+        limit = min(limit, plan.max_tokens) if plan and plan.max_tokens is not None else limit
+        tokens = (prefix + list(ids))[:limit]
+        return tokens, None if logprobs is None else ([None] * len(prefix) + list(logprobs))[:limit]
+
+    def score(self, host: Score, *columns: list[Any]) -> Tensor:
+        """TRL's rewards of all ranks' rows; fillers are unscorable."""
+        if self.work.rewards is not None:
+            self.rewards = self.work.rewards
+        elif self.programs:
+            self.rewards = self._program_rewards(host, columns)
+        else:
+            rewards = host(*columns)
+            filler = torch.tensor([r.plan is None for r in self.work.flat], device=rewards.device)
+            self.rewards = torch.where(filler[:, None], torch.nan, rewards)
+        return self.rewards
+
+    def _program_rewards(self, host: Score, columns: Sequence[list[Any]]) -> Tensor:
+        """Rewards a program has from `Score` already, and TRL's for the other rows, which alone are computed.
+
+        Args:
+            columns: of this rank's rows, as TRL hands them to its reward functions.
+        """
+        t, everything = self.trainer, self.work.flat
+        given = [None if r.made is None else r.made.trajectory.rewards for r in everything]
+        rewards = torch.full((len(everything), len(t.reward_funcs)), torch.nan, device=self.accelerator.device)
+        size, rank = len(self.mine), self.accelerator.process_index
+        asked = [r.plan is not None and given[i] is None for i, r in enumerate(everything)]
+        each = [[i for i in range(size) if asked[k * size + i]] for k in range(len(self.work.rows))]
+        most = max(map(len, each))
+        if most:
+            take = each[rank] + (each[rank][:1] or [0]) * (most - len(each[rank]))  # equally many on every rank
+            inputs, prompts, completions, ids = ([x[i] for i in take] for x in columns)
+            scored = host(inputs, prompts, completions, ids)
+            for k, places in enumerate(each):
+                at = k * size + torch.tensor(places, dtype=torch.int64, device=rewards.device)
+                rewards[at] = scored[k * most : k * most + len(places)]
+            self._spread_extra_columns(each[rank])
+        for i, own in enumerate(given):
+            if own is not None:
+                rewards[i] = torch.tensor([own.get(n, torch.nan) for n in t.reward_func_names])
+        return rewards
+
+    def _spread_extra_columns(self, scored: list[int]) -> None:
+        """What reward functions added to the table of completions, at the rows they saw."""
+        for name, values in self.trainer._pending_extra_logs.items():
+            full: list[Any] = [None] * len(self.mine)
+            for i, value in zip(scored, values, strict=False):
+                full[i] = value
+            self.trainer._pending_extra_logs[name] = full
+
+    # ---- what becomes of it
+
+    @property
+    def columns_wanted(self) -> set[str]:
+        return self.stack.needs & {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"}
+
+    def finish(self, out: HostBatch) -> HostBatch:
+        """The batch TRL returned, with the decision of the driver applied."""
+        out, columns = self._with_columns(out)
+        decided = self.decided or self._decide(out["advantages"], columns)
+        if decided.decision is not None and decided.lengths is not None:
+            rows, regular = len(self.work.flat), self.work.regular
+            logs.correct(self.trainer, decided.decision, rows, regular, decided.lengths, decided.metrics or {})
+        self.decided = decided
+        return apply_decision(self.trainer, out, decided.local[self.accelerator.process_index], self.batch_rows)
+
+    def _with_columns(self, out: HostBatch) -> tuple[HostBatch, dict[str, Tensor]]:
+        """TRL's batch with log-probs somebody needs and TRL did not compute (one pass at the weights that generated);
+        and the columns methods asked for: signal -> (rows, time)."""
+        t, wanted, out = self.trainer, self.columns_wanted, dict(out)
+        engine, entropies = out.get("sampling_per_token_logps"), None
+        sampled = "rollout_logprobs" in wanted and (
+            engine is None or any(gather(self.accelerator, bool(torch.isnan(engine).any())))  # forced tokens have none
+        )
+        if "entropies" in wanted or (("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out):
+            forward: dict[str, Any] = {k: out[k] for k in _FORWARD_KEYS if k in out}
+            with torch.no_grad():
+                logprobs, entropies, _ = t._get_per_token_logps_and_entropies(
+                    t.model,
+                    *model_input(out),
+                    batch_size=t.args.per_device_train_batch_size,
+                    compute_entropy="entropies" in wanted,
+                    **forward,
+                )
+            out.setdefault("old_per_token_logps", logprobs)
+        if "rollout_logprobs" in wanted:
+            out["rlp_rollout_logprobs"] = self._rollout_logprobs(out)
+        found = {
+            "old_logprobs": out.get("old_per_token_logps"),
+            "rollout_logprobs": out.get("rlp_rollout_logprobs"),
+            "ref_logprobs": out.get("ref_per_token_logps"),
+            "entropies": entropies,
+        }
+        return out, {name: c for name, c in found.items() if name in wanted and c is not None}
+
+    def _rollout_logprobs(self, out: HostBatch) -> Tensor:
+        """Log-probs of what was sampled: the engine's, else the policy's own (transformers samples from exactly it);
+        given completions have their own. A token without one falls back to the policy at the start of the step."""
+        old = out.get("old_per_token_logps")
+        name = "sampling_per_token_logps" if "sampling_per_token_logps" in out else "old_per_token_logps"
+        behavior = out[name].clone()
+        for i, row in enumerate(self.mine):
+            own: Sequence[float | None] | None = None
+            if row.made is not None:
+                own = row.made.trajectory.logprobs
+            elif row.given is not None:
+                own = row.given.logprobs
+            if own:
+                values = torch.tensor([float("nan") if p is None else p for p in own])
+                behavior[i, : len(values)] = values.to(behavior)
+        return behavior if old is None else torch.where(torch.isnan(behavior), old, behavior)
+
+    def decide_in_host(self, advantages: Tensor) -> Tensor:
+        """Decides while TRL's own method runs: advantages of all ranks' rows in, those to use out."""
+        start = self.accelerator.process_index * len(self.mine)
+        self.decided = self._decide(advantages[start : start + len(self.mine)], {})
+        return torch.cat([d.row_advantages for d in self.decided.local]).to(advantages)
+
+    def _decide(self, host_advantages: Tensor, columns: dict[str, Tensor]) -> Decided:
+        """Gathers every rank's rows to the driver, lets it decide, and hands each rank its part.
+
+        Args:
+            host_advantages: (local rows,) TRL's own.
+            columns: signal -> (rows, time).
+        """
+        assert self.generated is not None and self.rewards is not None
+        rewards = self.rewards
+        local = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
+        parts = gather(self.accelerator, local)
+        on_this_rank: list[Decided] = []
+
+        def run() -> tuple[list[LocalDecision], int]:
+            seen = rollouts_of(self.trainer, self.work, self.prompts, rewards, parts)
+            regular = seen.advantages if self.work.regular else None
+            decision = decide(self.stack, seen.rollouts, seen.tokens, regular, self._estimator, self.batch_rows)
+            sizes = [len(r) for r in self.work.rows]
+            cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
+            read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion
+            lengths = seen.completion_length if read else decision.rollouts.length
+            on_this_rank.append(Decided(cut, decision, lengths, combine([self.stack.metrics.take()])))
+            return cut, self.stack.batch
+
+        cut, self.stack.batch = on_driver(self.accelerator, run)
+        return on_this_rank[0] if on_this_rank else Decided(cut)
+
+    def _estimator(self, rollouts: Rollouts) -> Tensor:
+        """TRL's estimator for groups of any size."""
+        if self.trainer.multi_objective_aggregation == "normalize_then_sum":
+            return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
+        return grpo_advantages(rollouts, self.trainer.scale_rewards)
+
+
+def _without_payload(rows: Sequence[PlanRow], kept: list[Any]) -> tuple[PlanRow, ...]:
+    """Payloads stay on the driver, one for each rollout; the rest of the plan travels to all ranks."""
+    kept += [p.payload for p in rows for _ in range(p.n + p.spare)]
+    return tuple(p.replace(payload=None) for p in rows)
+
+
+_FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)

@@ -1,0 +1,178 @@
+"""What the adapter uses of TRL's trainer and of what hangs on it. Private names stand in `compat.PINNED`, with why.
+
+The arguments of the trainer are typed by our config. Models, tokenizers and engines stay the host's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_plugins.requests import Generate, Generated, Prompt
+from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.programs import Engine
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.trl.compat import Seams
+from rl_plugins.trl.config import GRPOConfig
+
+DatasetRow = dict[str, Any]
+HostBatch = dict[str, Tensor]
+"""TRL's batch: a row is the first dimension. What else is in it (lists with images) is handed on unread."""
+
+SingleTurn = Callable[..., tuple[list[list[int]], list[list[float | None]] | None]]
+"""`_generate_single_turn` of TRL: (prompt ids, images, fields, num_generations) -> completion ids, log-probs."""
+Score = Callable[[list[DatasetRow], list[Any], list[Any], list[list[int]]], Tensor]
+"""`_calculate_rewards` of TRL: (inputs, prompts, completions, completion ids) -> (rows of all ranks, functions)."""
+
+
+class Accelerator(Protocol):
+    num_processes: int
+    process_index: int
+    is_main_process: bool
+    device: torch.device
+
+    def gather(self, tensor: Tensor) -> Tensor: ...
+
+    def unwrap_model(self, model: Any) -> Any: ...
+
+
+class State(Protocol):
+    global_step: int
+    max_steps: int
+    num_input_tokens_seen: int
+
+
+class VllmEngine(Protocol):
+    """TRL's `VLLMGeneration`."""
+
+    mode: str
+    tensor_parallel_size: int
+    generation_kwargs: dict[str, Any]
+    llm: Any
+    vllm_client: Any
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class HostTrainer(Protocol):
+    """TRL's own trainer."""
+
+    accelerator: Accelerator
+    args: GRPOConfig
+    state: State
+    model: Any
+    model_wrapped: Any
+    processing_class: Any
+    eos_token_ids: list[int]
+    chat_template: str | None
+    chat_template_kwargs: dict[str, Any] | None
+    train_dataset: Any
+    num_generations: int
+    num_iterations: int
+    current_gradient_accumulation_steps: int
+    max_completion_length: int
+    mask_truncated_completions: bool
+    temperature: float
+    use_vllm: bool
+    vllm_mode: str
+    vllm_generation: VllmEngine
+    vllm_importance_sampling_correction: bool
+    rollout_func: Callable[..., dict[str, Any]] | None
+    tools: list[Any]
+    environments: list[Any] | None
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    multi_objective_aggregation: str
+    scale_rewards: Any
+    loss_type: str
+    off_policy_mask_threshold: float | None
+    aux_loss_enabled: bool
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+
+    _step: int
+    _buffered_inputs: list[HostBatch]
+    _metrics: dict[str, dict[str, list[float]]]
+    _logs: dict[str, Any]
+    _pending_extra_logs: dict[str, list[Any]]
+
+    def get_off_policy_mask(self, **kwargs: Any) -> Tensor: ...
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]: ...
+
+    def _calculate_rewards(
+        self, inputs: list[DatasetRow], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
+    ) -> Tensor: ...
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, Any]: ...
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None, Any]: ...
+
+
+class ProgramEngine(Engine, Protocol):
+    """The engine of rollout programs and of the queue (engine.py)."""
+
+    chat: TokenizerChat
+    context: int
+
+    def log(self, mode: str) -> None: ...
+
+    def race(
+        self, requests: Sequence[Generate], group: Sequence[int], enough: int
+    ) -> tuple[list[Generated], list[int]]: ...
+
+
+class Trainer(HostTrainer, Protocol):
+    """TRL's trainer behind `MethodsMixin`."""
+
+    methods: MethodStack
+    seams: Seams
+
+    def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> ProgramEngine: ...
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """What TRL's `_generate` returned of this rank: one entry per row.
+
+    Args:
+        ids: tokens of the completions.
+        tool_mask: 0 for tokens that were read, not written; None without tools.
+        completions: as reward functions see them.
+        logprobs: of the engine, None if it gives none.
+    """
+
+    ids: list[list[int]]
+    tool_mask: list[list[int]] | None
+    completions: list[Any]
+    logprobs: list[list[float]] | None
+
+    @classmethod
+    def of(cls, answer: Sequence[Any]) -> HostRows:
+        _, ids, tool_mask, completions, logprobs, *_ = answer
+        return cls(ids, tool_mask, completions, logprobs)
+
+
+def tokenizer_of(trainer: HostTrainer) -> Any:
+    """The tokenizer, which a processor of images holds inside."""
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+
+
+def model_input(batch: HostBatch) -> tuple[Tensor, Tensor, int]:
+    """Token ids and attention mask of prompts with their completions, and the columns that are completion."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    return ids, mask, batch["completion_ids"].size(1)
+
+
+def loss_mask(batch: HostBatch) -> Tensor:
+    """(rows, time) 1 where a token is trained."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
