@@ -149,7 +149,6 @@ def _parameters(owner: str, name: str, root: Path | None) -> tuple[str, ...] | N
     return None
 
 
-@functools.cache
 def _source(owner: str, root: Path | None) -> ast.AST | None:
     """The syntax tree of a module or a class; None if there is none."""
     module, _, name = owner.partition(":")
@@ -159,7 +158,6 @@ def _source(owner: str, root: Path | None) -> ast.AST | None:
     return next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
 
 
-@functools.cache
 def _tree(module: str, root: Path | None) -> ast.Module | None:
     top, *rest = module.split(".")
     if root is None or top != root.name:
@@ -168,7 +166,12 @@ def _tree(module: str, root: Path | None) -> ast.Module | None:
             return None
         root = Path(spec.submodule_search_locations[0])
     file = root.joinpath(*rest).with_suffix(".py") if rest else root / "__init__.py"
-    return ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return _parsed(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@functools.cache
+def _parsed(file: Path, changed: int) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def states_its_mode(trainer_class: Any) -> bool:

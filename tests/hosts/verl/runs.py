@@ -39,7 +39,7 @@ PROGRAMS = {
 
 
 def plugin_path(folder: Path) -> str:
-    """PYTHONPATH with the probes as an installed package: its metadata is written into `folder`."""
+    """PYTHONPATH with this checkout, and the probes as an installed package: its metadata is written into `folder`."""
     sys.path.insert(0, str(PROBES))
     try:
         import probes
@@ -56,7 +56,7 @@ def plugin_path(folder: Path) -> str:
         + "\n".join(lines)
         + "\n"
     )
-    return os.pathsep.join([str(folder), str(HERE / "on_path"), str(PROBES)])
+    return os.pathsep.join([str(folder), str(HERE / "on_path"), str(PROBES), str(HERE.parents[2])])
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Run:
         files = sorted(self.folder.glob(f"update*.rank{rank}.pt"), key=lambda f: int(f.name[6:].split(".")[0]))
         return [torch.load(f, weights_only=False) for f in files]
 
-    def wait_for(self, kind: str, timeout: float = 180, **values: Any) -> dict[str, Any]:
+    def wait_for(self, kind: str, timeout: float = 600, **values: Any) -> dict[str, Any]:
         """Waits until an event was written."""
         end = time.time() + timeout
         while time.time() < end:
@@ -104,7 +104,7 @@ class Run:
             time.sleep(0.1)
         raise AssertionError(f"no {kind} {values} within {timeout} s\n{self.log[-3000:]}")
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 900) -> int:
         """Exit code; everything the run started is gone afterwards."""
         try:
             return self.process.wait(timeout)
