@@ -46,10 +46,10 @@ def register(module: Any) -> None:
                 settings = dataclasses.replace(self.settings, methods=names, method_params=params)
                 self._arms.append((settings, settings.stack()))
 
-        def _load_checkpoint(self) -> None:
+        def on_init_end(self) -> None:
             for _, stack in self._arms:
-                stack.start(self._run())
-            super()._load_checkpoint()
+                stack.start(self.known().run())
+            super().on_init_end()
 
         def on_step_begin(self) -> None:
             self.settings, self.methods = self._arms[(self.global_steps - 1) % len(ARMS)]

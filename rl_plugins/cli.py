@@ -112,9 +112,10 @@ def doctor(
                 "--config, --methods, --method-params and --world-size are for TRL. A run of verl says everything in "
                 'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ..'
             )
-        from rl_plugins.commands import doctor_verl
+        from rl_plugins.commands.doctor import print_found
+        from rl_plugins.verl import doctor as verl_doctor
 
-        raise typer.Exit(doctor_verl.examine(words or []))
+        raise typer.Exit(verl_doctor.examine(words or [], print_found))
     from rl_plugins.commands.doctor import examine
 
     raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))

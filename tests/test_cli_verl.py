@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from waiting import NEVER
 
 from rl_plugins.cli import app
-from rl_plugins.commands import catalog, doctor_verl
+from rl_plugins.commands import catalog
 from rl_plugins.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.verl import compat, facts
+from rl_plugins.verl import compat, doctor, facts
 from rl_plugins.verl.config import Settings, compose, read_settings
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def test_without_a_run_it_shows_what_is_installed():
 
 def test_it_imports_neither_verl_nor_ray():
     code = (
-        "import sys\nfrom rl_plugins.commands.doctor_verl import examine\n"
+        "import sys\nfrom rl_plugins.verl.doctor import examine\n"
         f"status = examine({[*RUN]!r})\n"
         "print(status, sorted({m.split('.')[0] for m in sys.modules} & {'verl', 'ray', 'trl', 'transformers'}))"
     )
@@ -154,11 +154,16 @@ def test_a_plugin_that_cannot_be_loaded(monkeypatch):
 
 
 def test_symbols_of_verl_that_moved(monkeypatch):
-    monkeypatch.setitem(compat.PINNED, "step", ("metrics", "timing_raw", "more"))
-    monkeypatch.setitem(compat.PINNED, "_vanished", ())
+    owner = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
+    step, gone = (
+        compat.Private(owner, *rest, "") for rest in (("step", ("metrics", "timing_raw", "more")), ("_vanished", ()))
+    )
+    other = compat.Private("verl.trainer.nowhere", "_there", None, "")
+    monkeypatch.setattr(compat, "PRIVATE", (step, gone, other))
     text = examine(status=1)
-    assert "PPOTrainerSync.step(metrics, timing_raw) used to be (metrics, timing_raw, more)" in problems(text)
-    assert "PPOTrainerColocateAsync._vanished is gone" in problems(text)
+    assert "PPOTrainer.step(metrics, timing_raw) used to be (metrics, timing_raw, more)" in problems(text)
+    assert "PPOTrainer._vanished is gone" in problems(text)
+    assert "verl.trainer.nowhere._there is gone" in problems(text)
     monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")
     assert "_vanished is gone" in examine()
 
@@ -166,18 +171,19 @@ def test_symbols_of_verl_that_moved(monkeypatch):
 def test_trl_beside_verl(monkeypatch):
     from rl_plugins.verl import plugin
 
-    monkeypatch.setattr(plugin, "_trl_has_value_head", lambda: False)
-    assert "TRL beside verl: it has no value head; verl's model builder is told that TRL is not there" in examine()
-    monkeypatch.setattr(plugin, "_trl_has_value_head", lambda: True)
+    monkeypatch.setattr(plugin, "trl_has_value_head", lambda: False)
+    told = "it has no value head; in runs with methods verl's model builder is told that TRL is not there"
+    assert f"TRL beside verl: {told}" in examine()
+    monkeypatch.setattr(plugin, "trl_has_value_head", lambda: True)
     assert "TRL beside verl: it has the value head that verl asks for" in examine()
 
 
 def test_upstream_changes_are_recognized(tmp_path):
     """In a copy of verl with our patches all of them are there; the names the adapter uses stay."""
-    assert set(doctor_verl._seams(VERL).values()) == {False}
+    assert set(doctor._seams(VERL).values()) == {False}
     copy = tmp_path / "host" / "verl"
     shutil.copytree(VERL, copy, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "*.so"))
-    for name in doctor_verl.SEAMS:
+    for name in doctor.SEAMS:
         (patch,) = (ROOT / "patches" / "verl").glob(f"{name}-*.patch")
         done = subprocess.run(
             ["git", "apply", "-p1", str(patch)],
@@ -187,8 +193,8 @@ def test_upstream_changes_are_recognized(tmp_path):
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        assert doctor_verl._seams(copy)[name], name
-    assert doctor_verl._moved(copy) == []
+        assert doctor._seams(copy)[name], name
+    assert compat.moved_symbols(copy) == []
 
 
 # ---- a run
@@ -200,17 +206,17 @@ def test_a_run_with_methods(tmp_path):
     assert re.search(r"^  mc_grpo +plan, advantages, shape +scale=mad", text, re.M)
     found = section(text, "The run")
     assert found["trainer"] == "rl_plugins_sync: a batch is generated, then trained, with methods"
-    assert found["prompts"] == "16 per step"
+    assert found["prompts"] == "16 per batch"
     assert found["rollouts"] == "5 (4 trained, 1 made to leave) per prompt"
     assert (found["rows generated"], found["rows trained"]) == ("80", "64 of 64")
     assert found["rows that leave"].startswith("mc_grpo may take rows out")
-    assert found["optimizer steps"] == "1 per step, of 64 rows each"
-    assert found["whole run"] == "6 steps, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
+    assert found["optimizer steps"] == "1 per batch, of 64 rows each"
+    assert found["whole run"] == "6 batches, 6 optimizer steps"  # 50 prompts / 16 * 2 epochs
     assert "the methods' state in its folder rl_plugins/" in found["checkpoints"]
     assert section(text, "Not in this run").keys() == {
         "admit",
         "engine",
-        "steps",
+        "turns",
         "ref_logprobs",
         "several_rewards",
         "token_versions",
@@ -230,9 +236,9 @@ def test_several_optimizer_steps_and_several_rewards():
         "trainer.total_training_steps=3",
     )
     found = section(text, "The run")
-    assert found["optimizer steps"] == "8 per step, of 16 rows each"
+    assert found["optimizer steps"] == "8 per batch, of 16 rows each"
     assert found["policy"].startswith("the batch's own in the first optimizer step, off-policy in the 7 after it")
-    assert found["whole run"] == "3 steps, 24 optimizer steps"
+    assert found["whole run"] == "3 batches, 24 optimizer steps"
     assert found["rewards"] == "accuracy (weight 1), format (weight 0.5): keys of the reward function's answer"
     assert "several_rewards" not in section(text, "Not in this run")
 
@@ -341,7 +347,7 @@ def test_options_that_methods_set_and_make_meaningless(monkeypatch):
     text = examine(*RUN, "algorithm.norm_adv_by_std_in_grpo=False")
     assert "  host options set: actor_rollout_ref.actor.ppo_epochs=3\n" in text
     assert "host options without effect: algorithm.norm_adv_by_std_in_grpo=False (mc_grpo)" in text
-    assert section(text, "The run")["optimizer steps"] == "3 per step, of 64 rows each"
+    assert section(text, "The run")["optimizer steps"] == "3 per batch, of 64 rows each"
     text = examine(*RUN, "actor_rollout_ref.actor.ppo_epochs=2", status=1)
     assert "ppo_epochs=3, but the config has actor_rollout_ref.actor.ppo_epochs=2" in problems(text)
 
@@ -351,10 +357,13 @@ def test_asynchronous_modes(monkeypatch):
     sizes = ("actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=5")
     text = examine(*RUN, mode, *sizes, "trainer.v1.separate_async.num_warmup_batches=2")
     found = section(text, "The run")
-    assert found["optimizer steps"] == "1 for each of the 4 batches of a step, of 16 rows each"
-    assert found["whole run"] == "5 steps, 20 optimizer steps"
+    assert found["prompts"] == "16 per plan, of 4 batches"
+    assert found["optimizer steps"] == "1 per batch, of 16 rows each"
+    assert found["whole run"] == "20 batches, 20 optimizer steps"
     assert "the engine gets new weights every 4 batches" in found["policy"]
-    assert found["lag"].startswith("prompts are chosen 2 step(s) before they are trained; a rollout may span at most 8")
+    assert found["lag"].startswith(
+        "prompts are chosen 2 batch(es) before they are trained; a rollout may span at most 8"
+    )
     assert "vade decides without the rewards of that time" in found["lag"] and "mc_grpo" not in found["lag"]
     assert "lag" not in section(examine(*RUN), "The run")
     monkeypatch.setattr(registry.load("mc_grpo"), "rounds", True)
@@ -368,9 +377,11 @@ def test_asynchronous_modes_need_equal_groups(monkeypatch):
 
     monkeypatch.setattr(registry.load("mc_grpo"), "plan", plan)
     train = section(examine(*RUN), "The run")
-    assert train["prompts"] == "32 per step (verl alone: 16)"
+    assert train["prompts"] == "32 per batch (verl alone: 16)"
     text = examine(*RUN, "trainer.v1.trainer_mode=rl_plugins_colocate_async", status=1)
-    assert "`mc_grpo` plans 32 prompts with [2] trained rollouts each; colocate_async needs 16 with 4" in problems(text)
+    found = problems(text)
+    assert "`mc_grpo` plans 32 prompts with [2] trained rollouts each, where 16 with 4 were asked for" in found
+    assert "colocate_async takes batches out of a buffer of groups and needs one group of 4 per prompt" in found
 
 
 def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
@@ -382,6 +393,42 @@ def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
     assert "Method `vade` failed in `start`: ValueError: no difficulties" in problems(text)
     found = section(examine(*RUN), "The run")
     assert found["plan"].startswith("not known without the data set") and "rows trained" not in found
+
+
+def test_rewards_that_the_run_names_are_those_of_the_methods():
+    """A method may name one of them; the run has no `score` then."""
+    named = ("+rl_plugins.rewards.accuracy=1", "+rl_plugins.rewards.format=0.5")
+    run = [*RUN[:6], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
+    train = ["trainer.total_training_steps=3"]
+    assert examine(*run, *named, *train).endswith("No problem found.\n")
+    found = section(examine(*run, *train), "The run")
+    assert "accuracy" in found["plan"], "without the names there is no such reward"
+
+
+def test_methods_that_read_the_data_set_find_it(tmp_path):
+    """A column of a local file, and a field of `extra_info`; rows are read when they are asked for."""
+    train = tmp_path / "train.parquet"
+    rows = [
+        {"prompt": [{"role": "user", "content": str(i)}], "data_source": "x", "value": i / 64, "extra_info": {"p": 0.5}}
+        for i in range(64)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), train, row_group_size=10)
+    run = [
+        *RUN[:6],
+        "+rl_plugins.methods=[v0]",
+        f"data.train_files={train}",
+        "+rl_plugins.method_params.v0.prior=column",
+    ]
+    for column in ("value", "p"):
+        text = examine(*run, f"+rl_plugins.method_params.v0.prior_column={column}")
+        assert text.endswith("No problem found.\n")
+    text = examine(*run, "+rl_plugins.method_params.v0.prior_column=nothing", status=1)
+    assert "no column `nothing`" in problems(text)
+    read = doctor.ParquetRows([train, train], "prompt")
+    assert len(read) == 128 and read[75]["value"] == 11 / 64 and read[127]["p"] == 0.5
+    assert read[9]["prompt"] == read[9]["raw_prompt"] == rows[9]["prompt"] and read[10]["value"] == 10 / 64
+    with pytest.raises(IndexError):
+        read[128]
 
 
 def test_several_nodes_are_told_to_be_equal():
@@ -455,8 +502,8 @@ def test_the_example_takes_effect(gsm8k, tmp_path):
     found = section(done.stdout, "The run")
     assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", done.stdout, re.M)
     assert found["trainer"].startswith("rl_plugins_sync") and found["devices"] == "1 x 4 cuda"
-    assert (found["prompts"], found["rows generated"], found["rows trained"]) == ("128 per step", "640", "512 of 512")
-    assert found["optimizer steps"] == "1 per step, of 512 rows each" and found["whole run"].startswith("6 steps")
+    assert (found["prompts"], found["rows generated"], found["rows trained"]) == ("128 per batch", "640", "512 of 512")
+    assert found["optimizer steps"] == "1 per batch, of 512 rows each" and found["whole run"].startswith("6 batches")
     assert found["rewards"].startswith("accuracy (weight 1), format (weight 0.2)")
     assert "not checked" not in done.stdout and not (tmp_path / "gsm8k-run").exists()
 
@@ -476,8 +523,8 @@ def test_the_example_for_several_nodes(gsm8k, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = section(done.stdout, "The run")
-    assert found["devices"] == "2 x 8 cuda" and found["prompts"] == "256 per step"
-    assert found["optimizer steps"] == "1 per step, of 1024 rows each" and "Several nodes" in done.stdout
+    assert found["devices"] == "2 x 8 cuda" and found["prompts"] == "256 per batch"
+    assert found["optimizer steps"] == "1 per batch, of 1024 rows each" and "Several nodes" in done.stdout
 
 
 @pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh"])
@@ -517,7 +564,8 @@ def test_verl_itself_accepts_the_commands_of_the_examples(gsm8k, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("methods in effect, in this order") == 2
-    assert "1 None" in done.stdout and "2 {'HF_HOME': '/a b'}" in done.stdout
+    assert "1 {'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
+    assert "2 {'HF_HOME': '/a b', 'RL_PLUGINS_METHODS': 'vade,mc_grpo'}" in done.stdout
 
 
 def test_the_reward_of_the_example():

@@ -82,8 +82,8 @@ def compare_verl(
     Args:
         words: methods, and overrides of `python -m verl.trainer.main_ppo` or the whole command.
     """
-    from rl_plugins.commands.doctor_verl import read_command
     from rl_plugins.compare.verl import Verl
+    from rl_plugins.verl.doctor import read_command
 
     methods, command = _split(words, r"[-~].*|.*=.*|(.*/)?python[\d.]*")
     arms = parse_arms(_named(methods), baseline)

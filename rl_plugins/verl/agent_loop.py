@@ -6,22 +6,27 @@ Rows the plan says nothing special about go through verl's own agent loops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
-from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, ranges
+from rl_plugins.verl.host import Output
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, Note, ranges
+
+if TYPE_CHECKING:
+    from rl_plugins.verl.host import AgentLoop as SingleTurnAgentLoop
+else:
+    from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
 
-class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
+class PlannedAgentLoop(SingleTurnAgentLoop):
     """`single_turn_agent` for a row whose plan gives completions, a prefix or a token limit."""
 
     _prefix: Sequence[int] = ()  # of the completion this object serves
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        plan = kwargs[COLUMN]
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        plan: Note = kwargs[COLUMN]
         number = int(kwargs["session_id"])
         want_logprobs = bool(sampling_params.get("logprobs"))
         if number < len(plan["given"]):
@@ -38,11 +43,9 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
         output.extra_fields |= {FORCED: ranges([True] * len(tokens)), UNKNOWN: ranges(unknown)}
         return output
 
-    async def _without_engine(
-        self, kwargs: dict[str, Any], tokens: list[int], logprobs: list[float] | None
-    ) -> AgentLoopOutput:
+    async def _without_engine(self, kwargs: dict[str, Any], tokens: list[int], logprobs: list[float] | None) -> Output:
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
-        step = int(kwargs["global_steps"])
+        version = int(kwargs["global_steps"])
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
             response_ids=tokens,
@@ -54,20 +57,18 @@ class PlannedAgentLoop(SingleTurnAgentLoop):  # type: ignore[misc]
             extra_fields={
                 "turn_scores": [],
                 "tool_rewards": [],
-                "global_steps": step,
-                "min_global_steps": step,
-                "max_global_steps": step,
+                "global_steps": version,
+                "min_global_steps": version,
+                "max_global_steps": version,
             },
         )
 
-    async def _generated(
-        self, sampling_params: dict[str, Any], kwargs: dict[str, Any], plan: dict[str, Any]
-    ) -> AgentLoopOutput:
+    async def _generated(self, sampling_params: dict[str, Any], kwargs: dict[str, Any], plan: Note) -> Output:
         """verl's own run. For the engine the prefix stands behind the prompt; afterwards it is part of the response."""
         prefix = list(plan["prefix"])
         limit = min(plan["max_tokens"] or self.response_length, self.response_length)
         self._prefix = prefix
-        output = await super().run({**sampling_params, "max_tokens": limit - len(prefix)}, **kwargs)
+        output: Output = await super().run({**sampling_params, "max_tokens": limit - len(prefix)}, **kwargs)
         output.prompt_ids = output.prompt_ids[: len(output.prompt_ids) - len(prefix)]
         output.response_ids = [*prefix, *output.response_ids][:limit]
         output.response_mask = [*([1] * len(prefix)), *output.response_mask][:limit]

@@ -6,9 +6,10 @@ first to what its log-prob passes divide by, and to its mini-batches when it is 
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import Scale, batch_std, grpo_advantages
+from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.decide import Decision, Selection, select_rows, settle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN
+from rl_plugins.verl.host import Batch, Columns, Tokenizer
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN, Ranges
 from rl_plugins.verl.rows import (
     GROUP,
     REAL,
@@ -37,31 +40,31 @@ from rl_plugins.verl.rows import (
     Ragged,
     flat,
     no_tokens,
+    notes_of,
     plain,
+    plan_order,
     read_rollouts,
     read_tokens,
     read_turns,
-    sort_key,
     split,
 )
 
-PARTITION = "train"
 
-
-def fetch(batch: KVBatchMeta, fields: Sequence[str] | None = None) -> Any:
+def fetch(batch: Batch, fields: Sequence[str] | None = None) -> Columns:
     """Columns of the rows of a batch; those nobody wrote are left out."""
     chosen = None if fields is None else list(fields)
     return tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=chosen)
 
 
-def put(batch: KVBatchMeta, columns: dict[str, Any], keys: Sequence[str] | None = None) -> None:
+def put(batch: Batch, columns: Mapping[str, Any], keys: Sequence[str] | None = None) -> None:
     """Writes columns of a batch's rows, or of some of them."""
     rows = list(batch.keys if keys is None else keys)
     if rows and columns:
-        tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=TensorDict(columns, batch_size=[len(rows)]))
+        fields = TensorDict(dict(columns), batch_size=[len(rows)])
+        tq.kv_batch_put(keys=rows, partition_id=batch.partition_id, fields=fields)
 
 
-def without(batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
+def without(batch: Batch, stays: Sequence[bool]) -> Batch:
     """The batch without the rows that leave, which are removed from the queue; of all columns, whatever the batch was
     restricted to."""
     gone = [key for key, stay in zip(batch.keys, stays, strict=True) if not stay]
@@ -75,13 +78,77 @@ def without(batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
     )
 
 
-def is_padding(tag: dict[str, Any]) -> bool:
+def all_but_one_leave(batch: Batch, stays: Sequence[bool]) -> tuple[Batch, bool]:
+    """The batch without the rows that leave, and whether all of them do. Then one is kept all the same, because verl's
+    passes and metrics need a row, and the trainer makes no optimizer step."""
+    nothing = not any(stays)
+    return without(batch, [True] + [False] * (len(batch) - 1) if nothing else stays), nothing
+
+
+def is_padding(tag: Mapping[str, Any]) -> bool:
     return bool(tag.get("is_padding", False))
 
 
-@dataclass
-class MethodsBatch:
-    """What the driver knows about a batch between selection and settlement.
+@dataclass(frozen=True)
+class Selected:
+    """A batch between selection and settlement.
+
+    Args:
+        batch: the rows that stayed.
+        nothing: every row left, and `batch` holds one for verl.
+        generated: all rows, in the order of the plan.
+        selection: what `rewards` and `select` made of them.
+        number: key of a row -> its place in `generated`.
+        turns: of every row; None if no method asks for them.
+        forced, unknown: key of a row -> its tokens that were put in the policy's place, and those without a log-prob.
+        logged: what rollout programs logged.
+        lag: batches between the plan of a row and now, mean over the rows.
+        by_program: rollout programs made rows.
+        groups_of_verl: the groups are those verl sees, which groups by uid.
+    """
+
+    batch: Batch
+    nothing: bool
+    generated: Rollouts
+    selection: Selection
+    number: Mapping[str, int]
+    turns: Sequence[tuple[Turn, ...]] | None
+    forced: Mapping[str, Ranges]
+    unknown: Mapping[str, Ranges]
+    logged: Sequence[Partial]
+    lag: float
+    by_program: bool
+    groups_of_verl: bool
+
+    @property
+    def several_rows_of_verl(self) -> bool:
+        """Whether an agent loop gave several rows of a rollout, all of which have the reward of the last one. Rows of
+        a rollout program each have their own."""
+        return not self.by_program and bool((self.generated.index > 0).any())
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A batch after settlement.
+
+    Args:
+        batch: the rows that are trained, or one for verl if there are none.
+        nothing: every row left.
+        decision: of all rows, in the order of `Selected.generated`.
+        columns: those of ours that were written.
+        metrics: what the methods logged, and what verl does not see.
+    """
+
+    batch: Batch
+    nothing: bool
+    decision: Decision
+    columns: Sequence[str]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Decides on a batch: `select`, and `settle` when verl has computed log-probs and advantages.
 
     Args:
         stack: the methods.
@@ -89,59 +156,43 @@ class MethodsBatch:
         rewards: see `Settings`.
         tokenizer: of the policy.
         rows: rollouts the batch trains, (prompts x group size).
-        total_steps: of the run.
     """
 
     stack: MethodStack
     config: Any
-    rewards: dict[str, float]
-    tokenizer: Any
+    rewards: Mapping[str, float]
+    tokenizer: Tokenizer
     rows: int
-    total_steps: int
-    nothing: bool = False  # every row left
 
-    def select(self, batch: KVBatchMeta) -> KVBatchMeta:
+    def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
-        columns = self._selection_columns()
-        notes = plain(fetch(batch, [COLUMN])[COLUMN])
-        order = sorted(range(len(batch)), key=lambda i: sort_key(notes[i], *split(batch.keys[i])[1:]))
-        batch.reorder(order)
-        rows = fetch(batch, columns)
-        rollouts = read_rollouts(
-            rows,
-            batch.keys,
-            batch.tags,
-            self.stack,
-            self.rewards,
-            self.tokenizer,
-            self.stack.batch,
-            self.total_steps,
+        batch.reorder(plan_order(batch.keys, notes_of(fetch(batch, [COLUMN]))))
+        rows = fetch(batch, self._selection_columns())
+        rollouts = read_rollouts(rows, batch, self.stack, self.rewards, self.tokenizer, self.stack.batch)
+        turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs else None
+        if turns is not None:
+            rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
+        selection = select_rows(self.stack, rollouts)
+        self._write_rewards(batch, rows, selection)
+        stay, nothing = all_but_one_leave(batch, selection.rollouts.kept.tolist())
+        keys, extra = batch.keys, plain(rows["extra_fields"])
+        uids = [split(key)[0] for key in keys]
+        groups = set(zip(uids, rollouts.group.tolist(), strict=True))
+        now = self.stack.batch
+        return Selected(
+            batch=stay,
+            nothing=nothing,
+            generated=rollouts,
+            selection=selection,
+            number={key: i for i, key in enumerate(keys)},
+            turns=turns,
+            forced={key: e.get(FORCED, []) for key, e in zip(keys, extra, strict=True)},
+            unknown={key: e[UNKNOWN] for key, e in zip(keys, extra, strict=True) if e.get(UNKNOWN)},
+            logged=[e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")],
+            lag=sum(now - n.get("planned_at", now) for n in notes_of(rows)) / len(keys),
+            by_program=any(MADE in e for e in extra),
+            groups_of_verl=len(groups) == len(set(uids)) == len(rollouts.groups.ids),
         )
-        extra = plain(rows["extra_fields"])
-        if "turns" in self.stack.needs:
-            self.turns = read_turns(rows, self.tokenizer)
-            rollouts = rollouts.replace(turns=turn_table(rollouts, self.turns))
-        self.generated = rollouts
-        self.by_program = any(MADE in e for e in extra)
-        self.program_metrics: list[Partial] = [e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")]
-        self.forced = {key: e.get(FORCED, []) for key, e in zip(batch.keys, extra, strict=True)}
-        self.unknown = {key: e[UNKNOWN] for key, e in zip(batch.keys, extra, strict=True) if e.get(UNKNOWN)}
-        self.selection: Selection = select_rows(self.stack, rollouts)
-        self.number = {key: i for i, key in enumerate(batch.keys)}
-        self.lag = [self.stack.batch - n.get("planned_at", self.stack.batch) for n in plain(rows[COLUMN])]
-        uids = [split(key)[0] for key in batch.keys]
-        pairs = set(zip(uids, rollouts.group.tolist(), strict=True))
-        self.groups_of_verl = len(pairs) == len(set(uids)) == len(rollouts.groups.ids)  # verl groups by uid
-        self._write_rewards(batch, rows)
-        return self._leave(batch, self.selection.rollouts.kept.tolist())
-
-    def _leave(self, batch: KVBatchMeta, stays: Sequence[bool]) -> KVBatchMeta:
-        """The batch without the rows that leave. Where none stays, one is kept, because verl's passes and metrics need
-        a row, and `nothing` tells the trainer to make no optimizer step."""
-        if not any(stays):
-            self.nothing = True
-            stays = [True] + [False] * (len(batch) - 1)
-        return without(batch, stays)
 
     def _selection_columns(self) -> list[str] | None:
         if any(n.startswith("column:") for n in self.stack.needs):
@@ -149,66 +200,56 @@ class MethodsBatch:
         prompts = ["prompts"] if "turns" in self.stack.needs else []
         return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts]
 
-    def _write_rewards(self, batch: KVBatchMeta, rows: Any) -> None:
+    def _write_rewards(self, batch: Batch, rows: Columns, selection: Selection) -> None:
         """What verl computes with from here on: named rewards, those of the hooks, and 0 where a row has none."""
-        reward = self.selection.rollouts.reward
-        if not self.rewards and not self.selection.rewarded_by and not bool(torch.isnan(reward).any()):
+        reward = selection.rollouts.reward
+        if not self.rewards and not selection.rewarded_by and not bool(torch.isnan(reward).any()):
             return
         of = Ragged.of(rows["rm_scores"])
         values = torch.zeros(len(of.row))
         values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
         put(batch, {"rm_scores": of.nested(values)})
 
-    def complete_rollout_logprobs(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
-        """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step. verl's metrics
-        of the difference are made again, because they saw the place holders."""
-        unknown = [
-            [] if is_padding(t) else self.unknown.get(k, []) for k, t in zip(batch.keys, batch.tags, strict=True)
-        ]
-        if not any(unknown):
-            return
-        names = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
-        rows = fetch(batch, names)
-        if "rollout_log_probs" not in rows or "old_log_probs" not in rows:
-            return
-        of = Ragged.of(rows["response_mask"])
-        values = torch.where(of.marked(unknown), flat(rows["old_log_probs"]).float(), flat(rows["rollout_log_probs"]))
-        put(batch, {"rollout_log_probs": of.nested(values)})
-        padded = rows.select(*names[1:]).to_padded_tensor()
-        padded["rollout_log_probs"] = of.nested(values).to_padded_tensor(0.0)
-        metrics.update(calculate_debug_metrics(DataProto(batch=padded)))
+    def settle(self, batch: Batch, selected: Selected) -> Settled:
+        """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns.
 
-    def settle(self, batch: KVBatchMeta) -> KVBatchMeta:
-        """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns."""
+        Args:
+            batch: as verl's passes left it, with the rows verl added.
+        """
         batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = self.stack.needs & set(TOKEN_COLUMNS)
-        if self.nothing:
-            tokens = no_tokens(wanted, "turns" in self.stack.needs)
-            self.decision = settle(self.stack, self.selection, tokens, None, self._estimator, self.rows)
-            return batch
+        estimator = functools.partial(self._estimator, selected)
+        if selected.nothing:
+            tokens = no_tokens(wanted, selected.turns is not None)
+            decision = settle(self.stack, selected.selection, tokens, None, estimator, self.rows)
+            return Settled(batch, True, decision, (), self._metrics(selected, decision))
         fields = ["response_mask", "loss_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)]
         rows = fetch(batch, fields)
-        number = torch.tensor([self.number[key] for key in batch.keys])
-        tokens, of, live = read_tokens(rows, wanted, number, [self.forced[key] for key in batch.keys])
-        if "turns" in self.stack.needs:
-            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, self.turns))
-        host = flat(rows["advantages"])[live] if self._host_counts() else None
+        number = torch.tensor([selected.number[key] for key in batch.keys])
+        tokens, of, live = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys])
+        if selected.turns is not None:
+            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, selected.turns))
+        host = flat(rows["advantages"])[live] if self._host_counts(selected) else None
         # verl's own agent loops may give any number of rows per rollout
-        budget = sys.maxsize if self._several_rows_of_verl() else self.rows
-        decision = settle(self.stack, self.selection, tokens, host, self._estimator, budget)
-        self.decision = decision
-        self._write(batch, rows, decision, number, of, live)
-        return self._leave(batch, decision.stays[number].tolist())
+        budget = sys.maxsize if selected.several_rows_of_verl else self.rows
+        decision = settle(self.stack, selected.selection, tokens, host, estimator, budget)
+        columns = self._columns(rows, decision, number, of, live)
+        put(batch, columns)
+        batch, nothing = all_but_one_leave(batch, decision.stays[number].tolist())
+        own = [c for c in columns if c.startswith("rl_plugins")]
+        return Settled(batch, nothing, decision, own, self._metrics(selected, decision))
 
-    def _host_counts(self) -> bool:
+    def _host_counts(self, selected: Selected) -> bool:
         """Whether verl's own advantages mean what they say: of the groups and rewards the methods decided on.
 
         verl groups by uid. It sees the rewards of hooks and only the rows that stayed, but not that a group was made
         in several waves, nor groups a program made apart, nor that a row has no reward, and it takes the raw reward in
         a group of one.
         """
+        chosen = selected.selection
+        scored = not bool(torch.isnan(chosen.rollouts.reward).any())
         if self.config.algorithm.adv_estimator != "grpo":
-            if not self.groups_of_verl or bool(torch.isnan(self.selection.rollouts.reward).any()):
+            if not selected.groups_of_verl or not scored:
                 if self.stack.claimed("advantages"):
                     return False
                 raise ConfigError(
@@ -217,42 +258,37 @@ class MethodsBatch:
                     f"some. Use algorithm.adv_estimator=grpo."
                 )
             return True
-        chosen = self.selection
-        regular = all(n == self.config.actor_rollout_ref.rollout.n for n in self.generated.groups.size.tolist())
+        size = self.config.actor_rollout_ref.rollout.n
+        regular = all(n == size for n in selected.generated.groups.size.tolist())
         whole = bool(chosen.rollouts.kept.all()) and not chosen.rewarded_by
-        return self.groups_of_verl and regular and whole and not bool(torch.isnan(chosen.rollouts.reward).any())
+        return selected.groups_of_verl and regular and whole and scored
 
-    def _several_rows_of_verl(self) -> bool:
-        """Whether an agent loop gave several rows of a rollout, all of which have the reward of the last one. Rows of
-        a rollout program each have their own."""
-        return not self.by_program and bool((self.generated.index > 0).any())
-
-    def _estimator(self, rollouts: Rollouts) -> Tensor:
+    def _estimator(self, selected: Selected, rollouts: Rollouts) -> Tensor:
         """verl's GRPO for groups of any size; of several rows an agent loop gave of a rollout the last one counts, for
         all of them."""
         scale: Scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
-        if not self._several_rows_of_verl() or not bool((rollouts.index > 0).any()):
+        if not selected.several_rows_of_verl:
             return grpo_advantages(rollouts, scale, 1e-6)
-        of = rollouts.group * (int(rollouts.rollout.max()) + 1) + rollouts.rollout
-        _, place = torch.unique(of, return_inverse=True)
-        final = torch.zeros(int(place.max()) + 1, dtype=torch.int64).scatter_reduce(0, place, rollouts.index, "amax")
-        last = rollouts.index == final[place]
-        values = torch.zeros(len(final), dtype=torch.float64)
-        values[place[last]] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
-        return values[place]
+        once = rollouts.once
+        last = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, once.last, True)
+        values = torch.zeros(len(rollouts), dtype=torch.float64)
+        values[last] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
+        return once.rows.rows(values[once.last])
 
-    def _write(
-        self, batch: KVBatchMeta, rows: Any, decision: Decision, number: Tensor, of: Ragged, live: Tensor
-    ) -> None:
-        def everywhere(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-            full = torch.zeros(len(live), dtype=dtype)
-            full[live] = values.to(dtype)
+    def _columns(
+        self, rows: Columns, decision: Decision, number: Tensor, of: Ragged, live: Tensor
+    ) -> dict[str, Tensor]:
+        """What a decision says, as columns of verl."""
+
+        def everywhere(values: Tensor) -> Tensor:
+            full = torch.zeros(len(live))
+            full[live] = values.float()
             return of.nested(full)
 
         def per_row(values: Tensor) -> Tensor:
             return values[number].float()[:, None]
 
-        columns: dict[str, Any] = {REAL: torch.ones(len(number), 1)}
+        columns = {REAL: torch.ones(len(number), 1)}
         if decision.estimator != "host" or self.stack.claimed("shape"):
             columns["advantages"] = columns["returns"] = everywhere(decision.advantages)
         if not bool(decision.keep_tokens.all()):
@@ -266,31 +302,18 @@ class MethodsBatch:
             columns[GROUP] = per_row(decision.rollouts.group)
         columns |= {ROW_COLUMN + k: per_row(v) for k, v in decision.row_columns.items()}
         columns |= {TOKEN_COLUMN + k: everywhere(v) for k, v in decision.token_columns.items()}
-        put(batch, columns)
-        self.own_columns = [c for c in columns if c.startswith("rl_plugins")]
+        return columns
 
-    def clean_padding(self, batch: KVBatchMeta) -> None:
-        """Rows verl adds to fill the batch are copies of its first row in every column it does not know of: make them
-        one token that says nothing."""
-        keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_padding(tag)]
-        if not keys:
-            return
-        first = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id)
-        known = {*TOKEN_COLUMNS.values(), "advantages", "returns", "values", "token_level_rewards"}
-        known |= {"rollout_is_weights", *self.own_columns}
-        zero = torch.nested.as_nested_tensor([torch.zeros(1) for _ in keys], layout=torch.jagged)
-        put(batch, {c: zero.clone() for c in sorted(known) if c in first}, keys)
-
-    def metrics(self) -> dict[str, float]:
+    def _metrics(self, selected: Selected, decision: Decision) -> dict[str, float]:
         """What the methods logged, and rewards of everything that was generated: verl's own metrics see the rows that
         stayed."""
-        decision, generated = self.decision, self.generated
-        values = combine([self.stack.metrics.take(), *self.program_metrics])
+        generated = selected.generated
+        values = combine([self.stack.metrics.take(), *selected.logged])
         values["rl_plugins/rows_generated"] = float(len(generated))
         values["rl_plugins/rows_trained"] = float(decision.trained.sum())
         values["rl_plugins/reward_generated"] = float(torch.nanmean(generated.reward))
-        if any(self.lag):  # asynchronous modes plan ahead of the feedback
-            values["rl_plugins/plan_lag"] = sum(self.lag) / len(self.lag)
+        if selected.lag:  # asynchronous modes plan ahead of the feedback
+            values["rl_plugins/plan_lag"] = selected.lag
         inside = decision.rollouts.subset(decision.rollouts.kept)
         if len(inside):
             spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
@@ -299,6 +322,46 @@ class MethodsBatch:
             values[f"rewards/{name}/mean"] = float(torch.nanmean(reward))
             values[f"rewards/{name}/std"] = float(batch_std(reward))
         return values
+
+
+def complete_rollout_logprobs(batch: Batch, unknown: Mapping[str, Ranges], metrics: dict[str, Any]) -> None:
+    """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step. verl's metrics of
+    the difference are made again, because they saw the place holders.
+
+    Args:
+        unknown: see `Selected`.
+        metrics: of verl's step; values are replaced in it.
+    """
+    marks = [[] if is_padding(t) else unknown.get(k, []) for k, t in zip(batch.keys, batch.tags, strict=True)]
+    if not any(marks):
+        return
+    names = ["rollout_log_probs", "old_log_probs", "response_mask", "responses"]
+    rows = fetch(batch, names)
+    if "rollout_log_probs" not in rows or "old_log_probs" not in rows:
+        return
+    of = Ragged.of(rows["response_mask"])
+    values = torch.where(of.marked(marks), flat(rows["old_log_probs"]).float(), flat(rows["rollout_log_probs"]))
+    put(batch, {"rollout_log_probs": of.nested(values)})
+    padded = rows.select(*names[1:]).to_padded_tensor()
+    padded["rollout_log_probs"] = of.nested(values).to_padded_tensor(0.0)
+    metrics.update(calculate_debug_metrics(DataProto(batch=padded)))
+
+
+def clean_padding(batch: Batch, own: Sequence[str]) -> None:
+    """Rows verl adds to fill the batch are copies of its first row in every column it does not know of: make them one
+    token that says nothing.
+
+    Args:
+        own: columns of ours, see `Settled`.
+    """
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_padding(tag)]
+    if not keys:
+        return
+    first = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id)
+    known = {*TOKEN_COLUMNS.values(), "advantages", "returns", "values", "token_level_rewards"}
+    known |= {"rollout_is_weights", *own}
+    zero = torch.nested.as_nested_tensor([torch.zeros(1) for _ in keys], layout=torch.jagged)
+    put(batch, {c: zero.clone() for c in sorted(known) if c in first}, keys)
 
 
 def logprob_multiple(config: Any, ranks: int, reference: bool) -> int:

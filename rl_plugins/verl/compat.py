@@ -1,45 +1,80 @@
-"""Which verl this adapter is tested with, which of its private names it relies on, and which upstream seams exist.
+"""Which verl this adapter is tested with, which names it uses that verl does not promise, and which seams exist.
 
 The seams are the small patches in `patches/verl/`. Where the installed verl has one, the adapter uses it.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.metadata
+import importlib.util
 import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.runtime.preflight import moved
 
 TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
 
-# Methods of verl's trainers that the adapter overrides or calls, with their parameters in verl 0.9.1.
-PINNED: dict[str, tuple[str, ...]] = {
-    "_init_dataloader": (),
-    "_load_checkpoint": (),
-    "_save_checkpoint": (),
-    "fit": ("agent_loop_manager",),
-    "step": ("metrics", "timing_raw"),
-    "_validate": (),
-    "_next_train_batch": ("num_prompts",),
-    "_submit_batch_to_rollout": ("batch",),
-    "_get_required_batch_multiple": ("dp_size",),
-    "_balance_batch": ("batch", "metrics"),
-    "_compute_old_log_prob": ("batch", "metrics"),
-    "_compute_advantage": ("batch", "metrics"),
-    "_update_actor": ("batch", "metrics"),
-}
+
+@dataclass(frozen=True)
+class Private:
+    """A name of a host that the adapter overrides, calls or reads, although the host may change it without a word.
+
+    Args:
+        owner: "module" or "module:Class", whose source states the name.
+        name: the name. Public methods that are overridden stand here, too: their parameters must fit.
+        parameters: its first ones, without self; None for what is not called.
+        why: what it is used for.
+    """
+
+    owner: str
+    name: str
+    parameters: tuple[str, ...] | None
+    why: str
 
 
-# The same of verl's agent-loop worker, which only runs with rollout programs derive from.
-WORKER_PINNED: dict[str, tuple[str, ...]] = {
-    "_run_prompt": ("prompt", "sampling_params", "trajectory", "trace"),
-    "_run_agent_loop": ("sampling_params", "trajectory"),
-    "_agent_loop_postprocess": ("output", "validate"),
-    "_compute_score": ("outputs", "kwargs"),
-}
+_V1, _LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
+_TRAINER, _WORKER = f"{_V1}.trainer_base:PPOTrainer", f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ"
+_BATCH = ("batch", "metrics")
+
+PRIVATE: tuple[Private, ...] = (
+    Private(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
+    Private(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over the batches of a step of verl"),
+    Private(_TRAINER, "on_init_end", (), "`start`, and the state of a checkpoint"),
+    Private(_TRAINER, "on_validate_begin", (), "plans of methods that act in evaluation"),
+    Private(_TRAINER, "on_validate_end", (), "the loader of the validation is verl's again"),
+    Private(_TRAINER, "_save_checkpoint", (), "the state is written before the checkpoint can be found"),
+    Private(_TRAINER, "_next_train_batch", ("num_prompts",), "the loader's prompts are what a plan starts from"),
+    Private(_TRAINER, "_submit_batch_to_rollout", ("batch",), "rounds; a dead worker is named"),
+    Private(_TRAINER, "_get_required_batch_multiple", ("dp_size",), "the log-prob passes need no whole mini-batches"),
+    Private(_TRAINER, "_balance_batch", _BATCH, "rewards are there, log-probs are not yet: `rewards`, `select`"),
+    Private(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
+    Private(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
+    Private(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
+    Private(_TRAINER, "_update_actor", _BATCH, "no optimizer step where nothing is trained; logged values"),
+    Private(
+        f"{_V1}.replay_buffer:ReplayBuffer",
+        "_wait_for_next_poll",
+        ("partition_id", "last_debug_time"),
+        "the wait for rollouts looks for dead workers",
+    ),
+    Private(_LOOP, "_agent_loop_registry", None, "a name that is taken is an error"),
+    Private(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
+    Private(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
+    Private(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
+    Private(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),
+    Private("ray.actor", "__ray_call__", ("fn",), "asks workers for their methods and for errors"),
+    Private("ray.actor", "__ray_metadata__", None, "the class behind verl's agent-loop actor"),
+    Private("importlib._bootstrap", "_initializing", None, "a module that is not whole yet is waited for"),
+    Private("verl.workers.rollout.base", "_ROLLOUT_REGISTRY", None, "hf_cpu: nothing public registers an adapter"),
+    Private("verl.workers.rollout.replica:RolloutReplica", "_server_handle", None, "hf_cpu: what a replica must set"),
+    Private("verl.workers.rollout.replica:RolloutReplica", "_server_address", None, "hf_cpu: what a replica must set"),
+    Private("transformers.configuration_utils", "_attn_implementation", None, "V14: what the critic is told to use"),
+)
 
 
 def verl_version() -> str:
@@ -67,14 +102,76 @@ def check_verl_version() -> None:
         )
 
 
-def moved_symbols(trainer_class: type) -> list[str]:
-    """What of the pinned names is gone or takes other parameters; empty if this host is as expected."""
-    return moved(trainer_class, PINNED)
+def check_verl() -> None:
+    """Raises ConfigError if the installed verl is not as this adapter expects it."""
+    check_verl_version()
+    moved = moved_symbols()
+    if moved and not untested_allowed():
+        raise ConfigError(
+            f"verl {verl_version()} is not as this version of rl-plugins expects it: {'; '.join(moved)}. Install a "
+            f"version it was tested with."
+        )
 
 
-def moved_worker_symbols(worker_class: type) -> list[str]:
-    """The same of verl's agent-loop worker."""
-    return moved(worker_class, WORKER_PINNED)
+def moved_symbols(root: Path | None = None) -> list[str]:
+    """What of the table is gone or takes other parameters; empty if this host is as expected. Nothing is imported:
+    the names are looked up in the sources.
+
+    Args:
+        root: folder of verl, if not the installed one.
+    """
+    found = []
+    for p in PRIVATE:
+        shown = f"{p.owner.rpartition(':')[2]}.{p.name}"
+        parameters = _parameters(p.owner, p.name, root)
+        if not states(p.owner, p.name, root) or (p.parameters is not None and parameters is None):
+            found.append(f"{shown} is gone")
+        elif p.parameters is not None and parameters is not None and parameters[: len(p.parameters)] != p.parameters:
+            found.append(f"{shown}({', '.join(parameters)}) used to be ({', '.join(p.parameters)})")
+    return found
+
+
+def states(owner: str, name: str, root: Path | None = None) -> bool:
+    """Whether the source of "module" or "module:Class" has a name."""
+    node = _source(owner, root)
+    return node is not None and any(
+        name == getattr(n, "id", getattr(n, "attr", getattr(n, "name", None)))
+        or (isinstance(n, ast.Constant) and n.value == name)
+        for n in ast.walk(node)
+    )
+
+
+def _parameters(owner: str, name: str, root: Path | None) -> tuple[str, ...] | None:
+    node = _source(owner, root)
+    for n in ast.walk(node) if node is not None else ():
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name:
+            return tuple(a.arg for a in (*n.args.posonlyargs, *n.args.args) if a.arg != "self")
+    return None
+
+
+def _source(owner: str, root: Path | None) -> ast.AST | None:
+    """The syntax tree of a module or a class; None if there is none."""
+    module, _, name = owner.partition(":")
+    tree = _tree(module, root)
+    if tree is None or not name:
+        return tree
+    return next((n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name), None)
+
+
+def _tree(module: str, root: Path | None) -> ast.Module | None:
+    top, *rest = module.split(".")
+    if root is None or top != root.name:
+        spec = importlib.util.find_spec(top)
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        root = Path(spec.submodule_search_locations[0])
+    file = root.joinpath(*rest).with_suffix(".py") if rest else root / "__init__.py"
+    return _parsed(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@functools.cache
+def _parsed(file: Path, changed: int) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def states_its_mode(trainer_class: Any) -> bool:

@@ -10,7 +10,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Plan, PlanRow
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl.prompts import COLUMN, PromptBatches, flat_columns, messages_of
+from rl_plugins.verl.prompts import COLUMN, PromptBatches, flat_columns, messages_of, note_of
 
 
 class PlannedBatches:
@@ -23,7 +23,7 @@ class PlannedBatches:
         n: rollouts per prompt.
     """
 
-    def __init__(self, loader: Iterable[Any], stack: MethodStack, prompts: PromptBatches, n: int) -> None:
+    def __init__(self, loader: Iterable[Mapping[str, Any]], stack: MethodStack, prompts: PromptBatches, n: int) -> None:
         self.loader, self.stack, self.prompts, self.n = loader, stack, prompts, n
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -45,9 +45,7 @@ class PlannedBatches:
         for name, values in batch.items():
             if isinstance(values, np.ndarray):
                 out[name] = np.fromiter((row[name] for row in rows), dtype=object, count=len(rows))
-        notes = [
-            self.prompts.note(p, "evaluation", i, 0) | {"planned_at": self.stack.batch} for i, p in enumerate(plans)
-        ]
+        notes = [note_of(p, "evaluation", i, 0) | {"planned_at": self.stack.batch} for i, p in enumerate(plans)]
         out[COLUMN] = np.array(notes, dtype=object)
         return out
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS
+from rl_plugins.rollouts import Plan, Run
+from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -23,11 +27,17 @@ PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
 TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
 
 
+@dataclass(frozen=True)
 class Reader:
-    """Values of a verl config by dotted name."""
+    """Values of a verl config by dotted name.
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
+    Args:
+        config: the whole config.
+        follows: the mode of verl that the trainer follows, where its class is known; else its name says it.
+    """
+
+    config: Any
+    follows: str | None = None
 
     def __call__(self, name: str, default: Any = None) -> Any:
         from omegaconf import OmegaConf
@@ -39,19 +49,81 @@ class Reader:
     def mode(self) -> str:
         """The mode of verl this run follows."""
         named = self("trainer.v1.trainer_mode", "sync")
-        return MODES.get(named, named)
+        return self.follows or MODES.get(named, named)
 
     @property
     def bypass(self) -> bool:
         return bool(self("algorithm.rollout_correction.bypass_mode", False))
 
     @property
+    def group_size(self) -> int:
+        return int(self("actor_rollout_ref.rollout.n", 1))
+
+    @property
+    def batches_per_step(self) -> int:
+        """Generation batches of one step of verl's trainer."""
+        asynchronous = self.mode == "separate_async"
+        return max(1, self("trainer.v1.separate_async.parameter_sync_step", 1)) if asynchronous else 1
+
+    @property
     def optimizer_steps_per_batch(self) -> int:
         mini = self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)
-        batch = self("data.train_batch_size", mini)
-        if self.mode == "separate_async":
-            batch //= max(1, self("trainer.v1.separate_async.parameter_sync_step", 1))
+        batch = self("data.train_batch_size", mini) // self.batches_per_step
         return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run: in the trainer everything, elsewhere what the config and the files of a machine say.
+
+    Args:
+        read: values of the config.
+        settings: what the config names.
+        dataset: its rows by number; None if they are not on this machine.
+        prompts: rows of the dataset.
+        steps: steps of verl's trainer.
+    """
+
+    read: Reader
+    settings: Settings
+    dataset: Any
+    prompts: int
+    steps: int
+
+    def run(self) -> Run:
+        """What `start` of the methods is told."""
+        batches = self.steps * self.read.batches_per_step
+        return Run(
+            host="verl",
+            host_version=verl_version(),
+            dataset=self.dataset,
+            dataset_size=self.prompts,
+            columns=tuple(dataset_columns(self.read) or ()),
+            reward_names=tuple(self.settings.rewards) or ("score",),
+            group_size=self.read.group_size,
+            total_steps=batches * self.read.optimizer_steps_per_batch,
+            total_batches=batches,
+            max_completion_length=self.read("data.max_response_length"),
+        )
+
+    def plan(self, stack: MethodStack, proposal: Sequence[int]) -> Plan:
+        """The first plan of a batch, of the prompts verl would take."""
+        size = self.read.group_size
+        return first_plan(stack, proposal, size, len(proposal) * size, self.prompts, self.dataset)
+
+    def check_plan(self, stack: MethodStack, plan: Plan, prompts: int) -> None:
+        """Raises MethodError for a plan that an asynchronous mode cannot take in place of `prompts` equal groups."""
+        read, size = self.read, self.read.group_size
+        regular = len(plan.rows) == prompts and all(r.n == size for r in plan.rows)
+        if regular or read.mode not in ("colocate_async", "separate_async"):
+            return
+        names = ", ".join(f"`{m.name}`" for m in stack.claims["plan"])
+        raise MethodError(
+            f"{names} plans {len(plan.rows)} prompts with {sorted({r.n for r in plan.rows})} trained rollouts each, "
+            f"where {prompts} with {size} were asked for. {read.mode} takes batches out of a buffer of groups and "
+            f"needs one group of {size} per prompt (`spare` rollouts may be added). Use "
+            f"trainer.v1.trainer_mode=rl_plugins_sync."
+        )
 
 
 def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]:
@@ -308,8 +380,7 @@ def _programs_with_media(stack: MethodStack, read: Reader) -> str | None:
 
 def _groups_of_other_estimator(stack: MethodStack, read: Reader) -> str | None:
     estimator = read("algorithm.adv_estimator")
-    rounds = any(m.rounds for m in stack.methods)
-    if estimator == "grpo" or stack.claimed("advantages") or not rounds:
+    if estimator == "grpo" or stack.claimed("advantages") or not in_rounds(stack):
         return None
     return (
         f"{', '.join(f'`{m.name}`' for m in stack.methods if m.rounds)} makes groups of several waves, which "

@@ -53,13 +53,18 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 _finder = _Finder()
+_placed: set[tuple[str, Action]] = set()
 
 
 def after_import(module: str, action: Action) -> None:
-    """Runs `action(module)` once, after `module` was imported; at once if it is there already.
+    """Runs `action(module)` once, however often it is placed, after `module` was imported; at once if it is there
+    already.
 
     An exception of the action ends the import it belongs to.
     """
+    if (module, action) in _placed:
+        return
+    _placed.add((module, action))
     loaded = sys.modules.get(module)
     spec = getattr(loaded, "__spec__", None)
     if loaded is not None and not getattr(spec, "_initializing", False):

@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +22,15 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
-from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, flat
+from rl_plugins.verl.host import ActorConfig, Columns, Engine
+from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, Ragged, flat
 
 POLICY_LOSS = "rl_plugins"  # name in verl's registry, used only with patches/verl/V12
 METRIC = "rl_plugins:"  # what follows is the name in hex: verl reduces by words like "min" in a name
-
+T = TypeVar("T")
 
 _serving: list[MethodsLoss] = []  # whose surrogate verl asks for right now
 
@@ -42,7 +44,7 @@ class MethodsLoss:
         config: the whole config, for the completion length.
     """
 
-    def __init__(self, actor: Any, settings: Settings, config: Any) -> None:
+    def __init__(self, actor: ActorConfig, settings: Settings, config: Any) -> None:
         self.actor = actor
         self.settings = settings
         self.max_length = int(config.data.max_response_length)
@@ -69,7 +71,9 @@ class MethodsLoss:
 
     # ---- one micro-batch
 
-    def __call__(self, model_output: dict[str, Any], data: Any, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(
+        self, model_output: Mapping[str, Tensor], data: Columns, dp_group: Any = None
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Loss and metrics of a micro-batch, as verl's engine asks for them."""
         from verl.workers.utils.losses import ppo_loss
 
@@ -88,19 +92,19 @@ class MethodsLoss:
             loss, metrics = ppo_loss(self.actor, model_output, host, dp_group)
         terms = self._terms(model_output, data)
         if own and not self._seam:
-            surrogate = self._surrogate(terms)
+            per_token = surrogate(stack, terms)
             if "rollout_is_weights" in data:
-                surrogate = surrogate * _padded(data["rollout_is_weights"], terms.logprobs)
-            value = self._aggregate(surrogate, terms)
+                per_token = per_token * _padded(data["rollout_is_weights"], terms.logprobs)
+            value = self._aggregate(per_token, terms)
             _correct_metrics(metrics, value)
             loss = loss + value
-        for m in stack.claims["regularize"]:
-            term = _checked(stack, m, "regularize", stack.call("regularize", m, terms), terms)
-            loss = loss + self._aggregate(term, terms)
+        added = regularizer(stack, terms)
+        if added is not None:
+            loss = loss + self._aggregate(added, terms)
         return loss, metrics
 
     @contextmanager
-    def _in_place_of_policy_loss(self, data: Any) -> Iterator[Any]:
+    def _in_place_of_policy_loss(self, data: Columns) -> Iterator[ActorConfig]:
         """verl's actor config with our surrogate as policy loss, which verl hands the columns (patches/verl/V12)."""
         columns = [k for k in _names(data) if k.startswith((ROW_COLUMN, TOKEN_COLUMN))]
         signals = {"rollout_logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_prob"}
@@ -114,11 +118,7 @@ class MethodsLoss:
         finally:
             _serving.remove(self)
 
-    def _surrogate(self, terms: Terms) -> Tensor:
-        stack = self.stack
-        return _checked(stack, stack.claims["policy_loss"][0], "policy_loss", stack.one("policy_loss", terms), terms)
-
-    def _terms(self, model_output: dict[str, Any], data: Any) -> Terms:
+    def _terms(self, model_output: Mapping[str, Tensor], data: Columns) -> Terms:
         """What hooks in the loss see of this micro-batch."""
         from verl.workers.utils.padding import no_padding_2_padding
 
@@ -154,13 +154,13 @@ class MethodsLoss:
         mask = terms.mask.bool()
         info = self.actor.global_batch_info  # filled by `ppo_loss` just before
         if self.stack.aggregation == "sum":
-            return torch.where(mask, per_token, 0.0).sum() * info["dp_size"]  # gradients are averaged over ranks
+            return masked_sum(per_token, mask) * info["dp_size"]  # gradients are averaged over ranks
         safe = torch.where(mask, per_token, 0.0)  # verl multiplies with the mask, and NaN times 0 is NaN
         return agg_loss(loss_mat=safe, loss_mask=mask, loss_agg_mode=self.actor.loss_agg_mode, **info)
 
     # ---- one optimizer step
 
-    def train_batch(self, host: Callable[..., Any], engine: Any, data: Any) -> Any:
+    def train_batch(self, host: Callable[..., dict[str, Any]], engine: Engine, data: Columns) -> dict[str, Any]:
         """verl's optimizer step on this rank's rows of one mini-batch.
 
         Only here it is known which rows a step holds, so here `global_batch_size` becomes the number of rows that are
@@ -182,7 +182,7 @@ class MethodsLoss:
         tu.assign_non_tensor(data, global_batch_size=rows)
         if not tokens:
             return {"model_output": {}, "loss": [0.0], "metrics": {"grad_norm": 0.0}}
-        scale = self._before_update(engine, data, group) if self.stack.claims["before_update"] else 1.0
+        scale = self._before_update(engine, data, group) if self.stack.claimed("before_update") else 1.0
         rates = [g["lr"] for g in engine.optimizer.param_groups]
         for g in engine.optimizer.param_groups:
             g["lr"] = g["lr"] * scale
@@ -197,52 +197,33 @@ class MethodsLoss:
                 output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
         return output
 
-    def _before_update(self, engine: Any, data: Any, group: Any) -> float:
+    def _before_update(self, engine: Engine, data: Columns, group: Any) -> float:
         """Row sums of this optimizer step over all ranks, to every method; its columns into this rank's rows."""
         from verl.utils.device import get_device_id
 
-        stack = self.stack
-        mask = data["response_mask"]
-        live = flat(mask).bool().cpu()
-        offsets = mask.offsets().cpu()
-        row = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+        of, needs = Ragged.of(data["response_mask"]), self.stack.needs
+        live = flat(data["response_mask"]).bool().cpu()
 
         def sums(values: Tensor) -> Tensor:
             chosen = torch.where(live, values.detach().cpu().double(), 0.0)
-            return torch.zeros(len(offsets) - 1, dtype=torch.float64).index_add(0, row, chosen)
+            return torch.zeros(len(of.offsets) - 1, dtype=torch.float64).index_add(0, of.row, chosen)
 
-        mine = {"length": sums(live.double()).long(), "group": flat(data[GROUP]).long().cpu()}
-        mine["old_logprobs"] = sums(flat(data["old_log_probs"]))
-        if "rollout_logprobs" in stack.needs:
-            mine["rollout_logprobs"] = sums(flat(data["rollout_log_probs"]))
-        if "current_logprobs" in stack.needs:
-            mine["logprobs"] = sums(_current_logprobs(engine, data))
-        own = {k: flat(data[k]).double().cpu() for k in _names(data) if k.startswith(ROW_COLUMN)}
-        parts = _gather({**mine, **own}, group)
-        trained = torch.cat([p["length"] for p in parts]) > 0
-        together = {k: torch.cat([p[k] for p in parts])[trained] for k in parts[0]}
-        rows = Rows(
-            **{k: v for k, v in together.items() if not k.startswith(ROW_COLUMN)},
-            columns={k.removeprefix(ROW_COLUMN): v for k, v in together.items() if k.startswith(ROW_COLUMN)},
+        mine = Rows(
+            group=flat(data[GROUP]).long().cpu(),
+            length=sums(live.double()).long(),
+            logprobs=sums(_current_logprobs(engine, data)) if "current_logprobs" in needs else None,
+            old_logprobs=sums(flat(data["old_log_probs"])),
+            rollout_logprobs=sums(flat(data["rollout_log_probs"])) if "rollout_logprobs" in needs else None,
+            columns={
+                k.removeprefix(ROW_COLUMN): flat(data[k]).double().cpu()
+                for k in _names(data)
+                if k.startswith(ROW_COLUMN)
+            },
         )
-        rank = torch.distributed.get_rank(group)
-        first = sum(len(p["length"]) for p in parts[:rank])
-        scale = 1.0
-        for m in stack.claims["before_update"]:
-            update = stack.call("before_update", m, rows)
-            if update is None:
-                continue
-            scale *= float(update.lr_scale)
-            for name, values in update.columns.items():
-                if tuple(values.shape) != (len(rows.length),):
-                    raise stack.refuse(m, "before_update", f"the column `{name}` needs one number per row.")
-                full = torch.zeros(len(trained))
-                full[trained] = values.float()
-                mine_only = full[first : first + len(mine["length"]), None]
-                data[ROW_COLUMN + name] = mine_only.to(get_device_id())
-        if rank:
-            stack.metrics.take()  # every rank logged the same; one of them counts
-        return scale
+        update = before_update(self.stack, _gather(mine, group), torch.distributed.get_rank(group))
+        for name, values in update.columns.items():
+            data[ROW_COLUMN + name] = values[:, None].to(get_device_id())
+        return update.lr_scale
 
 
 def register_surrogate() -> None:
@@ -285,10 +266,10 @@ def _surrogate_of_verl(
         ref_logprobs=own.pop("ref_log_prob", None),
         columns=own,
     )
-    surrogate = owner._surrogate(terms)
+    per_token = surrogate(owner.stack, terms)
     if rollout_is_weights is not None:
-        surrogate = surrogate * rollout_is_weights
-    return owner._aggregate(surrogate, terms), {}
+        per_token = per_token * rollout_is_weights
+    return owner._aggregate(per_token, terms), {}
 
 
 def wrap_train_batch() -> None:
@@ -299,7 +280,7 @@ def wrap_train_batch() -> None:
     if getattr(host, "rl_plugins", False):
         return
 
-    def train_batch(self: Any, data: Any, loss_function: Any) -> Any:
+    def train_batch(self: Engine, data: Columns, loss_function: Callable[..., Any]) -> Any:
         if isinstance(loss_function, MethodsLoss):
             return loss_function.train_batch(host, self, data)
         return host(self, data, loss_function)
@@ -315,7 +296,7 @@ def take_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     return {bytes.fromhex(key.removeprefix(prefix)).decode(): float(metrics.pop(key)) for key in sorted(found)}
 
 
-def _names(data: Any) -> list[str]:
+def _names(data: Columns) -> list[str]:
     return [str(k) for k in data.keys()]  # noqa: SIM118  a TensorDict iterates over its rows
 
 
@@ -326,7 +307,7 @@ def _padded(column: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(dense, (0, missing)) if missing else dense
 
 
-def _current_logprobs(engine: Any, data: Any) -> Tensor:
+def _current_logprobs(engine: Engine, data: Columns) -> Tensor:
     """Log-probs of the response tokens at the weights of this step, flat: one pass without gradient."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested
@@ -337,19 +318,11 @@ def _current_logprobs(engine: Any, data: Any) -> Tensor:
     return flat(response_from_nested(output["model_output"]["log_probs"], data["response_mask"]))
 
 
-def _gather(value: Any, group: Any) -> list[Any]:
+def _gather(value: T, group: Any) -> list[T]:
+    """What every rank gives, in rank order."""
     parts: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(parts, value, group=group)
     return parts
-
-
-def _checked(stack: MethodStack, method: Any, hook: str, value: Any, terms: Terms) -> Tensor:
-    try:
-        return torch.broadcast_to(value, terms.logprobs.shape)
-    except (RuntimeError, TypeError):
-        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        why = f"a tensor of shape {tuple(terms.logprobs.shape)} is needed, it gave {given}."
-        raise stack.refuse(method, hook, why) from None
 
 
 def _correct_metrics(metrics: dict[str, Any], value: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The `verl.plugins` entry point, loaded at the end of `import verl` in every process of a run.
 
-It only places actions that run when their module of verl is imported (0.1 ms, any order of plugins). In the driver the
-config is checked before Ray starts; trainers are registered beside verl's own; on machines without an accelerator
-(VERL_PLATFORM=cpu) the CPU platform is registered.
+It only places actions that run when their module of verl is imported (0.1 ms, any order of plugins); changes.py lists
+what they change. In the driver the config is checked before Ray starts; trainers are registered beside verl's own; on
+machines without an accelerator (VERL_PLATFORM=cpu) the CPU platform is registered.
 
 verl reports a plugin that fails at DEBUG level only. So a failure is printed here, and a run that names methods then
 ends before Ray starts.
@@ -10,44 +10,43 @@ ends before Ray starts.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rl_plugins.verl import METHODS_VARIABLE
 from rl_plugins.verl.imports import after_import
 
 CONFIG, TRAINER_BASE = "verl.utils.config", "verl.trainer.ppo.v1.trainer_base"
 TRAINERS, MONKEY_PATCH = "verl.trainer.ppo.v1", "verl.models.transformers.monkey_patch"
 AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
 
-_loaded = False
-
 
 def load() -> None:
-    """Places everything, once per process."""
-    global _loaded
-    if _loaded:
-        return
-    _loaded = True
+    """Places everything; a second time is nothing."""
+    on_cpu = os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
     try:
-        if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
-            from rl_plugins.verl import cpu
+        if on_cpu:
+            from rl_plugins.verl.cpu.activate import activate
 
-            cpu.activate()
+            activate()
         after_import(CONFIG, _guard_config)
         after_import(TRAINER_BASE, _guard_trainer)
         after_import(TRAINERS, _register_trainers)
         after_import(AGENT_LOOP, _register_agent_loop)
-        after_import(MONKEY_PATCH, _without_value_head)
+        if on_cpu or os.environ.get(METHODS_VARIABLE):
+            after_import(MONKEY_PATCH, without_value_head)
     except Exception as e:
         if not _verl_reports_plugins():
             print(f"[rl-plugins] the verl plugin could not be loaded in process {os.getpid()}:", file=sys.stderr)
             traceback.print_exc()
-        why = f"{type(e).__name__}: {e}"
-        after_import(CONFIG, lambda module: _refuse_methods(module, why))
+        after_import(CONFIG, functools.partial(_refuse_methods, why=f"{type(e).__name__}: {e}"))
         raise
 
 
@@ -57,69 +56,74 @@ def _verl_reports_plugins() -> bool:
     return bool(file) and '.debug("Failed to load plugin' not in Path(str(file)).read_text(encoding="utf-8")
 
 
-def _guard_config(module: Any) -> None:
+def _before(owner: Any, name: str, first: Callable[..., None]) -> None:
+    """Wraps a function: `first` sees the same arguments before it, and what it raises is raised."""
+    host = getattr(owner, name)
+
+    @functools.wraps(host)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return host(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _guard_config(module: ModuleType) -> None:
     """`validate_config` is what every entry point of verl calls before it starts Ray."""
-    validate = module.validate_config
 
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from rl_plugins.verl.start import prepare
+    def check(config: Any, *args: Any, **kwargs: Any) -> None:
+        from rl_plugins.verl import start
 
-        prepare(config)
-        return validate(config, *args, **kwargs)
+        start.prepare(config)
 
-    module.validate_config = validate_config
+    _before(module, "validate_config", check)
 
 
-def _guard_trainer(module: Any) -> None:
-    """Programs that build a trainer themselves are checked, too: methods named under a trainer of verl do nothing."""
-    init = module.PPOTrainer.__init__
+def _guard_trainer(module: ModuleType) -> None:
+    """Programs that build a trainer themselves are checked, too: methods named under a trainer of verl do nothing.
+    Trainers of ours have prepared the methods before they get here."""
 
-    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        from rl_plugins.verl.start import prepare
+    def check(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        from rl_plugins.verl import start
 
-        prepare(config, type(self))
-        init(self, config, *args, **kwargs)
+        if not start.serves_methods(type(self)):
+            start.prepare(config, type(self))
 
-    module.PPOTrainer.__init__ = __init__
+    _before(module.PPOTrainer, "__init__", check)
 
 
 def _register_trainers(module: ModuleType) -> None:
-    from rl_plugins.verl import trainer  # noqa: F401
+    importlib.import_module("rl_plugins.verl.trainer")
 
 
 def _register_agent_loop(module: ModuleType) -> None:
-    from rl_plugins.verl import agent_loop  # noqa: F401
+    importlib.import_module("rl_plugins.verl.agent_loop")
 
 
-def _refuse_methods(module: Any, why: str) -> None:
-    validate = module.validate_config
-
-    def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_methods(module: ModuleType, why: str) -> None:
+    def check(config: Any, *args: Any, **kwargs: Any) -> None:
         if config.get("rl_plugins") is not None:
             raise RuntimeError(
                 f"The config names methods of rl-plugins, whose verl plugin could not be loaded ({why}); its traceback "
                 f"was printed when verl was imported."
             )
-        return validate(config, *args, **kwargs)
 
-    module.validate_config = validate_config
+    _before(module, "validate_config", check)
 
 
-def _without_value_head(module: Any) -> None:
+def without_value_head(module: Any) -> None:
     """verl 0.9.1 asks an installed TRL for its value-head class in every model build, and TRL 1.16 has none any more.
 
     Then verl is told that TRL is not there, as far as this module is concerned (verl/models/transformers/
     monkey_patch.py:352). The twin is patches/verl/V3. The files are looked at, because importing TRL costs seconds.
     """
-    if not hasattr(module, "is_trl_available") or _trl_has_value_head():
+    if not hasattr(module, "is_trl_available") or trl_has_value_head():
         return
     available = module.is_trl_available
-    module.is_trl_available = lambda *args, **kwargs: available(*args, **kwargs) and _trl_has_value_head()
+    module.is_trl_available = lambda *args, **kwargs: available(*args, **kwargs) and trl_has_value_head()
 
 
-def _trl_has_value_head() -> bool:
-    import importlib.util
-
+def trl_has_value_head() -> bool:
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         return False

@@ -10,21 +10,57 @@ import hashlib
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.verl.facts import NESTED_COLUMNS
+from rl_plugins.verl.host import Columns, Dataset
 
 PROMPT_INDEX = "rl_plugins_prompt_index"  # column of the dataset row's number, added to what the dataset yields
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
 # What an agent loop says of a row, in its `extra_fields`:
 FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # [start, stop) of tokens, see `ranges`
-TURNS = "rl_plugins_turns"  # of the agent, see turns.py
-MADE = "rl_plugins_program"  # what a rollout program says of its row, see program.py
+TURNS = "rl_plugins_turns"  # of the agent, see `rows.read_turns`
+MADE = "rl_plugins_program"  # what a rollout program says of its row, see session.py
 TECHNICAL = (PROMPT_INDEX, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
 PLANNED_AGENT = "rl_plugins_planned"  # agent loop that serves given completions, prefixes and token limits
 PROGRAM_AGENT = "rl_plugins_program"  # agent loop that runs a rollout program
+
+Ranges = Sequence[Sequence[int]]  # [start, stop) of every unbroken run
+
+
+class Given(TypedDict):
+    """A completion of the plan."""
+
+    tokens: list[int]
+    logprobs: list[float] | None
+
+
+class Note(TypedDict):
+    """What the plan says about a prompt and must be known again later. Plain data: it lies in the queue and its
+    checkpoints.
+
+    Args:
+        wave: names the plan of the first round; groups are numbered in it.
+        place: of the plan row in its plan.
+        round: of the plan.
+        planned_at: generation batch in which it was planned.
+        draw: number of the plan in that batch, from 1.
+        prompt_index, group, prefix, max_tokens, given, payload: of the plan row.
+    """
+
+    prompt_index: int
+    wave: str
+    group: int
+    place: int
+    round: int
+    prefix: list[int]
+    max_tokens: int | None
+    given: list[Given]
+    payload: Any
+    planned_at: NotRequired[int]
+    draw: NotRequired[int]
 
 
 def ranges(marks: Sequence[bool]) -> list[list[int]]:
@@ -47,8 +83,8 @@ def messages_of(prompt: Any) -> list[Any]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
-def number_rows(dataset: Any) -> None:
-    """Makes a map-style dataset yield the number of each row in the column `ROW`.
+def number_rows(dataset: Dataset) -> None:
+    """Makes a map-style dataset yield the number of each row in the column `PROMPT_INDEX`.
 
     The object stays what it is for everybody else: its class is replaced by a subclass of it.
     """
@@ -65,7 +101,7 @@ def number_rows(dataset: Any) -> None:
     dataset.__class__ = type(cls.__name__, (cls,), body)
 
 
-def fingerprint(dataset: Any) -> str:
+def fingerprint(dataset: Dataset) -> str:
     """A short text that tells datasets apart: number of rows, and 32 rows spread over it."""
     size = len(dataset)
     frame = getattr(dataset, "dataframe", None)
@@ -83,27 +119,33 @@ class PromptBatches:
         config: the whole config.
     """
 
-    def __init__(self, dataset: Any, config: Any) -> None:
+    def __init__(self, dataset: Dataset, config: Any) -> None:
         self.dataset = dataset
         rollout = config.actor_rollout_ref.rollout
         self.group_size: int = rollout.n
         self.response_length: int = config.data.max_response_length
         self.default_agent: str = rollout.agent.default_agent_loop
-        self.by_program = False  # a method makes the rollouts with a program
         self.prompt_key: str = config.data.get("prompt_key", "prompt")
         correction = config.algorithm.get("rollout_correction", None)
         self.bypass = bool(correction and correction.get("bypass_mode", False))
 
     def build(
-        self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0, step: int = 0, draw: int = 1
-    ) -> Any:
+        self,
+        rows: Sequence[PlanRow],
+        wave: str | None = None,
+        round_: int = 0,
+        number: int = 0,
+        draw: int = 1,
+        by_program: bool = False,
+    ) -> Columns:
         """A TensorDict with one row per plan row, each under a uid of its own.
 
         Args:
             wave: of the plan whose groups these rows continue; a new one if None.
             round_: of the plan.
-            step: generation batch in which the plan was made.
+            number: generation batch in which the plan was made.
             draw: number of the plan in that batch, from 1.
+            by_program: a method makes the rollouts with a program.
 
         Raises:
             MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
@@ -120,14 +162,14 @@ class PromptBatches:
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
         for i, p in enumerate(rows):
-            batch[COLUMN][i] = self.note(p, wave, i, round_) | {"planned_at": step, "draw": draw}
+            batch[COLUMN][i] = note_of(p, wave, i, round_) | {"planned_at": number, "draw": draw}
         counts = [p.n + p.spare for p in rows]
         if any(n != self.group_size for n in counts):
             batch["__rollout_n__"] = torch.tensor(counts)
         planned = [bool(p.given or p.prefix or p.max_tokens is not None) for p in rows]
-        if any(planned) or self.by_program:
-            self._check_planned(rows, batch)
-        if any(planned) and not self.by_program:  # a program serves all of that itself
+        if any(planned) or by_program:
+            self._check_planned(rows, batch, by_program)
+        if any(planned) and not by_program:  # a program serves all of that itself
             agents = list(batch.get("agent_name", [self.default_agent] * len(rows)))
             batch["agent_name"] = np.array(
                 [PLANNED_AGENT if own else agent for own, agent in zip(planned, agents, strict=True)], dtype=object
@@ -165,29 +207,12 @@ class PromptBatches:
             f"{', '.join(sorted(set(row) - set(TECHNICAL)))} and the fields of {' and '.join(NESTED_COLUMNS)}."
         )
 
-    def note(self, plan: PlanRow, wave: str, place: int, round_: int) -> dict[str, Any]:
-        """What the plan says about a prompt and must be known again later."""
-        return {
-            "prompt_index": plan.prompt_index,
-            "wave": wave,
-            "group": plan.group,
-            "place": place,
-            "round": round_,
-            "prefix": list(plan.prefix),
-            "max_tokens": plan.max_tokens,
-            "given": [
-                {"tokens": list(c.tokens), "logprobs": None if c.logprobs is None else list(c.logprobs)}
-                for c in plan.given
-            ],
-            "payload": plan.payload,
-        }
-
-    def _check_planned(self, rows: Sequence[PlanRow], batch: Mapping[str, Any]) -> None:
+    def _check_planned(self, rows: Sequence[PlanRow], batch: Mapping[str, Any], by_program: bool) -> None:
         agents = {str(a) for a in batch.get("agent_name", [self.default_agent])}
         if agents != {"single_turn_agent"}:
             what = (
                 "A rollout program makes the completions"
-                if self.by_program
+                if by_program
                 else ("The plan gives completions, prefixes or token limits")
             )
             raise ConfigError(
@@ -208,3 +233,20 @@ class PromptBatches:
                     f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
                     f"{longest} tokens; the completion length is {limit}."
                 )
+
+
+def note_of(plan: PlanRow, wave: str, place: int, round_: int) -> Note:
+    """What a plan row says that must be known again later."""
+    return {
+        "prompt_index": plan.prompt_index,
+        "wave": wave,
+        "group": plan.group,
+        "place": place,
+        "round": round_,
+        "prefix": list(plan.prefix),
+        "max_tokens": plan.max_tokens,
+        "given": [
+            {"tokens": list(c.tokens), "logprobs": None if c.logprobs is None else list(c.logprobs)} for c in plan.given
+        ],
+        "payload": plan.payload,
+    }

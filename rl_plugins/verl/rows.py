@@ -20,7 +20,8 @@ from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.facts import NESTED_COLUMNS
-from rl_plugins.verl.prompts import COLUMN, MADE, TURNS
+from rl_plugins.verl.host import Batch, Columns, Tokenizer
+from rl_plugins.verl.prompts import COLUMN, MADE, TURNS, Note, Ranges
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
@@ -44,13 +45,13 @@ class Ragged:
     offsets: Tensor
 
     @classmethod
-    def of(cls, column: Any) -> Ragged:
-        offsets = column.offsets().cpu()
+    def of(cls, column: Tensor) -> Ragged:
+        offsets: Tensor = column.offsets().cpu()  # type: ignore[attr-defined]
         length = offsets.diff()
         row = torch.repeat_interleave(torch.arange(len(length)), length)
         return cls(row, torch.arange(len(row)) - offsets[:-1][row], offsets)
 
-    def marked(self, ranges: Sequence[Sequence[Sequence[int]]]) -> Tensor:
+    def marked(self, ranges: Sequence[Ranges]) -> Tensor:
         """(values,) bool: True inside of the ranges [start, stop) of each row."""
         marks = torch.zeros(len(self.row), dtype=torch.bool)
         for first, of_row in zip(self.offsets.tolist(), ranges, strict=False):
@@ -76,7 +77,12 @@ def plain(column: Any) -> list[Any]:
     return [getattr(x, "data", x) for x in column]
 
 
-def column_of(rows: Mapping[str, Any], name: str) -> list[Any] | None:
+def notes_of(rows: Columns) -> list[Note]:
+    """What the plan said of the prompt of each row."""
+    return plain(rows[COLUMN])
+
+
+def column_of(rows: Columns, name: str) -> list[Any] | None:
     """A dataset column by name, or a field of `extra_info` or `reward_model`; None if there is none."""
     if name in rows:
         values = rows[name]
@@ -89,7 +95,7 @@ def column_of(rows: Mapping[str, Any], name: str) -> list[Any] | None:
     return None
 
 
-def row_columns(rows: Mapping[str, Any], stack: MethodStack) -> dict[str, list[Any]]:
+def row_columns(rows: Columns, stack: MethodStack) -> dict[str, list[Any]]:
     """The columns methods ask for: what a row's program or agent loop says of it, else the dataset's.
 
     Raises:
@@ -105,41 +111,45 @@ def row_columns(rows: Mapping[str, Any], stack: MethodStack) -> dict[str, list[A
     return found
 
 
-def sort_key(note: Mapping[str, Any], session: int, index: int) -> tuple[Any, ...]:
-    """The order of the plan: whatever finished first, the driver sees rows in this order."""
-    return note["wave"], note["group"], note["round"], note["place"], session, index
+def plan_order(keys: Sequence[str], notes: Sequence[Note]) -> list[int]:
+    """Places of rows in the order of the plan: whatever finished first, the driver sees them in this order."""
+
+    def key(i: int) -> tuple[Any, ...]:
+        note = notes[i]
+        return note["wave"], note["group"], note["round"], note["place"], *split(keys[i])[1:]
+
+    return sorted(range(len(keys)), key=key)
 
 
 def read_rollouts(
-    rows: Mapping[str, Any],
-    keys: Sequence[str],
-    tags: Sequence[Mapping[str, Any]],
+    rows: Columns,
+    batch: Batch,
     stack: MethodStack | None,
     rewards: Mapping[str, float],
-    tokenizer: Any,
-    step: int,
-    total_steps: int,
+    tokenizer: Tokenizer,
+    number: int,
 ) -> Rollouts:
     """Rollouts of the rows in their order.
 
     Args:
         rows: columns of the rows.
-        keys, tags: of the rows; a key is "{uid}_{session}_{index}".
+        batch: their keys and tags; a key is "{uid}_{session}_{index}".
         stack: the methods, whose signals are filled in; None: none is.
         rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
+        number: of the generation batch.
 
     Raises:
         ConfigError: the reward function does not answer with a key of `rewards`.
         MethodError: a column is missing.
     """
     needs = stack.needs if stack is not None else set()
-    notes = plain(rows[COLUMN])
+    notes = notes_of(rows)
     extra = plain(rows["extra_fields"])
     mask = rows["response_mask"]
-    n = len(keys)
+    n = len(batch)
     of = Ragged.of(mask)
     score = torch.zeros(n, dtype=torch.float64).index_add(0, of.row, flat(rows["rm_scores"]).double())
-    group, rollout, index = _numbers(keys, notes, extra)
+    group, rollout, index = _numbers(batch.keys, notes, extra)
     responses = [r.tolist() for r in rows["responses"].unbind()]
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
@@ -157,18 +167,18 @@ def read_rollouts(
         length=torch.bincount(of.row[flat(mask).bool()], minlength=n),
         truncated=torch.tensor([_truncated(e, r, ends) for e, r in zip(extra, responses, strict=True)]),
         kept=torch.ones(n, dtype=torch.bool),
-        version=torch.tensor([_version(tag) for tag in tags], dtype=torch.int64),
+        version=torch.tensor([_version(tag) for tag in batch.tags], dtype=torch.int64),
         text=text if "text" in needs else None,
         raw_text=tokenizer.batch_decode(responses, skip_special_tokens=False) if "raw_text" in needs else None,
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
         meta=row_columns(rows, stack) if stack is not None else {},
         payload=[note["payload"] for note in notes],
-        batch=step,
+        batch=number,
     )
 
 
 def _numbers(
-    keys: Sequence[str], notes: Sequence[Mapping[str, Any]], extra: Sequence[Mapping[str, Any]]
+    keys: Sequence[str], notes: Sequence[Note], extra: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], list[int], list[int]]:
     """Group of every row, number of its rollout in the group, and number of the row in the rollout.
 
@@ -199,7 +209,7 @@ def _truncated(extra: Mapping[str, Any], response: Sequence[int], ends: set[int]
     return not response or response[-1] not in ends
 
 
-def read_turns(rows: Mapping[str, Any], tokenizer: Any) -> list[tuple[Turn, ...]]:
+def read_turns(rows: Columns, tokenizer: Tokenizer) -> list[tuple[Turn, ...]]:
     """Turns of every row: as its program or agent loop marked them, else every unbroken run of trained tokens.
 
     A loop that marks no tokens may still say of each turn what it knows (`TURNS`: a list of dicts with "anchor",
@@ -263,7 +273,7 @@ def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
     return torch.tensor([[number(info.get(k)) for k in rewards] for info in infos], dtype=torch.float64)
 
 
-def no_tokens(columns: set[str], steps: bool) -> Tokens:
+def no_tokens(columns: set[str], turns: bool) -> Tokens:
     """Tokens of a batch that has none."""
     nothing = torch.empty(0, dtype=torch.int64)
     return Tokens(
@@ -272,13 +282,13 @@ def no_tokens(columns: set[str], steps: bool) -> Tokens:
         advantages=nothing.double(),
         keep=nothing.bool(),
         forced=nothing.bool(),
-        turn=nothing if steps else None,
+        turn=nothing if turns else None,
         **{name: nothing.float() for name in sorted(columns)},
     )
 
 
 def read_tokens(
-    rows: Mapping[str, Any], columns: set[str], row_number: Tensor, forced: Sequence[Sequence[Sequence[int]]]
+    rows: Columns, columns: set[str], row_number: Tensor, forced: Sequence[Ranges]
 ) -> tuple[Tokens, Ragged, Tensor]:
     """Flat tokens of rows.
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl import facts
-from rl_plugins.verl.compat import check_verl_version
+from rl_plugins.verl import METHODS_VARIABLE, facts
+from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
 
+WORKERS = f"ray_kwargs.ray_init.runtime_env.env_vars.{METHODS_VARIABLE}"  # what verl hands to `ray.init`
 
-def prepare(config: Any, trainer: type | None = None) -> None:
+
+@dataclass(frozen=True)
+class Prepared:
+    """Methods that passed all checks of a run.
+
+    Args:
+        settings: as the config names them.
+        stack: the methods; empty for `rl_plugins.methods=[]`.
+    """
+
+    settings: Settings
+    stack: MethodStack
+
+
+def prepare(config: Any, trainer: type | None = None) -> Prepared | None:
     """Checks the methods a config names and sets the host options they ask for; nothing without `rl_plugins`.
 
     Args:
@@ -24,23 +40,25 @@ def prepare(config: Any, trainer: type | None = None) -> None:
     """
     settings = read_settings(config)
     check_mode(settings, config, trainer)
-    if settings is None or not settings.methods:
-        return
+    if settings is None:
+        return None
     stack = settings.stack()
-    options = apply(stack, settings, config)
-    if trainer is None:
-        print(describe(stack, options, config), flush=True)
+    if stack:
+        options = apply(stack, settings, config)
+        if trainer is None:
+            print(describe(stack, options, config), flush=True)
+    return Prepared(settings, stack)
 
 
 def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]:
-    """Checks a stack against a config and sets what it asks for."""
+    """Checks a stack against a config, sets what it asks for, and tells worker processes that there are methods."""
     from omegaconf import OmegaConf, open_dict
 
-    check_verl_version()
+    check_verl()
     options = facts.check(stack, settings, config)
     with open_dict(config):
-        for name, value in options.items():
-            OmegaConf.update(config, name, value)
+        for name, value in {**options, WORKERS: ",".join(stack.names)}.items():
+            OmegaConf.update(config, name, value, force_add=True)
     return options
 
 
@@ -51,6 +69,11 @@ def describe(stack: MethodStack, options: dict[str, Any], config: Any) -> str:
     return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
 
+def serves_methods(trainer: Any) -> bool:
+    """Whether a trainer class is one of ours, or derived from one."""
+    return hasattr(trainer, "methods_mode")
+
+
 def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
     """Raises ConfigError for methods that the trainer of this run would ignore, and for our trainer without methods."""
     from omegaconf import OmegaConf
@@ -59,16 +82,17 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
     v1 = OmegaConf.select(config, "trainer.use_v1")
     ours = mode in MODES and v1 is not False
     if trainer is not None:
-        ours = hasattr(trainer, "methods_mode")
+        ours = serves_methods(trainer)
     elif settings is not None and not ours and v1 is not False and mode not in MODES.values():
         from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-        ours = hasattr(TRAINER_REGISTRY.get(mode), "methods_mode")  # a trainer derived from ours
+        ours = serves_methods(TRAINER_REGISTRY.get(mode))  # a trainer derived from ours
     if settings is None:
-        if ours and mode in MODES:
+        if ours:
+            base = MODES.get(mode) or getattr(trainer, "methods_mode", mode)
             raise ConfigError(
                 f"trainer.v1.trainer_mode={mode} is given and no methods. Add +rl_plugins.methods=[...] "
-                f"(`rl-plugins list` shows them; [] is the host alone), or use trainer.v1.trainer_mode={MODES[mode]}."
+                f"(`rl-plugins list` shows them; [] is the host alone), or use trainer.v1.trainer_mode={base}."
             )
         return
     if settings.methods and not ours:

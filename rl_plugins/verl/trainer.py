@@ -1,7 +1,7 @@
 """verl's V1 trainers with methods: one mixin over each of them, registered under a name of its own.
 
 Every override calls `super()`. What belongs to one batch is in batch.py, to the prompts in prompts.py, to the loss in
-loss.py.
+loss.py. A step of verl's trainer has one generation batch, in `separate_async` several.
 """
 
 from __future__ import annotations
@@ -11,38 +11,41 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+import torch
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, PPOTrainerSeparateAsync, PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Run
-from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.errors import MethodError, StateError
+from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.verl import facts, loss, start
+from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
-    MethodsBatch,
+    Decisions,
+    Selected,
+    Settled,
+    clean_padding,
+    complete_rollout_logprobs,
     fetch,
     is_padding,
     logprob_multiple,
     whole_group_order,
 )
-from rl_plugins.verl.compat import moved_symbols, states_its_mode, untested_allowed, verl_version
-from rl_plugins.verl.config import MODES, read_settings
+from rl_plugins.verl.compat import states_its_mode
+from rl_plugins.verl.config import MODES
 from rl_plugins.verl.evaluation import PlannedBatches, planning
+from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
-from rl_plugins.verl.rows import GROUP, flat, plain, read_rollouts, split
+from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
 
-MAX_ROUNDS = 64
 POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short step
 
 
-_Host: Any = object  # stands for the trainer of verl that a subclass adds
-
-
-class MethodsTrainer(_Host):
+class MethodsTrainer(host.Trainer):
     """Mixin over a trainer of verl. Without methods every override hands on to the host.
 
     Attributes:
@@ -51,26 +54,17 @@ class MethodsTrainer(_Host):
     """
 
     methods_mode = "sync"
-    val_dataloader: Any
 
     def __init__(self, config: Any) -> None:
-        moved = moved_symbols(type(self))
-        if moved and not untested_allowed():
-            raise ConfigError(
-                f"verl {verl_version()} is not as this version of rl-plugins expects it: {'; '.join(moved)}. Install a "
-                f"version it was tested with."
-            )
-        settings = read_settings(config)
-        assert settings is not None  # `start.prepare` refuses this trainer without the node
-        self.settings = settings
-        self.methods = settings.stack()
-        self._batch: MethodsBatch | None = None
-        self._first_balance = self._nothing_left = False
+        prepared = start.prepare(config, type(self))
+        assert prepared is not None  # a trainer of ours without the node is refused there
+        self.settings, self.methods = prepared.settings, prepared.stack
+        self._selected: Selected | None = None  # the batch between selection and settlement
+        self._settled: Settled | None = None
+        self._first_balance, self._ranks = False, 1
         self._logged: list[dict[str, float]] = []
-        self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the step that is generated
-        self._planned_prompts = self._trained_rows = 0
-        if self.methods:
-            start.apply(self.methods, settings, config)
+        self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the batch that is generated
+        self._planned_prompts = 0
         super().__init__(config)
         if self.methods:
             chosen = config.trainer.v1.sampler.get("poll_interval")  # a key of patches/verl/V11; 2.0 is its default
@@ -80,14 +74,22 @@ class MethodsTrainer(_Host):
 
     # ---- start
 
-    def _init_dataloader(self) -> None:
-        super()._init_dataloader()
+    def on_init_end(self) -> None:
         if self.methods:
             number_rows(self.train_dataset)
             self._prompts = PromptBatches(self.train_dataset, self.config)
             self._fingerprint = fingerprint(self.train_dataset)
+            self.methods.start(self.known().run())
+            if self.global_steps:
+                self._load_state()
+        super().on_init_end()
 
-    def fit(self, agent_loop_manager: Any) -> None:
+    def known(self) -> Known:
+        """What methods are told of this run."""
+        data = self.train_dataset
+        return Known(Reader(self.config, self.methods_mode), self.settings, data, len(data), self.total_training_steps)
+
+    def fit(self, agent_loop_manager: host.AgentLoopManager) -> None:
         if self.methods:
             self.agent_loop_manager = agent_loop_manager
             actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
@@ -102,52 +104,30 @@ class MethodsTrainer(_Host):
             self._watch = watch
             wait = self.replay_buffer._wait_for_next_poll
 
-            def watched_wait(*args: Any, **kwargs: Any) -> Any:
+            def watched_wait(*args: Any, **kwargs: Any) -> float:
                 watch.check()
                 return wait(*args, **kwargs)
 
             self.replay_buffer._wait_for_next_poll = watched_wait
         super().fit(agent_loop_manager)
 
-    def _run(self) -> Run:
-        batches = self.total_training_steps * self.parameter_sync_step
-        read = facts.Reader(self.config)
-        return Run(
-            host="verl",
-            host_version=verl_version(),
-            dataset=self.train_dataset,
-            dataset_size=len(self.train_dataset),
-            columns=tuple(facts.dataset_columns(read) or ()),
-            reward_names=tuple(self.settings.rewards) or ("score",),
-            group_size=self.config.actor_rollout_ref.rollout.n,
-            total_steps=batches * read.optimizer_steps_per_batch,
-            total_batches=batches,
-            max_completion_length=self.config.data.max_response_length,
-        )
-
     # ---- state
 
-    def _load_checkpoint(self) -> None:
-        if self.methods:
-            self.methods.start(self._run())
-        super()._load_checkpoint()
-        if self.methods and self.global_steps:
-            trainer = self.config.trainer
-            folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-            self._load_state(trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder)
-
-    def _load_state(self, folder: str) -> None:
+    def _load_state(self) -> None:
+        trainer = self.config.trainer
+        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
+        folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder
         saved = load_state(folder)
-        if saved is None:
-            stateful = [m.name for m in self.methods.methods if m._state]
-            if stateful:
-                raise StateError(
-                    f"The checkpoint {folder} holds no state of methods, and {', '.join(stateful)} cannot resume "
-                    f"without theirs. To go on from its weights, start a new run with that model."
-                )
-            self.methods.batch = self.global_steps * self.parameter_sync_step
+        if saved is not None:
+            self.methods.load_state_dict(saved, self._fingerprint)
             return
-        self.methods.load_state_dict(saved, self._fingerprint)
+        stateful = [m.name for m in self.methods.methods if m.state]
+        if stateful:
+            raise StateError(
+                f"The checkpoint {folder} holds no state of methods, and {', '.join(stateful)} cannot resume without "
+                f"theirs. To go on from its weights, start a new run with that model."
+            )
+        self.methods.batch = self.global_steps * self.parameter_sync_step
 
     def _save_checkpoint(self) -> None:
         if self.methods:  # first: verl's last act is the tracker file that makes the checkpoint findable
@@ -158,52 +138,33 @@ class MethodsTrainer(_Host):
 
     # ---- what is generated
 
-    def _next_train_batch(self, num_prompts: int | None = None) -> Any:
+    def _next_train_batch(self, num_prompts: int | None = None) -> host.Columns:
         batch = super()._next_train_batch(num_prompts)
         if not self.methods:
             return batch
-        from verl.utils import tensordict_utils as tu
-
-        proposal = [int(i) for i in batch[PROMPT_INDEX]]
-        plan = first_plan(
-            self.methods,
-            proposal,
-            self._prompts.group_size,
-            len(proposal) * self._prompts.group_size,
-            len(self.train_dataset),
-            self.train_dataset,
-        )
-        if self.methods_mode != "sync":
-            self._check_async_plan(plan, len(proposal))
-        planned = self._build(plan.rows)
-        uids = dict(zip(map(str, planned["uid"]), plan.rows, strict=True))
+        proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
+        plan = known.plan(self.methods, proposal)
+        known.check_plan(self.methods, plan, len(proposal))
+        planned, uids = self._build(plan.rows)
         if num_prompts is None:
-            self._submitted, self._planned_prompts, self._trained_rows = uids, len(uids), plan.trained
+            self._submitted, self._planned_prompts = uids, len(uids)
         else:  # verl refills what it evicted
             self._submitted |= uids
-        tu.assign_non_tensor_data(planned, "global_steps", self.global_steps)
         return planned
 
-    def _build(self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0) -> Any:
-        """Prompts of a plan as verl's batch."""
-        self._prompts.by_program = self.methods.claimed("rollout")
-        return self._prompts.build(rows, wave, round_, self.methods.batch, self.methods.draw)
+    def _build(
+        self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0
+    ) -> tuple[host.Columns, dict[str, PlanRow]]:
+        """Prompts of a plan as verl's batch, and uid -> plan row."""
+        stack = self.methods
+        planned = self._prompts.build(rows, wave, round_, stack.batch, stack.draw, stack.claimed("rollout"))
+        tu.assign_non_tensor_data(planned, "global_steps", self.global_steps)
+        return planned, dict(zip(map(str, planned["uid"]), rows, strict=True))
 
-    def _check_async_plan(self, plan: Plan, prompts: int) -> None:
-        size = self._prompts.group_size
-        if len(plan.rows) == prompts and all(r.n == size for r in plan.rows):
-            return
-        names = ", ".join(f"`{m.name}`" for m in self.methods.claims["plan"])
-        raise MethodError(
-            f"{names} plans {len(plan.rows)} prompts with {sorted({r.n for r in plan.rows})} trained rollouts each, "
-            f"where {prompts} with {size} were asked for. {self.methods_mode} takes batches out of a buffer of groups "
-            f"and needs one group of {size} per prompt (`spare` rollouts may be added). Use "
-            f"trainer.v1.trainer_mode=rl_plugins_sync."
-        )
-
-    def _sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+    def _sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[host.Batch, dict[str, Any]]:
         """verl's sampling, of as many prompts as were planned; methods with rounds ask for more until they have all."""
-        if partition_id == "train" and self.methods and self.methods_mode == "sync":
+        training = partition_id == "train" and bool(self.methods)
+        if training and self.methods_mode == "sync":
             batch_size = self._planned_prompts
         try:
             batch, metrics = self._host_sample(
@@ -212,53 +173,37 @@ class MethodsTrainer(_Host):
         finally:  # verl goes on without a prompt that failed, or ends with an error that does not say why
             if self.methods.claimed("rollout"):
                 self._watch.check(wait=True)
-        if partition_id != "train" or not self.methods:
-            return batch, metrics
-        if any(m.rounds for m in self.methods.methods):
+        if training and in_rounds(self.methods):
             batch = self._rounds(batch, global_steps)
-        self._count_missing(batch)
+        if training:
+            self._count_missing(batch)
         return batch, metrics
 
-    def _rounds(self, batch: KVBatchMeta, global_steps: int) -> KVBatchMeta:
-        from verl.utils import tensordict_utils as tu
-
-        first = dict(self._submitted)
-        for round_ in range(1, MAX_ROUNDS + 1):
+    def _rounds(self, batch: host.Batch, global_steps: int) -> host.Batch:
+        """The batch with the rollouts of all further rounds."""
+        size = self._prompts.group_size
+        rounds = Rounds(self.methods, list(self._submitted.values()), size, self.config.data.train_batch_size * size)
+        while True:
             rows = fetch(batch)
-            rollouts = read_rollouts(
-                rows, batch.keys, batch.tags, None, self.settings.rewards, self.tokenizer, self.methods.batch, 0
-            )
-            group = [n["group"] for n in plain(rows[COLUMN])]
-            planned = {row.group: row for row in reversed(list(first.values()))}
-            so_far = tuple(
-                GroupSoFar(row, rollouts.reward[[i for i, g in enumerate(group) if g == row.group]])
-                for row in sorted(planned.values(), key=lambda r: r.group)
-            )
-            budget = self.config.data.train_batch_size * self._prompts.group_size - self._trained_rows
-            plan = next_plan(
-                self.methods, Plan((), self._prompts.group_size, budget, round_, so_far, self.methods.batch)
-            )
-            if not plan.rows:
+            notes = notes_of(rows)
+            made = read_rollouts(rows, batch, None, self.settings.rewards, self.tokenizer, self.methods.batch)
+            order = torch.tensor(plan_order(batch.keys, notes))
+            group = torch.tensor([note["group"] for note in notes])
+            more = rounds.more(group[order], made.reward[order])
+            if not more:
                 return batch
-            wave = next(n["wave"] for n in plain(rows[COLUMN]))
-            more = self._build(plan.rows, wave, round_)
-            tu.assign_non_tensor_data(more, "global_steps", self.global_steps)
-            uids = dict(zip(map(str, more["uid"]), plan.rows, strict=True))
+            prompts, uids = self._build(more, notes[0]["wave"], rounds.number)
             self._submitted |= uids
-            first |= uids
-            self._trained_rows += plan.trained
-            self._submit_batch_to_rollout(more)
-            added, _ = self._host_sample(global_steps=global_steps, partition_id="train", batch_size=len(plan.rows))
+            self._submit_batch_to_rollout(prompts)
+            added, _ = self._host_sample(global_steps=global_steps, partition_id="train", batch_size=len(more))
             batch = KVBatchMeta(
                 partition_id=batch.partition_id,
                 keys=[*batch.keys, *added.keys],
                 tags=[*batch.tags, *added.tags],
                 extra_info=batch.extra_info,
             )
-        names = ", ".join(f"`{m.name}`" for m in self.methods.methods if m.rounds)
-        raise MethodError(f"{names} asked for more rollouts in {MAX_ROUNDS} rounds of one step without an end.")
 
-    def _count_missing(self, batch: KVBatchMeta) -> None:
+    def _count_missing(self, batch: host.Batch) -> None:
         """verl goes on when agent loops fail; completions a plan gave must not be lost that way."""
         if self.methods_mode != "sync" or self.config.algorithm.filter_groups.enable:
             return  # what is missing was evicted
@@ -268,39 +213,38 @@ class MethodsTrainer(_Host):
         for key in batch.keys:
             uid, session, _ = split(key)
             made.setdefault(uid, set()).add(session)
-        missing = sum(max(0, row.n + row.spare - len(made[uid])) for uid, row in self._submitted.items())
-        special = [
-            row.prompt_index
-            for uid, row in self._submitted.items()
-            if (row.given or row.prefix) and len(made[uid]) < row.n + row.spare
-        ]
+        short = {uid: row for uid, row in self._submitted.items() if len(made[uid]) < row.n + row.spare}
+        special = [row.prompt_index for row in short.values() if row.given or row.prefix]
         if special:
             raise MethodError(
                 f"The agent loop `{PLANNED_AGENT}` lost completions that the plan gives for the prompts {special[:8]}; "
                 f"the reason stands in the log of the agent-loop workers."
             )
+        missing = sum(row.n + row.spare - len(made[uid]) for uid, row in short.items())
         if missing:
-            self.methods.warn_once(f"{missing} rollouts of this step are missing: their agent loops failed.")
+            self.methods.warn_once(f"{missing} rollouts of this batch are missing: their agent loops failed.")
 
-    def _submit_batch_to_rollout(self, batch: Any) -> int:
+    def _submit_batch_to_rollout(self, batch: host.Columns) -> int:
         try:
             return super()._submit_batch_to_rollout(batch)
         except ray.exceptions.RayActorError as e:
             raise died("agent loop", e) from e
 
-    def _validate(self) -> Any:
-        if not planning(self.methods):
-            return super()._validate()
-        loader, n = self.val_dataloader, self.config.actor_rollout_ref.rollout.val_kwargs.n
-        self.val_dataloader = PlannedBatches(loader, self.methods, self._prompts, n)
-        try:
-            return super()._validate()
-        finally:
-            self.val_dataloader = loader
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        if planning(self.methods):
+            n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+            self._host_loader = self.val_dataloader
+            self.val_dataloader = PlannedBatches(self._host_loader, self.methods, self._prompts, n)
+
+    def on_validate_end(self) -> None:
+        if isinstance(self.val_dataloader, PlannedBatches):
+            self.val_dataloader = self._host_loader
+        super().on_validate_end()
 
     # ---- one batch
 
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> host.Batch:
         self._logged = []
         batch = super().step(metrics, timing_raw)
         # verl would reduce values by what their names contain ("min" of "minpro"); these are means over the batches
@@ -310,57 +254,58 @@ class MethodsTrainer(_Host):
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
+        self._ranks = dp_size
         if self._first_balance:
             return logprob_multiple(self.config, dp_size, self.use_reference_policy)
         return super()._get_required_batch_multiple(dp_size)
 
-    def _balance_batch(self, batch: KVBatchMeta, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> KVBatchMeta:
+    def _balance_batch(self, batch: host.Batch, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> host.Batch:
+        self._settled = None
         if not self.methods:
             return super()._balance_batch(batch, metrics, *args, **kwargs)
-        rows = self.config.data.train_batch_size * self._prompts.group_size // self.parameter_sync_step
-        self._batch = MethodsBatch(
-            self.methods, self.config, dict(self.settings.rewards), self.tokenizer, rows, self.total_training_steps
-        )
-        batch = self._batch.select(batch)
+        self._selected = self._decisions().select(batch)
         self._first_balance = not self.use_critic
         try:
-            return super()._balance_batch(batch, metrics, *args, **kwargs)
+            return super()._balance_batch(self._selected.batch, metrics, *args, **kwargs)
         finally:
             self._first_balance = False
 
-    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+    def _decisions(self) -> Decisions:
+        rows = self.config.data.train_batch_size * self._prompts.group_size // self.parameter_sync_step
+        return Decisions(self.methods, self.config, self.settings.rewards, self.tokenizer, rows)
+
+    def _compute_old_log_prob(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         batch = super()._compute_old_log_prob(batch, metrics)
-        if self._batch is not None:
-            self._batch.complete_rollout_logprobs(batch, metrics)
+        if self._selected is not None:
+            complete_rollout_logprobs(batch, self._selected.unknown, metrics)
         return batch
 
-    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+    def _compute_advantage(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         batch = super()._compute_advantage(batch, metrics)
-        if self._batch is None:
+        if self._selected is None:
             return batch
-        batch = self._batch.settle(batch)
-        self._nothing_left = self._batch.nothing
-        if self._nothing_left:
+        settled = self._decisions().settle(batch, self._selected)
+        self._selected, self._settled = None, settled
+        self._logged.append(dict(settled.metrics))
+        batch = settled.batch
+        if settled.nothing:
             names = ", ".join(f"`{n}`" for n in self.methods.names)
             self.methods.warn_once(f"Every row of a batch left ({names}): no optimizer step was made for it.")
-        else:
-            batch = super()._balance_batch(batch, metrics)
-            if any(m.whole_groups for m in self.methods.methods):
-                self._keep_groups_whole(batch)
-            self._batch.clean_padding(batch)
-        self._logged.append(self._batch.metrics())
-        self._batch = None
+            return batch
+        batch = super()._balance_batch(batch, metrics)
+        if any(m.whole_groups for m in self.methods.methods):
+            self._keep_groups_whole(batch)
+        clean_padding(batch, settled.columns)
         return batch
 
-    def _keep_groups_whole(self, batch: KVBatchMeta) -> None:
+    def _keep_groups_whole(self, batch: host.Batch) -> None:
         actor = self.config.actor_rollout_ref.actor
         numbers = flat(fetch(batch, [GROUP])[GROUP]).long().tolist()
         group = [None if is_padding(tag) else n for tag, n in zip(batch.tags, numbers, strict=True)]
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, ranks))
+        batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, self._ranks))
 
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
-        if not self.methods.trains or self._nothing_left:
+    def _update_actor(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
+        if not self.methods.trains or (self._settled is not None and self._settled.nothing):
             return batch
         batch = super()._update_actor(batch, metrics)
         if self.methods:
@@ -370,23 +315,21 @@ class MethodsTrainer(_Host):
         return batch
 
 
-def _register(name: str, host: type[PPOTrainer]) -> type[PPOTrainer]:
+def _register(name: str, trainer: type[PPOTrainer]) -> type[PPOTrainer]:
     """A trainer of verl with methods, under a name of ours; a name that is taken is an error."""
     body: dict[str, Any] = {
         "methods_mode": MODES[name],
         "__module__": __name__,
-        "__doc__": f"{host.__name__} with methods.",
+        "__doc__": f"{trainer.__name__} with methods.",
     }
     if not states_its_mode(PPOTrainer):  # verl 0.9.1 decides by the registered name; the twin is patches/verl/V9
         body["trainer_mode"] = property(lambda self: self.methods_mode, lambda self, value: None)
-    return register_trainer(name)(type(f"Methods{host.__name__}", (MethodsTrainer, host), body))
+    return register_trainer(name)(type(f"Methods{trainer.__name__}", (MethodsTrainer, trainer), body))
 
 
-MethodsSync = _register("rl_plugins_sync", PPOTrainerSync)
-MethodsColocateAsync = _register("rl_plugins_colocate_async", PPOTrainerColocateAsync)
-MethodsSeparateAsync = _register("rl_plugins_separate_async", PPOTrainerSeparateAsync)
 TRAINERS = {
-    "rl_plugins_sync": MethodsSync,
-    "rl_plugins_colocate_async": MethodsColocateAsync,
-    "rl_plugins_separate_async": MethodsSeparateAsync,
+    "rl_plugins_sync": _register("rl_plugins_sync", PPOTrainerSync),
+    "rl_plugins_colocate_async": _register("rl_plugins_colocate_async", PPOTrainerColocateAsync),
+    "rl_plugins_separate_async": _register("rl_plugins_separate_async", PPOTrainerSeparateAsync),
 }
+MethodsSync, MethodsColocateAsync, MethodsSeparateAsync = TRAINERS.values()

@@ -9,23 +9,26 @@ import asyncio
 import math
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import MethodError
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl.compat import moved_worker_symbols, untested_allowed, verl_version
+from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import end_tokens, read_settings
-from rl_plugins.verl.program import SERVICE, Service, row_kwargs
+from rl_plugins.verl.host import Output
 from rl_plugins.verl.prompts import COLUMN, PROGRAM_AGENT
+from rl_plugins.verl.session import SESSION, Session, row_kwargs
 
-_Host: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # the class behind verl's Ray actor
+if TYPE_CHECKING:
+    from rl_plugins.verl.host import AgentLoopWorker
+else:
+    AgentLoopWorker = AgentLoopWorkerTQ.__ray_metadata__.modified_class  # the class behind verl's Ray actor
 
 
-class ProgramWorker(_Host):  # type: ignore[misc]
+class ProgramWorker(AgentLoopWorker):
     """verl's worker, in which a prompt may be served by a rollout program.
 
     Attributes:
@@ -34,12 +37,7 @@ class ProgramWorker(_Host):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        moved = moved_worker_symbols(_Host)
-        if moved and not untested_allowed():
-            raise ConfigError(
-                f"verl {verl_version()} is not as this version of rl-plugins expects it: {'; '.join(moved)}. Install a "
-                f"version it was tested with."
-            )
+        check_verl()  # of this node
         settings = read_settings(self.config)
         assert settings is not None  # the option that names this worker is set where there are methods
         self._settings, self._methods = settings, settings.stack()
@@ -53,14 +51,14 @@ class ProgramWorker(_Host):  # type: ignore[misc]
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        service = self._service(prompt, bool(trajectory["validate"]))
-        if service is not None:
+        session = self._session(prompt, bool(trajectory["validate"]))
+        if session is not None:
             given = len(prompt[COLUMN]["given"]) if COLUMN in prompt else 0
-            sessions = given + (service.n > 0)  # completions of the plan have their own; the program is one
-            prompt |= {"agent_name": PROGRAM_AGENT, "__rollout_n__": sessions, SERVICE: service}
+            sessions = given + (session.n > 0)  # completions of the plan have their own; the program is one
+            prompt |= {"agent_name": PROGRAM_AGENT, "__rollout_n__": sessions, SESSION: session}
         await super()._run_prompt(prompt, sampling_params, trajectory, trace)
 
-    def _service(self, prompt: Mapping[str, Any], validate: bool) -> Service | None:
+    def _session(self, prompt: Mapping[str, Any], validate: bool) -> Session | None:
         """For the program of a prompt; None where verl makes its rollouts."""
         stack = self.methods_of(prompt)
         makers = stack.claims["rollout"]
@@ -69,7 +67,7 @@ class ProgramWorker(_Host):  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
         n = int(prompt.get("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         given = len(prompt[COLUMN]["given"]) if COLUMN in prompt else 0
-        return Service(self, _of_its_own(stack), n - given, not validate, dict(self._settings.rewards), self._eos)
+        return Session(self, _of_its_own(stack), n - given, not validate, dict(self._settings.rewards), self._eos)
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *args: Any, **kwargs: Any
@@ -77,21 +75,18 @@ class ProgramWorker(_Host):  # type: ignore[misc]
         try:
             return await super()._run_agent_loop(sampling_params, trajectory, *args, **kwargs)
         except Exception as e:
-            if SERVICE in kwargs:  # verl writes it to a log and goes on without the prompt
-                self.rl_plugins_errors.append(_told(e, kwargs[SERVICE].stack))
+            if SESSION in kwargs:  # verl writes it to a log and goes on without the prompt
+                self.rl_plugins_errors.append(_told(e, kwargs[SESSION].stack))
             raise
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
-        service = kwargs.pop(SERVICE, None)
-        if service is None or not isinstance(output, list):
+        session = kwargs.pop(SESSION, None)
+        if session is None or not isinstance(output, list):
             await super()._agent_loop_postprocess(output, validate, **kwargs)
             return
-        await asyncio.gather(*(self._write(rows, validate, kwargs) for rows in sessions(output, kwargs, validate)))
+        await asyncio.gather(*(self._write(*one, validate, kwargs) for one in sessions(output, kwargs, validate)))
 
-    async def _write(
-        self, session: tuple[int, list[AgentLoopOutput]], validate: bool, kwargs: Mapping[str, Any]
-    ) -> None:
-        number, rows = session
+    async def _write(self, number: int, rows: list[Output], validate: bool, kwargs: Mapping[str, Any]) -> None:
         row = row_kwargs(kwargs, rows[-1]) | {"session_id": number}
         await super()._agent_loop_postprocess(rows, validate, **row)
 
@@ -104,8 +99,8 @@ def _of_its_own(stack: MethodStack) -> MethodStack:
 
 
 def sessions(
-    rollouts: Sequence[Sequence[AgentLoopOutput]], kwargs: Mapping[str, Any], validate: bool
-) -> list[tuple[int, list[AgentLoopOutput]]]:
+    rollouts: Sequence[Sequence[Output]], kwargs: Mapping[str, Any], validate: bool
+) -> list[tuple[int, list[Output]]]:
     """Rows of a program as sessions of verl: (number, its rows).
 
     verl gives all rows of a session the reward of its last one. In training every row is a session, so that each has

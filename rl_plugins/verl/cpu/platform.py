@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from rl_plugins.verl.cpu.names import claim
+from rl_plugins.verl.cpu.names import free
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -128,4 +128,5 @@ def register() -> None:
     Raises:
         ConfigError: another platform has that name.
     """
-    claim(PlatformRegistry._platforms, "cpu", CPUPlatform, "a platform")
+    if free(PlatformRegistry.get("cpu"), CPUPlatform, "cpu", "a platform"):
+        PlatformRegistry.register(platform="cpu")(CPUPlatform)

@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-
-from rl_plugins.verl.cpu import CHECKPOINT_ENGINE
-from rl_plugins.verl.cpu.names import claim
+from verl.checkpoint_engine.base import CheckpointEngine
 
 POLL_SECONDS = 0.05
 
@@ -73,6 +70,3 @@ class FileCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         if self.is_master and self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-claim(CheckpointEngineRegistry._registry, CHECKPOINT_ENGINE, FileCheckpointEngine, "a checkpoint engine")

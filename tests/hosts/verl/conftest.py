@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Before any test file imports verl, whose plugins are loaded with it.
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 if "verl" in sys.modules:
-    from rl_plugins.verl import cpu
+    from rl_plugins.verl.cpu.activate import activate
 
-    cpu.activate()
+    activate()
 
 
 @pytest.fixture(scope="session")

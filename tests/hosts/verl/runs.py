@@ -40,7 +40,7 @@ PROGRAMS = {
 
 
 def plugin_path(folder: Path) -> str:
-    """PYTHONPATH with the probes as an installed package: its metadata is written into `folder`."""
+    """PYTHONPATH with this checkout, and the probes as an installed package: its metadata is written into `folder`."""
     sys.path.insert(0, str(PROBES))
     try:
         import probes
@@ -57,7 +57,7 @@ def plugin_path(folder: Path) -> str:
         + "\n".join(lines)
         + "\n"
     )
-    return os.pathsep.join([str(folder), str(HERE / "on_path"), str(PROBES)])
+    return os.pathsep.join([str(folder), str(HERE / "on_path"), str(PROBES), str(HERE.parents[2])])
 
 
 @dataclass

@@ -22,11 +22,12 @@ from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
-from rl_plugins.verl.batch import MethodsBatch, logprob_multiple, whole_group_order
+from rl_plugins.verl.batch import Decisions, Selected, Settled, clean_padding, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
+from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
-from rl_plugins.verl.trainer import MethodsColocateAsync, MethodsSync
+from rl_plugins.verl.trainer import MethodsSync
 
 pytestmark = pytest.mark.host
 
@@ -69,7 +70,7 @@ def row(group: int, reward: float, length: int = 3, wave: str = "w", **changes: 
     scores = torch.zeros(length)
     scores[-1] = reward
     note = {
-        "prompt": 10 + group,
+        "prompt_index": 10 + group,
         "wave": wave,
         "group": group,
         "place": group,
@@ -92,17 +93,17 @@ def row(group: int, reward: float, length: int = 3, wave: str = "w", **changes: 
 
 def run(
     queue: MemoryQueue, rows: dict[str, dict[str, Any]], *methods: str, rows_of_batch: int = 4, config: Any = None
-) -> tuple[MethodsBatch, KVBatchMeta, KVBatchMeta]:
-    """Selection and settlement of these rows; returns the batch before and after settlement, too."""
+) -> tuple[Selected, KVBatchMeta, Settled]:
+    """Selection and settlement of these rows; returns the batch between them, too."""
     queue.put_rows(rows)
     tags = [{"global_steps": 1, "min_global_steps": 0} for _ in rows]
     batch = KVBatchMeta(partition_id="train", keys=list(rows), tags=tags)
-    mine = MethodsBatch(
-        Settings(methods or ("noop",)).stack(), config or globals()["config"](), {}, Tokenizer(), rows_of_batch, 3
+    mine = Decisions(
+        Settings(methods or ("noop",)).stack(), config or globals()["config"](), {}, Tokenizer(), rows_of_batch
     )
     selected = mine.select(batch)
-    before = KVBatchMeta(partition_id="train", keys=list(selected.keys), tags=selected.tags)
-    return mine, before, mine.settle(selected)
+    before = KVBatchMeta(partition_id="train", keys=list(selected.batch.keys), tags=selected.batch.tags)
+    return selected, before, mine.settle(selected.batch, selected)
 
 
 def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:
@@ -112,9 +113,9 @@ def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:
         "b_0_0": row(1, 1.0),
         "a_0_0": row(0, 0.0),
     }
-    mine, before, _ = run(queue, rows)
+    selected, before, _ = run(queue, rows)
     assert before.keys == ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
-    rollouts = mine.generated
+    rollouts = selected.generated
     assert rollouts.group.tolist() == [0, 0, 1, 1] and rollouts.rollout.tolist() == [0, 1, 0, 1]
     assert rollouts.prompt_index.tolist() == [10, 10, 11, 11] and rollouts.reward.tolist() == [0, 1, 1, 0]
     assert rollouts.truncated.tolist() == [True] * 4
@@ -122,10 +123,10 @@ def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:
 
 def test_a_reward_that_is_nan_never_reaches_verl(queue: MemoryQueue) -> None:
     rows = {"a_0_0": row(0, float("nan")), "a_1_0": row(0, 1.0), "b_0_0": row(1, 0.0), "b_1_0": row(1, 1.0)}
-    mine, _, after = run(queue, rows)
-    assert [float(queue.rows[k]["rm_scores"].sum()) for k in after.keys] == [0.0, 1.0, 0.0, 1.0]
+    _, _, done = run(queue, rows)
+    assert [float(queue.rows[k]["rm_scores"].sum()) for k in done.batch.keys] == [0.0, 1.0, 0.0, 1.0]
     assert queue.rows["b_1_0"]["rm_scores"].tolist() == [0.0, 0.0, 1.0], "on the last token, as verl puts it"
-    d = mine.decision
+    d = done.decision
     assert d.estimator == "rl_plugins", "verl's own groups would hold the 0"
     assert d.row_advantages[:2].tolist() == [0.0, 0.0] and d.row_advantages[3] > 0.7
     assert flat(torch.nested.as_nested_tensor([queue.rows["a_0_0"]["advantages"]], layout=torch.jagged)).sum() == 0
@@ -133,33 +134,33 @@ def test_a_reward_that_is_nan_never_reaches_verl(queue: MemoryQueue) -> None:
 
 def test_groups_of_one_get_no_raw_reward(queue: MemoryQueue) -> None:
     """verl takes the raw reward in a group of one."""
-    mine, _, _ = run(queue, {"a_0_0": row(0, 1.0), "b_0_0": row(1, 0.0), "b_1_0": row(1, 1.0)})
-    assert mine.decision.estimator == "rl_plugins" and mine.decision.row_advantages[0] == 0
+    _, _, done = run(queue, {"a_0_0": row(0, 1.0), "b_0_0": row(1, 0.0), "b_1_0": row(1, 1.0)})
+    assert done.decision.estimator == "rl_plugins" and done.decision.row_advantages[0] == 0
 
 
 def test_verls_own_advantages_stay_on_its_own_batch(queue: MemoryQueue) -> None:
     rows = {f"{u}_{s}_0": row(g, float(s)) for g, u in enumerate("ab") for s in (0, 1)}
     for value, r in zip((3.0, -3.0, 2.0, -2.0), rows.values(), strict=True):
         r["advantages"] = torch.full((3,), value)
-    mine, _, after = run(queue, rows)
-    assert mine.decision.estimator == "host" and mine.decision.row_advantages.tolist() == [3.0, -3.0, 2.0, -2.0]
-    assert [float(queue.rows[k][REAL]) for k in after.keys] == [1.0] * 4
+    _, _, done = run(queue, rows)
+    assert done.decision.estimator == "host" and done.decision.row_advantages.tolist() == [3.0, -3.0, 2.0, -2.0]
+    assert [float(queue.rows[k][REAL]) for k in done.batch.keys] == [1.0] * 4
 
 
 def test_other_estimators_see_waves_as_groups_and_are_refused(queue: MemoryQueue) -> None:
     rows = {"a_0_0": row(0, 1.0), "a_1_0": row(0, 0.0), "c_0_0": row(0, 0.0, round=1), "c_1_0": row(0, 1.0, round=1)}
     with pytest.raises(ConfigError, match="adv_estimator=rloo sees neither groups made in several waves"):
         run(queue, rows, config=config("algorithm.adv_estimator=rloo"))
-    mine, _, _ = run(queue, rows)
-    assert mine.decision.estimator == "rl_plugins" and len(mine.generated.groups.size) == 1
+    selected, _, done = run(queue, rows)
+    assert done.decision.estimator == "rl_plugins" and len(selected.generated.groups.size) == 1
 
 
 def test_two_waves_of_one_are_no_group_of_verls(queue: MemoryQueue) -> None:
     """As many rows as verl's own groups have, but under two uids: verl would see two groups of one."""
     rows = {"a_0_0": row(0, 1.0), "c_0_0": row(0, 0.0, round=1), "b_0_0": row(1, 0.0), "d_0_0": row(1, 1.0, round=1)}
-    mine, before, _ = run(queue, rows)
+    _, before, done = run(queue, rows)
     assert before.keys == ["a_0_0", "c_0_0", "b_0_0", "d_0_0"]
-    assert mine.decision.estimator == "rl_plugins" and mine.decision.row_advantages[0] > 0.7
+    assert done.decision.estimator == "rl_plugins" and done.decision.row_advantages[0] > 0.7
 
 
 def test_agent_loops_with_several_rows_per_rollout(queue: MemoryQueue) -> None:
@@ -173,14 +174,14 @@ def test_agent_loops_with_several_rows_per_rollout(queue: MemoryQueue) -> None:
         "b_0_2": row(1, 3.0),
         "b_1_0": row(1, 1.0),
     }
-    mine, _, after = run(queue, rows, rows_of_batch=4)
-    assert mine.generated.rollout.tolist() == [0, 0, 1, 0, 0, 0, 1]
-    assert mine.generated.index.tolist() == [0, 1, 0, 0, 1, 2, 0]
+    selected, _, done = run(queue, rows, rows_of_batch=4)
+    assert selected.generated.rollout.tolist() == [0, 0, 1, 0, 0, 0, 1]
+    assert selected.generated.index.tolist() == [0, 1, 0, 0, 1, 2, 0]
     a = 0.5**0.5 / (1 + 1e-6 / 0.5**0.5)
-    assert mine.decision.row_advantages.tolist() == pytest.approx(
+    assert done.decision.row_advantages.tolist() == pytest.approx(
         [a, a, -a, 1 / (2**0.5 + 1e-6), 1 / (2**0.5 + 1e-6), 1 / (2**0.5 + 1e-6), -1 / (2**0.5 + 1e-6)], rel=1e-4
     )
-    assert len(after) == 7
+    assert len(done.batch) == 7
 
 
 def test_more_rows_than_the_batch_is_an_error(queue: MemoryQueue) -> None:
@@ -206,35 +207,36 @@ def test_one_row_is_kept_where_every_row_leaves(queue: MemoryQueue, hook: str) -
     rows = {f"{u}_{s}_0": row(g, float(s)) for g, u in enumerate("ab") for s in (0, 1)}
     for r in rows.values():
         r["prompts"] = torch.tensor([2])
-    mine = MethodsBatch(MethodStack([Leave()]), config(), {}, Tokenizer(), 4, 3)
+    mine = Decisions(MethodStack([Leave()]), config(), {}, Tokenizer(), 4)
     queue.put_rows(rows)
-    after = mine.settle(mine.select(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * 4)))
-    assert after.keys == ["a_0_0"] == list(queue.rows) and mine.nothing
-    assert not bool(mine.decision.stays.any()) and mine.metrics()["rl_plugins/rows_trained"] == 0
+    selected = mine.select(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * 4))
+    done = mine.settle(selected.batch, selected)
+    assert done.batch.keys == ["a_0_0"] == list(queue.rows) and done.nothing
+    assert selected.nothing == (hook == "select")
+    assert not bool(done.decision.stays.any()) and done.metrics["rl_plugins/rows_trained"] == 0
 
 
 def test_tokens_a_tool_wrote_are_no_tokens(queue: MemoryQueue) -> None:
     rows = {"a_0_0": row(0, 1.0, length=5), "a_1_0": row(0, 0.0)}
     rows["a_0_0"]["response_mask"] = torch.tensor([1, 1, 0, 0, 1])
-    mine, _, after = run(queue, rows, "per_token")
-    assert mine.generated.length.tolist() == [3, 3]
+    selected, _, done = run(queue, rows, "per_token")
+    assert selected.generated.length.tolist() == [3, 3]
     kept = queue.rows["a_0_0"]
     assert kept["response_mask"].tolist() == [1, 1, 0, 0, 1], "position 2 was no token; 0, 1, 4 stay"
     assert queue.rows["a_1_0"]["response_mask"].tolist() == [1, 1, 0]
-    assert len(after) == 2
+    assert len(done.batch) == 2
 
 
 def test_padding_rows_are_cleaned(queue: MemoryQueue) -> None:
     rows = {"a_0_0": row(0, 1.0), "a_1_0": row(0, 0.0)}
-    mine, _, after = run(queue, rows, "filter")
-    mine.own_columns = [REAL]
+    run(queue, rows, "filter")
     queue.rows["pad_0_0"] = {
         **queue.rows.get("a_0_0", rows["a_0_0"]),
         REAL: torch.ones(1),
         "old_log_probs": torch.ones(3),
     }
     padded = KVBatchMeta(partition_id="train", keys=["pad_0_0"], tags=[{"is_padding": True}])
-    mine.clean_padding(padded)
+    clean_padding(padded, [REAL])
     assert queue.rows["pad_0_0"][REAL].tolist() == queue.rows["pad_0_0"]["old_log_probs"].tolist() == [0.0]
 
 
@@ -315,7 +317,7 @@ def test_plans_become_prompt_batches() -> None:
     assert batch["__rollout_n__"].tolist() == [2, 3]
     assert list(batch["agent_name"]) == ["single_turn_agent", PLANNED_AGENT]
     notes = [getattr(x, "data", x) for x in batch[COLUMN]]
-    assert [n["prompt"] for n in notes] == [3, 1] and notes[1]["payload"] == {"k": 1}
+    assert [n["prompt_index"] for n in notes] == [3, 1] and notes[1]["payload"] == {"k": 1}
     assert notes[1]["given"] == [{"tokens": [5, 6], "logprobs": [-1.0, -2.0]}]
     prompts = [getattr(x, "data", x) for x in batch["raw_prompt"]]
     assert prompts[1] == [{"role": "user", "content": "hint"}] and prompts[0][0]["content"] == "3"
@@ -359,18 +361,73 @@ def test_given_completions_must_not_be_lost() -> None:
     trainer._submitted = {"a": PlanRow(0, 0, 2), "b": PlanRow(1, 1, 2)}
     lost = KVBatchMeta(partition_id="train", keys=["a_0_0", "a_1_0", "b_1_0"], tags=[{}] * 3)
     trainer._count_missing(lost)  # verl goes on without a failed agent loop
-    assert "1 rollouts of this step are missing: their agent loops failed." in trainer.methods._warned
+    assert "1 rollouts of this batch are missing: their agent loops failed." in trainer.methods._warned
     trainer._submitted["b"] = PlanRow(1, 1, 2, given=(Completion((1,)),))
     with pytest.raises(MethodError, match=r"lost completions that the plan gives for the prompts \[1\]"):
         trainer._count_missing(lost)
 
 
+def test_rounds_see_rewards_in_the_order_of_the_plan(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever finished first; rollouts of further rounds come after those of the first."""
+
+    class Asks(probes.Probe):
+        name = "asks"
+        rounds = True
+        seen: list[Any] = []
+
+        def plan(self, plan):
+            self.seen.append([(g.row.group, g.rewards.tolist()) for g in plan.so_far])
+            return plan.replace(rows=(PlanRow(10, 0, 1),) if plan.round == 1 else ())
+
+    first = {"b_1_0": row(1, 4.0), "a_1_0": row(0, 2.0), "b_0_0": row(1, 3.0), "a_0_0": row(0, 1.0)}
+    further = {"c_0_0": row(0, 5.0, round=1)}
+    queue.put_rows(first | further)
+    trainer = object.__new__(MethodsSync)
+    trainer.config, trainer.methods, trainer.tokenizer = config("data.train_batch_size=3"), MethodStack([Asks()]), None
+    trainer.tokenizer, trainer.settings, trainer._selected = Tokenizer(), Settings(()), None
+    trainer._prompts = PromptBatches(Dataset(), trainer.config)
+    trainer._submitted = {"a": PlanRow(10, 0, 2), "b": PlanRow(11, 1, 2)}
+    asked: list[Any] = []
+
+    def build(rows: Any, wave: str | None = None, round_: int = 0) -> Any:
+        asked.append((tuple(rows), wave, round_))
+        return None, {"c": rows[0]}
+
+    def batch(rows: Any) -> KVBatchMeta:
+        return KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * len(rows))
+
+    monkeypatch.setattr(trainer, "_build", build, raising=False)
+    monkeypatch.setattr(trainer, "_submit_batch_to_rollout", lambda prompts: 1, raising=False)
+    monkeypatch.setattr(trainer, "_host_sample", lambda **kwargs: (batch(further), {}), raising=False)
+    whole = trainer._rounds(batch(first), 1)
+    assert Asks.seen == [[(0, [1.0, 2.0]), (1, [3.0, 4.0])], [(0, [1.0, 2.0, 5.0]), (1, [3.0, 4.0])]]
+    assert asked == [((PlanRow(10, 0, 1),), "w", 1)] and set(whole.keys) == {*first, *further}
+    assert set(trainer._submitted) == {"a", "b", "c"}
+
+
 def test_asynchronous_modes_take_whole_groups() -> None:
-    trainer = object.__new__(MethodsColocateAsync)
-    dataset = Dataset()
-    number_rows(dataset)
-    trainer._prompts, trainer.methods = PromptBatches(dataset, config()), Settings(("mc_grpo",)).stack()
-    trainer._check_async_plan(Plan((PlanRow(0, 0, 2, spare=1), PlanRow(1, 1, 2)), 2, 4), 2)
+    dataset, stack = Dataset(), Settings(("mc_grpo",)).stack()
+    known = Known(Reader(config(), "colocate_async"), Settings(("mc_grpo",)), dataset, len(dataset), 3)
+    regular = Plan((PlanRow(0, 0, 2, spare=1), PlanRow(1, 1, 2)), 2, 4)
+    known.check_plan(stack, regular, 2)
     for rows in ((PlanRow(0, 0, 1),), (PlanRow(0, 0, 2),)):
         with pytest.raises(MethodError, match="takes batches out of a buffer of groups"):
-            trainer._check_async_plan(Plan(rows, 2, 4), 2 if rows[0].n == 2 else 1)
+            known.check_plan(stack, Plan(rows, 2, 4), 2 if rows[0].n == 2 else 1)
+    Known(Reader(config(), "sync"), Settings(("mc_grpo",)), dataset, 5, 3).check_plan(stack, Plan((), 2, 4), 2)
+
+
+def test_what_methods_are_told_of_a_run() -> None:
+    """A step of separate_async has several batches; the trainer and the doctor say it alike."""
+    c = config(
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_epochs=3",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+    )
+    settings = Settings(("noop",), rewards={"a": 1.0, "b": 0.5})
+    told = Known(Reader(c, "separate_async"), settings, "rows", 40, 5).run()
+    assert (told.host, told.dataset, told.dataset_size, told.group_size) == ("verl", "rows", 40, 2)
+    assert (told.total_batches, told.total_steps) == (10, 60) and told.reward_names == ("a", "b")
+    told = Known(Reader(c, "sync"), Settings(("noop",)), None, 40, 5).run()
+    assert (told.total_batches, told.total_steps) == (5, 60) and told.reward_names == ("score",)
+    assert told.max_completion_length == 6

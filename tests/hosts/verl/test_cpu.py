@@ -15,8 +15,8 @@ pytest.importorskip("verl", reason="verl is not installed")
 
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.errors import ConfigError
-from rl_plugins.verl import cpu
-from rl_plugins.verl.cpu import host, names
+from rl_plugins.verl.cpu import names, workarounds
+from rl_plugins.verl.cpu.activate import activate
 from rl_plugins.verl.cpu.decoder import Decoder, Request
 from rl_plugins.verl.cpu.sampling import Sampling, choose, filtered_log_probs, penalize
 
@@ -29,7 +29,7 @@ def _cpu():
     """This process is on the CPU platform, as every process of such a run is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_PLATFORM", "cpu")
-        cpu.activate()
+        activate()
         yield
 
 
@@ -397,20 +397,36 @@ def test_weights_travel_in_a_file(tmp_path):
 
 
 def test_nothing_happens_unless_asked(monkeypatch):
+    placed, registered = [], []
+    for module in (names, workarounds):
+        monkeypatch.setattr(module, "after_import", lambda name, action: placed.append((name, action)))
+    monkeypatch.setattr(
+        importlib.import_module("rl_plugins.verl.cpu.platform"), "register", lambda: registered.append(1)
+    )
+    monkeypatch.delenv("VERL_PLATFORM")
+    activate()
+    assert placed == registered == []
+    monkeypatch.setenv("VERL_PLATFORM", "CPU ")
+    activate()
+    once = list(placed)
+    assert len({name for name, _ in once}) == 7 and len(once) == 8 and registered == [1]
+    activate()
+    assert placed == 2 * once, "the same actions, which run once"
+
+
+def test_an_action_runs_once(monkeypatch):
     from rl_plugins.verl import imports
 
-    monkeypatch.delenv("VERL_PLATFORM")
-    monkeypatch.setattr(cpu, "_placed", [])
-    placed = []
-    monkeypatch.setattr(names, "place", lambda: placed.append("names"))
-    monkeypatch.setattr(host, "place", lambda: placed.append("host"))
-    waiting = dict(imports._finder.waiting)
-    cpu.activate()
-    assert placed == [] and imports._finder.waiting == waiting
-    monkeypatch.setenv("VERL_PLATFORM", "CPU ")
-    cpu.activate()
-    cpu.activate()
-    assert placed == ["names", "host"]
+    monkeypatch.setattr(imports, "_placed", set())
+    monkeypatch.setattr(imports._finder, "waiting", {})
+    ran = []
+
+    def action(module):
+        ran.append(module.__name__)
+
+    for module in ("types", "types", "no_module_of_this_name", "no_module_of_this_name"):
+        imports.after_import(module, action)
+    assert ran == ["types"] and imports._finder.waiting == {"no_module_of_this_name": [action]}
 
 
 def test_the_platform_is_registered_and_refuses_a_rival(monkeypatch):
@@ -433,7 +449,7 @@ def test_the_platform_is_registered_and_refuses_a_rival(monkeypatch):
 
     monkeypatch.setattr(PlatformRegistry, "_platforms", {"cpu": Rival})
     with pytest.raises(ConfigError, match=r"cannot register 'cpu' as a platform in verl, because .*Rival has that"):
-        cpu.activate()
+        activate()
     assert PlatformRegistry._platforms == {"cpu": Rival}
 
 
@@ -535,9 +551,9 @@ class _EngineFixed:
 @pytest.mark.parametrize(
     ("workaround", "name", "today", "fixed"),
     [
-        (host.one_backend, "initialize_global_process_group_ray", _backend_today, _backend_fixed),
-        (host.copy_parameters, "fsdp2_sharded_save_to_cpu", _save_today, _save_fixed),
-        (host.value_model_attention, "load_valuehead_model", _critic_today, _critic_fixed),
+        (workarounds.one_backend, "initialize_global_process_group_ray", _backend_today, _backend_fixed),
+        (workarounds.copy_parameters, "fsdp2_sharded_save_to_cpu", _save_today, _save_fixed),
+        (workarounds.value_model_attention, "load_valuehead_model", _critic_today, _critic_fixed),
     ],
 )
 def test_a_workaround_leaves_a_fixed_verl_alone(workaround, name, today, fixed):
@@ -550,24 +566,30 @@ def test_a_workaround_leaves_a_fixed_verl_alone(workaround, name, today, fixed):
 def test_offload_and_engine_leave_a_fixed_verl_alone():
     for engine, changes in ((_EngineToday, True), (_EngineFixed, False)):
         module = types.SimpleNamespace(FSDPEngine=engine, CPUOffloadPolicy=dict)
-        host.unpinned_offload(module)
+        workarounds.unpinned_offload(module)
         assert (module.CPUOffloadPolicy is not dict) == changes
         assert engine().build(module.CPUOffloadPolicy) == {"pin_memory": False}
 
     registered = []
     lm, value = object(), object()
-    engines = {"language_model": {"fsdp2": {"cuda": lm}}, "value_model": {"fsdp2": {"cuda": value, "cpu": value}}}
-    registry = types.SimpleNamespace(
-        _engines=engines, register=lambda **kwargs: lambda engine: registered.append((kwargs["model_type"], engine))
-    )
+    there = {("value_model", "fsdp"), ("value_model", "fsdp2")}
+
+    def register(model_type, backend, device):
+        def decorator(engine):
+            assert (model_type, backend) not in there, "verl refuses a key that has an engine"
+            registered.append((model_type, backend, device, engine))
+
+        return decorator
+
+    registry = types.SimpleNamespace(register=register)
     module = types.SimpleNamespace(FSDPEngineWithLMHead=lm, FSDPEngineWithValueHead=value, EngineRegistry=registry)
-    host.engine_for_cpu(module)
-    assert registered == [("language_model", lm)]
+    workarounds.engine_for_cpu(module)
+    assert registered == [("language_model", "fsdp", "cpu", lm), ("language_model", "fsdp2", "cpu", lm)]
 
 
 def test_a_snapshot_of_the_parameters_does_not_train_along():
     module = types.SimpleNamespace(fsdp2_sharded_save_to_cpu=_save_today)
-    host.copy_parameters(module)
+    workarounds.copy_parameters(module)
     layer = torch.nn.Linear(2, 1)
     before = layer.weight.detach().clone()
     state, _ = module.fsdp2_sharded_save_to_cpu(layer)

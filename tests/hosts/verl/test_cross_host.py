@@ -25,10 +25,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 
+from rl_plugins.runtime.update import surrogate
 from rl_plugins.trl import loss as trl_loss
 from rl_plugins.trl import step as trl_step
 from rl_plugins.verl import batch as verl_batch
-from rl_plugins.verl.batch import MethodsBatch
+from rl_plugins.verl.batch import Decisions
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.loss import MethodsLoss, flat
 from rl_plugins.verl.prompts import COLUMN
@@ -168,7 +169,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
                 }
             },
             COLUMN: {
-                "prompt": row.plan.prompt_index,
+                "prompt_index": row.plan.prompt_index,
                 "wave": "w",
                 "group": row.plan.group,
                 "place": row.plan.group,
@@ -194,13 +195,15 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
     queue.put_rows(rows)
     tags = [{"global_steps": 1, "min_global_steps": 0, "seq_len": len(rows[k]["input_ids"])} for k in keys]
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
-    mine = MethodsBatch(stack, config, dict(settings.rewards), trl["tokenizer"], 64, 10)
-    batch = mine.select(batch)
+    mine = Decisions(stack, config, settings.rewards, trl["tokenizer"], 64)
+    selected = mine.select(batch)
+    batch = selected.batch
     host = object.__new__(PPOTrainerSync)
     host.config = config
     tags = batch.tags
     host._compute_advantage(batch, {})
-    batch = mine.settle(KVBatchMeta(partition_id="train", keys=batch.keys, tags=tags))
+    settled = mine.settle(KVBatchMeta(partition_id="train", keys=batch.keys, tags=tags), selected)
+    batch = settled.batch
 
     data = queue.kv_batch_get(batch.keys)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -212,8 +215,8 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
     output = {"log_probs": full, "entropy": entropies}
     value, _ = loss(output, data)
-    surrogate = loss._surrogate(loss._terms(output, data)) if stack.claimed("policy_loss") else None
-    return {"decision": mine.decision, "data": data, "loss": float(value), "surrogate": surrogate, "stack": stack}
+    per_token = surrogate(loss.stack, loss._terms(output, data)) if stack.claimed("policy_loss") else None
+    return {"decision": settled.decision, "data": data, "loss": float(value), "surrogate": per_token, "stack": stack}
 
 
 def _nested(values: list[torch.Tensor]) -> torch.Tensor:

@@ -29,7 +29,7 @@ def decisions(run: Run) -> dict[int, dict[str, object]]:
 
 def state(folder: Path) -> dict[str, object]:
     content = json.loads((folder / "rl_plugins" / "state.json").read_text())["content"]
-    return {**content["methods"]["counter"]["state"], "step": content["step"]}
+    return {**content["methods"]["counter"]["state"], "batch": content["batch"]}
 
 
 def test_sigkill_of_the_driver_and_resume(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ from rl_plugins.verl.cpu.decoder import Decoder
 from rl_plugins.verl.cpu.server import Limits, Server
 from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import MANAGER, PROGRAM_MANAGER
-from rl_plugins.verl.program import SERVICE, Answer, ProgramAgentLoop, Service, VerlEngine
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, TURNS, UNKNOWN, PromptBatches, number_rows, ranges
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, TURNS, UNKNOWN, PromptBatches, note_of, number_rows, ranges
 from rl_plugins.verl.rows import Ragged, read_turns
+from rl_plugins.verl.session import SESSION, Answer, ProgramAgentLoop, Session, VerlEngine
 from rl_plugins.verl.start import prepare
 from rl_plugins.verl.workers import ProgramWorker, sessions
 
@@ -130,8 +130,8 @@ def made_by(
     """What the agent loop returns for a program."""
 
     async def go() -> Any:
-        service = Service(worker or Rewarding(), stack_of(program), n, True, rewards or {}, (EOS,))
-        return await loop(server, **(rollout or {})).run(SAMPLING, **{**COLUMNS, SERVICE: service, **kwargs})
+        session = Session(worker or Rewarding(), stack_of(program), n, True, rewards or {}, (EOS,))
+        return await loop(server, **(rollout or {})).run(SAMPLING, **{**COLUMNS, SESSION: session, **kwargs})
 
     return asyncio.run(go())
 
@@ -151,7 +151,7 @@ def test_prompts_are_verls_own() -> None:
         yield []
         return []
 
-    note = PromptBatches.note(None, PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20), "w", 0, 0)
+    note = note_of(PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20), "w", 0, 0)
     assert made_by(program, None, n=3, **{COLUMN: note | {"planned_at": 7, "draw": 1}}) == []
     (prompt,) = seen
     assert TOKENIZER.decode(prompt.tokens) == "<user>a:12<asst>"
@@ -250,7 +250,7 @@ def test_scores_are_verls_and_not_made_again() -> None:
 
     rows = made_by(program, None, rewards={"a": 1.0, "b": 0.5}, worker=worker)
     assert got[0].rewards == {"a": 1.0, "b": 4.0} and got[0].reward == 3.0
-    assert worker.seen[0]["extra_info"] == {"level": 3, "x": 1, "bonus": 4} and SERVICE not in worker.seen[0]
+    assert worker.seen[0]["extra_info"] == {"level": 3, "x": 1, "bonus": 4} and SESSION not in worker.seen[0]
     (scored,), (unscored,) = rows
     assert scored.reward_score == 3.0 and scored.extra_fields["reward_extra_info"] == {"a": 1.0, "b": 4.0}
     assert unscored.reward_score is None and len(worker.seen) == 1
@@ -314,7 +314,7 @@ def test_ranges_and_marks() -> None:
 
 def test_sessions_of_verl() -> None:
     """In training every row has its own reward; in validation a rollout is a session, whose last row counts."""
-    engine = VerlEngine(None, {}, Service(None, None, 1, True, {}, (EOS,)), COLUMNS, SAMPLING, "u")  # type: ignore[arg-type]
+    engine = VerlEngine(None, {}, Session(None, None, 1, True, {}, (EOS,)), COLUMNS, SAMPLING, "u")  # type: ignore[arg-type]
     a, b, c = (
         engine.output(Trajectory((1,)).force((7,)), False, AgentLoopMetrics(), {"rollout": 0, "index": 0})
         for _ in range(3)
@@ -332,7 +332,7 @@ def test_the_worker_runs_one_program_per_prompt(monkeypatch: pytest.MonkeyPatch)
     async def _run_prompt(self: Any, prompt: Any, *rest: Any) -> None:
         ran.append(prompt)
 
-    monkeypatch.setattr(workers._Host, "_run_prompt", _run_prompt)
+    monkeypatch.setattr(workers.AgentLoopWorker, "_run_prompt", _run_prompt)
     worker = object.__new__(ProgramWorker)
     worker.config = config("actor_rollout_ref.rollout.val_kwargs.n=5")
     worker._settings, worker._eos = type("S", (), {"rewards": {}}), (EOS,)
@@ -344,13 +344,13 @@ def test_the_worker_runs_one_program_per_prompt(monkeypatch: pytest.MonkeyPatch)
 
     note = {"given": []}
     plain = served({COLUMN: note, "__rollout_n__": torch.tensor(4)})
-    assert (plain["__rollout_n__"], plain["agent_name"], plain[SERVICE].n) == (1, "rl_plugins_program", 4)
+    assert (plain["__rollout_n__"], plain["agent_name"], plain[SESSION].n) == (1, "rl_plugins_program", 4)
     given = served({COLUMN: {"given": [1, 2]}, "__rollout_n__": 4})
-    assert given["__rollout_n__"] == 3 and given[SERVICE].n == 2, "two given completions and the program"
+    assert given["__rollout_n__"] == 3 and given[SESSION].n == 2, "two given completions and the program"
     assert served({COLUMN: {"given": [1, 2]}})["__rollout_n__"] == 2, "nothing is left for a program"
-    assert SERVICE not in served({}, validate=True)
+    assert SESSION not in served({}, validate=True)
     monkeypatch.setattr(Scripted, "in_eval", ("rollout",))
-    assert served({}, validate=True)[SERVICE].n == 5 and not ran[-1][SERVICE].training
+    assert served({}, validate=True)[SESSION].n == 5 and not ran[-1][SESSION].training
 
 
 def test_a_program_on_a_real_generator() -> None:
@@ -367,8 +367,8 @@ def test_a_program_on_a_real_generator() -> None:
         return [t]
 
     async def go() -> Any:
-        service = Service(Rewarding(), stack_of(program), 1, True, {}, (EOS,))
-        return await loop(server).run(sampling, **{**COLUMNS, SERVICE: service})
+        session = Session(Rewarding(), stack_of(program), 1, True, {}, (EOS,))
+        return await loop(server).run(sampling, **{**COLUMNS, SESSION: session})
 
     ((made,),) = asyncio.run(go())
     ids = torch.tensor([[*made.prompt_ids, *made.response_ids]])
@@ -401,15 +401,15 @@ def test_groups_apart_come_after_those_of_the_plan(queue: MemoryQueue) -> None:
         "a_2_0": program_row(0, 3.0, 1, label="x"),
         "a_3_0": program_row(0, 2.0, 2),
     }
-    mine, before, _ = run(queue, rows, rows_of_batch=6)
-    r = mine.generated
+    selected, before, done = run(queue, rows, rows_of_batch=6)
+    r = selected.generated
     assert before.keys == ["a_0_0", "a_1_0", "a_2_0", "a_3_0", "b_0_0", "b_1_0"]
     assert r.group.tolist() == [2, 2, 3, 0, 1, 4], "labels of different prompts are different groups"
     assert r.rollout.tolist() == [0, 0, 0, 0, 0, 0] and r.index.tolist() == [0, 1, 0, 0, 0, 0]
     assert r.truncated.tolist() == [False, False, False, False, True, False]
-    assert mine.decision.estimator == "rl_plugins"
+    assert done.decision.estimator == "rl_plugins"
     a = 1 / (2**0.5 + 2e-6)
-    assert mine.decision.row_advantages.tolist() == pytest.approx([a, -a, 0, 0, 0, 0], abs=1e-5)
+    assert done.decision.row_advantages.tolist() == pytest.approx([a, -a, 0, 0, 0, 0], abs=1e-5)
 
 
 def test_other_estimators_do_not_see_groups_apart(queue: MemoryQueue) -> None:
@@ -430,8 +430,8 @@ def test_what_programs_logged_reaches_the_log(queue: MemoryQueue) -> None:
         "a_0_0": program_row(0, 1.0, 0, metrics={"m/x": ("mean", 6.0, 2.0)}),
         "b_0_0": program_row(1, 1.0, 0, metrics={"m/x": ("mean", 1.0, 1.0)}),
     }
-    mine, _, _ = run(queue, rows)
-    assert mine.metrics()["m/x"] == pytest.approx(7 / 3)
+    _, _, done = run(queue, rows)
+    assert done.metrics["m/x"] == pytest.approx(7 / 3)
 
 
 def test_log_probs_nobody_has_are_those_of_the_policy(queue: MemoryQueue) -> None:
@@ -441,12 +441,12 @@ def test_log_probs_nobody_has_are_those_of_the_policy(queue: MemoryQueue) -> Non
         r["old_log_probs"] = torch.tensor([-1.1, -2.1, -3.1]) - i
     queue.put_rows(rows)
     batch = KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * 2)
-    mine, _, _ = run(queue, rows)
+    selected, _, _ = run(queue, rows)
     metrics: dict[str, Any] = {}
-    mine.complete_rollout_logprobs(batch, metrics)
+    batch_module.complete_rollout_logprobs(batch, selected.unknown, metrics)
     assert queue.rows["a_0_0"]["rollout_log_probs"].tolist() == pytest.approx([-1.0, -2.1, -3.0])
     assert queue.rows["a_1_0"]["rollout_log_probs"].tolist() == [-2.0, -1.0, -4.0]
-    forced = mine.forced["a_0_0"], mine.forced["a_1_0"]
+    forced = selected.forced["a_0_0"], selected.forced["a_1_0"]
     assert forced == ([[0, 2]], []) and metrics["training/rollout_probs_diff_max"] < 0.6
 
 
@@ -467,8 +467,8 @@ def test_columns_of_rows_win_over_those_of_the_dataset(queue: MemoryQueue) -> No
     rows["b_0_0"]["extra_fields"] = {"found": "y"}  # an agent loop of the user's
     for r in rows.values():
         r["extra_info"] = {"level": 1}
-    mine, _, _ = run(queue, rows, "wants")
-    assert mine.generated.meta == {"level": [7, 1, 1], "found": ["x", None, "y"]}
+    selected, _, _ = run(queue, rows, "wants")
+    assert selected.generated.meta == {"level": [7, 1, 1], "found": ["x", None, "y"]}
     with pytest.raises(MethodError, match="`wants` needs the column `found`, and neither the dataset nor a row"):
         run(queue, {"c_0_0": row(0, 1.0) | {"extra_info": {"level": 1}}}, "wants")
 
@@ -532,9 +532,9 @@ def test_both_layouts_give_the_same_turns(queue: MemoryQueue, layout: str) -> No
     else:
         rows = {"a_0_1": native([1, 1]), "a_0_0": native([1]), "a_1_0": native([1])}
         expected = {"a_0_0": [1], "a_0_1": [2, 2], "a_1_0": [1]}
-    mine, _, after = run(queue, rows, "sees_turns")
-    assert mine.generated.turns.turn.tolist() == [0, 1, 0]
-    assert {k: queue.rows[k]["advantages"].tolist() for k in after.keys} == expected
+    selected, _, done = run(queue, rows, "sees_turns")
+    assert selected.generated.turns.turn.tolist() == [0, 1, 0]
+    assert {k: queue.rows[k]["advantages"].tolist() for k in done.batch.keys} == expected
 
 
 # ---- start
@@ -633,11 +633,10 @@ def test_prompts_with_agent_loops_of_their_own_are_refused() -> None:
     dataset = Named()
     number_rows(dataset)
     made = PromptBatches(dataset, config())
-    made.by_program = True
-    batch = made.build([PlanRow(0, 0, 2), PlanRow(1, 1, 2, prefix=(3,))])
+    batch = made.build([PlanRow(0, 0, 2), PlanRow(1, 1, 2, prefix=(3,))], by_program=True)
     assert list(batch["agent_name"]) == ["single_turn_agent"] * 2, "the worker puts programs in"
     with pytest.raises(ConfigError, match=r"A rollout program makes the completions.*single_turn_agent, tool_agent"):
-        made.build([PlanRow(0, 0, 2), PlanRow(2, 1, 2)])
+        made.build([PlanRow(0, 0, 2), PlanRow(2, 1, 2)], by_program=True)
 
 
 # ---- validation

@@ -42,10 +42,9 @@ def _carousel(module: object) -> None:
                 return batch
 
             def _compute_advantage(self, batch, metrics):
-                mine = self._batch
                 result = super()._compute_advantage(batch, metrics)
-                if mine is not None:
-                    d = mine.decision
+                if self._settled is not None:
+                    d = self._settled.decision
                     torch.save(
                         {
                             "names": self.methods.names,
@@ -96,10 +95,10 @@ def _carousel(module: object) -> None:
                 settings = dataclasses.replace(self.settings, methods=names, method_params=params)
                 self._places.append((settings, settings.stack()))
 
-        def _load_checkpoint(self):
+        def on_init_end(self):
             for _, stack in self._places:
-                stack.start(self._run())
-            super()._load_checkpoint()
+                stack.start(self.known().run())
+            super().on_init_end()
 
         def on_step_begin(self):
             self.settings, stack = self._places[(self.global_steps - 1) % len(self._places)]

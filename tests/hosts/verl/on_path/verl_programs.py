@@ -53,7 +53,7 @@ class Program(probes.Probe):
 
 
 class Agent(Program):
-    """Plays the ladder; `steps` are its turns."""
+    """Plays the ladder."""
 
     name = "ladder"
     needs = frozenset({"column:score", "column:turns", "column:level", "text", "raw_text"})
@@ -61,7 +61,7 @@ class Agent(Program):
 
     def plan(self, plan):
         """In evaluation all prompts become one."""
-        if plan.rows[0].prompt != -1:
+        if plan.rows[0].prompt_index != -1:
             return plan
         edit = {"prompt": [{"role": "user", "content": "e:21"}]}
         return plan.replace(rows=tuple(r.replace(edit=edit, payload=r.edit["level"]) for r in plan.rows))

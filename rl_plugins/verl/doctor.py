@@ -5,28 +5,29 @@ verl is not imported, which costs seconds: its config is composed by hydra, its 
 
 from __future__ import annotations
 
-import ast
+import bisect
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.commands.doctor import print_found
 from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.rollouts import Plan
 from rl_plugins.runtime.report import VARIABLES, per_prompt, print_environment, print_problems, print_versions
+from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
-from rl_plugins.verl.config import MODES, Settings, compose, read_settings
-from rl_plugins.verl.config import verl_folder as verl_folder
+from rl_plugins.verl.config import MODES, Settings, compose, read_settings, verl_folder
+from rl_plugins.verl.prompts import flat_columns
 
 SHOWN = ("torch", "transformers", "verl", "TransferQueue", "ray", "vllm", "sglang", "trl")
 POLICY, GROUP, NAME = "VERL_USE_EXTERNAL_PLUGINS", "verl.plugins", "rl_plugins"
@@ -41,11 +42,12 @@ SEAMS = {
 ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}  # rollout.name -> module
 
 
-def examine(words: Sequence[str]) -> int:
+def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None) -> int:
     """Prints the state of the installation, and what a run would do if its command line is given.
 
     Args:
         words: overrides of `python -m verl.trainer.main_ppo`, or the whole command.
+        print_found: prints the methods that were found, at the end of the installation.
 
     Returns:
         1 if something would fail, else 0.
@@ -55,6 +57,7 @@ def examine(words: Sequence[str]) -> int:
     """
     overrides = read_command(words)
     problems = [*_print_installation()]
+    print_found()
     if words:
         problems += _print_run(overrides)
     else:
@@ -104,10 +107,7 @@ def _print_installation() -> Iterator[str]:
     print("\nThe plugin")
     yield from _print_plugin()
     folder = Path(verl_folder())
-    try:
-        moved = _moved(folder)
-    except (OSError, SyntaxError, LookupError) as e:
-        moved = [f"its trainers are not where they were ({e})"]
+    moved = compat.moved_symbols(folder)
     print(f"  what the adapter uses of verl: {'as expected' if not moved else '; '.join(moved)}")
     if moved and not compat.untested_allowed():
         yield f"verl moved what rl-plugins builds on: {'; '.join(moved)}. Install a version it was tested with."
@@ -117,7 +117,6 @@ def _print_installation() -> Iterator[str]:
     for name, there in _seams(folder).items():
         print(f"  {name:<5}{'there' if there else 'not there':<11}{SEAMS[name]}")
     print_environment((*VARIABLES, POLICY, "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"))
-    print_found()
 
 
 def _print_plugin() -> Iterator[str]:
@@ -162,36 +161,20 @@ def _working_directory_first() -> Iterator[None]:
         sys.path.pop(0)
 
 
-def _moved(folder: Path) -> list[str]:
-    v1 = folder / "trainer" / "ppo" / "v1"
-    base = read_class(v1 / "trainer_base.py", "PPOTrainer")
-    names = {"trainer_sync.py": "PPOTrainerSync", "trainer_colocate_async.py": "PPOTrainerColocateAsync"}
-    names["trainer_separate_async.py"] = "PPOTrainerSeparateAsync"
-    moved = [m for file, name in names.items() for m in compat.moved_symbols(read_class(v1 / file, name, base))]
-    return list(dict.fromkeys(moved))
-
-
 def _seams(folder: Path) -> dict[str, bool]:
     def text(*path: str) -> str:
         file = folder.joinpath(*path)
         return file.read_text() if file.is_file() else ""
 
-    trainer = folder / "trainer" / "ppo" / "v1" / "trainer_base.py"
+    trainer, policy_loss = "verl.trainer.ppo.v1.trainer_base:PPOTrainer", "verl.workers.config.actor:PolicyLossConfig"
     return {
         "V1": "flush=True" not in text("trainer", "ppo", "v1", "trainer_separate_async.py"),
         "V3": not _asks_for_trl(folder),
         "V6": re.search(r"\.debug\(\s*f?\"Failed to load plugin", text("__init__.py")) is None,
-        "V9": _has(compat.states_its_mode, trainer, "PPOTrainer"),
+        "V9": compat.states(trainer, "base_mode", folder),
         "V11": "poll_interval:" in text("trainer", "config", "ppo_trainer.yaml"),
-        "V12": _has(compat.passes_extra_fields, folder / "workers" / "config" / "actor.py", "PolicyLossConfig"),
+        "V12": compat.states(policy_loss, "extra_fields", folder),
     }
-
-
-def _has(seam: Any, file: Path, name: str) -> bool:
-    try:
-        return bool(seam(read_class(file, name)))
-    except (OSError, SyntaxError, LookupError):
-        return False
 
 
 def _asks_for_trl(folder: Path) -> bool:
@@ -202,57 +185,64 @@ def _asks_for_trl(folder: Path) -> bool:
 def _value_head(folder: Path) -> str:
     from rl_plugins.verl import plugin
 
-    if plugin._trl_has_value_head():
+    if plugin.trl_has_value_head():
         return "it has the value head that verl asks for"
     if not _asks_for_trl(folder):
         return "it has no value head, and this verl does not ask for one"
-    return "it has no value head; verl's model builder is told that TRL is not there"
-
-
-def read_class(file: Path, name: str, base: type = object) -> type:
-    """A class as its source states it, without importing it: methods have their signature and do nothing.
-
-    Raises:
-        LookupError: the file has no such class.
-    """
-    node = next((n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef) and n.name == name), None)
-    if node is None:
-        raise LookupError(f"no class {name} in {file.name}")
-    body: dict[str, Any] = {}
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
-            body[item.name] = _signature_of(item)
-        elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            body[item.target.id] = None
-        elif isinstance(item, ast.Assign):
-            body |= {t.id: None for t in item.targets if isinstance(t, ast.Name)}
-    return type(name, (base,), body)
-
-
-def _signature_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
-    def method(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
-    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
-    method.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return method
+    return "it has no value head; in runs with methods verl's model builder is told that TRL is not there"
 
 
 # ---- a run
 
 
+class ParquetRows:
+    """Rows of parquet files, read when they are asked for, with the columns verl gives to methods.
+
+    Args:
+        files: local files.
+        prompt_key: column of the messages.
+    """
+
+    def __init__(self, files: Sequence[Path], prompt_key: str) -> None:
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        self.prompt_key = prompt_key
+        opened = [pyarrow.parquet.ParquetFile(file) for file in files]
+        self._groups = [(f, g) for f in opened for g in range(f.metadata.num_row_groups)]
+        self._ends = [0]
+        for file, group in self._groups:
+            self._ends.append(self._ends[-1] + file.metadata.row_group(group).num_rows)
+        self._rows = functools.lru_cache(maxsize=4)(self._read)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if not 0 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        group = bisect.bisect_right(self._ends, i) - 1
+        row = self._rows(group)[i - self._ends[group]]
+        return flat_columns({**row, "raw_prompt": row.get(self.prompt_key)})
+
+    def _read(self, number: int) -> list[dict[str, Any]]:
+        file, group = self._groups[number]
+        return file.read_row_group(group).to_pylist()  # type: ignore[no-any-return]
+
+
 @dataclass
-class _Run:
+class _Examined:
     """A run as far as it is known without a model.
 
     Attributes:
         config: the whole config, with the options that methods set.
-        prompts: rows of the dataset, None if it is not on this machine.
+        dataset: None if it is not on this machine.
+        prompts: rows of the dataset that are used, None if it is not on this machine.
     """
 
     config: Any
+    settings: Settings
     stack: MethodStack
+    dataset: ParquetRows | None = None
     prompts: int | None = None
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -260,6 +250,22 @@ class _Run:
     @property
     def read(self) -> facts.Reader:
         return facts.Reader(self.config)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of verl's trainer; None if that is not known."""
+        given = self.read("trainer.total_training_steps")
+        if given is not None:
+            return int(given)
+        if self.prompts is None:
+            return None
+        return int(self.prompts // self.read("data.train_batch_size") * self.read("trainer.total_epochs"))
+
+    def known(self) -> facts.Known:
+        """What methods are told. A dataset that is not here is taken to be large enough for any plan."""
+        read = self.read
+        prompts = self.prompts if self.prompts is not None else read("data.train_batch_size") * read.group_size
+        return facts.Known(read, self.settings, self.dataset, prompts, self.steps or 1)
 
 
 def _print_run(overrides: Sequence[str]) -> list[str]:
@@ -280,7 +286,7 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
         start.check_mode(settings, config, None)
     except ConfigError as e:
         problems.append(str(e))
-    run = _Run(config, stack, problems=problems)
+    run = _Examined(config, settings or Settings(()), stack, problems=problems)
     options: dict[str, Any] = {}
     if stack and settings is not None:
         try:
@@ -318,7 +324,7 @@ def _missing_values(config: Any) -> list[str]:
     return [f"verl demands a value for {name}, for example {name}=vllm." for name in wanted if name in missing]
 
 
-def _look_at_dataset(run: _Run) -> None:
+def _look_at_dataset(run: _Examined) -> None:
     files = run.read("data.train_files")
     paths = [files] if isinstance(files, str) else [str(f) for f in files or ()]
     if not paths or not all(p.endswith(".parquet") and Path(p).expanduser().is_file() for p in paths):
@@ -326,11 +332,9 @@ def _look_at_dataset(run: _Run) -> None:
             f"The data set {', '.join(paths)} is no parquet file on this machine: its columns and size are not checked."
         )
         return
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    run.prompts = sum(pyarrow.parquet.read_metadata(Path(p).expanduser()).num_rows for p in paths)
+    run.dataset = ParquetRows([Path(p).expanduser() for p in paths], run.read("data.prompt_key", "prompt"))
     most = run.read("data.train_max_samples", -1)
-    run.prompts = min(run.prompts, most) if most > 0 else run.prompts
+    run.prompts = min(len(run.dataset), most) if most > 0 else len(run.dataset)
     batch = run.read("data.train_batch_size")
     if run.prompts < batch:
         run.problems.append(
@@ -339,7 +343,7 @@ def _look_at_dataset(run: _Run) -> None:
         )
 
 
-def _look_at_reward(run: _Run) -> None:
+def _look_at_reward(run: _Examined) -> None:
     path = run.read("reward.custom_reward_function.path")
     if not path or str(path).startswith("pkg://"):
         return
@@ -349,7 +353,7 @@ def _look_at_reward(run: _Run) -> None:
         )
 
 
-def _describe(run: _Run, settings: Settings | None) -> Iterator[tuple[str, str]]:
+def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, str]]:
     """One line per fact; adds a problem to the run if a method refuses to plan."""
     read = run.read
     named = read("trainer.v1.trainer_mode")
@@ -389,12 +393,12 @@ def _rollout_engine(read: facts.Reader) -> str:
     return f"{name} (not installed here)"
 
 
-def _batch(run: _Run) -> Iterator[tuple[str, str]]:
+def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
     read, stack = run.read, run.stack
-    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
+    prompts, size, batches = read("data.train_batch_size"), read.group_size, read.batches_per_step
     rows = prompts * size
     try:
-        plan = _first_plan(run)
+        plan: Plan | None = _first_plan(run, prompts)
     except RLPluginsError as e:
         plan = None
         if run.prompts is None:
@@ -402,116 +406,77 @@ def _batch(run: _Run) -> Iterator[tuple[str, str]]:
         else:
             run.problems.append(str(e))
     if plan is not None:
-        first = " in the first round" if any(m.rounds for m in stack.methods) else ""
+        first = " in the first round" if in_rounds(stack) else ""
         groups = len({r.group for r in plan.rows})
         own = "" if groups == prompts else f" (verl alone: {prompts})"
-        yield "prompts", f"{groups} per step{own}"
+        yield "prompts", f"{groups} per {'batch' if batches == 1 else f'plan, of {batches} batches'}{own}"
         yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
         yield "rows generated", f"{plan.generated}{first}"
         yield "rows trained", f"{plan.trained} of {rows}{first}"
         choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
         if choosers:
             yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
-        _check_async_plan(run, plan)
-    sync_steps = read("trainer.v1.separate_async.parameter_sync_step", 1) if read.mode == "separate_async" else 1
+        try:  # what the asynchronous trainers refuse at their first step
+            run.known().check_plan(stack, plan, prompts)
+        except RLPluginsError as e:
+            run.problems.append(str(e))
     steps = read.optimizer_steps_per_batch
     per_step = read("actor_rollout_ref.actor.ppo_mini_batch_size") * size
-    each = "per step" if sync_steps == 1 else f"for each of the {sync_steps} batches of a step"
-    yield "optimizer steps", f"{steps} {each}, of {per_step} rows each"
-    yield "policy", _policy(read, steps, sync_steps)
+    yield "optimizer steps", f"{steps} per batch, of {per_step} rows each"
+    yield "policy", _policy(read, steps, batches)
     lag = _lag(run)
     if lag:
         yield "lag", lag
-    total = _total_steps(run)
-    if total is not None:
-        yield "whole run", f"{total} steps, {total * sync_steps * steps} optimizer steps"
+    if run.steps is not None:
+        total = run.steps * batches
+        yield "whole run", f"{total} batches, {total * steps} optimizer steps"
     yield "checkpoints", _checkpoints(read, bool(stack))
 
 
-def _first_plan(run: _Run) -> Any:
+def _first_plan(run: _Examined, prompts: int) -> Plan:
     """The plan of the first batch, from the methods themselves, with the first rows of the data set as the proposal."""
-    from rl_plugins.rollouts import Run
-    from rl_plugins.runtime.plan import first_plan
-
-    read, stack = run.read, run.stack
-    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
-    # A data set that is not here is taken to be large enough for any plan.
-    pool = run.prompts if run.prompts is not None else prompts * size
-    total = _total_steps(run) or 1
-    stack.start(
-        Run(
-            host="verl",
-            host_version=compat.verl_version(),
-            dataset=None,
-            dataset_size=pool,
-            columns=tuple(facts.dataset_columns(read) or ()),
-            reward_names=("score",),
-            group_size=size,
-            total_steps=total * read.optimizer_steps_per_batch,
-            total_batches=total,
-            max_completion_length=read("data.max_response_length"),
-        )
-    )
-    return first_plan(stack, range(min(prompts, pool)), size, prompts * size, pool)
+    known = run.known()
+    run.stack.start(known.run())
+    return known.plan(run.stack, range(min(prompts, known.prompts)))
 
 
-def _check_async_plan(run: _Run, plan: Any) -> None:
-    """What the asynchronous trainers refuse at their first step."""
-    read = run.read
-    prompts, size = read("data.train_batch_size"), read("actor_rollout_ref.rollout.n")
-    regular = len(plan.rows) == prompts and all(r.n == size for r in plan.rows)
-    if not regular and read.mode in ("colocate_async", "separate_async"):
-        names = ", ".join(f"`{m.name}`" for m in run.stack.claims["plan"])
-        run.problems.append(
-            f"{names} plans {len(plan.rows)} prompts with {sorted({r.n for r in plan.rows})} trained rollouts each; "
-            f"{read.mode} needs {prompts} with {size}. Use trainer.v1.trainer_mode=rl_plugins_sync."
-        )
-
-
-def _policy(read: facts.Reader, steps: int, sync_steps: int) -> str:
+def _policy(read: facts.Reader, steps: int, batches: int) -> str:
     if read.bypass:
         text = "the sampled log-probs count as those of the policy (rollout_correction.bypass_mode)"
     elif steps > 1:
         text = f"the batch's own in the first optimizer step, off-policy in the {steps - 1} after it"
     else:
         text = "every batch is used for one optimizer step"
-    if sync_steps > 1:
-        text += f"; the engine gets new weights every {sync_steps} batches"
+    if batches > 1:
+        text += f"; the engine gets new weights every {batches} batches"
     return text + "; sampled by an engine whose log-probs differ slightly"
 
 
-def _lag(run: _Run) -> str:
+def _lag(run: _Examined) -> str:
     read = run.read
     if read.mode not in ("colocate_async", "separate_async"):
         return ""
     ahead = read(f"trainer.v1.{read.mode}.num_warmup_batches", 1)
     threshold = read("trainer.v1.sampler.max_off_policy_threshold")
     limit = "any number of" if threshold is None else f"at most {threshold}"
-    text = f"prompts are chosen {ahead} step(s) before they are trained; a rollout may span {limit} versions"
+    text = f"prompts are chosen {ahead} batch(es) before they are trained; a rollout may span {limit} versions"
     learns = set(run.stack.claims["observe"])
     blind = [m.name for m in run.stack.methods if m in learns and {"select_prompts", "plan"} & set(m.claims())]
     return text + (f"; {', '.join(blind)} decides without the rewards of that time" if blind else "")
-
-
-def _total_steps(run: _Run) -> int | None:
-    given = run.read("trainer.total_training_steps")
-    if given is not None:
-        return int(given)
-    if run.prompts is None:
-        return None
-    return int(run.prompts // run.read("data.train_batch_size") * run.read("trainer.total_epochs"))
 
 
 def _checkpoints(read: facts.Reader, methods: bool) -> str:
     every = read("trainer.save_freq", -1)
     if every <= 0:
         return "none (trainer.save_freq)"
+    every *= read.batches_per_step
     where = read("trainer.default_local_dir")
     state = ", the methods' state in its folder rl_plugins/" if methods else ""
-    return f"every {every} steps in {where}/global_step_*{state}; trainer.resume_mode={read('trainer.resume_mode')}"
+    resume = read("trainer.resume_mode")
+    return f"every {every} batches in {where}/global_step_*{state}; trainer.resume_mode={resume}"
 
 
-def _add_notes(run: _Run, several_nodes: bool) -> None:
+def _add_notes(run: _Examined, several_nodes: bool) -> None:
     run.notes.append("verl's own checks of the config (batch sizes, devices) come when it starts.")
     if several_nodes:
         run.notes.append(

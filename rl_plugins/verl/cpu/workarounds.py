@@ -6,6 +6,7 @@ twin in patches/verl, the change proposed to verl itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -55,8 +56,8 @@ def engine_for_cpu(module: Any) -> None:
         ("language_model", module.FSDPEngineWithLMHead),
         ("value_model", module.FSDPEngineWithValueHead),
     ):
-        for backend, devices in module.EngineRegistry._engines[model_type].items():
-            if engine in devices.values() and "cpu" not in devices:
+        for backend in ("fsdp", "fsdp2"):
+            with contextlib.suppress(AssertionError):  # what verl says of a device that has an engine
                 module.EngineRegistry.register(model_type=model_type, backend=backend, device="cpu")(engine)
 
 

@@ -23,15 +23,16 @@ from rl_plugins.runtime.programs import Running, drive
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, register_loop
 from rl_plugins.verl.facts import TOP_LOGPROBS
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, PROGRAM_AGENT, TURNS, UNKNOWN, flat_columns, ranges
+from rl_plugins.verl.host import Output, Scorer, ServerClient
+from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, PROGRAM_AGENT, TURNS, UNKNOWN, Note, flat_columns, ranges
 
-SERVICE = "rl_plugins_service"  # keyword of the agent loop: what its worker lends to a program
-OF_VERL = ("uid", "session_id", "global_steps", "dummy_tensor", COLUMN, SERVICE)  # keywords that are no columns
+SESSION = "rl_plugins_session"  # keyword of the agent loop
+OF_VERL = ("uid", "session_id", "global_steps", "dummy_tensor", COLUMN, SESSION)  # keywords that are no columns
 
 
 @dataclass(frozen=True)
-class Service:
-    """What a worker lends to the program of one prompt.
+class Session:
+    """The session of verl's agent loop that runs the program of one prompt: what its worker lends to it.
 
     Args:
         worker: verl's agent-loop worker, which knows the way to the reward function.
@@ -42,7 +43,7 @@ class Service:
         eos: tokens that end a completion.
     """
 
-    worker: Any
+    worker: Scorer
     stack: MethodStack
     n: int
     training: bool
@@ -70,11 +71,11 @@ class ProgramAgentLoop(PlannedAgentLoop):
         note = kwargs.get(COLUMN)
         if note is not None and int(kwargs["session_id"]) < len(note["given"]):
             return await super().run(sampling_params, **kwargs)
-        service: Service = kwargs[SERVICE]
-        method = service.stack.claims["rollout"][0]
-        prompt = await self._prompt(service, kwargs, note)
+        session: Session = kwargs[SESSION]
+        method = session.stack.claims["rollout"][0]
+        prompt = await self._prompt(session, kwargs, note)
         engine = VerlEngine(
-            self.server_manager, self.rollout_config, service, kwargs, sampling_params, self._request_id(kwargs)
+            self.server_manager, self.rollout_config, session, kwargs, sampling_params, self._request_id(kwargs)
         )
         started = time.monotonic()
         rollouts = await drive(Running(method, prompt), engine)
@@ -86,37 +87,37 @@ class ProgramAgentLoop(PlannedAgentLoop):
         ]
         rows = [output for rollout in outputs for output in rollout]
         if rows:  # what the program logged travels with its first row
-            rows[0].extra_fields[MADE]["metrics"] = service.stack.metrics.take()
+            rows[0].extra_fields[MADE]["metrics"] = session.stack.metrics.take()
         return outputs
 
     def _request_id(self, kwargs: Mapping[str, Any]) -> str:
         """One for all requests of a prompt: they go to the same server, whose cache has the prompt."""
         return f"{kwargs['uid']}_{kwargs['session_id']}"
 
-    async def _prompt(self, service: Service, kwargs: dict[str, Any], note: Mapping[str, Any] | None) -> Prompt:
+    async def _prompt(self, session: Session, kwargs: dict[str, Any], note: Note | None) -> Prompt:
         messages = list(kwargs["raw_prompt"])
         rollout = self.rollout_config
-        note = note or {}
+        told: Mapping[str, Any] = note or {}
         tokens = await self.ct_build_initial_tokens(messages)  # verl's own
-        method = service.stack.claims["rollout"][0]
-        step = int(note.get("planned_at", kwargs["global_steps"]))
-        group, draw = note.get("group"), note.get("draw", 1)
-        place = group if service.training else f"eval|{json.dumps(messages, default=str)}"
+        method = session.stack.claims["rollout"][0]
+        number = int(told.get("planned_at", kwargs["global_steps"]))
+        group, draw = told.get("group"), told.get("draw", 1)
+        place = group if session.training else f"eval|{json.dumps(messages, default=str)}"
         return Prompt(
             tokens=tuple(tokens),
             messages=messages,
             columns=flat_columns({k: v for k, v in kwargs.items() if k not in OF_VERL}),
-            n=service.n,
-            max_tokens=min(note.get("max_tokens") or self.response_length, self.response_length),
+            n=session.n,
+            max_tokens=min(told.get("max_tokens") or self.response_length, self.response_length),
             max_context=int(rollout.max_model_len or rollout.prompt_length + rollout.response_length),
-            chat=chat_of(self.tokenizer, service.eos, self.apply_chat_template_kwargs),
-            prefix=tuple(note.get("prefix") or ()),
-            payload=note.get("payload"),
-            batch=step,
-            training=service.training,
-            reward_names=tuple(service.rewards) or ("score",),
-            # asynchronous modes plan several times in one step, and these plans number their groups alike
-            seed=f"{service.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
+            chat=chat_of(self.tokenizer, session.eos, self.apply_chat_template_kwargs),
+            prefix=tuple(told.get("prefix") or ()),
+            payload=told.get("payload"),
+            batch=number,
+            training=session.training,
+            reward_names=tuple(session.rewards) or ("score",),
+            # asynchronous modes plan several times in one batch, and these plans number their groups alike
+            seed=f"{session.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
         )
 
 
@@ -126,7 +127,7 @@ class VerlEngine:
     Args:
         server: verl's client of the servers.
         rollout: `actor_rollout_ref.rollout`.
-        service: of the worker.
+        session: of the prompt.
         kwargs: what verl gives to an agent loop.
         sampling: of the run, or of its validation.
         request_id: of every request; requests with the same id go to the same server.
@@ -134,16 +135,16 @@ class VerlEngine:
 
     def __init__(
         self,
-        server: Any,
+        server: ServerClient,
         rollout: Any,
-        service: Service,
+        session: Session,
         kwargs: Mapping[str, Any],
         sampling: Mapping[str, Any],
         request_id: str,
     ) -> None:
-        self._server, self._rollout, self._service = server, rollout, service
+        self._server, self._rollout, self._session = server, rollout, session
         self._kwargs, self._sampling, self._request_id = dict(kwargs), dict(sampling), request_id
-        self._step = int(kwargs["global_steps"])
+        self._newest = int(kwargs["global_steps"])
         self._requests = 0
         self._oldest: dict[int, int] = {}  # version of a last token -> oldest of the versions that made its segment
 
@@ -208,12 +209,12 @@ class VerlEngine:
         )
 
     def _version(self, reported: Any) -> int:
-        return self._step if reported is None else int(reported)
+        return self._newest if reported is None else int(reported)
 
     # ---- rewards
 
     async def score(self, prompt: Prompt, trajectory: Trajectory) -> Scored:
-        worker = self._service.worker
+        worker = self._session.worker
         if worker.reward_loop_worker_handles is None:
             raise MethodError(
                 "A rollout program asks for rewards, and this run computes them after generation, with a reward model "
@@ -224,7 +225,7 @@ class VerlEngine:
         output.reward_score = None
         await worker._compute_score([output], kwargs=row_kwargs(self._kwargs, output))
         score, info = float(output.reward_score), output.extra_fields["reward_extra_info"]
-        weights = self._service.rewards
+        weights = self._session.rewards
         if not weights:
             return Scored(Answer({"score": score}, score, info), score)
         rewards = {name: math.nan if info.get(name) is None else float(info[name]) for name in weights}
@@ -241,8 +242,8 @@ class VerlEngine:
             logprobs: whether the run keeps those of the sampled distribution; tokens without one get a place holder.
             number: of the rollout of its prompt, and of the row in it.
         """
-        filled = row if len(row) else row.observe(self._service.eos[:1])
-        versions = [v for v in row.versions if v >= 0] or [self._step]
+        filled = row if len(row) else row.observe(self._session.eos[:1])
+        versions = [v for v in row.versions if v >= 0] or [self._newest]
         output = AgentLoopOutput(
             prompt_ids=list(row.prompt),
             response_ids=list(filled.tokens),
@@ -272,7 +273,7 @@ class VerlEngine:
             output.reward_score = row.rewards.score
             output.extra_fields["reward_extra_info"] = dict(row.rewards.info)
         elif row.rewards is not None:
-            output.reward_score = weighted(row.rewards, self._service.rewards or {"score": 1.0})
+            output.reward_score = weighted(row.rewards, self._session.rewards or {"score": 1.0})
             output.extra_fields["reward_extra_info"] = dict(row.rewards)
         return output
 
@@ -309,9 +310,9 @@ def chat_of(tokenizer: Any, eos: Sequence[int], options: Any = None) -> Tokenize
     return TokenizerChat(tokenizer, eos, **given)
 
 
-def row_kwargs(kwargs: Mapping[str, Any], output: AgentLoopOutput) -> dict[str, Any]:
+def row_kwargs(kwargs: Mapping[str, Any], output: Output) -> dict[str, Any]:
     """verl's keywords for one row: what its program noted stands in `extra_info`, where reward functions find it."""
-    row = {k: v for k, v in kwargs.items() if k != SERVICE}
+    row = {k: v for k, v in kwargs.items() if k != SESSION}
     meta, info = output.extra_fields[MADE]["meta"], row.get("extra_info")
     if meta and isinstance(info, Mapping):
         row["extra_info"] = {**info, **meta}
