@@ -460,7 +460,7 @@ BROKEN = [
     (dict(advantages=advantages, __doc__=DOC + "Errors: none."), "section `Errors:`; the name is `Raises:` now"),
     (dict(advantages=advantages, __doc__=DOC + "\nBooks: none."), "section `Books:`, which is not among"),
     (dict(advantages=advantages, __doc__=DOC + "\nState: none."), "sections are Logs, Source, State; the order is"),
-    (dict(advantages=advantages, __doc__=DOC + "\nLogs: none."), "each at most once"),
+    (dict(advantages=advantages, __doc__=DOC + "\nLogs: none."), "sections are Logs, Source, Logs; the order"),
     (dict(advantages=advantages, fidelity="reconstruction"), "what was not published"),
     (dict(advantages=advantages, fidelity="guess"), "`fidelity`"),
     (dict(advantages=advantages, use_when=""), "`use_when` is empty"),

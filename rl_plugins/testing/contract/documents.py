@@ -64,10 +64,8 @@ def section_problems(doc: str) -> list[str]:
         for name in _UNKNOWN.findall(doc)
         if name not in found
     ]
-    if known != sorted(set(known), key=SECTIONS.index):
-        problems.append(
-            f"the docstring's sections are {', '.join(known)}; the order is {', '.join(SECTIONS)}, each at most once."
-        )
+    if known != sorted(known, key=SECTIONS.index):
+        problems.append(f"the docstring's sections are {', '.join(known)}; the order is {', '.join(SECTIONS)}.")
     return problems
 
 
