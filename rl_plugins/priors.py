@@ -48,7 +48,7 @@ class PriorParams(MethodParams):
     prior_value: float | None = param(None, "the value, for prior: constant")
     prior_column: str = param("", "dataset column with the values, for prior: column")
     prior_decay: float = param(
-        0.5, "what a visit leaves of a prompt's older outcomes, for running_mean and beta", ge=0, le=1
+        0.5, "share that a visit leaves of a prompt's older outcomes, for running_mean and beta", ge=0, le=1
     )
     prior_neighbors: int = param(8, "most similar prompts that count, for nearest", ge=1)
     context_size: int = param(256, "recent rollouts that nearest and functions see", ge=1)

@@ -30,7 +30,8 @@ class Use:
 
 def uses(adapter: str, root: Path = ROOT) -> list[Use]:
     """Every place where an adapter uses a private name of its host."""
-    own = {name for file in root.rglob("*.py") for name in _defined(ast.parse(file.read_text(encoding="utf-8")))}
+    files = [f for f in root.rglob("*.py") if f.name != "host.py"]  # which describes the host
+    own = {name for file in files for name in _defined(ast.parse(file.read_text(encoding="utf-8")))}
     found = []
     for file in sorted((root / adapter).rglob("*.py")):
         for name, line, foreign in _private(ast.parse(file.read_text(encoding="utf-8"))):

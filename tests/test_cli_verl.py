@@ -156,10 +156,10 @@ def test_a_plugin_that_cannot_be_loaded(monkeypatch):
 def test_symbols_of_verl_that_moved(monkeypatch):
     owner = "verl.trainer.ppo.v1.trainer_base:PPOTrainer"
     step, gone = (
-        compat.Private(owner, *rest, "") for rest in (("step", ("metrics", "timing_raw", "more")), ("_vanished", ()))
+        compat.Pinned(owner, *rest, "") for rest in (("step", ("metrics", "timing_raw", "more")), ("_vanished", ()))
     )
-    other = compat.Private("verl.trainer.nowhere", "_there", None, "")
-    monkeypatch.setattr(compat, "PRIVATE", (step, gone, other))
+    other = compat.Pinned("verl.trainer.nowhere", "_there", None, "")
+    monkeypatch.setattr(compat, "PINNED", (step, gone, other))
     text = examine(status=1)
     assert "PPOTrainer.step(metrics, timing_raw) used to be (metrics, timing_raw, more)" in problems(text)
     assert "PPOTrainer._vanished is gone" in problems(text)

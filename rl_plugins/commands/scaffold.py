@@ -76,7 +76,7 @@ PARTS: dict[str, Part] = {
 ''',
         test="""
     plan = METHOD(METHOD.Params(max_tokens=9)).plan(testing.make_plan(prompts=2, group_size=4))
-    assert [(row.prompt, row.n, row.max_tokens) for row in plan.rows] == [(0, 4, 9), (1, 4, 9)]
+    assert [(row.prompt_index, row.n, row.max_tokens) for row in plan.rows] == [(0, 4, 9), (1, 4, 9)]
 """,
         names=("Plan",),
     ),
@@ -298,13 +298,16 @@ def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
     imports += [f"from rl_plugins.rollouts import {', '.join(sorted(deeper))}"] if deeper else []
     imports += ["from torch import Tensor"] if "Tensor" in code else []
     needs = [f'"{n}"' for p in parts for n in p.needs]
-    symbols = dict.fromkeys(f"    {p.symbols}" for p in parts)
+    told = list(dict.fromkeys(p.symbols for p in parts))
+    states = [s.removeprefix("State: ") for s in told if s.startswith("State: ")]
+    sections = {"Symbols": [s for s in told if not s.startswith("State: ")], "State": states}
+    symbols = [f"    {title}:\n" + "\n".join(f"        {s}" for s in of) for title, of in sections.items() if of]
     return _METHOD.format(
         name=name,
         cls=cls,
         imports="\n".join(imports),
         rules="\n".join(f"        {p.rule}" for p in parts),
-        symbols="\n".join(symbols),
+        symbols="\n\n".join(symbols),
         needs=f"    needs = frozenset({{{', '.join(needs)}}})\n" if needs else "",
         params=f"\n    @dataclass(frozen=True)\n    class Params(MethodParams):\n{params}" if params else "",
         errors="ConfigError for a parameter out of range" if params else "none",
@@ -377,7 +380,7 @@ class {cls}(Method):
 
 {symbols}
 
-    Errors: {errors}.
+    Raises: {errors}.
 
     Source: arXiv 0000.00000; say which equation, and which file of the authors' code.
     """

@@ -14,10 +14,9 @@ from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import PriorParams, make_prior
-from rl_plugins.rollouts import Once, Plan, Rollouts, Run, Tokens
+from rl_plugins.rollouts import MAX_ROUNDS, Once, Plan, Rollouts, Run, Tokens
 
 _EPS = 1e-4  # added to what advantages are divided by
-_MOST_ROUNDS = 60  # hosts end a batch after 64
 
 
 class V05(Method):
@@ -117,9 +116,9 @@ class V05(Method):
                 )
             if self.k_max < self.k_init:
                 raise ConfigError(f"`k_max` is {self.k_max}, below `k_init` = {self.k_init}; it must be at least that.")
-            if -(-(self.k_max - self.k_init) // self.increment) > _MOST_ROUNDS:
+            if -(-(self.k_max - self.k_init) // self.increment) >= MAX_ROUNDS:
                 raise ConfigError(
-                    f"From {self.k_init} to {self.k_max} rollouts by {self.increment} takes more than {_MOST_ROUNDS} "
+                    f"From {self.k_init} to {self.k_max} rollouts by {self.increment} takes more than {MAX_ROUNDS} "
                     f"rounds of generation. Raise `increment`."
                 )
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import inspect
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.runtime import registry
@@ -104,44 +102,3 @@ def per_prompt(rows: Sequence[Any]) -> str:
 def _range(values: Any) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return f"{low}" if low == high else f"{low} to {high}"
-
-
-@dataclass(frozen=True)
-class Pinned:
-    """A name of a host that its adapter relies on: every private one it uses, and the public ones it overrides.
-
-    Args:
-        owner: "module:Class", or "module". An attribute that a class sets in its `__init__` is found there.
-        name: as it is written.
-        parameters: the first ones, as in the version the adapter was tested with; None if it is not called.
-        why: what it is used for.
-        optional: an upstream seam, which the released host does not have.
-    """
-
-    owner: str
-    name: str
-    parameters: tuple[str, ...] | None
-    why: str
-    optional: bool = False
-
-    def moved(self, owner: Any = None) -> str:
-        """What became of it, in `owner` or in the one that is named; empty if it is as expected."""
-        module, _, cls = self.owner.partition(":")
-        if owner is None:
-            try:
-                owner = importlib.import_module(module)
-                owner = getattr(owner, cls) if cls else owner
-            except (ImportError, AttributeError):
-                return f"{self.owner} is gone"
-        title = getattr(owner, "__name__", self.owner)
-        found = getattr(owner, self.name, None)
-        if not hasattr(owner, self.name):
-            made = [vars(c)["__init__"] for c in getattr(owner, "__mro__", ()) if "__init__" in vars(c)]
-            names = {n for f in made for n in getattr(getattr(inspect.unwrap(f), "__code__", None), "co_names", ())}
-            return "" if self.optional or self.name in names else f"{title}.{self.name} is gone"
-        if self.parameters is None or not callable(found):
-            return "" if self.parameters is None else f"{title}.{self.name} is no function"
-        given = [p for p in inspect.signature(found).parameters if p not in ("self", "cls")]
-        if tuple(given[: len(self.parameters)]) == self.parameters:
-            return ""
-        return f"{title}.{self.name}({', '.join(given)}) used to be ({', '.join(self.parameters)})"

@@ -7,26 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Change:
-    """Args:
-    what: is changed, and for how long.
-    why: one line.
-    when: what switches it on.
-    ends: the patch upstream that makes it needless (patches/README.md), or "none".
-    where: function of the adapter that makes it.
-    """
-
-    what: str
-    why: str
-    when: str
-    ends: str
-    where: str
-
+from rl_plugins.runtime.pins import Change
 
 CHANGES = (
     Change(
@@ -137,10 +120,3 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
                 setattr(thing, name, before[name])
             else:
                 delattr(thing, name)
-
-
-def table() -> str:
-    """The table of docs/trl.md."""
-    rows = [("what", "why", "switched on by", "ended by", "in `rl_plugins/trl/`"), ("---",) * 5]
-    rows += [(*astuple(c)[:4], ", ".join(f"`{w}`" for w in c.where.split(", "))) for c in CHANGES]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -10,70 +10,53 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime.pins import Pinned
 
 TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
-
-
-@dataclass(frozen=True)
-class Private:
-    """A name of a host that the adapter overrides, calls or reads, although the host may change it without a word.
-
-    Args:
-        owner: "module" or "module:Class", whose source states the name.
-        name: the name. Public methods that are overridden stand here, too: their parameters must fit.
-        parameters: its first ones, without self; None for what is not called.
-        why: what it is used for.
-    """
-
-    owner: str
-    name: str
-    parameters: tuple[str, ...] | None
-    why: str
 
 
 _V1, _LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
 _TRAINER, _WORKER = f"{_V1}.trainer_base:PPOTrainer", f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ"
 _BATCH = ("batch", "metrics")
 
-PRIVATE: tuple[Private, ...] = (
-    Private(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
-    Private(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over the batches of a step of verl"),
-    Private(_TRAINER, "on_init_end", (), "`start`, and the state of a checkpoint"),
-    Private(_TRAINER, "on_validate_begin", (), "plans of methods that act in evaluation"),
-    Private(_TRAINER, "on_validate_end", (), "the loader of the validation is verl's again"),
-    Private(_TRAINER, "_save_checkpoint", (), "the state is written before the checkpoint can be found"),
-    Private(_TRAINER, "_next_train_batch", ("num_prompts",), "the loader's prompts are what a plan starts from"),
-    Private(_TRAINER, "_submit_batch_to_rollout", ("batch",), "rounds; a dead worker is named"),
-    Private(_TRAINER, "_get_required_batch_multiple", ("dp_size",), "the log-prob passes need no whole mini-batches"),
-    Private(_TRAINER, "_balance_batch", _BATCH, "rewards are there, log-probs are not yet: `rewards`, `select`"),
-    Private(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
-    Private(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
-    Private(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
-    Private(_TRAINER, "_update_actor", _BATCH, "no optimizer step where nothing is trained; logged values"),
-    Private(
+PINNED: tuple[Pinned, ...] = (
+    Pinned(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
+    Pinned(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over the batches of a step of verl"),
+    Pinned(_TRAINER, "on_init_end", (), "`start`, and the state of a checkpoint"),
+    Pinned(_TRAINER, "on_validate_begin", (), "plans of methods that act in evaluation"),
+    Pinned(_TRAINER, "on_validate_end", (), "the loader of the validation is verl's again"),
+    Pinned(_TRAINER, "_save_checkpoint", (), "the state is written before the checkpoint can be found"),
+    Pinned(_TRAINER, "_next_train_batch", ("num_prompts",), "the loader's prompts are what a plan starts from"),
+    Pinned(_TRAINER, "_submit_batch_to_rollout", ("batch",), "rounds; a dead worker is named"),
+    Pinned(_TRAINER, "_get_required_batch_multiple", ("dp_size",), "the log-prob passes need no whole mini-batches"),
+    Pinned(_TRAINER, "_balance_batch", _BATCH, "rewards are there, log-probs are not yet: `rewards`, `select`"),
+    Pinned(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
+    Pinned(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
+    Pinned(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
+    Pinned(_TRAINER, "_update_actor", _BATCH, "no optimizer step where nothing is trained; logged values"),
+    Pinned(
         f"{_V1}.replay_buffer:ReplayBuffer",
         "_wait_for_next_poll",
         ("partition_id", "last_debug_time"),
         "the wait for rollouts looks for dead workers",
     ),
-    Private(_LOOP, "_agent_loop_registry", None, "a name that is taken is an error"),
-    Private(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
-    Private(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
-    Private(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
-    Private(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),
-    Private("ray.actor", "__ray_call__", ("fn",), "asks workers for their methods and for errors"),
-    Private("ray.actor", "__ray_metadata__", None, "the class behind verl's agent-loop actor"),
-    Private("importlib._bootstrap", "_initializing", None, "a module that is not whole yet is waited for"),
-    Private("verl.workers.rollout.base", "_ROLLOUT_REGISTRY", None, "hf_cpu: nothing public registers an adapter"),
-    Private("verl.workers.rollout.replica:RolloutReplica", "_server_handle", None, "hf_cpu: what a replica must set"),
-    Private("verl.workers.rollout.replica:RolloutReplica", "_server_address", None, "hf_cpu: what a replica must set"),
-    Private("transformers.configuration_utils", "_attn_implementation", None, "V14: what the critic is told to use"),
+    Pinned(_LOOP, "_agent_loop_registry", None, "a name that is taken is an error"),
+    Pinned(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
+    Pinned(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
+    Pinned(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
+    Pinned(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),
+    Pinned("ray.actor", "__ray_call__", ("fn",), "asks workers for their methods and for errors"),
+    Pinned("ray.actor", "__ray_metadata__", None, "the class behind verl's agent-loop actor"),
+    Pinned("importlib._bootstrap", "_initializing", None, "a module that is not whole yet is waited for"),
+    Pinned("verl.workers.rollout.base", "_ROLLOUT_REGISTRY", None, "hf_cpu: nothing public registers an adapter"),
+    Pinned("verl.workers.rollout.replica:RolloutReplica", "_server_handle", None, "hf_cpu: what a replica must set"),
+    Pinned("verl.workers.rollout.replica:RolloutReplica", "_server_address", None, "hf_cpu: what a replica must set"),
+    Pinned("transformers.configuration_utils", "_attn_implementation", None, "V14: what the critic is told to use"),
 )
 
 
@@ -121,7 +104,7 @@ def moved_symbols(root: Path | None = None) -> list[str]:
         root: folder of verl, if not the installed one.
     """
     found = []
-    for p in PRIVATE:
+    for p in PINNED:
         shown = f"{p.owner.rpartition(':')[2]}.{p.name}"
         parameters = _parameters(p.owner, p.name, root)
         if not states(p.owner, p.name, root) or (p.parameters is not None and parameters is None):

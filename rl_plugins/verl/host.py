@@ -69,7 +69,7 @@ class AgentLoopManager(Protocol):
     agent_loop_workers: Sequence[Any]  # handles of Ray actors
 
 
-class Engine(Protocol):
+class TrainingEngine(Protocol):
     """A training engine, in a worker."""
 
     optimizer: Any

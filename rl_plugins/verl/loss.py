@@ -25,7 +25,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
-from rl_plugins.verl.host import ActorConfig, Columns, Engine
+from rl_plugins.verl.host import ActorConfig, Columns, TrainingEngine
 from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, Ragged, flat
 
 POLICY_LOSS = "rl_plugins"  # name in verl's registry, used only with patches/verl/V12
@@ -160,7 +160,7 @@ class MethodsLoss:
 
     # ---- one optimizer step
 
-    def train_batch(self, host: Callable[..., dict[str, Any]], engine: Engine, data: Columns) -> dict[str, Any]:
+    def train_batch(self, host: Callable[..., dict[str, Any]], engine: TrainingEngine, data: Columns) -> dict[str, Any]:
         """verl's optimizer step on this rank's rows of one mini-batch.
 
         Only here it is known which rows a step holds, so here `global_batch_size` becomes the number of rows that are
@@ -197,7 +197,7 @@ class MethodsLoss:
                 output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
         return output
 
-    def _before_update(self, engine: Engine, data: Columns, group: Any) -> float:
+    def _before_update(self, engine: TrainingEngine, data: Columns, group: Any) -> float:
         """Row sums of this optimizer step over all ranks, to every method; its columns into this rank's rows."""
         from verl.utils.device import get_device_id
 
@@ -280,7 +280,7 @@ def wrap_train_batch() -> None:
     if getattr(host, "rl_plugins", False):
         return
 
-    def train_batch(self: Engine, data: Columns, loss_function: Callable[..., Any]) -> Any:
+    def train_batch(self: TrainingEngine, data: Columns, loss_function: Callable[..., Any]) -> Any:
         if isinstance(loss_function, MethodsLoss):
             return loss_function.train_batch(host, self, data)
         return host(self, data, loss_function)
@@ -307,7 +307,7 @@ def _padded(column: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(dense, (0, missing)) if missing else dense
 
 
-def _current_logprobs(engine: Engine, data: Columns) -> Tensor:
+def _current_logprobs(engine: TrainingEngine, data: Columns) -> Tensor:
     """Log-probs of the response tokens at the weights of this step, flat: one pass without gradient."""
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import response_from_nested

@@ -20,7 +20,7 @@ import probes
 from registering import registered
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.verl import changes, compat, facts
+from rl_plugins.verl import compat, facts
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.start import describe, prepare
 
@@ -457,28 +457,16 @@ def test_methods_are_built_and_checked_once_per_trainer(monkeypatch: pytest.Monk
         MethodsSync(config(methods=None))
 
 
-def test_the_page_shows_what_is_changed() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()
-    assert changes.table() in page
-    patches = {p.name.split("-")[0] for p in (Path(__file__).parents[3] / "patches" / "verl").glob("V*.patch")}
-    for change in changes.CHANGES:
-        assert change.patch == "-" or change.patch.split()[0] in patches, change
-        module, _, name = change.by.partition(".") if "," not in change.by else ("", "", "")
-        if name:
-            text = (Path(changes.__file__).parent / f"{module}.py").read_text()
-            assert f"def {name}(" in text or f"class {name}(" in text, change.by
-
-
 def test_names_that_verl_does_not_promise_are_where_they_are() -> None:
     assert compat.moved_symbols() == []
-    assert len({(p.owner, p.name) for p in compat.PRIVATE}) == len(compat.PRIVATE)
-    assert all(p.why for p in compat.PRIVATE)
+    assert len({(p.owner, p.name) for p in compat.PINNED}) == len(compat.PINNED)
+    assert all(p.why for p in compat.PINNED)
 
 
 def test_the_start_refuses_a_verl_whose_names_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = next(p for p in compat.PRIVATE if p.name == "_balance_batch")
+    own = next(p for p in compat.PINNED if p.name == "_balance_batch")
     changed = (dataclasses.replace(own, parameters=("batch", "more")), dataclasses.replace(own, name="_vanished"))
-    monkeypatch.setattr(compat, "PRIVATE", changed)
+    monkeypatch.setattr(compat, "PINNED", changed)
     with pytest.raises(ConfigError, match=r"PPOTrainer._balance_batch\(batch, metrics, .*used to be \(batch, more\)"):
         prepare(config())
     monkeypatch.setenv("RL_PLUGINS_ALLOW_UNTESTED", "1")

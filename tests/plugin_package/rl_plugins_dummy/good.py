@@ -17,7 +17,9 @@ class DummyScale(Method):
         A_i = factor * (r_i - mean(r))
 
     Symbols: r (rows,) rewards of a group, A (rows,) advantages. Rows without a reward (NaN) are out of the mean and
-    have A = 0. Errors: ConfigError for a parameter out of range.
+    have A = 0.
+
+    Raises: ConfigError for a parameter out of range.
 
     Source: arXiv 2402.03300 in name only, this is for tests.
     """
@@ -44,7 +46,7 @@ class DummyShift(Method):
 
     Symbols: A_t (tokens,) advantages.
 
-    Errors: ConfigError for a parameter that is no number.
+    Raises: ConfigError for a parameter that is no number.
 
     Source: arXiv 2402.03300 in name only, this is for tests.
     """
