@@ -143,7 +143,7 @@ def test_info_of_a_bundle_and_of_a_method_nobody_serves(plugins, monkeypatch):
     text = rl_plugins("info", "dummy_both")
     assert "dummy_scale (factor = 3.0)\n    dummy_shift\n" in text
     assert "methods: [dummy_both]\n" in text
-    monkeypatch.setattr(catalog, "HOSTS", {"trl": catalog.Host(hooks={"shape"})})
+    monkeypatch.setattr(catalog, "HOSTS", {"trl": catalog.ServedByHost(hooks={"shape"})})
     assert catalog.hosts_of(registry.load("dummy_scale")) == []
     assert "advantages (hosts: none yet)" in catalog.info(registry.load("dummy_scale"))
 
