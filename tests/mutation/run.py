@@ -39,8 +39,8 @@ VENV = ROOT / ".venv-mutation"
 
 # module -> its tests, narrow ones: what only another module's tests would notice counts as a survivor.
 TESTS: dict[str, tuple[str, ...]] = {
-    "runtime/plan": ("test_driver", "test_queue"),
-    "runtime/decide": ("test_driver",),
+    "runtime/plan": ("test_plan", "test_queue"),
+    "runtime/decide": ("test_decide",),
     "runtime/stack": ("test_stack",),
     "runtime/metrics": ("test_metrics",),
     "runtime/programs": ("test_programs",),
@@ -50,7 +50,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "runtime/preflight": ("test_preflight",),
     "runtime/update": ("test_update",),
     "runtime/rounds": ("test_rounds",),
-    "rollouts": ("test_rollouts",),
+    "rollouts": ("test_rollouts", "test_decide"),
     "groups": ("test_groups",),
 }
 
