@@ -305,3 +305,116 @@ def test_a_later_round_may_not_exceed_the_rest_of_the_budget():
     refused(lambda: next_plan(MethodStack([greedy]), Plan((), 4, 5, round=1)), "trains 6 rows, the batch takes 5")
     spare = method("spare", plan=lambda plan: plan.replace(rows=(PlanRow(0, 0, 5, spare=6),)), rounds=True)
     assert next_plan(MethodStack([spare]), Plan((), 4, 5, round=1)).generated == 11
+
+
+# ---- what mutants showed was not asked
+
+
+def test_every_plan_since_the_last_decisions_is_counted():
+    """Random numbers depend on it: two plans made before one decision draw different ones."""
+    stack = MethodStack([method()])
+    drawn = []
+    for k in (1, 2, 3):
+        plan_of(stack=stack)
+        drawn.append(stack.rng("m", "which").random())
+        assert stack.draw == k
+    assert len(set(drawn)) == 3
+
+
+def test_prompts_that_do_not_fit_leave_from_the_end():
+    """Three further prompts of 3, 2 and 4 rollouts, and room for five."""
+    sizes = iter([3, 2, 4])
+    plan = plan_of(
+        method(plan=each(lambda r: r.replace(n=1 if r.prompt_index in (3, 1, 4) else next(sizes)))), budget=8, pool=6
+    )
+    assert [r.n for r in plan.rows] == [1, 1, 1, 3, 2] and plan.budget == 0
+
+
+def test_a_prompt_that_a_plan_put_in_is_not_drawn_again():
+    m = method(plan=each(lambda r: r.replace(prompt_index=0 if r.prompt_index == 3 else r.prompt_index, n=1)))
+    plan = plan_of(m, pool=8)
+    prompts = [r.prompt_index for r in plan.rows]
+    assert prompts[:3] == [0, 1, 4] and sorted(prompts) == [0, 1, 2, 4, 5, 6, 7]  # 3 was the host's proposal
+
+
+def test_one_prompt_may_be_all_that_is_missing():
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=4 if r.prompt_index != 4 else 1))), budget=12)
+    assert len(plan.rows) == 3 and plan.budget == 3  # a prompt of 3 on average does not fit
+    plan = plan_of(method(plan=each(lambda r: r.replace(n=3 if r.prompt_index in (3, 1, 4) else 2))), budget=12)
+    assert [r.n for r in plan.rows] == [3, 3, 3, 2] and plan.budget == 1
+
+
+def test_further_prompts_are_selected_from_the_same_dataset():
+    pools = []
+
+    def select(pool, n):
+        pools.append(pool)
+        return [i for i in range(pool.size) if i not in pool.taken][:n]
+
+    stack = MethodStack([method(select_prompts=select, plan=each(lambda r: r.replace(n=2)))])
+    first_plan(stack, (3, 1), 4, 8, 20, dataset="the data")
+    assert [pool.dataset for pool in pools] == ["the data"] * 2
+
+
+def test_an_error_names_the_methods_that_planned():
+    nothing = method("nothing", plan=lambda plan: plan.replace(rows=()))
+    refused(lambda: plan_of(method("fine", plan=lambda plan: plan), nothing), "The plan of `fine`, `nothing` asks for")
+    refused(lambda: plan_of(proposal=(), budget=8, pool=None), "asks for no rollout at all")
+
+
+def test_an_illegal_row_of_a_stream_is_refused():
+    m = method(plan=each(lambda r: r.replace(prompt_index=-2)))
+    refused(lambda: plan_of(m, pool=None), "prompt -2 of a dataset of unknown rows")
+
+
+@pytest.mark.parametrize(("n", "spare"), [(2, -1), (-1, 2)])
+def test_neither_number_of_rollouts_may_be_negative(n, spare):
+    refused(lambda: plan_of(method(plan=each(lambda r: r.replace(n=n, spare=spare)))), f"{n} + {spare} rollouts")
+
+
+def test_a_plan_that_is_too_large_is_printed_without_empty_parts():
+    text = refused(lambda: plan_of(method(plan=each(lambda r: r.replace(n=5)))))
+    assert "Plan (trained+spare): prompt 3: 5, prompt 1: 5, prompt 4: 5. Rollouts beyond" in text
+
+
+def test_twenty_prompts_that_are_selected_twice_are_named():
+    m = method(select_prompts=lambda pool, n: range(n), plan=each(lambda r: r.replace(n=1)))
+    text = refused(lambda: plan_of(m, proposal=range(25), group_size=2, pool=50), "are in the batch already")
+    assert "18, 19] are" in text and "20" not in text.partition("the prompts ")[2]
+
+
+# ---- rollouts of several rows
+
+
+def test_where_a_rollout_becomes_k_rows_the_batch_holds_a_kth_of_the_prompts():
+    stack = MethodStack([method(rows_per_rollout=2)])
+    plan = plan_of(stack=stack, proposal=(3, 1, 4, 5), group_size=3)
+    assert [r.n for r in plan.rows] == [3, 3] and plan.budget == 0 and stack.extra_prompts == 2
+    (one,) = plan_of(method(rows_per_rollout=3), proposal=(3, 1, 4, 5), group_size=3).rows
+    assert one.n == 3 and one.group == 0
+    prompts = [p for _ in range(10) for p in (r.prompt_index for r in plan_of(stack=stack, budget=12).rows)]
+    assert len(prompts) == 10  # one group of 4 of 6 rollouts
+
+
+def test_a_stream_gives_its_first_prompts_to_rollouts_of_several_rows():
+    plan = plan_of(method(rows_per_rollout=2), proposal=(3, 1, 4, 5, 6), group_size=2, pool=None)
+    assert [r.prompt_index for r in plan.rows] == [3, 1] and plan.budget == 1  # 5 rollouts, groups of 2
+
+
+def test_a_batch_too_small_for_one_group_of_rollouts_of_several_rows_is_refused():
+    methods = method("small", rows_per_rollout=2), method("large", rows_per_rollout=4), method("tiny")
+    refused(
+        lambda: plan_of(*methods, proposal=(3, 1, 4), group_size=4),
+        "`large` makes up to 4 rows of a rollout, so a group of 4 rollouts needs 16 rows, and the batch holds 12.",
+    )
+    assert plan_of(*methods, proposal=(3, 1, 4, 5), group_size=4).trained == 4  # exactly one group
+
+
+def test_a_prompt_comes_once_even_where_a_pass_over_the_dataset_ends_inside_of_a_batch():
+    for seed in range(6):
+        stack = MethodStack([method(rows_per_rollout=2)], seed)
+        stack.extra_prompts = 3
+        plan = plan_of(stack=stack, proposal=range(8), group_size=1, pool=5)
+        assert len({r.prompt_index for r in plan.rows}) == len(plan.rows) == 4
+    plan = plan_of(method(rows_per_rollout=2), proposal=range(16), group_size=1, pool=5)
+    assert sorted(r.prompt_index for r in plan.rows) == [0, 1, 2, 3, 4]  # there are no more
