@@ -594,3 +594,12 @@ def test_rows_without_tokens_stay_unless_a_method_takes_them_out():
     d = one_step(start_stack(method(shape=lambda r, t: shaped)), rollouts, tokens)
     assert d.stays.tolist() == [False, True, True, False] and d.trained.tolist() == [False, False, True, False]
     assert d.keep_tokens.tolist() == [False, False, True, True]
+
+
+# ---- what mutants showed was not asked
+
+
+@pytest.mark.parametrize(("hook", "what"), [("rewards", "the answer"), ("select", "the answer"), ("advantages", None)])
+def test_the_error_of_an_answer_that_is_no_tensor_says_what_must_be_one(hook, what):
+    m = method("odd", **{hook: lambda *args: "good"})
+    refused(lambda: run([m], TWO), f"from `{hook}`: {what or 'the advantages'} must be a tensor (or numbers")
