@@ -12,7 +12,7 @@ from one_method import method, refused
 
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.rollouts import Shape, TurnTable
-from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.decide import _numbers, decide
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
@@ -603,3 +603,33 @@ def test_rows_without_tokens_stay_unless_a_method_takes_them_out():
 def test_the_error_of_an_answer_that_is_no_tensor_says_what_must_be_one(hook, what):
     m = method("odd", **{hook: lambda *args: "good"})
     refused(lambda: run([m], TWO), f"from `{hook}`: {what or 'the advantages'} must be a tensor (or numbers")
+
+
+def test_the_decision_says_what_each_method_made_of_the_rewards():
+    first = method("first", rewards=lambda r: r.reward + 1)
+    second = method("second", rewards=lambda r: None)
+    third = method("third", rewards=lambda r: r.reward * 2)
+    made = run([first, second, third], TWO).rewarded_by
+    assert {name: reward.tolist() for name, reward in made.items()} == {"first": [2.0, 1.0], "third": [4.0, 2.0]}
+    assert list(made) == ["first", "third"]
+
+
+def test_a_decision_ends_the_batch_and_the_count_of_its_plans():
+    stack = MethodStack([method()])
+    stack.batch, stack.draw = 4, 3
+    run([], TWO, stack=stack)
+    assert (stack.batch, stack.draw) == (5, 0)
+
+
+def test_texts_of_illegal_rewards_and_masks():
+    infinite = method("odd", rewards=lambda r: [INF, 0.0])
+    refused(lambda: run([infinite], TWO), "a reward is infinite; NaN is what a row without a reward gets.")
+    numbers = method("odd", select=lambda r: [1, 0])
+    refused(lambda: run([numbers], TWO), "from `select`: the mask must be a bool tensor, it gave torch.int64.")
+
+
+def test_numbers_a_hook_gives_are_read_on_the_cpu_whatever_the_default_device_is():
+    m = method()
+    with torch.device("meta"):  # as on a machine whose default device is a GPU
+        assert torch.as_tensor([1.0]).device.type == "meta"
+        assert _numbers(MethodStack([m]), m, "rewards", "the answer", [1.0, 2.0]).tolist() == [1.0, 2.0]
