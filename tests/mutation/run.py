@@ -69,6 +69,16 @@ use_git_change_detection = false
 on_dependency_change = "ignore"
 """
 
+# Property tests: no deadline, which a busy machine exceeds, and a failure is not made smaller before it is told.
+HYPOTHESIS = """
+from hypothesis import Phase
+
+settings.register_profile(
+    "mutants", derandomize=True, deadline=None, max_examples=60, phases=(Phase.explicit, Phase.generate)
+)
+settings.load_profile("mutants")
+"""
+
 SHOW = "import sys; from mutmut.__main__ import cli; [cli(['show', k], standalone_mode=False) for k in sys.argv[1:]]"
 COLUMNS = ("killed", "equivalent", "text", "survived", "not asked")
 KILLED = {"killed", "timeout", "segfault", "caught by type check"}
@@ -103,10 +113,14 @@ def sources(module: str) -> dict[str, bytes]:
     found += [ROOT / "tests" / f"{name}.py" for name in TESTS[module]]
     found += list((ROOT / "tests" / "plugin_package").rglob("*.py"))
     files = {str(p.relative_to(ROOT)): p.read_bytes() for p in found}
-    tests = ", ".join(f'"tests/{name}.py"' for name in TESTS[module])
-    settings = SETTINGS.format(module=module, text=TEXT, tests=tests)
-    files["pyproject.toml"] = (ROOT / "pyproject.toml").read_bytes() + settings.encode()
+    files["tests/conftest.py"] += HYPOTHESIS.encode()
+    files["pyproject.toml"] = (ROOT / "pyproject.toml").read_bytes() + settings(module).encode()
     return files
+
+
+def settings(module: str) -> str:
+    tests = ", ".join(f'"tests/{name}.py"' for name in TESTS[module])
+    return SETTINGS.format(module=module, text=TEXT, tests=tests)
 
 
 def prepare(module: str, folder: Path) -> str:
@@ -116,9 +130,11 @@ def prepare(module: str, folder: Path) -> str:
         A digest of all that can change an answer, the module itself left out: mutmut knows its functions.
     """
     files = sources(module)
-    settings = folder / "pyproject.toml"
-    if settings.exists() and settings.read_bytes() != files["pyproject.toml"]:
+    made_with = folder / "settings"
+    if made_with.exists() and made_with.read_text() != settings(module):
         shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    made_with.write_text(settings(module))
     for old in [p for part in ("rl_plugins", "tests") for p in (folder / part).rglob("*.py")]:
         if str(old.relative_to(folder)) not in files:
             old.unlink()
@@ -149,23 +165,19 @@ def statuses(python: Path, folder: Path) -> dict[str, str]:
 
 def run(python: Path, module: str, folder: Path, jobs: int) -> None:
     """Asks every mutant that has no answer, and survivors again if what they were asked with changed."""
-    digest, stamp = prepare(module, folder), folder / "digest"
+    digest, stamp, list_ = prepare(module, folder), folder / "digest", folder / "again"
     command = ["-m", "mutmut", "run", "--max-children", str(jobs)]
-    again: list[str] = []
-    if (
-        stamp.exists()
-        and stamp.read_text() != digest
-        and (folder / "mutants" / f"rl_plugins/{module}.py.meta").exists()
-    ):
-        again = [k for k, s in statuses(python, folder).items() if s not in KILLED and s != "not checked"]
+    again = set(list_.read_text().split()) if list_.exists() else set()  # of a run that was stopped
+    if stamp.exists() and stamp.read_text() != digest:
+        again |= {k for k, s in statuses(python, folder).items() if s not in KILLED and s != "not checked"}
+        list_.write_text("\n".join(again))
         (folder / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)  # which test reaches what
     stamp.write_text(digest)
     mutmut(python, folder, *command)
+    again &= set(statuses(python, folder))
     if again:
-        known = statuses(python, folder)
-        again = [k for k in again if k in known]
-    if again:
-        mutmut(python, folder, *command, *again)
+        mutmut(python, folder, *command, *sorted(again))
+    list_.unlink(missing_ok=True)
 
 
 def changed_lines(diff: str) -> tuple[str, str]:
@@ -241,7 +253,6 @@ def main() -> int:
         folder = WORK / module.rpartition("/")[2]
         if args.fresh and not args.list:
             shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
         print(f"\n== {module}.py", flush=True)
         if not args.list:
             run(python, module, folder, args.jobs)
@@ -256,4 +267,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The same command goes on from here.")
+    except subprocess.CalledProcessError as e:
+        sys.exit(f"{e.stderr or ''}\nThis command failed: {' '.join(map(str, e.cmd))[:300]}")
