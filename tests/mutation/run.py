@@ -39,14 +39,14 @@ VENV = ROOT / ".venv-mutation"
 
 # module -> its tests, narrow ones: what only another module's tests would notice counts as a survivor.
 TESTS: dict[str, tuple[str, ...]] = {
-    "runtime/plan": ("test_plan", "test_queue"),
+    "runtime/plan": ("test_plan", "test_carry_over"),
     "runtime/decide": ("test_decide",),
     "runtime/stack": ("test_stack",),
     "runtime/metrics": ("test_metrics",),
     "runtime/programs": ("test_programs",),
-    "runtime/carry_over": ("test_queue",),
+    "runtime/carry_over": ("test_carry_over",),
     "runtime/state": ("test_state",),
-    "runtime/turn_table": ("test_steps",),
+    "runtime/turn_table": ("test_turn_table",),
     "runtime/preflight": ("test_preflight",),
     "runtime/update": ("test_update",),
     "runtime/rounds": ("test_rounds",),
