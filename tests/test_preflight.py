@@ -229,3 +229,10 @@ def test_what_moved_in_a_host_is_named():
         "Trainer.step(batch, rank) used to be (batch, model)",
         "Trainer.log(logs, start_time) used to be (logs, start_time, more)",
     ]
+
+
+def test_a_column_may_have_a_colon_in_its_name():
+    m = method("m", needs={"column:a:b"})
+    assert check(m, columns=("a:b",)) == {}
+    (problem,) = problems(m, columns=("b",))
+    assert problem.startswith("`m` needs `column:a:b`: the dataset has no column `a:b` ")
