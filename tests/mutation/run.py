@@ -2,7 +2,7 @@
 
     python tests/mutation/run.py                  every module of TESTS
     python tests/mutation/run.py plan decide      some of them, by name or by path
-    python tests/mutation/run.py --list plan      what the last run found, without running
+    python tests/mutation/run.py --list plan      what the last run found; not while one is writing
 
 mutmut makes the mutants, runs the tests that reach each of them, and remembers the answers under build/mutation/, one
 folder per module. So a run that was stopped goes on where it was. A mutant of a function that changed is asked again;
