@@ -123,3 +123,11 @@ def test_many_rows_of_many_rollouts_are_numbered_in_their_order():
     )
     table = turn_table(rollouts, [[Turn(0, 1), Turn(1, 2)]] * n)
     assert table.turn.tolist() == [2 * (r // k) + t for r in range(n) for t in (0, 1)]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 400])
+def test_a_turn_without_a_token_takes_none_from_the_next(rows):
+    """An agent loop of a user may mark turns in which nothing was said."""
+    turns = [[Turn(0, 2), Turn(2, 2), Turn(2, 4)]] * rows
+    row, position = torch.arange(rows).repeat_interleave(4), torch.arange(4).repeat(rows)
+    assert token_turns(row, position, turns).tolist() == [3 * r + k for r in range(rows) for k in (0, 0, 2, 2)]
