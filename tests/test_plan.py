@@ -9,7 +9,7 @@ from one_method import method, refused
 
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow
-from rl_plugins.runtime.plan import first_plan, next_plan
+from rl_plugins.runtime.plan import admitted_prompts, first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
 
 # ---- first plan
@@ -418,3 +418,39 @@ def test_a_prompt_comes_once_even_where_a_pass_over_the_dataset_ends_inside_of_a
         assert len({r.prompt_index for r in plan.rows}) == len(plan.rows) == 4
     plan = plan_of(method(rows_per_rollout=2), proposal=range(16), group_size=1, pool=5)
     assert sorted(r.prompt_index for r in plan.rows) == [0, 1, 2, 3, 4]  # there are no more
+
+
+# ---- new groups beside those that wait
+
+
+def waiting(*prompts):
+    return [{"row": {"prompt_index": p}} for p in prompts]
+
+
+def test_plan_hooks_see_new_groups_as_a_plan_of_their_own_size():
+    seen = []
+    stack = MethodStack([method(plan=seen.append)])
+    stack.batch, stack.carried = 4, waiting(2)
+    for k in (1, 2):
+        rows = admitted_prompts(stack, (3, 1), 3, 4, 20, None)
+        assert stack.draw == k and len(rows) == 3
+    assert all(plan == Plan(plan.rows, 4, 12, round=0, batch=4) for plan in seen) and len(seen) == 2
+    assert tuple(rows) == seen[1].rows and all(r.prompt_index != 2 for r in rows)
+
+
+def test_only_prompts_that_do_not_wait_are_selected():
+    asked = []
+
+    def select(pool, n):
+        asked.append((pool.taken, n))
+        return [i for i in range(pool.size) if i not in pool.taken][:n]
+
+    stack = MethodStack([method(select_prompts=select)])
+    stack.carried = waiting(0, 3, -1)  # one of a prompt that is not in the dataset
+    assert [r.prompt_index for r in admitted_prompts(stack, (3, 1), 6, 4, 5, None)] == [1, 2, 4]
+    assert asked == [((0, 3), 3)]
+
+
+def test_a_new_group_of_a_prompt_beyond_the_dataset_is_refused():
+    stack = MethodStack([method("odd", plan=each(lambda r: r.replace(prompt_index=20)))])
+    refused(lambda: admitted_prompts(stack, (3, 1), 2, 4, 20, None), "`odd`", "prompt 20 of a dataset of 20 rows")
