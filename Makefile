@@ -12,7 +12,7 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs test-vllm clean
+.PHONY: demo test lint docs mutants test-vllm clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
@@ -28,6 +28,10 @@ lint: .venv/ready-test
 docs: .venv/ready-test
 	.venv/bin/rl-plugins docs docs/methods.md --readme README.md
 	.venv/bin/python tests/modules.py
+
+# Minutes per module, half an hour and more for all of them: make mutants FILES="plan rounds"
+mutants: .venv/ready-test
+	.venv/bin/python tests/mutation/run.py $(FILES)
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; give one with make PYTHON=/path/to/python"; exit 1; }
@@ -58,4 +62,4 @@ test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest -m vllm tests/hosts/vllm $(PYTEST)
 
 clean:
-	rm -rf .venv .venv-vllm demo-results compare-results evidence-results build *.egg-info
+	rm -rf .venv .venv-vllm .venv-mutation demo-results compare-results evidence-results build *.egg-info

@@ -109,3 +109,17 @@ def test_taking_empties_and_what_ranks_exchange_is_plain():
     assert taken == {"a": ("mean", 8.0, 4.0), "b": ("max", 2.0, 1.0), "c": ("sum", 2.0, 1.0), "d": ("min", 2.0, 1.0)}
     assert json.loads(json.dumps(taken)).keys() == taken.keys()
     assert combine([taken]) == {"a": 2.0, "b": 2.0, "c": 2.0, "d": 2.0}
+
+
+def test_a_weight_that_is_no_number_is_refused_by_name():
+    with pytest.raises(MethodError, match=r"`m/x` is logged with a tensor of shape \(2,\)"):
+        Metrics().add("m/x", 1.0, "mean", weight=torch.ones(2))
+
+
+def test_a_name_without_a_value_hides_no_other():
+    metrics = Metrics()
+    metrics.add("m/none", NAN, "mean")
+    metrics.add("m/x", 2.0, "sum")
+    taken = metrics.take()
+    assert taken == {"m/none": ("mean", 0.0, 0.0), "m/x": ("sum", 2.0, 1.0)}
+    assert combine([taken]) == {"m/x": 2.0}

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
-from rl_plugins.runtime.preflight import HostFacts, preflight, render_table, table
+from rl_plugins.runtime.preflight import HostFacts, moved, no_row_has, preflight, render_table, table
 from rl_plugins.runtime.stack import MethodStack, build_stack
 
 
@@ -167,3 +167,72 @@ def test_the_printed_table_shows_what_is_in_effect():
     assert lines[4] == "  host options set: beta=0.1, correct=False"
     assert len(render_table(stack, {}).split("\n")) == 4
     assert table(MethodStack([method("m", "shape")])) == [("m", "shape", "-", "paper")]
+
+
+# ---- what mutants showed was not asked
+
+WHY = (
+    "`forces` puts tokens into rollouts that were not sampled in their place, so no sampling probability of them "
+    "exists, and a weight made of one would be wrong"
+)
+
+
+def test_tokens_that_nobody_sampled_are_not_weighted_by_a_probability():
+    forces = method("forces", "rollout", forces_tokens=True)
+    weighs = [method(name, "shape", needs={"rollout_logprobs", "text"}) for name in ("weighs", "too")]
+    assert problems(weighs[0], forces, weighs[1]) == [
+        f"{WHY}: `weighs` needs it. Remove one of the two.",
+        f"{WHY}: `too` needs it. Remove one of the two.",
+    ]
+    assert problems(forces, importance_correction="correct=True") == [
+        f"{WHY}: correct=True asks for that. Turn it off, or remove `forces`."
+    ]
+    assert check(forces, method("other", "shape", needs={"text"})) == {}
+    assert check(*weighs, importance_correction="correct=True") == {}
+
+
+def test_rows_may_bring_a_column_the_dataset_lacks():
+    assert check(method("m", needs={"column:solution"}), row_columns=True) == {}
+    error = no_row_has("solution", ["a", "b"])
+    assert isinstance(error, MethodError) and str(error) == (
+        "`a`, `b` needs the column `solution`, and neither the dataset nor a row of this batch has it. Let the "
+        "dataset, the rollout program (`trajectory.noted(solution=..)`) or the agent loop give it."
+    )
+
+
+def test_a_signal_is_missing_by_its_own_name_before_its_kind():
+    m = method("m", needs={"engine:logprobs=10"})
+    assert problems(m, missing_signals={"engine": "no engine.", "engine:logprobs=10": "only 5."}) == [
+        "`m` needs `engine:logprobs=10`: only 5."
+    ]
+
+
+def test_the_table_shows_bundles_and_all_parameters_in_columns():
+    stack = MethodStack([method("first", "shape", "plan"), build_stack(["vade"]).methods[0]], bundle_of={"first": "b"})
+    (name, hooks, params, fidelity), (other, _, more, _) = table(stack)
+    assert (name, hooks, params, fidelity) == ("first (b)", "plan, shape", "-", "paper") and other == "vade"
+    assert more.count("=") == more.count(", ") + 1 > 1
+    lines = render_table(stack, {}).split("\n")
+    assert lines[2].startswith("  first (b)  plan, shape              -  ") and lines[2].endswith("  paper")
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_what_moved_in_a_host_is_named():
+    class Trainer:
+        def step(self, batch, rank): ...
+
+        def log(self, logs, start_time=None): ...
+
+    assert moved(Trainer, {"step": ("batch", "rank"), "log": ("logs",)}) == []
+    assert moved(Trainer, {"gone": ("x",), "step": ("batch", "model"), "log": ("logs", "start_time", "more")}) == [
+        "Trainer.gone is gone",
+        "Trainer.step(batch, rank) used to be (batch, model)",
+        "Trainer.log(logs, start_time) used to be (logs, start_time, more)",
+    ]
+
+
+def test_a_column_may_have_a_colon_in_its_name():
+    m = method("m", needs={"column:a:b"})
+    assert check(m, columns=("a:b",)) == {}
+    (problem,) = problems(m, columns=("b",))
+    assert problem.startswith("`m` needs `column:a:b`: the dataset has no column `a:b` ")

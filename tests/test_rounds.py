@@ -69,3 +69,11 @@ def test_methods_without_rounds_are_not_asked():
     m = Once(lambda plan: [FIRST[0]])
     assert not in_rounds(MethodStack([m])) and in_rounds(MethodStack([Asks(lambda plan: [])]))
     assert Rounds(MethodStack([m]), FIRST, 2, 8).more(GROUP, REWARD) == () and not m.plans
+
+
+def test_a_later_round_is_of_the_batch_the_first_was_of():
+    m = Asks(lambda plan: [])
+    stack = MethodStack([m])
+    stack.batch = 7
+    Rounds(stack, FIRST, 2, 8).more(GROUP, REWARD)
+    assert [plan.batch for plan in m.plans] == [7]

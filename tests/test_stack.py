@@ -540,3 +540,46 @@ def test_plans_before_one_decision_draw_other_numbers():
     assert float(first.rng("counter", "prompts").random()) == float(
         counting(steps=0).rng("counter", "prompts").random()
     )
+
+
+# ---- what mutants showed was not asked
+
+
+def test_a_new_stack_has_drawn_nothing_and_lets_nothing_wait():
+    stack = MethodStack([])
+    assert (stack.batch, stack.draw, stack.extra_prompts) == (0, 0, 0)
+    assert (stack.carried, stack.stats, stack.bundle_of) == ([], {}, {})
+
+
+def test_the_exclusive_claimant_gets_every_argument():
+    m = method("m", select_prompts=lambda self, pool, n: [pool, n])
+    assert MethodStack([m]).one("select_prompts", "the pool", 3) == ["the pool", 3]
+
+
+def test_a_method_without_state_does_not_hide_the_state_of_those_behind_it():
+    saved = counting(steps=1).state_dict("data")
+    behind = start_stack(Stateless(), Counter(build_params(Counter.Params, {"decay": 0.25}, "counter")), seed=3)
+    with pytest.raises(StateError, match="`counter` was made with other parameters"):
+        behind.load_state_dict(saved, "data")
+
+
+def test_groups_that_wait_are_saved_and_only_resumed_by_a_method_that_admits_from_the_same_dataset():
+    stack = MethodStack([method("m", admit=hook())])
+    stack.carried = [{"row": {"prompt_index": 3}, "rollouts": [{"tokens": torch.tensor([1, 2])}]}]
+    saved = stack.state_dict("data")
+    assert plain(saved["carried"]) == plain(stack.carried)
+    stack.carried[0]["rollouts"][0]["tokens"].zero_()
+    other = MethodStack([method("m", admit=hook())])
+    other.load_state_dict(saved, "data")
+    assert other.carried[0]["rollouts"][0]["tokens"].tolist() == [1, 2]
+    with pytest.raises(StateError, match=r"1 groups .* wait to go on later, and no method of this run \(other\)"):
+        MethodStack([method("other", plan=hook())]).load_state_dict(saved, "data")
+    with pytest.raises(StateError, match=r"another dataset \(fingerprint data, now the other\)"):
+        MethodStack([method("m", admit=hook())]).load_state_dict(saved, "the other")
+
+
+def test_a_built_stack_knows_of_which_bundle_a_method_is():
+    assert build_stack(["echo"]).bundle_of == dict.fromkeys(
+        ("echo_labels", "echo_tree", "echo_shaping", "echo_clip"), "echo"
+    )
+    assert build_stack(["vade"]).bundle_of == {}

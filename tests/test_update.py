@@ -11,7 +11,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Rows, Update
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
+from rl_plugins.runtime.update import _checked_update, before_update, masked_sum, regularizer, surrogate
 from rl_plugins.testing import make_terms
 
 
@@ -174,3 +174,37 @@ def test_regularizers_add_up():
 def test_a_plain_sum_leaves_out_what_is_masked():
     x = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
     assert masked_sum(x, torch.tensor([[1, 0], [1, 1]])) == 6
+
+
+# ---- what mutants showed was not asked
+
+
+def test_a_step_may_be_taken_with_a_learning_rate_of_0():
+    assert before_update(MethodStack([Asks(Update(0))]), PARTS, 0).lr_scale == 0
+
+
+def test_columns_are_float32_whatever_the_default_is():
+    torch.set_default_dtype(torch.float64)  # as hosts do while they load a model
+    try:
+        update = before_update(MethodStack([Asks(lambda rows: Update(columns={"x": rows.length}))]), PARTS, 0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert update.columns["x"].dtype == torch.float32 and update.columns["x"].tolist() == [3, 0, 2]
+
+
+def test_a_column_is_read_on_the_cpu_whatever_the_default_device_is():
+    m = Asks(None)
+    with torch.device("meta"):  # as on a machine whose default device is a GPU
+        checked = _checked_update(MethodStack([m]), m, Update(columns={"x": [1, 2]}), 2)
+    assert checked.columns["x"].tolist() == [1, 2]
+
+
+def test_an_illegal_regularizer_is_refused_by_name():
+    class Second(Loses):
+        name = "second"
+        policy_loss = Method.policy_loss
+
+    stack = MethodStack([Loses(lambda t: t.logprobs), Second(lambda t: torch.ones(5, 3))])
+    why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\) is needed"
+    with pytest.raises(MethodError, match=why):
+        regularizer(stack, make_terms())

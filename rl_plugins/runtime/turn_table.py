@@ -90,7 +90,8 @@ def token_turns(row: Tensor, position: Tensor, turns: Sequence[Sequence[Turn]]) 
         raise MethodError(_NO_TURN)
     spans_ = torch.tensor(flat, dtype=torch.int64)
     width = int(max(int(position.max()) + 1, int(spans_[:, 2].max()))) + 1
-    order = torch.sort(spans_[:, 0] * width + spans_[:, 1]).indices
+    # stable: a turn without a token begins where the next one does, and the later of the two has the tokens
+    order = torch.sort(spans_[:, 0] * width + spans_[:, 1], stable=True).indices
     begin = (spans_[:, 0] * width + spans_[:, 1])[order]
     place = row * width + position
     found = torch.searchsorted(begin, place, right=True) - 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Turn
-from rl_plugins.runtime.turn_table import spans, token_turns, with_turns
+from rl_plugins.runtime.turn_table import spans, token_turns, turn_table, with_turns
 from rl_plugins.testing import make_rollouts, make_tokens
 
 
@@ -86,3 +86,48 @@ def test_a_token_outside_of_every_turn_is_an_error():
         with pytest.raises(MethodError, match="outside of every turn"):
             token_turns(torch.tensor([at[0]]), torch.tensor([at[1]]), [[Turn(0, 3), Turn(4, 6)], []])
     assert token_turns(torch.tensor([0, 0]), torch.tensor([2, 4]), [[Turn(0, 3), Turn(4, 6)], []]).tolist() == [0, 1]
+
+
+# ---- what mutants showed was not asked
+
+
+def test_a_turn_keeps_its_reward_and_whether_it_was_understood():
+    rollouts = make_rollouts([1.0, 0.0])
+    table = turn_table(rollouts, [[Turn(0, 1, reward=0.1, valid=False), Turn(1, 2)], [Turn(0, 1, "x", 1 / 3)]])
+    assert table.reward.dtype == torch.float64 and table.reward.tolist()[::2] == [0.1, 1 / 3]
+    assert math.isnan(table.reward[1]) and table.anchor == [None, None, "x"]
+    assert table.valid.dtype == torch.bool and table.valid.tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_batch_without_a_turn_has_an_empty_table(rows):
+    table = turn_table(make_rollouts([1.0] * rows), [[]] * rows)
+    assert [len(x) for x in (table.row, table.turn, table.anchor, table.reward, table.valid)] == [0] * 5
+    assert (table.row.dtype, table.turn.dtype) == (torch.int64, torch.int64)
+    assert (table.reward.dtype, table.valid.dtype) == (torch.float64, torch.bool)
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert token_turns(nothing, nothing, [[]] * rows).tolist() == []
+    assert token_turns(nothing, nothing, [[Turn(0, 1)]]).dtype == torch.int64
+
+
+def test_a_token_without_any_turn_in_the_batch_is_an_error():
+    with pytest.raises(MethodError, match="a trained token lies outside of every turn"):
+        token_turns(torch.tensor([0]), torch.tensor([0]), [[], []])
+
+
+def test_many_rows_of_many_rollouts_are_numbered_in_their_order():
+    """So many that a sort that is not stable would mix rows of one rollout."""
+    n, k = 400, 8
+    rollouts = make_rollouts([1.0] * n).replace(
+        group=torch.zeros(n, dtype=torch.int64), rollout=torch.arange(n) % k, index=torch.arange(n) // k
+    )
+    table = turn_table(rollouts, [[Turn(0, 1), Turn(1, 2)]] * n)
+    assert table.turn.tolist() == [2 * (r // k) + t for r in range(n) for t in (0, 1)]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20, 400])
+def test_a_turn_without_a_token_takes_none_from_the_next(rows):
+    """An agent loop of a user may mark turns in which nothing was said."""
+    turns = [[Turn(0, 2), Turn(2, 2), Turn(2, 4)]] * rows
+    row, position = torch.arange(rows).repeat_interleave(4), torch.arange(4).repeat(rows)
+    assert token_turns(row, position, turns).tolist() == [3 * r + k for r in range(rows) for k in (0, 0, 2, 2)]

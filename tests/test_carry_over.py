@@ -295,3 +295,69 @@ def test_a_queue_is_not_resumed_without_its_method_or_dataset() -> None:
         MethodStack([Admits(all_first(4))]).load_state_dict(saved, "other")
     saved["carried"] = []
     MethodStack([]).load_state_dict(saved, "other")
+
+
+# ---- what mutants showed was not asked
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1, 2], "list instead of an Admission."),
+        (Admission("2"), "whole numbers are needed."),  # type: ignore[arg-type]
+        (Admission(-1, resume=(0, 1, 2)), "each of the 4 waiting groups may be named once"),
+        (Admission(1), "it starts 1 groups, and the batch trains 2."),
+    ],
+)
+def test_an_illegal_admission_is_an_error_of_the_hook(answer: Any, message: str) -> None:
+    method = Admits(all_first(6))
+    stack = MethodStack([method])
+    step(stack, [0, 1])
+    method.answer = lambda q: answer
+    with pytest.raises(MethodError) as e:
+        begin(stack)
+    assert str(e.value).startswith("Method `admits` returned something illegal from `admit`: ")
+    assert message in str(e.value)
+
+
+def test_a_batch_may_begin_no_new_group() -> None:
+    method = Admits(all_first(6))
+    stack = MethodStack([method])
+    step(stack, [0, 1])
+    method.answer = lambda q: Admission(0, resume=(0, 3))
+    waiting = [g["row"]["prompt_index"] for g in stack.carried]
+    assert [g.row.prompt_index for g in begin(stack)] == [waiting[0], waiting[3]]
+
+
+def test_a_method_that_selects_is_given_the_dataset() -> None:
+    picks = Picks()
+    admit(MethodStack([picks, Admits(all_first(4))]), (3, 1), 2, 2, 20, "the data")
+    assert [pool.dataset for pool in picks.pools] == ["the data"]
+
+
+def test_plans_that_cannot_wait_are_all_named() -> None:
+    class Also(Plans):
+        name = "also"
+
+    plans = Plans(lambda r: r.replace(given=(Completion((1, 2)),)))
+    with pytest.raises(MethodError, match="The plan of `plans` or `also` gives completions, and `admits` lets groups"):
+        begin(MethodStack([plans, Also(lambda r: r), Admits(all_first(2))]))
+
+
+def test_a_rollout_without_a_version_waits_too() -> None:
+    """Its tokens were read or put in: no policy made them."""
+    method = Admits(all_first(2))
+    stack = MethodStack([method])
+    read = Trajectory((9,)).force((4, 5))
+    both = read.add(Generated((1,), (-0.5,), "abort", 3)).add(Generated((2,), (-0.5,), "abort", 2))
+    stack.carried = [to_plain(Group(PlanRow(7, 0, 3), 0, (Trajectory((9,)), read, both)))]
+    begin(stack)
+    assert method.queues[0].carried[0].versions == (-1, -1, 2)
+
+
+def test_a_group_is_saved_with_the_same_types_whatever_its_rollouts_hold() -> None:
+    for rollout in (Trajectory(()), Trajectory((3,)).add(Generated((5,), (0,), "eos", 1))):
+        (saved,) = to_plain(Group(PlanRow(0, 0, 1), 0, (rollout,)))["rollouts"]
+        types = {name: values.dtype for name, values in saved.items() if name != "finish"}
+        whole = dict.fromkeys(("prompt", "tokens", "kinds", "versions"), torch.int64)
+        assert types == {**whole, "logprobs": torch.float64}
