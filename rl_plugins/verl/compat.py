@@ -43,7 +43,7 @@ _BATCH = ("batch", "metrics")
 
 PRIVATE: tuple[Private, ...] = (
     Private(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
-    Private(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over the batches of a step of verl"),
+    Private(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over its batches"),
     Private(_TRAINER, "on_init_end", (), "`start`, and the state of a checkpoint"),
     Private(_TRAINER, "on_validate_begin", (), "plans of methods that act in evaluation"),
     Private(_TRAINER, "on_validate_end", (), "the loader of the validation is verl's again"),
@@ -64,6 +64,7 @@ PRIVATE: tuple[Private, ...] = (
     ),
     Private(_LOOP, "_agent_loop_registry", None, "a name that is taken is an error"),
     Private(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
+    Private(_WORKER, "__rollout_n__", None, "a column of this name says how many rollouts a prompt gets"),
     Private(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
     Private(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
     Private(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),

@@ -59,15 +59,15 @@ class Reader:
         return int(self("actor_rollout_ref.rollout.n", 1))
 
     @property
-    def batches_per_step(self) -> int:
-        """Generation batches of one step of verl's trainer."""
+    def batches_per_global_step(self) -> int:
+        """Generation batches of what verl calls a global step."""
         asynchronous = self.mode == "separate_async"
         return max(1, self("trainer.v1.separate_async.parameter_sync_step", 1)) if asynchronous else 1
 
     @property
     def optimizer_steps_per_batch(self) -> int:
         mini = self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)
-        batch = self("data.train_batch_size", mini) // self.batches_per_step
+        batch = self("data.train_batch_size", mini) // self.batches_per_global_step
         return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
 
 
@@ -80,18 +80,18 @@ class Known:
         settings: what the config names.
         dataset: its rows by number; None if they are not on this machine.
         prompts: rows of the dataset.
-        steps: steps of verl's trainer.
+        global_steps: of the whole run, as verl counts them.
     """
 
     read: Reader
     settings: Settings
     dataset: Any
     prompts: int
-    steps: int
+    global_steps: int
 
     def run(self) -> Run:
         """What `start` of the methods is told."""
-        batches = self.steps * self.read.batches_per_step
+        batches = self.global_steps * self.read.batches_per_global_step
         return Run(
             host="verl",
             host_version=verl_version(),
