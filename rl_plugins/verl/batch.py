@@ -325,12 +325,12 @@ class Decisions:
 
 
 def complete_rollout_logprobs(batch: Batch, unknown: Mapping[str, Ranges], metrics: dict[str, Any]) -> None:
-    """Forced tokens have no sampled log-prob: they get that of the policy at the start of the step. verl's metrics of
+    """Forced tokens have no sampled log-prob: they get that of the policy at the start of the batch. verl's metrics of
     the difference are made again, because they saw the place holders.
 
     Args:
         unknown: see `Selected`.
-        metrics: of verl's step; values are replaced in it.
+        metrics: of verl; values are replaced in it.
     """
     marks = [[] if is_padding(t) else unknown.get(k, []) for k, t in zip(batch.keys, batch.tags, strict=True)]
     if not any(marks):

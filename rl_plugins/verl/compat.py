@@ -26,7 +26,7 @@ _BATCH = ("batch", "metrics")
 
 PINNED: tuple[Pinned, ...] = (
     Pinned(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
-    Pinned(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over the batches of a step of verl"),
+    Pinned(_TRAINER, "step", ("metrics", "timing_raw"), "logged values are means over its batches"),
     Pinned(_TRAINER, "on_init_end", (), "`start`, and the state of a checkpoint"),
     Pinned(_TRAINER, "on_validate_begin", (), "plans of methods that act in evaluation"),
     Pinned(_TRAINER, "on_validate_end", (), "the loader of the validation is verl's again"),
@@ -47,6 +47,7 @@ PINNED: tuple[Pinned, ...] = (
     ),
     Pinned(_LOOP, "_agent_loop_registry", None, "a name that is taken is an error"),
     Pinned(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
+    Pinned(_WORKER, "__rollout_n__", None, "a column of this name says how many rollouts a prompt gets"),
     Pinned(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
     Pinned(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
     Pinned(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),

@@ -252,8 +252,8 @@ class _Examined:
         return facts.Reader(self.config)
 
     @property
-    def steps(self) -> int | None:
-        """Steps of verl's trainer; None if that is not known."""
+    def global_steps(self) -> int | None:
+        """Of the whole run, as verl counts them; None if that is not known."""
         given = self.read("trainer.total_training_steps")
         if given is not None:
             return int(given)
@@ -265,7 +265,7 @@ class _Examined:
         """What methods are told. A dataset that is not here is taken to be large enough for any plan."""
         read = self.read
         prompts = self.prompts if self.prompts is not None else read("data.train_batch_size") * read.group_size
-        return facts.Known(read, self.settings, self.dataset, prompts, self.steps or 1)
+        return facts.Known(read, self.settings, self.dataset, prompts, self.global_steps or 1)
 
 
 def _print_run(overrides: Sequence[str]) -> list[str]:
@@ -395,7 +395,7 @@ def _rollout_engine(read: facts.Reader) -> str:
 
 def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
     read, stack = run.read, run.stack
-    prompts, size, batches = read("data.train_batch_size"), read.group_size, read.batches_per_step
+    prompts, size, batches = read("data.train_batch_size"), read.group_size, read.batches_per_global_step
     rows = prompts * size
     try:
         plan: Plan | None = _first_plan(run, prompts)
@@ -427,8 +427,8 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
     lag = _lag(run)
     if lag:
         yield "lag", lag
-    if run.steps is not None:
-        total = run.steps * batches
+    if run.global_steps is not None:
+        total = run.global_steps * batches
         yield "whole run", f"{total} batches, {total * steps} optimizer steps"
     yield "checkpoints", _checkpoints(read, bool(stack))
 
@@ -469,7 +469,7 @@ def _checkpoints(read: facts.Reader, methods: bool) -> str:
     every = read("trainer.save_freq", -1)
     if every <= 0:
         return "none (trainer.save_freq)"
-    every *= read.batches_per_step
+    every *= read.batches_per_global_step
     where = read("trainer.default_local_dir")
     state = ", the methods' state in its folder rl_plugins/" if methods else ""
     resume = read("trainer.resume_mode")

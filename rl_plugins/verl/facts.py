@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from rl_plugins.method import HOOKS
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
-from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -60,15 +59,15 @@ class Reader:
         return int(self("actor_rollout_ref.rollout.n", 1))
 
     @property
-    def batches_per_step(self) -> int:
-        """Generation batches of one step of verl's trainer."""
+    def batches_per_global_step(self) -> int:
+        """Generation batches of what verl calls a global step."""
         asynchronous = self.mode == "separate_async"
         return max(1, self("trainer.v1.separate_async.parameter_sync_step", 1)) if asynchronous else 1
 
     @property
     def optimizer_steps_per_batch(self) -> int:
         mini = self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)
-        batch = self("data.train_batch_size", mini) // self.batches_per_step
+        batch = self("data.train_batch_size", mini) // self.batches_per_global_step
         return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
 
 
@@ -81,18 +80,18 @@ class Known:
         settings: what the config names.
         dataset: its rows by number; None if they are not on this machine.
         prompts: rows of the dataset.
-        steps: steps of verl's trainer.
+        global_steps: of the whole run, as verl counts them.
     """
 
     read: Reader
     settings: Settings
     dataset: Any
     prompts: int
-    steps: int
+    global_steps: int
 
     def run(self) -> Run:
         """What `start` of the methods is told."""
-        batches = self.steps * self.read.batches_per_step
+        batches = self.global_steps * self.read.batches_per_global_step
         return Run(
             host="verl",
             host_version=verl_version(),
@@ -142,7 +141,7 @@ def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
         options = preflight(stack, verl_facts(stack, settings, config))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
-    problems += [p for problem in _PROBLEMS if (p := problem(stack, read)) is not None]
+    problems += _refused(stack, read)
     if problems:
         raise ConfigError("\n".join(problems))
     if "current_entropies" in stack.needs and not read(ENTROPY, False):
@@ -323,151 +322,81 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
     return missing
 
 
-# ---- combinations that are refused: each function gives one paragraph, or None
-
-
-def _plan_beside_filter(stack: MethodStack, read: Reader) -> str | None:
-    if not read("algorithm.filter_groups.enable", False) or not stack.claimed("plan", "select_prompts"):
-        return None
-    names = _names(stack, "plan", "select_prompts")
-    return (
-        f"{names} plans what is generated, and algorithm.filter_groups would replace part of it behind its back. Set "
-        f"algorithm.filter_groups.enable=False, or remove the method."
-    )
-
-
-def _rounds_without_sync(stack: MethodStack, read: Reader) -> str | None:
-    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
-    if not names or read.mode == "sync":
-        return None
-    return (
-        f"{names} generates in rounds, and a batch of {read.mode} is generated ahead of time. Use "
-        f"trainer.v1.trainer_mode=rl_plugins_sync."
-    )
-
-
-def _rounds_beside_program(stack: MethodStack, read: Reader) -> str | None:
-    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
-    if not names or not stack.claimed("rollout"):
-        return None
-    return (
-        f"{names} generates in rounds, and {_names(stack, 'rollout')} makes the rollouts of a prompt with a program, "
-        f"which runs once. Remove one of them."
-    )
-
-
-def _several_rows_ahead_of_time(stack: MethodStack, read: Reader) -> str | None:
-    if stack.rows_per_rollout == 1 or read.mode == "sync":
-        return None
-    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
-    return (
-        f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
-        f"{read.mode} takes a fixed number of prompts out of its buffer. Use trainer.v1.trainer_mode=rl_plugins_sync."
-    )
-
-
-def _programs_with_media(stack: MethodStack, read: Reader) -> str | None:
+def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
+    """Combinations that cannot be exact: a paragraph for each that this run has."""
+    sync = "Use trainer.v1.trainer_mode=rl_plugins_sync."
+    rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
+    if rounds and read.mode != "sync":
+        yield f"{rounds} generates in rounds, and a batch of {read.mode} is generated ahead of time. {sync}"
+    if rounds and stack.claimed("rollout"):
+        yield (
+            f"{rounds} generates in rounds, and {_names(stack, 'rollout')} makes the rollouts of a prompt with a "
+            f"program, which runs once. Remove one of them."
+        )
+    if stack.rows_per_rollout > 1 and read.mode != "sync":
+        names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
+        yield (
+            f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
+            f"{read.mode} takes a fixed number of prompts out of its buffer. {sync}"
+        )
     columns = dataset_columns(read) or ()
-    media = [read(f"data.{kind}_key", f"{kind}s") for kind in ("image", "video", "audio")]
-    found = [name for name in media if name in columns]
-    if not found or not stack.claimed("rollout"):
-        return None
-    return (
-        f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the columns "
-        f"{', '.join(found)}. Remove the method."
-    )
-
-
-def _groups_of_other_estimator(stack: MethodStack, read: Reader) -> str | None:
+    media = [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
+    if media and stack.claimed("rollout"):
+        yield (
+            f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
+            f"columns {', '.join(media)}. Remove the method."
+        )
+    if read("algorithm.filter_groups.enable", False) and stack.claimed("plan", "select_prompts"):
+        yield (
+            f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
+            f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."
+        )
     estimator = read("algorithm.adv_estimator")
-    if estimator == "grpo" or stack.claimed("advantages") or not in_rounds(stack):
-        return None
-    return (
-        f"{', '.join(f'`{m.name}`' for m in stack.methods if m.rounds)} makes groups of several waves, which "
-        f"algorithm.adv_estimator={estimator} would see as groups of their own. Use algorithm.adv_estimator=grpo or a "
-        f"method that makes advantages."
-    )
-
-
-def _critic(stack: MethodStack, read: Reader) -> str | None:
-    enabled = read("critic.enable")
-    critic = bool(enabled) if enabled is not None else read("algorithm.adv_estimator") == "gae"
-    hooks = ("plan", "select", "advantages", "shape")
-    if not critic or not stack.claimed(*hooks):
-        return None
-    return (
-        f"{_names(stack, *hooks)} changes rows or advantages, and the critic would be trained on returns that do not "
-        f"belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the method."
-    )
-
-
-def _kl_in_reward(stack: MethodStack, read: Reader) -> str | None:
-    hooks = ("plan", "select", "rewards", "advantages")
-    if not read("algorithm.use_kl_in_reward", False) or not stack.claimed(*hooks):
-        return None
-    return (
-        f"{_names(stack, *hooks)} works with rewards that do not contain the KL penalty of algorithm.use_kl_in_reward. "
-        f"Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove the method."
-    )
-
-
-def _padded_width(stack: MethodStack, read: Reader) -> str | None:
+    if rounds and estimator != "grpo" and not stack.claimed("advantages"):
+        yield (
+            f"{rounds} makes groups of several waves, which algorithm.adv_estimator={estimator} would see as groups of "
+            f"their own. Use algorithm.adv_estimator=grpo or a method that makes advantages."
+        )
+    critic = read("critic.enable")
+    changing = ("plan", "select", "advantages", "shape")
+    if (bool(critic) if critic is not None else estimator == "gae") and stack.claimed(*changing):
+        yield (
+            f"{_names(stack, *changing)} changes rows or advantages, and the critic would be trained on returns that "
+            f"do not belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the "
+            f"method."
+        )
+    rewarding = ("plan", "select", "rewards", "advantages")
+    if read("algorithm.use_kl_in_reward", False) and stack.claimed(*rewarding):
+        yield (
+            f"{_names(stack, *rewarding)} works with rewards that do not contain the KL penalty of "
+            f"algorithm.use_kl_in_reward. Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove "
+            f"the method."
+        )
     loss = read("actor_rollout_ref.actor.loss_agg_mode")
     factor = read("actor_rollout_ref.actor.loss_scale_factor")
-    hooks = ("plan", "select", "shape", "policy_loss", "regularize")
-    if loss != "seq-mean-token-sum-norm" or factor is not None or not stack.claimed(*hooks):
-        return None
-    return (
-        f"{_names(stack, *hooks)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl divides by "
-        f"the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for example to "
-        f"{read('data.max_response_length')} (data.max_response_length)."
-    )
-
-
-def _distillation(stack: MethodStack, read: Reader) -> str | None:
-    if not read("distillation.enabled", False):
-        return None
-    names = ", ".join(f"`{n}`" for n in stack.names)
-    return f"{names}: methods are not served beside distillation, which has a loss of its own. Set it off."
-
-
-def _engine(stack: MethodStack, read: Reader) -> str | None:
+    losing = ("plan", "select", "shape", "policy_loss", "regularize")
+    if loss == "seq-mean-token-sum-norm" and factor is None and stack.claimed(*losing):
+        yield (
+            f"{_names(stack, *losing)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl "
+            f"divides by the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for "
+            f"example to {read('data.max_response_length')} (data.max_response_length)."
+        )
+    if read("distillation.enabled", False):
+        names = ", ".join(f"`{n}`" for n in stack.names)
+        yield f"{names}: methods are not served beside distillation, which has a loss of its own. Set it off."
     strategy = read("actor_rollout_ref.actor.strategy")
-    if strategy in TESTED_ENGINES or untested_allowed():
-        return None
-    return (
-        f"actor_rollout_ref.actor.strategy={strategy} was never run with rl-plugins; tested: "
-        f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
-    )
-
-
-def _separate_without_hybrid(stack: MethodStack, read: Reader) -> str | None:
-    """verl 0.9.1 ends in a TypeError after everything was started; patches/verl/V1 mends it."""
-    if read.mode != "separate_async" or read("actor_rollout_ref.hybrid_engine", True):
-        return None
-    source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
-    if "flush=True" not in source.read_text(encoding="utf-8"):
-        return None
-    return (
-        "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging call). "
-        "Leave it True, or apply patches/verl/V1."
-    )
-
-
-_PROBLEMS: Sequence[Callable[[MethodStack, Reader], str | None]] = (
-    _rounds_without_sync,
-    _rounds_beside_program,
-    _several_rows_ahead_of_time,
-    _programs_with_media,
-    _plan_beside_filter,
-    _groups_of_other_estimator,
-    _critic,
-    _kl_in_reward,
-    _padded_width,
-    _distillation,
-    _engine,
-    _separate_without_hybrid,
-)
+    if strategy not in TESTED_ENGINES and not untested_allowed():
+        yield (
+            f"actor_rollout_ref.actor.strategy={strategy} was never run with rl-plugins; tested: "
+            f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
+        )
+    if read.mode == "separate_async" and not read("actor_rollout_ref.hybrid_engine", True):
+        source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
+        if "flush=True" in source.read_text(encoding="utf-8"):  # patches/verl/V1 mends it
+            yield (
+                "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
+                "call), after everything was started. Leave it True, or apply patches/verl/V1."
+            )
 
 
 def _names(stack: MethodStack, *hooks: str) -> str:

@@ -1,7 +1,7 @@
 """verl's V1 trainers with methods: one mixin over each of them, registered under a name of its own.
 
 Every override calls `super()`. What belongs to one batch is in batch.py, to the prompts in prompts.py, to the loss in
-loss.py. A step of verl's trainer has one generation batch, in `separate_async` several.
+loss.py. What verl calls a global step has one generation batch, in `separate_async` several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
 
-POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short step
+POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short batch
 
 
 class MethodsTrainer(host.Trainer):
@@ -61,7 +61,7 @@ class MethodsTrainer(host.Trainer):
         self.settings, self.methods = prepared.settings, prepared.stack
         self._selected: Selected | None = None  # the batch between selection and settlement
         self._settled: Settled | None = None
-        self._first_balance, self._ranks = False, 1
+        self._first_balance, self._ranks = False, 1  # which balance of a batch this is, and ranks that train
         self._logged: list[dict[str, float]] = []
         self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the batch that is generated
         self._planned_prompts = 0

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from rl_plugins.verl.cpu.names import free
+from rl_plugins.verl.cpu import free
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from verl.checkpoint_engine.base import CheckpointEngine
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from rl_plugins.verl.cpu import CHECKPOINT_ENGINE, free
 
 POLL_SECONDS = 0.05
 
@@ -70,3 +72,15 @@ class FileCheckpointEngine(CheckpointEngine):
     def finalize(self) -> None:
         if self.is_master and self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def _register() -> None:
+    try:
+        present = CheckpointEngineRegistry.get(CHECKPOINT_ENGINE)
+    except ValueError:  # what verl says of a name it does not know
+        present = None
+    if free(present, FileCheckpointEngine, CHECKPOINT_ENGINE, "a checkpoint engine"):
+        CheckpointEngineRegistry.register(CHECKPOINT_ENGINE)(FileCheckpointEngine)
+
+
+_register()
