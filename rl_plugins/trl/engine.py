@@ -256,7 +256,7 @@ class TrlEngine:
 
 
 class _Watch(LogitsProcessor):  # type: ignore[misc]
-    """Sees the logits of every step: log-probs of the tokens that were chosen, and the most likely ones."""
+    """Sees the logits of every token: log-probs of the tokens that were chosen, and the most likely ones."""
 
     def __init__(self, options: _Options, limits: Tensor, tokenizer: Any) -> None:
         self.options, self.limits, self.tokenizer = options, limits, tokenizer

@@ -33,7 +33,7 @@ def evaluation_view(trainer: Trainer, inputs: list[DatasetRow]) -> Iterator[list
         yield [dict(row) for row, p in zip(rows, plans, strict=True) for _ in range(p.n)]
         return
     programs = start_programs(trainer, plans, rows, training=False)
-    trainer.methods.metrics.take()  # of a training step nobody makes here
+    trainer.methods.metrics.take()  # of a training batch nobody makes here
     made: list[ProgramRow] = []
     out: list[DatasetRow] = []
     for p, row, running in zip(plans, rows, programs, strict=True):

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -179,6 +179,27 @@ class Probing(Probe):
         extra[order[: len(order) // 2]] = plan.budget // (len(order) // 2)
         rows = tuple(g.row.replace(n=int(k)) for g, k in zip(plan.so_far, extra, strict=True) if k)
         return plan.replace(rows=rows)
+
+
+class Payloads(Probe):
+    """Rounds whose rows carry payloads: 4 rollouts a prompt, then twice one more, the last group first."""
+
+    name = "payloads"
+    rounds = True
+    read: ClassVar[list[Any]] = []
+
+    def plan(self, plan):
+        if plan.round == 0:
+            Payloads.read = []
+            return plan.replace(rows=tuple(r.replace(n=4, payload=(r.group, 0)) for r in plan.rows))
+        if plan.round > 2:
+            return plan
+        Payloads.read.append([g.row.payload for g in plan.so_far])
+        more = [g.row.replace(n=1, payload=(g.row.payload[0], plan.round)) for g in reversed(plan.so_far)]
+        return plan.replace(rows=tuple(more))
+
+    def observe(self, rollouts, tokens, stats):
+        Payloads.seen = rollouts
 
 
 class Given(Probe):

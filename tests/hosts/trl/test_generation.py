@@ -18,11 +18,10 @@ class Spy:
     """Keeps what the trainer hands to its loss and the decisions of the driver."""
 
     def __init__(self, trainer):
-        self.batches, self.steps = [], []
+        self.batches, self.batches_of_driver = [], []
         host = trainer._generate_and_score_completions
 
         def wrapped(inputs):
-            self.trainer_step = None
             out = host(inputs)
             if trainer.model.training:
                 self.batches.append(out)
@@ -35,7 +34,7 @@ class Spy:
 
         def finished(this, out):
             result = finish(this, out)
-            self.steps.append(this)
+            self.batches_of_driver.append(this)
             return result
 
         self.undo = lambda: setattr(module.GenerationBatch, "finish", finish)
@@ -93,11 +92,11 @@ def test_evaluation_is_untouched(tmp_path):
 def test_mc_grpo_trains_g_of_g_plus_one(tmp_path):
     """72 completions, 64 rows in the batch, advantages as a plain loop over the groups has them."""
     t, spy = run(tmp_path, ["mc_grpo"])
-    out, step = spy.batches[0], spy.steps[0]
-    assert len(step.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
+    out, batch = spy.batches[0], spy.batches_of_driver[0]
+    assert len(batch.mine) == 72 and len(out["advantages"]) == 64 and "tool_mask" not in out
     assert int(out["num_items_in_batch"]) == int(out["completion_mask"].sum())
     expected = []
-    rewards = step.rewards[:, 0].double().tolist()
+    rewards = batch.rewards[:, 0].double().tolist()
     for g in range(8):
         r = rewards[9 * g : 9 * g + 9]
         median = sorted(r)[4]
@@ -152,10 +151,13 @@ def test_minpro_gradient_is_that_of_its_formula(tmp_path):
 def test_vade_trains_on_the_prompts_it_chose(tmp_path):
     t, spy = run(tmp_path, ["vade"], max_steps=3)
     rows = build_dataset(200, seed=1)
-    for step in spy.steps:
-        prompts = [r.plan.prompt_index for r in step.mine]
+    for batch in spy.batches_of_driver:
+        prompts = [r.plan.prompt_index for r in batch.mine]
         assert len(set(prompts)) == 8 and prompts == [p for p in prompts[::8] for _ in range(8)]
-        assert list(t._logs["prompt"])[-64:][0] == rows[[r.plan.prompt_index for r in spy.steps[-1].mine][0]]["prompt"]
+        assert (
+            list(t._logs["prompt"])[-64:][0]
+            == rows[[r.plan.prompt_index for r in spy.batches_of_driver[-1].mine][0]]["prompt"]
+        )
     counts = t.methods.methods[0].state
     total = float(sum(v.sum() for v in counts.values() if isinstance(v, torch.Tensor)))
     assert 64 * 2 < total <= 64 * 3
@@ -176,8 +178,8 @@ def test_grpo_roc_keeps_the_clean_ones(tmp_path):
         reward=right,
         method_params={"grpo_roc": {"penalty": penalty, "reject_equal_reward": False}},
     )
-    step = spy.steps[0]
-    d = step.decided.decision
+    batch = spy.batches_of_driver[0]
+    d = batch.decided.decision
     r = d.rollouts
     assert len(r) == 128 and int(d.trained.sum()) == 64 and len(spy.batches[0]["advantages"]) == 64
     for g in range(8):
@@ -227,19 +229,19 @@ def test_a_plan_can_ask_for_every_kind_of_row(tmp_path):
 def test_short_plans_are_filled_with_further_prompts(tmp_path):
     """5 rollouts instead of 8: 12 prompts fit into 64 rows, 4 rows stay empty; the loss does not see them."""
     _, spy = run(tmp_path, ["small"], max_steps=2)
-    for step, out in zip(spy.steps, spy.batches, strict=True):
-        plans = [r.plan for r in step.mine]
+    for batch, out in zip(spy.batches_of_driver, spy.batches, strict=True):
+        plans = [r.plan for r in batch.mine]
         prompts = [p.prompt_index for p in plans if p is not None]
         assert len(set(prompts)) == 12 and plans.count(None) == 4
         assert len(out["advantages"]) == 64 and int((out["tool_mask"].sum(1) > 0).sum()) == 60
         assert int(out["num_items_in_batch"]) == int((out["completion_mask"] * out["tool_mask"]).sum())
-    first, second = ([r.plan.prompt_index for r in s.mine if r.plan][40:] for s in spy.steps)
+    first, second = ([r.plan.prompt_index for r in s.mine if r.plan][40:] for s in spy.batches_of_driver)
     assert set(first) != set(second)
 
 
 def test_one_rollout_per_prompt(tmp_path):
     _, spy = run(tmp_path, ["one"], num_generations=2, max_steps=1)
-    prompts = [r.plan.prompt_index for r in spy.steps[0].mine]
+    prompts = [r.plan.prompt_index for r in spy.batches_of_driver[0].mine]
     assert len(set(prompts)) == 64
 
 
@@ -251,13 +253,13 @@ def test_rounds(tmp_path):
         return score(completion_ids)
 
     t, spy = run(tmp_path, ["probing"], reward=rewarder, max_steps=2)
-    for step in spy.steps:
-        r = step.decided.decision.rollouts
+    for batch in spy.batches_of_driver:
+        r = batch.decided.decision.rollouts
         sizes = torch.bincount(r.group)
         assert sizes.tolist().count(12) == 4 and sizes.tolist().count(4) == 4
         first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
         assert first[sizes == 12].max() <= first[sizes == 4].min()
-    groups = spy.steps[-1].decided.decision.rollouts
+    groups = spy.batches_of_driver[-1].decided.decision.rollouts
     mean = groups.groups.rows(groups.groups.mean(groups.reward))
     std = groups.groups.rows(groups.groups.std(groups.reward))
     logged = torch.tensor(list(t._logs["advantages"])[-64:])
@@ -265,7 +267,7 @@ def test_rounds(tmp_path):
     table = list(t._logs["extra"]["ids"])[-64:]
     assert [score([eval(x)])[0] for x in table] == pytest.approx(groups.reward.tolist())
     assert history(t, "completions/mean_length")[0] == pytest.approx(
-        spy.steps[0].decided.decision.rollouts.length.double().mean().item()
+        spy.batches_of_driver[0].decided.decision.rollouts.length.double().mean().item()
     )
     stock = make(tmp_path, stock=True, max_steps=1)
     with stub_sampling():
@@ -273,10 +275,44 @@ def test_rounds(tmp_path):
     assert set(history(t, "num_tokens")) and history(t, "num_tokens")[0] < 2 * history(stock, "num_tokens")[0]
 
 
+def test_rows_of_rounds_keep_their_payload_their_order_and_their_rewards(tmp_path):
+    """32 + 8 + 8 rows, asked for from the last group to the first; 16 fillers count nowhere."""
+    import probes
+
+    def rewarder(completion_ids, log_extra, **kwargs):
+        log_extra("ids", [str(c) for c in completion_ids])
+        return score(completion_ids)
+
+    t, spy = run(tmp_path, ["payloads"], stub=False, reward=rewarder, max_steps=1)
+    first = [(g, 0) for g in range(8)]
+    assert probes.Payloads.read == [first, first], "in rounds 1 and 2 a method reads what it attached in round 0"
+    r = probes.Payloads.seen
+    assert r.group.tolist() == [g for g in range(8) for _ in range(6)], "groups are whole"
+    assert r.payload == [(g, k) for g in range(8) for k in (0, 0, 0, 0, 1, 2)], "in them the order of the rounds"
+    made = [eval(x) for x in t._logs["extra"]["ids"]]
+    assert len(made) == 48 and [score([ids])[0] for ids in made] == pytest.approx(r.reward.tolist())
+    assert len({tuple(ids) for ids in made}) > 40, "rows must be told apart by their rewards"
+    rewards = spy.batches_of_driver[0].rewards[:, 0]
+    assert torch.isnan(rewards[48:]).all() and torch.equal(rewards[:48].double(), r.reward)
+    assert history(t, "reward")[0] == pytest.approx(r.reward.mean().item())
+    assert history(t, "rewards/rewarder/std")[0] == pytest.approx(r.reward.std().item())
+
+
+def test_fillers_have_no_reward(tmp_path):
+    """60 rows and 4 fillers: what TRL logs of rewards is of the 60."""
+    t, spy = run(tmp_path, ["small"], max_steps=1)
+    r = spy.batches_of_driver[0].decided.decision.rollouts
+    rewards = spy.batches_of_driver[0].rewards[:, 0]
+    assert len(r) == 60 and torch.isnan(rewards[60:]).all() and torch.equal(rewards[:60].double(), r.reward)
+    assert history(t, "reward")[0] == history(t, "rewards/score/mean")[0] == pytest.approx(r.reward.mean().item())
+    assert history(t, "reward_std")[0] == pytest.approx(r.reward.std().item())
+    assert [round(x, 5) for x in t._logs["rewards"]["score"]] == [round(x, 5) for x in r.reward.tolist()]
+
+
 def test_prompts_may_be_merged_into_one_group(tmp_path):
     """Regular numbers, but other groups than TRL's: its own advantages must not be taken."""
     _, spy = run(tmp_path, ["merged"], max_steps=1)
-    d = spy.steps[0].decided.decision
+    d = spy.batches_of_driver[0].decided.decision
     r = d.rollouts
     assert r.groups.size.tolist() == [16] * 4 and r.rollout[:16].tolist() == list(range(16))
     mean, std = (r.groups.rows(f(r.reward)) for f in (r.groups.mean, r.groups.std))
@@ -284,9 +320,7 @@ def test_prompts_may_be_merged_into_one_group(tmp_path):
 
 
 def test_rounds_without_end_are_an_error(tmp_path):
-    with pytest.raises(
-        MethodError, match="`restless` asked for more rollouts in 64 rounds of one batch without an end"
-    ):
+    with pytest.raises(MethodError, match="`restless` asked for more rollouts in 64 rounds of one batch without"):
         run(tmp_path, ["restless"], max_steps=1)
 
 
@@ -302,7 +336,7 @@ def test_streams_have_prompts_but_no_index(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(build_dataset(200, seed=1)))
     _, spy = run(tmp_path, ["mc_grpo"], dataset=stream, max_steps=2)
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
-    assert spy.steps[0].decided.decision.rollouts.prompt_index.unique().tolist() == [-1]
+    assert spy.batches_of_driver[0].decided.decision.rollouts.prompt_index.unique().tolist() == [-1]
     make(tmp_path, ["mc_grpo"], dataset=build_dataset(200, seed=1).to_iterable_dataset())  # a stream with columns
     with pytest.raises(ConfigError, match="`vade` needs a stable dataset row.*stream"):
         make(tmp_path, ["vade"], dataset=stream)
@@ -331,8 +365,8 @@ def test_spare_rows_that_stay_are_an_error(tmp_path, monkeypatch):
 
 def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
     t, spy = run(tmp_path, ["judge"], max_steps=1)
-    r = spy.steps[0].decided.decision.rollouts
-    raw = spy.steps[0].rewards[:, 0].double()
+    r = spy.batches_of_driver[0].decided.decision.rollouts
+    raw = spy.batches_of_driver[0].rewards[:, 0].double()
     assert torch.isnan(r.reward).equal(r.length < 4)
     ok = r.length >= 4
     torch.testing.assert_close(r.reward[ok], 2 * raw[ok])
@@ -344,7 +378,7 @@ def test_rewards_of_a_judge_are_used_and_logged(tmp_path):
 
 def test_each_method_that_changes_rewards_logs_its_own(tmp_path):
     t, spy = run(tmp_path, ["judge", "halve"], max_steps=1)
-    raw, r = spy.steps[0].rewards[:, 0].double(), spy.steps[0].decided.decision.rollouts
+    raw, r = spy.batches_of_driver[0].rewards[:, 0].double(), spy.batches_of_driver[0].decided.decision.rollouts
     judged = torch.where(r.length < 4, torch.nan, raw * 2)
     assert history(t, "rewards/judge/mean")[0] == pytest.approx(judged.nanmean().item())
     assert history(t, "rewards/halve/mean")[0] == pytest.approx(judged.nanmean().item() / 2)
@@ -418,7 +452,7 @@ def test_composes_with(tmp_path, options, capsys):
     assert all(len(b["advantages"]) == 64 for b in spy.batches)
     assert all(torch.isfinite(torch.tensor(history(t, k))).all() for k in ("loss", "grad_norm"))
     if "mask_truncated_completions" in options:
-        r, d = spy.steps[0].decided.decision.rollouts, spy.steps[0].decided.decision
+        r, d = spy.batches_of_driver[0].decided.decision.rollouts, spy.batches_of_driver[0].decided.decision
         assert r.truncated.any() and not d.trained[r.truncated].any()
 
 
@@ -451,7 +485,7 @@ def test_rollout_func_is_composed(tmp_path):
         }
 
     t, spy = run(tmp_path, ["mc_grpo"], stub=False, more=dict(rollout_func=rollout), max_steps=1)
-    assert len(spy.steps[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
+    assert len(spy.batches_of_driver[0].mine) == 72 and len(spy.batches[0]["advantages"]) == 64
     with pytest.raises(ConfigError, match="`probing` generates in rounds, which cannot be served with rollout_func"):
         make(tmp_path, ["probing"], more=dict(rollout_func=rollout))
     with pytest.raises(ConfigError, match="cannot be combined with rollout_func"):

@@ -69,6 +69,31 @@ def test_rows_that_trl_masks_are_trls(tmp_path, loss_type):
     assert difference(native, unmasked) > 1e-4
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_an_optimizer_step_is_a_part_of_a_batch(tmp_path, loss_type):
+    """4 micro-batches of 16 rows, 2 of them in an optimizer step: the first step against autograd of -A lp, a mean over
+    the step's tokens (the batch's, by its share) or over its 32 rows of means over tokens."""
+    options = dict(steps_per_generation=4, gradient_accumulation_steps=2, loss_type=loss_type, max_grad_norm=0.0)
+    t = run(tmp_path, ["ppo"], max_steps=1, learning_rate=10.0, **options)
+    start = make(tmp_path)
+    batches = t._buffered_inputs
+    tokens = sum(int(b["completion_mask"].sum()) for b in batches)
+    assert len(batches) == 4 and [len(b["advantages"]) for b in batches] == [16] * 4
+    total = 0.0
+    for b in batches[:2]:
+        ids = torch.cat([b["prompt_ids"], b["completion_ids"]], 1)
+        attention = torch.cat([b["prompt_mask"], b["completion_mask"]], 1)
+        lp = start._get_per_token_logps_and_entropies(start.model, ids, attention, b["completion_ids"].size(1))[0]
+        for i in range(len(lp)):
+            n = int(b["completion_mask"][i].sum())
+            row = -(b["advantages"][i] * lp[i, :n]).sum()
+            total = total + (row / (tokens / 2) if loss_type == "dapo" else row / n / 32)
+    total.backward()
+    grad = torch.cat([p.grad.flatten() for p in start.model.parameters()])
+    moved_by = (weights(t) - weights(start)) / -10.0
+    assert grad.norm() > 1e-3 and (moved_by - grad).norm() / grad.norm() < 1e-4
+
+
 def test_own_surrogate_under_entropy_quantile_and_off_policy_mask(tmp_path):
     options = {**OFF_POLICY, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 1e-4}
     native = run(tmp_path, stock=True, **options)

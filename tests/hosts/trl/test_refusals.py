@@ -265,3 +265,39 @@ def test_no_host_body_is_copied():
     for name, function in vars(MethodsMixin).items():
         if inspect.isfunction(function) and hasattr(trl.GRPOTrainer, name):
             assert "super()" in inspect.getsource(function), name
+
+
+# ---- what is known of a run
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "batches"),
+    [
+        ({}, 25, 25),
+        (dict(num_iterations=3), 75, 25),
+        (dict(steps_per_generation=1, gradient_accumulation_steps=2, per_device_train_batch_size=64), 13, 26),
+        (dict(steps_per_generation=3, gradient_accumulation_steps=2, per_device_train_batch_size=32), 24, 16),
+        (dict(max_steps=7, num_iterations=2), 7, 4),
+    ],
+)
+def test_a_trainer_and_a_dry_run_tell_methods_the_same(tmp_path, monkeypatch, options, steps, batches):
+    """One from itself when training starts, one from the config alone; numbers of an epoch of 200 prompts."""
+    import probes
+
+    from rl_plugins.errors import MethodError
+    from rl_plugins.trl.facts import KnownRun, run_of
+
+    told = []
+
+    def start(self, run):
+        told.append(run)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(probes.Counter, "start", start)
+    data = build_dataset(200, seed=1)
+    t = make(tmp_path, ["counter"], dataset=data, **{"max_steps": -1, "num_train_epochs": 1, **options})
+    with pytest.raises(MethodError, match="enough"):
+        t.train()
+    known = KnownRun(t.args, data, 200, ("score",))
+    assert told == [run_of(known)] and told[0].dataset is data and told[0].columns == tuple(data.column_names)
+    assert (told[0].total_steps, told[0].total_batches) == (steps, batches)
