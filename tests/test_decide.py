@@ -12,7 +12,8 @@ from one_method import method, refused
 
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.rollouts import Shape, TurnTable
-from rl_plugins.runtime.decide import _numbers, decide
+from rl_plugins.runtime import gate
+from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
@@ -628,10 +629,10 @@ def test_rows_without_tokens_stay_unless_a_method_takes_them_out():
 # ---- what mutants showed was not asked
 
 
-@pytest.mark.parametrize(("hook", "what"), [("rewards", "the answer"), ("select", "the answer"), ("advantages", None)])
-def test_the_error_of_an_answer_that_is_no_tensor_says_what_must_be_one(hook, what):
+@pytest.mark.parametrize("hook", ["rewards", "select", "advantages"])
+def test_the_error_of_an_answer_that_is_no_tensor_says_what_must_be_one(hook):
     m = method("odd", **{hook: lambda *args: "good"})
-    refused(lambda: run([m], TWO), f"from `{hook}`: {what or 'the advantages'} must be a tensor (or numbers")
+    refused(lambda: run([m], TWO), f"from `{hook}`: the answer must be a tensor (or numbers")
 
 
 def test_the_decision_says_what_each_method_made_of_the_rewards():
@@ -661,4 +662,4 @@ def test_numbers_a_hook_gives_are_read_on_the_cpu_whatever_the_default_device_is
     m = method()
     with torch.device("meta"):  # as on a machine whose default device is a GPU
         assert torch.as_tensor([1.0]).device.type == "meta"
-        assert _numbers(MethodStack([m]), m, "rewards", "the answer", [1.0, 2.0]).tolist() == [1.0, 2.0]
+        assert gate.numbers(m, "rewards", "", [1.0, 2.0], 2, "row").tolist() == [1.0, 2.0]

@@ -10,8 +10,9 @@ import torch
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Rows, Update
+from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.update import _checked_update, before_update, masked_sum, regularizer, surrogate
+from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
 from rl_plugins.testing import make_terms
 
 
@@ -195,7 +196,7 @@ def test_columns_are_float32_whatever_the_default_is():
 def test_a_column_is_read_on_the_cpu_whatever_the_default_device_is():
     m = Asks(None)
     with torch.device("meta"):  # as on a machine whose default device is a GPU
-        checked = _checked_update(MethodStack([m]), m, Update(columns={"x": [1, 2]}), 2)
+        checked = gate.update(m, Update(columns={"x": [1, 2]}), 2)
     assert checked.columns["x"].tolist() == [1, 2]
 
 
@@ -205,6 +206,6 @@ def test_an_illegal_regularizer_is_refused_by_name():
         policy_loss = Method.policy_loss
 
     stack = MethodStack([Loses(lambda t: t.logprobs), Second(lambda t: torch.ones(5, 3))])
-    why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\) is needed"
+    why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\), one value per token, is needed"
     with pytest.raises(MethodError, match=why):
         regularizer(stack, make_terms())
