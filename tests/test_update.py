@@ -206,6 +206,6 @@ def test_an_illegal_regularizer_is_refused_by_name():
         policy_loss = Method.policy_loss
 
     stack = MethodStack([Loses(lambda t: t.logprobs), Second(lambda t: torch.ones(5, 3))])
-    why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\), one value per token, is needed"
+    why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\), one value per token"
     with pytest.raises(MethodError, match=why):
         regularizer(stack, make_terms())
