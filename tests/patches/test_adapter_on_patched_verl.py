@@ -23,8 +23,8 @@ SCRIPT = Path(__file__).with_name("verl_adapter_script.py")
 
 def run(folder: Path, python_path: Path | None = None) -> dict[str, Any]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
-    if python_path:
-        env["PYTHONPATH"] = str(python_path)
+    checkout = str(SCRIPT.parents[2])
+    env["PYTHONPATH"] = os.pathsep.join([str(python_path), checkout] if python_path else [checkout])
     command = [sys.executable, str(SCRIPT), str(folder / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr[-4000:]
