@@ -26,7 +26,7 @@ from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
-from rl_plugins.testing.contract.dataset import Table
+from rl_plugins.testing.contract.dataset import StoredDataset as Table
 from rl_plugins.testing.data import take_rows
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "training_free_grpo.json").read_text())["cases"]
