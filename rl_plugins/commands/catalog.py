@@ -173,7 +173,7 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Parameters", _parameters(found)))
         sections.append(("Changes", "\n".join(_changes(found))))
         sections.append(("Needs", "\n".join(_needs(found.needs))))
-        sections.append(("ServedByHost options it sets", "\n".join(_options(found.host_options))))
+        sections.append(("Host options it sets", "\n".join(_options(found.host_options))))
         sections.append(("Where paper and code differ", "\n".join(f"- {d}" for d in found.disagreements)))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
         sections.append(("How to use", _usage(found.name, [found])))
@@ -341,7 +341,7 @@ def _section(found: type[Method] | Bundle) -> str:
         parts.append("**Needs:** " + "; ".join(_signal(s) for s in sorted(found.needs)) + ".")
     options = _options(found.host_options)
     if options:
-        parts.append("**ServedByHost options it sets:**\n\n" + "\n".join(options))
+        parts.append("**Host options it sets:**\n\n" + "\n".join(options))
     rows = describe_params(found.Params)
     if rows:
         lines = ["| parameter | default | type | range | meaning |", "|---|---|---|---|---|"]

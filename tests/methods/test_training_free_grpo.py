@@ -26,12 +26,12 @@ from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
-from rl_plugins.testing.contract.dataset import StoredDataset as Table
+from rl_plugins.testing.contract.dataset import StoredDataset
 from rl_plugins.testing.data import take_rows
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "training_free_grpo.json").read_text())["cases"]
 NAN = math.nan
-DATASET = Table({"prompt": [f"task {i}" for i in range(16)], "answer": [f"answer {i}" for i in range(16)]})
+DATASET = StoredDataset({"prompt": [f"task {i}" for i in range(16)], "answer": [f"answer {i}" for i in range(16)]})
 ROLES = {  # how a role begins; the tests' language models tell their roles by it
     "summary": texts.SUMMARY[:60],
     "critique": texts.CRITIQUE[:60],
@@ -401,7 +401,9 @@ def test_conversations_and_images() -> None:
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]},
     ]
     text_only = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "<think>"}]
-    stack = stack_of(Llm(), dataset=Table({"prompt": [messages, text_only]}), prompt_template="{experiences}|{problem}")
+    stack = stack_of(
+        Llm(), dataset=StoredDataset({"prompt": [messages, text_only]}), prompt_template="{experiences}|{problem}"
+    )
     one, two = (row.edit["prompt"] for row in stack.call("plan", stack.methods[0], make_plan(2)).rows)
     assert one[:3] == messages[:3]
     assert one[3]["content"] == [{"type": "image"}, {"type": "text", "text": "None|what is it"}]
