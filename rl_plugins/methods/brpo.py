@@ -52,13 +52,11 @@ class Brpo(Method):
     `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict.
     Preferred means a higher score (by more than `min_margin`) or the letter. With `judge_batch_size` it takes a list of
     up to that many (prompt, a, b) and returns as many verdicts. It may be `async def`; equal questions are asked once
-    per vote. Or `judge_url` and `judge_model` name an OpenAI-compatible endpoint, whose verdict must hold "A=<number>,
-    B=<number>" (see `TEMPLATE`) in the place that `judge_reply` says. A completion that equals the reference is not
-    better than it; nobody is asked.
+    per vote. Or `judge_url` and `judge_model` name an OpenAI-compatible endpoint, whose reply must hold "A=<number>,
+    B=<number>" (see `TEMPLATE`). A completion that equals the reference is not better than it; nobody is asked.
 
     A judge that raises, hangs past its time-out or answers nonsense, retries included, has not preferred anybody: a
-    loss, counted in the logs, with a warning. A rollout about which nobody was asked, for the judge seemed to be down,
-    is not compared. A group without a single verdict leaves; a batch without one is an error.
+    loss, counted in the logs, with a warning. A group without a single verdict leaves; a batch without one is an error.
     All ranks wait for the judge, so the distributed time-out must be longer than it takes for a whole batch.
 
     Shapes: rewards and advantages (rows,) float64, A itself. The rewards of the host are replaced; a row without one

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
-from rl_plugins.errors import MethodError, shown
+from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Plan, PlanRow, PromptPool
 from rl_plugins.runtime.stack import MethodStack
@@ -189,7 +189,7 @@ def _select(
         chosen = [operator.index(i) for i in answer]
     except TypeError:
         raise stack.refuse(
-            m, "select_prompts", f"{n} dataset rows (integers) are needed, it gave {shown(answer)}."
+            m, "select_prompts", f"{n} dataset rows (integers) are needed, it gave {answer!r}."
         ) from None
     if len(chosen) != n or len(set(chosen)) != n or not all(0 <= i < pool_size for i in chosen):
         raise stack.refuse(

@@ -112,7 +112,9 @@ class TrainingFreeGrpo(Method):
         library: str | None = param(None, "JSON file of the experiences: begun with, written after each step")
         learn: bool = param(True, "false: the library is used and not changed")
         per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
-        max_words: int = param(32, "of an experience; the language model is told; a longer one is cut (ours)", ge=1)
+        max_words: int = param(
+            32, "words of an experience, as the language model is told; a longer one is cut (ours)", ge=1
+        )
         ground_truth: bool = param(True, "compare only groups with some success; false: all, answers hidden")
         answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
         reward_low: float = param(0.0, "reward of a failure (ours)")
