@@ -27,6 +27,14 @@ class StateError(RLPluginsError, RuntimeError):
     """Saved method state is missing, corrupt or belongs to another run. Nothing was trained or overwritten."""
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """' Did you mean `a` or `b`?' for the nearest names, else an empty text."""
+    if len(name) > _LONGEST_NAME:
+        return ""
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
+
+
 def shown(value: Any, length: int = LONGEST) -> str:
     """`value` as a message may repeat it: its `repr`, cut. Large, deep and circular values take no time, and one whose
     `repr` raises is named by its type."""
@@ -39,7 +47,7 @@ def shortened(text: Any, length: int = LONGEST) -> str:
         try:
             text = str(text)
         except Exception:  # an exception of somebody else whose text cannot be had
-            text = f"a {type(text).__name__}"
+            text = f"<{type(text).__name__} whose text cannot be made>"
     return text if len(text) <= length else f"{text[:length]} [cut]"
 
 
@@ -52,8 +60,8 @@ def _shown(value: Any, room: int, depth: int) -> str:
     if type(value) not in (dict, list, tuple, set, frozenset) or not value:
         try:
             return repr(value)
-        except Exception:
-            return f"a {type(value).__name__}"
+        except Exception as e:
+            return f"<{type(value).__name__} whose repr raises {type(e).__name__}>"
     parts: list[str] = []
     left = room if depth else 0
     for entry in value.items() if isinstance(value, Mapping) else value:
@@ -69,11 +77,3 @@ def _shown(value: Any, room: int, depth: int) -> str:
     if isinstance(value, tuple):
         return f"({text},)" if len(value) == 1 else f"({text})"
     return f"frozenset({{{text}}})" if isinstance(value, frozenset) else f"{{{text}}}"
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean `a` or `b`?' for the nearest names, else an empty text."""
-    if len(name) > _LONGEST_NAME:
-        return ""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""

@@ -150,7 +150,7 @@ def test_no_value_is_shown_at_length() -> None:
     assert time.process_time() - start < 1
     assert shown("ab" * 200) == f"'{'ab' * 99}a [cut]" and shown("abc", 3) == "'ab [cut]"
     assert shown(10**10_000) == "a whole number of about 9966 digits"
-    assert shown([Unwilling()]) == "[a Unwilling]"
+    assert shown([Unwilling()]) == "[<Unwilling whose repr raises ValueError>]"
     assert shortened("a" * 300, 5) == "aaaaa [cut]" and shortened(ValueError("no")) == "no"
-    assert shortened(Unwilling()) == "a Unwilling"
+    assert shortened(Unwilling()) == "<Unwilling whose text cannot be made>"
     assert did_you_mean("vade" * 10**6, ["vade"]) == ""
