@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+LONGEST = 200  # characters of a value that a message repeats
+_DEEPEST = 6  # levels of a nested value that a message shows
+_LONGEST_NAME = 100  # names above it are like no other; comparing them takes its time
 
 
 class RLPluginsError(Exception):
@@ -24,22 +29,51 @@ class StateError(RLPluginsError, RuntimeError):
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """' Did you mean `a` or `b`?' for the nearest names, else an empty text."""
+    if len(name) > _LONGEST_NAME:
+        return ""
     near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
 
 
-def shown(value: object, length: int = 200) -> str:
-    """`repr` of a value for a message, cut to a length; never an error of its own."""
-    try:
-        text = repr(value)
-    except Exception as e:
-        text = f"<{type(value).__name__} whose repr raises {type(e).__name__}>"
-    return text if len(text) <= length else f"{text[:length]}.. ({len(text)} characters)"
+def shown(value: Any, length: int = LONGEST) -> str:
+    """`value` as a message may repeat it: its `repr`, cut. Large, deep and circular values take no time, and one whose
+    `repr` raises is named by its type."""
+    return shortened(_shown(value, length, _DEEPEST), length)
 
 
-def told(error: BaseException) -> str:
-    """The text of an exception; never an error of its own."""
-    try:
-        return str(error)
-    except Exception as e:
-        return f"<its text cannot be made: {type(e).__name__}>"
+def shortened(text: Any, length: int = LONGEST) -> str:
+    """A text, or what an exception says, cut."""
+    if not isinstance(text, str):
+        try:
+            text = str(text)
+        except Exception:  # an exception of somebody else whose text cannot be had
+            text = f"<{type(text).__name__} whose text cannot be made>"
+    return text if len(text) <= length else f"{text[:length]} [cut]"
+
+
+def _shown(value: Any, room: int, depth: int) -> str:
+    """As `repr`, but of about `room` characters at most; what is beyond them is not looked at."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[: room + 1])
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to write those of thousands of digits
+        return f"a whole number of about {value.bit_length() * 3 // 10} digits"
+    if type(value) not in (dict, list, tuple, set, frozenset) or not value:
+        try:
+            return repr(value)
+        except Exception as e:
+            return f"<{type(value).__name__} whose repr raises {type(e).__name__}>"
+    parts: list[str] = []
+    left = room if depth else 0
+    for entry in value.items() if isinstance(value, Mapping) else value:
+        if left <= 0:
+            parts.append("[cut]")
+            break
+        pair = entry if isinstance(value, Mapping) else (entry,)
+        parts.append(": ".join(_shown(part, left, depth - 1) for part in pair))
+        left -= len(parts[-1]) + 2
+    text = ", ".join(parts)
+    if isinstance(value, list):
+        return f"[{text}]"
+    if isinstance(value, tuple):
+        return f"({text},)" if len(value) == 1 else f"({text})"
+    return f"frozenset({{{text}}})" if isinstance(value, frozenset) else f"{{{text}}}"

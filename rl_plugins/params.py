@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from rl_plugins.errors import ConfigError, did_you_mean
+from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
@@ -80,9 +80,10 @@ def build_params(cls: type[MethodParams], values: Mapping[str, Any] | None, meth
     known = [f.name for f in dataclasses.fields(cls)]
     for name in values:
         if name not in known:
+            named = shortened(name if isinstance(name, str) else shown(name), 80)
             allowed = f"It has: {', '.join(known)}." if known else "It has no parameters."
             raise ConfigError(
-                f"Method `{method}` has no parameter `{name}`.{did_you_mean(str(name), known)} {allowed} "
+                f"Method `{method}` has no parameter `{named}`.{did_you_mean(named, known)} {allowed} "
                 f"See `rl-plugins info {method}`."
             )
     try:
@@ -123,8 +124,8 @@ def parse_value(
             if isinstance(value, str) and value == str(choice):
                 return choice
         raise ConfigError(
-            f"parameter `{name}` is {value!r}; allowed: {', '.join(map(repr, args))}."
-            f"{did_you_mean(str(value), [str(a) for a in args])}"
+            f"parameter `{name}` is {shown(value)}; allowed: {', '.join(map(repr, args))}."
+            f"{did_you_mean(value if isinstance(value, str) else shown(value), [str(a) for a in args])}"
         )
     if origin is tuple and args[1:] == (...,):
         items = [v.strip() for v in value.split(",") if value.strip()] if isinstance(value, str) else value
@@ -150,6 +151,8 @@ def parse_value(
             number = int(number)
         if isinstance(number, bool) or not isinstance(number, int):
             raise _wrong(name, value, "a whole number")
+        if number.bit_length() > 1024:  # Python does not even write one of thousands of digits
+            raise _wrong(name, value, "a whole number that a float can hold")
         return _within(number, name, limits)
     if hint is float:
         number = value
@@ -194,10 +197,12 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as e:  # whatever the module raises while it is imported
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # whatever the module raises while it is imported, SystemExit too
         raise ConfigError(
-            f"parameter `{name}` is {value!r}, but it cannot be loaded: {type(e).__name__}: {e}. Give an importable "
-            f'"module:attribute", with the module on PYTHONPATH.'
+            f"parameter `{name}` is {shown(value)}, but it cannot be loaded: {type(e).__name__}: {shortened(e)}. Give "
+            f'an importable "module:attribute", with the module on PYTHONPATH.'
         ) from e
     if not callable(found):
         raise _wrong(name, value, "a callable")
@@ -241,7 +246,7 @@ def _within(number: Any, name: str, limits: Mapping[str, float]) -> Any:
     tests = {"gt": lambda x, y: x > y, "ge": lambda x, y: x >= y, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y}
     for key, bound in limits.items():
         if not tests[key](number, bound):
-            raise ConfigError(f"parameter `{name}` is {number!r}; it must be {_range_text(limits)}.")
+            raise ConfigError(f"parameter `{name}` is {shown(number)}; it must be {_range_text(limits)}.")
     return number
 
 
@@ -250,7 +255,7 @@ def _range_text(limits: Mapping[str, float], separator: str = " and ") -> str:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> ConfigError:
-    return ConfigError(f"parameter `{name}` is {value!r} ({type(value).__name__}); it must be {wanted}.")
+    return ConfigError(f"parameter `{name}` is {shown(value)} ({type(value).__name__}); it must be {wanted}.")
 
 
 def _type_text(hint: Any) -> str:

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -258,12 +260,90 @@ def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path):
         (["mine", "--hook", "advantage"], "there is no such hook. Did you mean `advantages`?"),
         (["mine", "--hook", "rollout"], "the hook needs an engine or a queue"),
         (["twice"], "exists already"),
+        (["a" * 300], "[cut] has 300 characters; 60 are the most."),
+        (["X" * 10**6], "[cut] cannot be the name of a method: lower-case letters"),
+        (["mine", "--hook", "x" * 10**6], "[cut]`: there is no such hook."),
+        (["none"], "The class of `none` would be called None, which has a meaning of its own."),
+        (["update", "--hook", "before_update"], "The class of `update` would be called Update"),
     ],
 )
 def test_new_refuses(arguments, reason, tmp_path):
     (tmp_path / "rl-plugins-twice").mkdir()
     assert reason in rl_plugins("new", *arguments, "--into", str(tmp_path), status=2)
     assert [p.name for p in tmp_path.iterdir()] == ["rl-plugins-twice"]
+
+
+def test_new_into_what_is_no_folder_that_can_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    places = (tmp_path / "file", tmp_path / "file" / "inside", tmp_path / ("x" * 300), Path("/proc/nowhere"))
+    for place in places:
+        text = rl_plugins("new", "mine", "--into", str(place), status=2)
+        assert text.startswith(f"rl-plugins: The package cannot be made in '{str(place)[:100]}") and len(text) < 500
+        assert "Give --into a folder that can be written" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+# ---- one broken plugin
+
+
+def test_list_outlives_every_plugin_that_is_broken(plugins, monkeypatch):
+    import rl_plugins_dummy.good as good
+
+    def exits():
+        raise SystemExit(0)
+
+    class Raises(good.DummyScale):
+        name = "raises"
+
+        def __init__(self, params=None):
+            raise FileNotFoundError("no such model")
+
+    class Median(good.DummyScale):
+        name = "median"
+        aggregation = "median"
+
+    class Needy(good.DummyScale):  # it can be loaded, and its example does not build
+        name = "needy"
+        example_params: ClassVar = {"factor": -1}
+
+    class NoPaper(good.DummyScale):
+        name = "no_paper"
+        paper = "2402.03300"
+
+    broken = {
+        "exits": exits,
+        "raises": lambda: Raises,
+        "median": lambda: Median,
+        "needy": lambda: Needy,
+        "no_paper": lambda: NoPaper,
+        "no_parts": lambda: Bundle("no_parts", None, good.PAPER, ""),
+    }
+    names, origins = registry.all_names(), registry._origins
+    monkeypatch.setattr(registry, "all_names", lambda: sorted([*names, *broken]))
+    monkeypatch.setattr(
+        registry,
+        "_origins",
+        lambda name: [registry.Origin(name, "some-package", "m:C", broken[name])] if name in broken else origins(name),
+    )
+    found = {e["name"]: e for e in json.loads(rl_plugins("list", "--json"))}
+    assert {n for n in broken if found[n]["kind"] == "broken"} == set(broken)
+    assert found["vade"]["kind"] == "method" and found["vade"]["problem"] == ""
+    assert "SystemExit: 0" in found["exits"]["problem"] and "no such model" in found["raises"]["problem"]
+    assert "`factor` is -1" in found["needy"]["problem"] and "'median'" in found["median"]["problem"]
+    assert "Cannot be used" in rl_plugins("list")
+
+
+def test_an_installed_module_that_exits_does_not_end_the_command(plugin_path, tmp_path):
+    site = tmp_path / "site"
+    shutil.copytree(plugin_path, site)
+    (site / "rl_plugins_dummy" / "broken.py").write_text("raise SystemExit(0)")
+    done = process("-m", "rl_plugins.cli", "list", path=site)
+    assert done.returncode == 0 and "vade" in done.stdout and "Cannot be used" in done.stdout
+    assert "cannot be loaded: SystemExit: 0" in " ".join(done.stdout.split())
+    done = process("-m", "rl_plugins.cli", "info", "dummy_broken", path=site)
+    assert done.returncode == 2 and "cannot be loaded: SystemExit: 0" in done.stderr
+    done = process("-m", "rl_plugins.cli", "check", "rl_plugins_dummy.broken:X", path=site)
+    assert done.returncode == 2 and "cannot be loaded: SystemExit: 0" in done.stderr
 
 
 # ---- doctor

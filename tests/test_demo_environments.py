@@ -658,3 +658,52 @@ def test_the_policies_solve_part_of_the_episodes(kind):
     }
     assert 0.2 < share["1"] < 0.65 and share["1"] < share["0"]
     assert statistics.mean(sampled[1]) > statistics.mean(sampled[kind.LEVELS[-1]])
+
+
+# --- sandbox: code that is too long, and a worker that takes none
+
+
+def test_code_of_a_reasonable_length_runs_and_more_is_not_sent(box, monkeypatch):
+    long = "x = 1  # " + "y" * (2**20 - 20) + "\nprint(x)"
+    assert Sandbox(max_code=2**20).max_code == box.max_code == 2**20
+    slow = Sandbox(timeout=20)
+    assert len(long) < 2**20 and slow.run(long) == Outcome("1\n")
+    slow.close()
+    monkeypatch.setattr(sandbox._Worker, "ask", None)  # nothing is sent
+    for code in ("#" * (2**20 + 1), "é" * 2**19 + "x", "#" * 50_000_000):
+        outcome = box.run(code)
+        assert outcome.text == "" and outcome.error is not None
+        assert outcome.error.startswith("not run: the code has ") and "1048576 are allowed" in outcome.error
+    small = Sandbox(max_code=3)
+    assert small.run("12345").error == "not run: the code has 5 bytes or more, 3 are allowed"
+
+
+def test_the_limit_of_code_must_be_positive():
+    with pytest.raises(ValueError, match="max_code 0; each must be above 0"):
+        Sandbox(max_code=0)
+    with pytest.raises(ValueError, match="timeout is nan"):
+        Sandbox(timeout=float("nan"))
+
+
+@linux
+def test_a_worker_that_takes_no_code_is_given_up(monkeypatch):
+    """It is stopped, so a request that is larger than the pipe stays in the hand of its owner."""
+    monkeypatch.setattr(sandbox, "GRACE_SECONDS", 0.2)
+    others = set(workers())
+    slow = Sandbox(timeout=0.2)
+    assert slow.run("print(1)") == Outcome("1\n")
+    (worker,) = set(workers()) - others
+    os.kill(worker, signal.SIGSTOP)
+    outcome: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcome.append(slow.run("#" * 900_000)), daemon=True)
+    thread.start()
+    thread.join(60)
+    try:
+        assert outcome == [Outcome("", "the sandbox's process failed: the code was not taken in time")]
+    finally:
+        if thread.is_alive():
+            os.kill(worker, signal.SIGKILL)
+    assert worker not in workers()
+    monkeypatch.undo()
+    assert slow.run("print(2)") == Outcome("2\n")
+    slow.close()

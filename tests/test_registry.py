@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from waiting import NEVER
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
 from rl_plugins.methods.mc_grpo import McGrpo
+from rl_plugins.methods.vade import Vade
+from rl_plugins.params import MethodParams, param
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import build_stack
@@ -142,7 +146,7 @@ def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
     ],
 )
 def test_a_class_that_does_not_fit_is_refused(change, reason):
-    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper"}
+    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper", "observe": lambda self, r, t, s: None}
     registry.check_class(type("Mine", (Method,), good), "mine", "here")
     with pytest.raises(ConfigError, match=re.escape(reason)):
         registry.check_class(type("Mine", (Method,), {**good, **change}), "mine", "here")
@@ -323,3 +327,234 @@ def test_parameters_for_a_method_that_is_not_enabled_are_refused():
 def test_two_methods_for_one_exclusive_hook_are_refused_by_name():
     message = refused(["mc_grpo", "gdpo"])
     assert "`mc_grpo` and `gdpo` both decide `advantages`" in message
+
+
+# ---- classes of others that would be taken without a word, or end in somebody else's error
+
+
+class Undecorated(MethodParams):
+    """Its field is none: `@dataclass(frozen=True)` was forgotten."""
+
+    eps: float = param(1e-3, "never read")
+
+
+@dataclass(frozen=True)
+class Raising(MethodParams):
+    eps: float = param(1e-3, "added")
+    low: float | None = param(None, "makes `check` fail", ge=0)
+
+    def check(self) -> None:
+        if self.eps < 0.5:
+            raise KeyError("eps")
+
+
+@dataclass(frozen=True)
+class Picky(MethodParams):
+    judge: str | None = param(None, "must be given")
+    factor: float = param(1.0, "1 / 0 for 0")
+
+    def check(self) -> None:
+        if self.judge is None:
+            raise ConfigError("nobody judges.")
+        1 / self.factor
+
+
+def my_class(**changes):
+    good = {"name": "mine", "paper": McGrpo.paper, "fidelity": "paper", "observe": lambda self, r, t, s: None}
+    attributes = {k: v for k, v in {**good, **changes}.items() if v is not Ellipsis}  # Ellipsis: left out
+    return type("Mine", (Method,), attributes)
+
+
+def broken_init(self, params=None):
+    raise FileNotFoundError("no such model")
+
+
+def set_in_init(**values):
+    def __init__(self, params=None):
+        Method.__init__(self, params)
+        vars(self).update(values)
+
+    return __init__
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"observe": ...},
+            "`Mine` overrides no hook and sets no option of a host, so it changes nothing. The hooks are: s",
+        ),
+        ({"observe": 3}, "`Mine.observe` is 3; a hook must be a function."),
+        ({"aggregation": "median"}, '`Mine.aggregation` is \'median\'; it must be "host" or "sum".'),
+        ({"advantages_per": "token"}, '`Mine.advantages_per` is \'token\'; it must be "row" or "turn".'),
+        ({"trains": None}, "`Mine.trains` is None; it must be True or False."),
+        ({"rounds": "yes"}, "`Mine.rounds` is 'yes'; it must be True or False."),
+        ({"whole_groups": 2}, "`Mine.whole_groups` is 2; it must be True or False."),
+        ({"forces_tokens": None}, "`Mine.forces_tokens` is None; it must be True or False."),
+        ({"rows_per_rollout": 0}, "`Mine.rows_per_rollout` is 0; it must be a whole number of at least 1."),
+        ({"rows_per_rollout": True}, "`Mine.rows_per_rollout` is True; it must be a whole number"),
+        ({"rows_per_rollout": property(lambda self: 0)}, "`Mine.rows_per_rollout` is 0; it must be a whole number"),
+        ({"state_version": "1"}, "`Mine.state_version` is '1'; it must be a whole number"),
+        ({"needs": None}, '`Mine.needs` is None; it must be a set of signals, e.g. frozenset({"text"}).'),
+        ({"needs": "text"}, "`Mine.needs` is 'text'; it must be a set of signals"),
+        ({"__init__": set_in_init(needs=None)}, "`Mine.needs` is None; it must be a set of signals"),
+        ({"in_eval": ("plans",)}, "`Mine.in_eval` is ('plans',); it must be names of hooks"),
+        ({"host_options": {"trl": None}}, "`Mine.host_options` is {'trl': None}; it must be a mapping of mappings"),
+        ({"example_params": [1]}, "`Mine.example_params` is [1]; it must be a mapping"),
+        ({"Params": Undecorated}, "Undecorated'>; `Params` must be a frozen dataclass"),
+        ({"Params": Raising}, "`Mine` cannot be built: KeyError: 'eps' (in `check`, line "),
+        ({"Params": None}, "`Mine.Params` is None; `Params` must be a frozen dataclass"),
+        (
+            {"__init__": broken_init},
+            "`Mine` cannot be built: FileNotFoundError: no such model (in `broken_init`, line ",
+        ),
+        ({"__init__": lambda self: None}, "`Mine` cannot be built: TypeError: "),
+        ({"paper": "2601.00001"}, "it must set `paper` and `fidelity`"),
+        ({"needs": {"x" * 10**6: 1}}, "xx [cut]; it must be a set of signals"),
+    ],
+)
+def test_what_would_be_taken_without_a_word_is_refused(changes, reason):
+    registry.check_class(my_class(), "mine", "here")
+    with pytest.raises(ConfigError, match=re.escape(reason)) as e:
+        registry.check_class(my_class(**changes), "mine", "here")
+    assert (
+        str(e.value).startswith("The method `mine` from here does not fit the contract: ") and len(str(e.value)) < 700
+    )
+
+
+def test_options_of_a_host_alone_are_a_method():
+    registry.check_class(my_class(observe=..., host_options={"trl": {"beta": 0.1}}), "mine", "here")
+
+
+def test_code_of_a_class_that_fails_on_the_parameters_of_a_run_names_it(plugins, monkeypatch):
+    cls = my_class(Params=Picky)
+    registry.check_class(cls, "mine", "here")  # a parameter must be given, so nothing is built
+    monkeypatch.setattr(registry, "load", lambda name, vetoed=(): cls)
+    assert build_stack("mine", {"mine": {"judge": "x"}}).methods[0].params.judge == "x"
+    assert "Method `mine`: nobody judges." in refused("mine")
+    assert "`Mine` cannot be built: ZeroDivisionError: float division by zero (in `check`, line" in refused(
+        "mine", {"mine": {"judge": "x", "factor": 0}}
+    )
+
+
+@pytest.mark.parametrize("error", ["SystemExit(0)", "GeneratorExit", "BaseException('odd')"])
+def test_a_module_that_ends_the_process_when_it_is_imported_is_broken_like_others(plugins, monkeypatch, error):
+    def load():
+        raise eval(error)
+
+    origin = registry.Origin("mine", "some-package", "some.module:Mine", load)
+    origins = registry._origins
+    monkeypatch.setattr(registry, "_origins", lambda name: [origin] if name == "mine" else origins(name))
+    assert "`mine` from `some.module:Mine` of the package some-package cannot be loaded: " in refused("mine")
+    monkeypatch.setattr(registry, "_members", lambda stem: load() if stem == "vade" else {})
+    assert "vade" in registry.all_names() and "`vade` from " in refused("vade")
+
+
+@pytest.mark.parametrize(
+    ("bundle", "reason"),
+    [
+        (Bundle("mine", {"vade": None}, McGrpo.paper, ""), "has the parts {'vade': None}; it must map methods to"),
+        (Bundle("mine", ["vade"], McGrpo.paper, ""), "has the parts ['vade']; it must map methods to"),
+        (Bundle("mine", {}, McGrpo.paper, ""), "has the parts {}; it must map methods to"),
+        (Bundle("mine", {"vade": {}}, None, ""), "has the paper None; it must be a Paper"),
+        (Bundle("other", {"vade": {}}, McGrpo.paper, ""), "is called `'other'` but registered as `mine`"),
+    ],
+)
+def test_a_bundle_that_does_not_fit_is_refused(monkeypatch, bundle, reason):
+    monkeypatch.setattr(registry, "_origins", lambda name: [registry.Origin(name, "p", "m:b", lambda: bundle)])
+    assert reason in refused("mine")
+
+
+# ---- habits from YAML, and values that are no config
+
+
+@pytest.mark.parametrize(
+    ("written", "lines"),
+    [
+        (
+            {"vade": {"selected_decay": 0.7}},
+            'methods: ["vade"]\nmethod_params: {"vade": {"selected_decay": 0.7}}',
+        ),
+        (
+            [{"vade": {"selected_decay": 0.7}}, "mc_grpo"],
+            'methods: ["vade", "mc_grpo"]\nmethod_params: {"vade": {"selected_decay": 0.7}}',
+        ),
+        (
+            {"vade": {"selected_decay": 0.7}, "mc_grpo": None},
+            'methods: ["vade", "mc_grpo"]\nmethod_params: {"vade": {"selected_decay": 0.7}}',
+        ),
+        ({"vade": None}, 'methods: ["vade"]'),
+    ],
+)
+def test_parameters_beside_names_are_refused_with_the_lines_to_write(written, lines):
+    message = refused(written)
+    assert message.startswith("`methods` is ") and message.endswith(f"Parameters stand apart. Write:\n{lines}")
+    config = yaml.safe_load(lines)
+    stack = build_stack(config["methods"], config.get("method_params"))
+    assert stack.names == config["methods"]
+    assert stack.methods[0].params.selected_decay == (
+        0.7 if "method_params" in config else Vade.Params().selected_decay
+    )
+
+
+@pytest.mark.parametrize(
+    "written", [{"vade": 1}, {3: {}}, [["vade"]], {"vade": {"x": object()}}, {"vade": {"x": {1, 2}}}]
+)
+def test_what_cannot_be_written_apart_is_refused_all_the_same(written):
+    message = refused(written)
+    assert "it must be a list of method names" in message and "Write:" not in message
+
+
+@pytest.mark.parametrize("written", [{"vade", "mc_grpo"}, frozenset({"vade"}), set()])
+def test_a_set_of_methods_has_no_order_and_is_refused(written):
+    assert "which has no order, and the order of methods counts. Write a list" in refused(written)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {1: {"mad_eps": 1}},
+        {10**6000: {}},
+        "1: {mad_eps: 1}",
+        "{mc_grpo: {mad_eps: 1, mad_eps: 2}}",
+        '{"mc_grpo": {"mad_eps": 1, "mad_eps": 2}}',
+        '{"mc_grpo": {}, "mc_grpo": {}}',
+        "[" * 100_000,
+        '{"mc_grpo": ' * 100_000,
+        '{"mc_grpo": {"mad_eps": ' + "9" * 6000 + "}}",
+        "mc_grpo: {mad_eps: " + "9" * 6000 + "}",
+        "a: &a [1]\n" + "b: &b [" + "*a," * 1000 + "]\n" + "c: &c [" + "*b," * 1000 + "]\n",
+        "\x00\x01",
+    ],
+)
+def test_parameters_that_are_no_config_are_refused(written):
+    message = refused("mc_grpo", written)
+    assert message.startswith("`method_params` is ") and len(message) < 500
+
+
+LONG = "long" * 10**5
+
+
+@pytest.mark.parametrize(
+    ("methods", "params"),
+    [
+        (LONG, None),
+        ([LONG, LONG], None),
+        (["vade", f"-{LONG}"], None),
+        ([3, LONG], None),
+        ({"vade": {"selected_decay": LONG}}, None),
+        ("vade", {LONG: {}}),
+        ("vade", LONG),
+        ("vade", {"vade": {LONG: 1}}),
+        ("vade", {"vade": {"selected_decay": LONG}}),
+        ("vade", {"vade": {"selected_decay": 10**6000}}),
+        ("vade", {"vade": LONG}),
+        ("brpo", {"brpo": {"judge": LONG}}),
+        ("brpo", {"brpo": {"judge": f"{LONG}:x"}}),
+        ("brpo", {"brpo": {"judge": "math:sqrt", "votes": 10**6000}}),
+        ("brpo", {"brpo": {"judge": "math:sqrt", "tie_value": LONG}}),
+        ("brpo", {"brpo": {"judge": "math:sqrt", "tie_value": 10**6000}}),
+    ],
+)
+def test_no_message_repeats_a_long_value(methods, params):
+    assert len(refused(methods, params)) < 1500

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method, Paper
-from rl_plugins.params import build_params, describe_params, params_to_dict
+from rl_plugins.params import describe_params, params_to_dict
 from rl_plugins.runtime import registry
 
 
@@ -77,22 +77,25 @@ def entries(vetoed: Collection[str] = ()) -> list[Entry]:
             continue
         distribution = " and ".join(o.distribution or "rl-plugins" for o in origins)
         try:
-            found = registry.load(name, vetoed)
-            parts = _parts(found, vetoed)
+            out.append(_entry(name, distribution, vetoed))
         except RLPluginsError as e:
             out.append(Entry(name, "broken", distribution, problem=str(e)))
-            continue
-        hosts = [h for h in HOSTS if all(h in hosts_of(cls) for cls in parts)]
-        hooks = tuple(found.parts) if isinstance(found, Bundle) else found.claims()
-        fidelity = ", ".join(dict.fromkeys(cls.fidelity for cls in parts))
-        kind = "bundle" if isinstance(found, Bundle) else "method"
-        out.append(Entry(name, kind, distribution, found.paper.arxiv, found.paper.title, hooks, tuple(hosts), fidelity))
     return out
+
+
+def _entry(name: str, distribution: str, vetoed: Collection[str]) -> Entry:
+    found = registry.load(name, vetoed)
+    parts = _parts(found, vetoed)
+    hosts = [h for h in HOSTS if all(h in hosts_of(cls) for cls in parts)]
+    hooks = tuple(found.parts) if isinstance(found, Bundle) else found.claims()
+    fidelity = ", ".join(dict.fromkeys(cls.fidelity for cls in parts))
+    kind = "bundle" if isinstance(found, Bundle) else "method"
+    return Entry(name, kind, distribution, found.paper.arxiv, found.paper.title, hooks, tuple(hosts), fidelity)
 
 
 def hosts_of(cls: type[Method]) -> list[str]:
     """The hosts whose adapter can serve this class."""
-    made = cls(build_params(cls.Params, dict(cls.example_params), cls.name))  # needs may depend on parameters
+    made = registry.build(cls, dict(cls.example_params), cls.name)  # needs may depend on parameters
     signals = {signal.partition(":")[0] for signal in made.needs}
     return [
         name

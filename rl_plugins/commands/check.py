@@ -7,9 +7,10 @@ import os
 import sys
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, shortened, shown
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.config_text import read_json_or_yaml
 
 
 def check_and_print(target: str, params: str | None = None) -> int:
@@ -39,14 +40,9 @@ def check_and_print(target: str, params: str | None = None) -> int:
 
 
 def _mapping(params: str | None) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(params or "") or {}
-    except yaml.YAMLError:
-        found = None
+    found = read_json_or_yaml(params or "", "--params") or {}
     if not isinstance(found, dict):
-        raise ConfigError(f"--params is {params!r}; it must be a JSON object, e.g. '{{\"mad_eps\": 0.001}}'.")
+        raise ConfigError(f"--params is {shown(params)}; it must be a JSON object, e.g. '{{\"mad_eps\": 0.001}}'.")
     return found
 
 
@@ -65,14 +61,16 @@ def _imported(target: str) -> type[Method]:
     sys.path[:0] = here
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as e:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:  # a module that exits when it is imported, too
         raise ConfigError(
-            f"{target!r} cannot be loaded: {type(e).__name__}: {e}. Give a method's name or module:Class, with the "
-            f"module installed, in this folder or in its `src`."
+            f"{shown(target)} cannot be loaded: {type(e).__name__}: {shortened(e)}. Give a method's "
+            f"name or module:Class, with the module installed, in this folder or in its `src`."
         ) from e
     finally:
         for folder in here:
             sys.path.remove(folder)
     if not (isinstance(found, type) and issubclass(found, Method)):
-        raise ConfigError(f"{target!r} is {found!r}; it must be a subclass of rl_plugins.Method.")
+        raise ConfigError(f"{shown(target)} is {shown(found)}; it must be a subclass of rl_plugins.Method.")
     return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_plugins.errors import ConfigError, did_you_mean
+from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.method import HOOKS
 from rl_plugins.runtime import registry
+
+LONGEST_NAME = 60  # characters; folders and modules are named after it
 
 
 @dataclass(frozen=True)
@@ -243,40 +246,65 @@ def create(name: str, hooks: Sequence[str], into: Path) -> Path:
 
     Raises:
         ConfigError: a name that is taken or not allowed, a hook that does not exist or has no template, or a folder
-            that exists.
+            that exists or cannot be written.
     """
-    _check_name(name)
+    _check_name(name, hooks)
     for hook in hooks:
         if hook not in PARTS:
             known = "the hook needs an engine or a queue to try it with" if hook in HOOKS else "there is no such hook"
             raise ConfigError(
-                f"`--hook {hook}`: {known}.{did_you_mean(hook, PARTS)} A package can start with: {', '.join(PARTS)}."
+                f"`--hook {shortened(hook, 80)}`: {known}.{did_you_mean(hook, PARTS)} A package can start with: "
+                f"{', '.join(PARTS)}."
             )
     folder = into / f"rl-plugins-{name.replace('_', '-')}"
-    if folder.exists():
-        raise ConfigError(f"The folder {str(folder)!r} exists already. Choose another name or another --into.")
     chosen = [hook for hook in PARTS if hook in hooks]  # in the order of a step
     module = f"rl_plugins_{name}"
-    cls = "".join(word.capitalize() for word in name.split("_"))
+    cls = _class_name(name)
     files = {
         "pyproject.toml": _PYPROJECT.format(name=name, dashed=folder.name, module=module, cls=cls),
         "README.md": _README.format(name=name, dashed=folder.name, module=module, cls=cls, hooks=", ".join(chosen)),
         f"src/{module}/__init__.py": _method(name, cls, chosen),
         f"tests/test_{name}.py": _tests(name, cls, module, chosen),
     }
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    try:
+        if folder.exists():
+            raise ConfigError(f"The folder {shown(str(folder))} exists already. Choose another name or another --into.")
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    except OSError as e:
+        raise ConfigError(
+            f"The package cannot be made in {shown(str(into))}: {e.strerror or e}. Give --into a folder that can be "
+            f"written."
+        ) from None
     print(f"Made {folder} with a method that works. Next:\n  cd {folder}")
     print(f"  rl-plugins check {module}:{cls}\n  pytest\n  pip install -e .   # then: methods: [{name}]")
     return folder
 
 
-def _check_name(name: str) -> None:
+def _class_name(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
+
+
+def _check_name(name: str, hooks: Sequence[str]) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ConfigError(
-            f"{name!r} cannot be the name of a method: lower-case letters, digits and single underscores only, a "
-            f"letter first, e.g. my_method."
+            f"{shown(name, 80)} cannot be the name of a method: lower-case letters, digits and single underscores "
+            f"only, a letter first, e.g. my_method."
+        )
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(f"The name {shown(name, 80)} has {len(name)} characters; {LONGEST_NAME} are the most.")
+    cls = _class_name(name)
+    used = {
+        "Method",
+        "MethodParams",
+        "Paper",
+        "Tensor",
+        *(n for hook in hooks if hook in PARTS for n in PARTS[hook].names),
+    }
+    if keyword.iskeyword(cls) or cls in used:
+        raise ConfigError(
+            f"The class of `{name}` would be called {cls}, which has a meaning of its own. Choose another."
         )
     taken = {*registry.all_names(), *registry.BASELINES}
     if name in taken:

@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run
-from rl_plugins.services import Endpoint, Failure, Service, number, prompt_text
+from rl_plugins.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
 
 TEMPLATE = """Compare two answers to the same request. First name the principles that matter for this request, then
 weigh both answers by them. The order in which the answers are shown means nothing, and neither does their length.
@@ -124,6 +124,9 @@ class Brpo(Method):
         judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0)
         judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1)
         judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
+        judge_reply: Literal["marked", "json", "last"] = param(
+            "marked", "place of the verdict in the endpoint's reply: between marks, a JSON object, or the last one"
+        )
 
         def check(self) -> None:
             if self.judge is None and self.judge_url is None:
@@ -133,7 +136,8 @@ class Brpo(Method):
                 )
             if self.judge is not None and self.judge_url is not None:
                 raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are given; only one of them can judge.")
-            ours = ("judge_model", "judge_key_env", "judge_template", "judge_temperature", "judge_max_tokens")
+            of_endpoint = ("model", "key_env", "template", "reply", "temperature", "max_tokens")
+            ours = tuple(f"judge_{name}" for name in of_endpoint)
             others = ours if self.judge_url is None else ("judge_batch_size",)
             idle = [name for name in others if getattr(self, name) != type(self).__dataclass_fields__[name].default]
             if idle:
@@ -168,6 +172,8 @@ class Brpo(Method):
                 p.judge_model,
                 p.judge_template,
                 SCORES,
+                reply=p.judge_reply,
+                keys=("a", "b"),
                 api_key_env=p.judge_key_env or "",
                 temperature=p.judge_temperature,
                 max_tokens=p.judge_max_tokens,
@@ -192,7 +198,7 @@ class Brpo(Method):
     def rewards(self, rollouts: Rollouts) -> Tensor:
         """A of every row; NaN for rows without a reward and for groups without a verdict."""
         p = self.params
-        reward = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
+        reward = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)  # stays for what nobody was asked about
         duels: list[_Duel] = []
         questions: list[_Question] = []
         for group, members in rollouts.once.members(rollouts, ~torch.isnan(rollouts.reward)).items():
@@ -212,7 +218,8 @@ class Brpo(Method):
         self._check(verdicts)
         outcomes = [_outcome(verdict, "AB"[i % 2]) for i, verdict in enumerate(verdicts)]  # ours is shown first, second
         decided, wins = set[int](), 0
-        for duel in duels:
+        judged = [d for d in duels if not any(isinstance(v, NotAsked) for v in verdicts[d.questions])]
+        for duel in judged:
             found = outcomes[duel.questions]
             won = found.count("won")
             reward[duel.rows] = 1.0 if found and won == len(found) else float(p.tie_value) if won else -1.0
@@ -221,8 +228,8 @@ class Brpo(Method):
                 decided.add(duel.group)
             if found:
                 self.log("agree", len(set(found)) == 1 and found[0] in ("won", "lost"))
-        if duels:
-            self.log("win", wins / len(duels))
+        if judged:
+            self.log("win", wins / len(judged))
         undecided = {duel.group for duel in duels} - decided
         reward[torch.isin(rollouts.group, torch.tensor(sorted(undecided), dtype=torch.int64))] = torch.nan
         return reward
@@ -234,10 +241,15 @@ class Brpo(Method):
         self.log("skew", skew[~torch.isnan(skew)].mean())
         self.log("dropped", (~kept).double().mean())
         if not bool(kept.any()):
-            self.warn(
-                "every group of a batch left: its reference was an outlier, or the judge prefers a position and nobody "
-                "beat it. Watch brpo/agree; `filter_tau` keeps more groups."
-            )
+            if bool(torch.isnan(skew).any()):
+                self.warn(
+                    "every group of a batch left, some of them without a verdict or a reward. Watch brpo/judge_failed."
+                )
+            else:
+                self.warn(
+                    "every group of a batch left: its reference was an outlier, or the judge prefers a position and "
+                    "nobody beat it. Watch brpo/agree; `filter_tau` keeps more groups."
+                )
         return rollouts.groups.rows(kept)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
@@ -257,20 +269,25 @@ class Brpo(Method):
         Raises:
             MethodError: there is no verdict at all.
         """
-        failures = [v for v in verdicts if isinstance(v, Failure)]
-        self.log("judged", len(verdicts), "sum")
+        failed = failures(verdicts)
+        unasked = [v for v in verdicts if isinstance(v, NotAsked)]
+        asked = len(verdicts) - len(unasked)
+        self.log("judged", asked, "sum")
         if not verdicts:
             return
-        self.log("judge_failed", len(failures) / len(verdicts))
+        self.log("judge_failed", len(failed) / asked)
         if all(v is None or isinstance(v, Failure) for v in verdicts):
-            why = f"Its first error: {failures[0].error.rstrip('.')}." if failures else "It answered None each time."
+            why = f"Its first error: {failed[0].error.rstrip('.')}." if failed else "It answered None each time."
+            of = f" that it was asked, spread over the {len(verdicts)}" if unasked else ""
             raise MethodError(
-                f"The judge gave no verdict on any of the {len(verdicts)} questions of this batch, so nothing can be "
+                f"The judge gave no verdict on any of the {asked} questions{of} of this batch, so nothing can be "
                 f"learned from it. {why} Check that the judge works by itself; if it is only slow, raise "
                 f"`judge_timeout`."
             )
-        if failures:
-            self.warn(f"the judge failed on some questions, which count as not won. Error: {failures[0].error}")
+        if failed:
+            self.warn(f"the judge failed on some questions, which count as not won. Error: {failed[0].error}")
+        if unasked:
+            self.warn("the judge seems to be down: further questions were not asked, and their rollouts are left out.")
 
 
 _Question = tuple[str, str, str, int]  # prompt, completion shown as A, as B, number of the vote

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from rl_plugins.errors import MethodError, told
+from rl_plugins.errors import MethodError, shortened
 from rl_plugins.method import Method
 from rl_plugins.requests import (
     Call,
@@ -139,7 +139,7 @@ class Running:
             raise
         except BaseException as e:
             trace = "".join(traceback.format_tb(e.__traceback__)[1:])
-            raise self._error(f"{type(e).__name__}: {told(e)}\n{trace}") from e
+            raise self._error(f"{type(e).__name__}: {shortened(e, 2000)}\n{trace}") from e
         finally:
             self.method._place = before
 

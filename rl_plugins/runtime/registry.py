@@ -17,12 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
-from rl_plugins.errors import ConfigError, did_you_mean
-from rl_plugins.method import HOOKS, Bundle, Method
-from rl_plugins.params import MethodParams
+from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.method import HOOKS, Bundle, Fidelity, Method, Paper
+from rl_plugins.params import MethodParams, build_params
 from rl_plugins.renamed import check_signals
+from rl_plugins.runtime.config_text import read_json_or_yaml
 
 ENTRY_POINT_GROUP = "rl_plugins.methods"
 VETO_VARIABLE = "RL_PLUGINS_VETO"
@@ -55,14 +56,47 @@ def parse_methods(value: Any) -> list[str]:
     """`methods` as it comes from Python, YAML or a command line: a list, one name, or names with commas."""
     if value is None:
         return []
+    if isinstance(value, (set, frozenset)):
+        raise ConfigError(
+            f"`methods` is the set {shown(value)}, which has no order, and the order of methods counts. Write a list: "
+            f"[vade, mc_grpo]."
+        )
     items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
-    if not all(isinstance(i, str) for i in items):
-        raise ConfigError(f"`methods` is {value!r}; it must be a list of method names, e.g. [vade, mc_grpo].")
+    if isinstance(value, Mapping) or not all(isinstance(i, str) for i in items):
+        raise ConfigError(
+            f"`methods` is {shown(value)}; it must be a list of method names, e.g. [vade, mc_grpo]."
+            + _written_apart([value] if isinstance(value, Mapping) else items)
+        )
     names = [part.strip() for item in items for part in re.split(r"[,\s]+", item.strip().strip("[]")) if part.strip()]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"`methods` names `{name}` {names.count(name)} times; name every method once.")
+            raise ConfigError(
+                f"`methods` names `{shortened(name, 80)}` {names.count(name)} times; name every method once."
+            )
     return names
+
+
+def _written_apart(items: Iterable[Any]) -> str:
+    """How to write methods that were given with their parameters; empty if that is not what was given."""
+    names: list[str] = []
+    params: dict[str, Any] = {}
+    for item in items:
+        if isinstance(item, str):
+            names.append(item)
+        elif isinstance(item, Mapping) and all(isinstance(k, str) for k in item):
+            names += item
+            params |= {name: values for name, values in item.items() if values}
+        else:
+            return ""
+    if not all(isinstance(values, Mapping) for values in params.values()):
+        return ""
+    try:
+        lines = f"methods: {json.dumps(names)}\nmethod_params: {json.dumps({k: dict(v) for k, v in params.items()})}"
+    except (TypeError, ValueError, RecursionError):
+        return ""
+    if not params:
+        lines = lines.splitlines()[0]
+    return f" Parameters stand apart. Write:\n{lines}" if len(lines) <= 400 else " Parameters go into `method_params`."
 
 
 def parse_method_params(value: Any) -> dict[str, dict[str, Any]]:
@@ -70,27 +104,14 @@ def parse_method_params(value: Any) -> dict[str, dict[str, Any]]:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        value = _parsed(value)
+        value = read_json_or_yaml(value, "`method_params`")
     good = isinstance(value, Mapping) and all(isinstance(v, Mapping) or v is None for v in value.values())
-    if not good:
+    if not good or not all(isinstance(name, str) for name in value):
         raise ConfigError(
-            f"`method_params` is {value!r}; it must map method names to parameters, "
+            f"`method_params` is {shown(value)}; it must map method names to parameters, "
             'e.g. {"mc_grpo": {"mad_eps": 0.001}}.'
         )
-    return {str(k): dict(v or {}) for k, v in value.items()}
-
-
-def _parsed(text: str) -> Any:
-    """JSON first: PyYAML reads it too, but takes a number like 1e-07, which JSON writers make, for text."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        import yaml
-
-        try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError as e:
-            raise ConfigError(f"`method_params` is not readable as JSON or YAML: {e}.") from None
+    return {k: dict(v or {}) for k, v in value.items()}
 
 
 def select(methods: Any, method_params: Any = None) -> NamedMethods:
@@ -138,10 +159,8 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
             names[part] = cls
             values[part] = {**preset, **params.get(part, {})}
     if vetoed - used_vetoes:
-        raise ConfigError(
-            f"`methods` takes out {', '.join(f'`-{v}`' for v in sorted(vetoed - used_vetoes))}, but no bundle that is "
-            f"named brings it. Remove that entry."
-        )
+        unused = shortened(", ".join(f"`-{v}`" for v in sorted(vetoed - used_vetoes)))
+        raise ConfigError(f"`methods` takes out {unused}, but no bundle that is named brings it. Remove that entry.")
     for name in params:
         if name in names:
             continue
@@ -153,8 +172,8 @@ def select(methods: Any, method_params: Any = None) -> NamedMethods:
             )
         enabled = f"enabled: {', '.join(names)}" if names else "no method is enabled"
         raise ConfigError(
-            f"`method_params` has parameters for `{name}`, which is not among the methods of this run ({enabled})."
-            f"{did_you_mean(name, names)} Add `{name}` to `methods` or remove its parameters."
+            f"`method_params` has parameters for `{shortened(name, 80)}`, which is not among the methods of this run "
+            f"({enabled}).{did_you_mean(name, names)} Add it to `methods` or remove its parameters."
         )
     return NamedMethods(names, values, bundle_of)
 
@@ -171,8 +190,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     environment = {v.strip() for v in os.environ.get(VETO_VARIABLE, "").split(",") if v.strip()}
     if name in environment:
         raise ConfigError(
-            f"The method `{name}` is vetoed by the environment variable {VETO_VARIABLE}={os.environ[VETO_VARIABLE]!r}. "
-            f"Remove it there or from `methods`."
+            f"The method `{name}` is vetoed by the environment variable "
+            f"{VETO_VARIABLE}={shown(os.environ[VETO_VARIABLE])}. Remove it there or from `methods`."
         )
     blocked = {_normalized(v.removeprefix("dist:")) for v in environment | set(vetoed) if v.startswith("dist:")}
     everywhere = _origins(name)
@@ -183,8 +202,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
             raise ConfigError(f"The method `{name}` comes from {hidden[0]}, which is vetoed. Lift the veto to use it.")
         known = all_names()
         raise ConfigError(
-            f"There is no method `{name}`.{did_you_mean(name, known)} Known methods: {', '.join(known) or 'none'}. "
-            f"`rl-plugins list` explains them."
+            f"There is no method `{shortened(name, 80)}`.{did_you_mean(name, known)} Known methods: "
+            f"{', '.join(known) or 'none'}. `rl-plugins list` explains them."
         )
     if len(origins) > 1:
         third = next(o for o in origins if o.distribution)
@@ -195,18 +214,51 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     origin = origins[0]
     try:
         found: Any = origin.load()
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # a module that exits when it is imported, too
+        raise ConfigError(
+            f"The method `{name}` from {origin} cannot be loaded: {type(e).__name__}: {shortened(e)}. Repair or "
+            f"uninstall that package, or remove `{name}` from `methods`."
+        ) from e
+    if isinstance(found, Bundle):
+        _check_bundle(found, name, str(origin))
+    else:
+        check_class(found, name, str(origin))
+    return cast(type[Method] | Bundle, found)
+
+
+class _Unbuilt(ConfigError):
+    """Code of a class that raises when an instance is made, or makes one that does not fit."""
+
+
+def build(cls: type[Method], values: Mapping[str, Any] | None, name: str) -> Method:
+    """An instance with these parameters.
+
+    Raises:
+        ConfigError: a parameter that is not known or out of range (see `build_params`), or code of the class that
+            raises something else.
+    """
+    try:
+        made = cls(build_params(cls.Params, values, name))
     except ConfigError:
         raise
     except Exception as e:
-        raise ConfigError(
-            f"The method `{name}` from {origin} cannot be loaded: {type(e).__name__}: {e}. Repair or uninstall that "
-            f"package, or remove `{name}` from `methods`."
+        raise _Unbuilt(
+            f"`{cls.__name__}` cannot be built: {type(e).__name__}: {shortened(e)} (in {_raised_in(e)}). "
+            f"`Params.check` must raise ConfigError, and `__init__` nothing."
         ) from e
-    if not isinstance(found, Bundle):
-        check_class(found, name, str(origin))
-    elif found.name != name:
-        raise ConfigError(f"The bundle from {origin} is called `{found.name}` but registered as `{name}`.")
-    return cast(type[Method] | Bundle, found)
+    why = _unfit(made)
+    if why:
+        raise _Unbuilt(why)
+    return made
+
+
+def _raised_in(e: BaseException) -> str:
+    trace = e.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "?" if trace is None else f"`{trace.tb_frame.f_code.co_name}`, line {trace.tb_lineno}"
 
 
 def all_names() -> list[str]:
@@ -224,25 +276,35 @@ def check_class(cls: Any, name: str, origin: str) -> None:
     """Refuses a class that does not fit the contract.
 
     Raises:
-        ConfigError: not a Method, another name than it is registered under, no source, unknown fidelity, a hook with
-            another signature, or a public function that looks like a hook with a typing error.
+        ConfigError: not a Method, another name than it is registered under, no source, unknown fidelity, no hook, a
+            hook with another signature, a public function that looks like a hook with a typing error, a class attribute
+            with a value that is not allowed, or, where no parameter must be given, code that raises when an instance
+            is made.
     """
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"The method `{name}` from {origin} does not fit the contract: {why} See `rl-plugins new`.")
 
     if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise refuse(f"it is {cls!r}, not a subclass of rl_plugins.Method.")
+        raise refuse(f"it is {shown(cls)}, not a subclass of rl_plugins.Method.")
     if cls.name != name:
-        raise refuse(f"its class says name = {cls.name!r}, it is registered as {name!r}; they must agree.")
+        raise refuse(f"its class says name = {shown(cls.name)}, it is registered as {name!r}; they must agree.")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise refuse("a name has lower-case letters, digits and underscores only.")
-    if not hasattr(cls, "paper") or getattr(cls, "fidelity", None) not in ("code", "paper", "reconstruction"):
+    if not isinstance(getattr(cls, "paper", None), Paper) or getattr(cls, "fidelity", None) not in get_args(Fidelity):
         raise refuse('it must set `paper` and `fidelity` ("code", "paper" or "reconstruction").')
-    if not (isinstance(cls.Params, type) and issubclass(cls.Params, MethodParams)):
-        raise refuse("`Params` must be a frozen dataclass that inherits from MethodParams.")
-    check_signals(name, cls.needs or ())
+    if not (isinstance(cls.Params, type) and issubclass(cls.Params, MethodParams)) or _undecorated(cls.Params):
+        raise refuse(
+            f"`{cls.__name__}.Params` is {shown(cls.Params)}; `Params` must be a frozen dataclass that inherits from "
+            f"MethodParams."
+        )
+    why = _unfit(cls)
+    if why:
+        raise refuse(why)
+    check_signals(name, () if isinstance(cls.needs, property) else cls.needs)
     for attribute, value in vars(cls).items():
+        if attribute in HOOKS and not callable(value):
+            raise refuse(f"`{cls.__name__}.{attribute}` is {shown(value)}; a hook must be a function.")
         if attribute.startswith("_") or not inspect.isfunction(value):
             continue
         if attribute in HOOKS or attribute == "start":
@@ -252,6 +314,74 @@ def check_class(cls: Any, name: str, origin: str) -> None:
                 raise refuse(f"`{attribute}({', '.join(given)})` must take ({', '.join(wanted)}).")
         elif not hasattr(Method, attribute) and did_you_mean(attribute, HOOKS):
             raise refuse(f"`{attribute}` is no hook.{did_you_mean(attribute, HOOKS)} Start a helper's name with `_`.")
+    if not cls.claims() and not cls.host_options:
+        raise refuse(
+            f"`{cls.__name__}` overrides no hook and sets no option of a host, so it changes nothing. The hooks are: "
+            f"{', '.join(HOOKS)}."
+        )
+    try:
+        build(cls, None, name)
+    except _Unbuilt as e:
+        raise refuse(str(e)) from e
+    except ConfigError:
+        pass  # it has a parameter that must be given
+
+
+def _undecorated(params: type[MethodParams]) -> bool:
+    """Whether a class on the way to MethodParams has fields of its own and is no dataclass of its own."""
+    bases = [base for base in params.__mro__ if issubclass(base, MethodParams)]
+    return any(inspect.get_annotations(base) and "__dataclass_params__" not in vars(base) for base in bases)
+
+
+# attribute of a method -> whether its value is allowed, and what is
+_ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "advantages_per": (lambda v: v in ("row", "turn"), '"row" or "turn"'),
+    "aggregation": (lambda v: v in ("host", "sum"), '"host" or "sum"'),
+    "trains": (lambda v: isinstance(v, bool), "True or False"),
+    "rounds": (lambda v: isinstance(v, bool), "True or False"),
+    "whole_groups": (lambda v: isinstance(v, bool), "True or False"),
+    "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
+    "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
+    "state_version": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
+    "needs": (lambda v: _texts(v), 'a set of signals, e.g. frozenset({"text"})'),
+    "in_eval": (lambda v: _texts(v) and set(v) <= set(HOOKS), 'names of hooks, e.g. ("plan",)'),
+    "host_options": (
+        lambda v: isinstance(v, Mapping) and all(isinstance(options, Mapping) for options in v.values()),
+        'a mapping of mappings, {"trl": {"option": value}}',
+    ),
+    "example_params": (lambda v: isinstance(v, Mapping), "a mapping of parameters to values"),
+}
+
+
+def _unfit(method: Any) -> str:
+    """What is wrong with an attribute of a method, a class or an instance; empty if nothing is."""
+    cls = method if isinstance(method, type) else type(method)
+    for attribute, (fits, allowed) in _ATTRIBUTES.items():
+        value = getattr(method, attribute)
+        if not isinstance(value, property) and not fits(value):  # a property has its value in the instance
+            return f"`{cls.__name__}.{attribute}` is {shown(value)}; it must be {allowed}."
+    return ""
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(v, str) for v in value)
+
+
+def _check_bundle(bundle: Bundle, name: str, origin: str) -> None:
+    """Raises ConfigError for a bundle that does not fit the contract."""
+    if bundle.name != name:
+        raise ConfigError(f"The bundle from {origin} is called `{shown(bundle.name)}` but registered as `{name}`.")
+    parts = bundle.parts
+    if not isinstance(parts, Mapping) or not parts or not all(isinstance(p, Mapping) for p in parts.values()):
+        raise ConfigError(
+            f"The bundle `{name}` from {origin} has the parts {shown(parts)}; it must map methods to parameters."
+        )
+    if not isinstance(bundle.paper, Paper):
+        raise ConfigError(f"The bundle `{name}` from {origin} has the paper {shown(bundle.paper)}; it must be a Paper.")
 
 
 def _origins(name: str) -> list[Origin]:
@@ -295,7 +425,9 @@ def _names(stem: str) -> Collection[str]:
     """Names a file of `methods/` defines. One that cannot be imported stands for its own name, and `load` says why."""
     try:
         return _members(stem)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return (stem,)
 
 

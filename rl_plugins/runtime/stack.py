@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, StateError, told
+from rl_plugins.errors import ConfigError, MethodError, StateError, shortened
 from rl_plugins.method import HOOKS, Context, Method
-from rl_plugins.params import build_params, params_to_dict
+from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.metrics import Metrics
@@ -29,10 +29,10 @@ def build_stack(methods: Any, method_params: Any = None, seed: int = 0) -> Metho
     """The methods a run names, with their parameters, as a stack.
 
     Raises:
-        ConfigError: see `registry.select`, `build_params` and `MethodStack`.
+        ConfigError: see `registry.select`, `registry.build` and `MethodStack`.
     """
     selection = registry.select(methods, method_params)
-    built = [cls(build_params(cls.Params, selection.params[name], name)) for name, cls in selection.classes.items()]
+    built = [registry.build(cls, selection.params[name], name) for name, cls in selection.classes.items()]
     return MethodStack(built, seed, bundle_of=selection.bundle_of)
 
 
@@ -131,7 +131,7 @@ class MethodStack(Context):
             raise
         except BaseException as e:
             raise MethodError(
-                f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {told(e)}\n"
+                f"Method `{method.name}` failed in `{hook}`: {type(e).__name__}: {shortened(e, 2000)}\n"
                 f"{''.join(traceback.format_tb(e.__traceback__)[1:])}"
                 f"Remove `{method.name}` from `methods` to go on without it."
             ) from e

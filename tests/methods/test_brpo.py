@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -367,13 +368,15 @@ def test_an_endpoint_judges(monkeypatch: pytest.MonkeyPatch) -> None:
         content = json["messages"][0]["content"]
         seen.append(content)
         a, b = (float(content.split(f"[Answer {x}]\n")[1].split("\n")[0]) for x in "AB")
-        reply = {"choices": [{"message": {"content": f"A is fine.\nScores: A={a}, B = {b}"}}]}
+        opened, closed = re.findall(r"</?verdict-\w+>", content)
+        reply = {"choices": [{"message": {"content": f"A is fine.\n{opened}Scores: A={a}, B = {b}{closed}"}}]}
         return httpx.Response(200, json=reply, request=httpx.Request("POST", url))
 
     monkeypatch.setattr("httpx.Client.post", post)
     stack = brpo_stack(None, judge_url="http://judge/v1", judge_model="m", reference=0)
     assert reward_of(stack, texts([5, 7, 3, 6])) == [0.0, 1.0, -1.0, 1.0]
-    assert fill(TEMPLATE, {"prompt": "p0", "a": "7", "b": "5"}) in seen and len(seen) == 6
+    assert len(seen) == 6 and seen[0].startswith(TEMPLATE[:60])
+    assert any(s.startswith(fill(TEMPLATE, {"prompt": "p0", "a": "7", "b": "5"})) for s in seen)
     assert "{" not in seen[0] and "Scores: A=<number>" in seen[0] and "(" in SCORES
 
 

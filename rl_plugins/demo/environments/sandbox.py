@@ -19,6 +19,7 @@ from typing import Any
 
 WORKER = Path(__file__).with_name("sandbox_worker.py")
 START_SECONDS = 30.0  # a busy machine takes a second or two
+GRACE_SECONDS = 10.0  # beyond the time of a call, until a worker that takes nothing or gives nothing is given up
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Sandbox:
         timeout: seconds a piece of code may take.
         memory_mb: megabytes of address space it may take, beyond the interpreter.
         max_output: bytes it may print.
+        max_code: bytes of code. More is not run, and the outcome says so.
         require_filter: refuse to run where the code could leave processes behind: as root on a system without a filter
             of system calls. False for code that is checked beforehand.
 
@@ -57,16 +59,22 @@ class Sandbox:
     """
 
     def __init__(
-        self, timeout: float = 1.0, memory_mb: int = 256, max_output: int = 4096, require_filter: bool = True
+        self,
+        timeout: float = 1.0,
+        memory_mb: int = 256,
+        max_output: int = 4096,
+        require_filter: bool = True,
+        max_code: int = 2**20,
     ) -> None:
-        if min(timeout, memory_mb, max_output) <= 0:
+        if not min(timeout, memory_mb, max_output, max_code) > 0:
             raise ValueError(
-                f"timeout is {timeout}, memory_mb {memory_mb} and max_output {max_output}; each must be above 0. "
-                "Give seconds, megabytes and bytes."
+                f"timeout is {timeout}, memory_mb {memory_mb}, max_output {max_output} and max_code {max_code}; each "
+                "must be above 0. Give seconds, megabytes, bytes and bytes."
             )
         self.timeout = timeout
         self.memory_mb = memory_mb
         self.max_output = max_output
+        self.max_code = max_code
         self.require_filter = require_filter
         self._lock = threading.Lock()
         self._worker: _Worker | None = None
@@ -81,6 +89,9 @@ class Sandbox:
         Raises:
             RuntimeError: the worker does not start, or must not (see `require_filter`).
         """
+        size = len(code) if len(code) > self.max_code else len(code.encode("utf-8", "surrogatepass"))
+        if size > self.max_code:
+            return Outcome("", f"not run: the code has {size} bytes or more, {self.max_code} are allowed")
         with self._lock:
             if self._worker is not None and not self._worker.usable():
                 self._give_up()
@@ -94,7 +105,7 @@ class Sandbox:
             }
             try:
                 # The worker keeps the time; one that does not answer long after is given up.
-                return Outcome(**self._worker.ask(request, self.timeout + 10))
+                return Outcome(**self._worker.ask(request, self.timeout + GRACE_SECONDS))
             except OSError as error:
                 self._give_up()
                 return Outcome("", f"the sandbox's process failed: {error}")
@@ -130,6 +141,8 @@ class _Worker:
             start_new_session=True,
         )
         self.stop = weakref.finalize(self, _stop, self._process, self._folder, self.owner)
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a worker that reads nothing must not hold up its owner
         try:
             filtered = self._receive(START_SECONDS)["filtered"]
         except OSError as error:
@@ -151,14 +164,22 @@ class _Worker:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], seconds: float) -> Any:
-        """The worker's answer. Raises OSError: it ended or did not answer in time."""
+        """The worker's answer. Raises OSError: it ended, or did not read the request or answer in time."""
+        deadline = time.monotonic() + seconds
         content = json.dumps(request).encode()
+        self._write(struct.pack("<I", len(content)) + content, deadline)
+        return self._receive(max(0.0, deadline - time.monotonic()))
+
+    def _write(self, content: bytes, deadline: float) -> None:
         pipe = self._process.stdin
         assert pipe is not None
-        data = memoryview(struct.pack("<I", len(content)) + content)
-        while data:
-            data = data[pipe.write(data) :]
-        return self._receive(seconds)
+        data = memoryview(content)
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_WRITE)
+            while data:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError("the code was not taken in time")
+                data = data[os.write(pipe.fileno(), data) :]
 
     def _receive(self, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
@@ -168,7 +189,7 @@ class _Worker:
     def _read(self, count: int, deadline: float) -> bytes:
         pipe = self._process.stdout
         assert pipe is not None
-        data = b""
+        data = bytearray()
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             while len(data) < count:
@@ -178,7 +199,7 @@ class _Worker:
                 if not chunk:
                     raise ConnectionError("it has ended")
                 data += chunk
-        return data
+        return bytes(data)
 
 
 def _stop(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str], owner: int) -> None:

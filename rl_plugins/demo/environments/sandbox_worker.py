@@ -228,10 +228,10 @@ def send(message: Any) -> None:
 
 
 def _read(count: int) -> bytes:
-    data = b""
+    data = bytearray()  # grows in place
     while len(data) < count and (chunk := os.read(0, count - len(data))):
         data += chunk
-    return data
+    return bytes(data)
 
 
 def can_filter() -> bool:

@@ -15,7 +15,7 @@ from rl_plugins.method import Method, Paper
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
-from rl_plugins.services import Failure, Service
+from rl_plugins.services import Failure, NotAsked, Service, failures
 
 PAPER = Paper(
     "2601.15625",
@@ -255,13 +255,16 @@ class FissionGrpo(Method):
             facts = ("prompt", p.prompt_column), ("gold", p.gold_column), ("tools", p.tools_column)
             silent = [i for i in errors if i not in said]
             items = [{"answer": self._answer(rollouts, i)} | {k: column(c, i) for k, c in facts} for i in silent]
-            said |= dict(zip(silent, self._service.ask(items, strict=False), strict=True))
+            answers = self._service.ask(items, strict=False)
+            said |= dict(zip(silent, answers, strict=True))
+            if bad := failures(answers):
+                self.warn(f"`message` failed on some errors, about which a general message is used: {bad[0].error}")
         found, leaked, failed = [], 0, 0
         for i in errors:
             gold, tools = as_calls(column(p.gold_column, i)), column(p.tools_column, i)
             f = said.get(i) or simulate(read_calls(self._answer(rollouts, i)), gold, tools)
             if isinstance(f, Failure):
-                f, failed = GENERIC, failed + 1
+                f, failed = GENERIC, failed + (not isinstance(f, NotAsked))
             known = f"{_plain(rollouts.meta[p.prompt_column][i])} {tools} {self._answer(rollouts, i)}"
             if gold and leaks(f, gold, known):
                 f, leaked = GENERIC, leaked + 1

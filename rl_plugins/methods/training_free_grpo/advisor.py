@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.methods.training_free_grpo import library, texts
-from rl_plugins.services import Failure, Service, fill
+from rl_plugins.services import Failure, NotAsked, Service, failures, fill
 
 HIDDEN = "[REDACTED]"
 
@@ -56,10 +56,13 @@ class Advisor:
         """
         found = self._ask(self._texts, [self._filled(texts.SUMMARY, a) for group in groups for a in group])
         if all(isinstance(s, Failure) for s in found):
+            asked = sum(not isinstance(s, NotAsked) for s in found)
+            of = f" that it was asked about, spread over the {len(found)}" if asked < len(found) else ""
+            error = failures(found)[0].error.rstrip(".")
             raise MethodError(
-                f"The language model summarized none of the {len(found)} rollouts of this batch, so nothing can be "
-                f"learned from it. Its first error: {found[0].error.rstrip('.')}. Check that it works by itself; if it "
-                f"is only slow, raise `llm_timeout`."
+                f"The language model summarized none of the {asked} rollouts{of} of this batch, so nothing can be "
+                f"learned from it. Its first error: {error}. Check that it works by itself; if it is only slow, raise "
+                f"`llm_timeout`."
             )
         summary = iter(found)
         pairs = [[(attempt, next(summary)) for attempt in group] for group in groups]
@@ -101,12 +104,20 @@ class Advisor:
         if not questions:
             return []
         answers = service.ask(questions, strict=False)
-        failures = [a for a in answers if isinstance(a, Failure)]
-        self._log("calls", len(answers), "sum")
-        self._log("failed", len(failures) / len(answers), weight=len(answers))
-        if failures:
-            self._warn(f"the language model gave no usable answer to some questions: {failures[0].error}")
-        return answers
+        failed, asked = failures(answers), [a for a in answers if not isinstance(a, NotAsked)]
+        self._log("calls", len(asked), "sum")
+        self._log("failed", len(failed) / len(asked), weight=len(asked))
+        if failed:
+            self._warn(f"the language model gave no usable answer to some questions: {failed[0].error}")
+        if len(asked) < len(answers):
+            self._warn("the language model seems to be down: further questions of the batch were not asked.")
+        if service is not self._operations:
+            return answers
+        limit = self.params.max_words
+        cut = [a if isinstance(a, Failure) else library.within(a, limit) for a in answers]
+        if cut != answers:
+            self._warn(f"an experience of more than `max_words` ({limit}) words was cut.")
+        return cut
 
     def _filled(self, template: str, attempt: Attempt | None = None, **fields: str) -> str:
         p = self.params

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rl_plugins.errors import ConfigError
 
 FORMAT = 1
+CHARACTERS = 16  # a word of a text may have on average
 Experiences = Mapping[str, str]
 Operation = Mapping[str, Any]
 
@@ -33,6 +34,22 @@ def parse_operations(reply: str) -> list[dict[str, Any]]:
     if not isinstance(found, list):
         raise ValueError(f"the JSON is a {type(found).__name__}, not a list.")
     return [entry for entry in found if isinstance(entry, dict)]
+
+
+def within(operations: Sequence[Operation], max_words: int) -> list[dict[str, Any]]:
+    """The operations with no text of an experience longer than `max_words` words, and `CHARACTERS` a word: a text
+    without spaces is one word, however long it is."""
+    found = [dict(o) for o in operations]
+    for operation in found:
+        for name in ("content", "experience"):
+            text = operation.get(name)
+            if not isinstance(text, str):
+                continue
+            words = list(re.finditer(r"\S+", text))
+            if len(words) > max_words:
+                text = text[: words[max_words - 1].end()]
+            operation[name] = text[: CHARACTERS * max_words]
+    return found
 
 
 def parse_experiences(reply: str) -> str:

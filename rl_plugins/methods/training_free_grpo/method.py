@@ -114,7 +114,9 @@ class TrainingFreeGrpo(Method):
         )
         learn: bool = param(True, "changes of the library; false: it is only used")
         per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
-        max_words: int = param(32, "words of an experience, as the language model is told", ge=1)
+        max_words: int = param(
+            32, "words of an experience, as the language model is told; a longer one is cut (ours)", ge=1
+        )
         ground_truth: bool = param(True, "comparison of groups with some success only; false: of all, answers hidden")
         answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
         reward_low: float = param(0.0, "reward of a failure (ours)")
