@@ -3,6 +3,7 @@ else, and later saves work."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from rl_plugins.errors import StateError
 from rl_plugins.runtime.state import FOLDER, load_state, save_state
 
 CONTENTS = [{"number": i, "methods": {"m": torch.full((3,), float(i))}} for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def no_real_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk is modelled by `Disk`; flushing for real is slow."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def number_in(folder: Path) -> int | None:
