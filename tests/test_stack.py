@@ -548,6 +548,7 @@ def test_prompts_that_the_run_drew_itself_belong_to_the_dataset():
         stack.load_state_dict(saved, "data")
         assert stack.extra_prompts == 5
     start_stack(Stateless()).load_state_dict(saved, "x")  # draws none
+    start_stack(method("planner", plan=hook())).load_state_dict({**saved, "extra_prompts": 0}, "x")  # drew none
 
 
 def test_what_has_no_state_may_change_over_a_resume():
