@@ -27,7 +27,7 @@ from typing import Any
 MAX_BYTES = 4 << 30  # of Arrow data that are hashed; the columns beyond, largest last, are sampled
 MAX_ROWS = 32_768  # of other datasets, whose rows may be slow to make
 SAMPLE = 2048  # rows of a column that is too large
-_BLOCK_BYTES, _BLOCK_ROWS = 64 << 20, 65_536  # of rows that are gathered at once
+_BLOCK_BYTES, _BLOCK_ROWS = 64 << 20, 262_144  # of rows that are gathered at once
 
 
 def fingerprint(dataset: Any) -> str:
