@@ -191,6 +191,19 @@ def test_values_do_not_move_over_borders() -> None:
         [{"a": {"b": "ab"}, "b": "c"}],
         [{"a": "a", "b": "c"}, {"a": "b", "b": "c"}],
     ]
+    columns: list[tuple[Any, Any]] = [  # of two rows: the same values in a row, cut or placed differently
+        (["ab", "c"], ["a", "bc"]),
+        ([1, None], [None, 1]),
+        (["", None], [None, ""]),
+        ([[1], [2]], [[1, 2], []]),
+        ([[], None], [None, []]),
+        ([[[1], []], [[2]]], [[[1]], [[], [2]]]),
+        ([{"x": None}, None], [None, {"x": None}]),
+        ([b"ab", b""], [b"a", b"b"]),
+    ]
+    for one, two in columns:
+        assert fingerprint(pa.table({"a": one})) != fingerprint(pa.table({"a": pa.array(two, pa.array(one).type)}))
+        assert fingerprint([{"a": v} for v in one]) != fingerprint([{"a": v} for v in two])
     assert len({fingerprint(pa.Table.from_pylist(t)) for t in tables}) == len(tables)
     assert len({fingerprint(t) for t in tables}) == len(tables)
 
