@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 import random
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +16,16 @@ import pytest
 import torch
 
 from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.method import HOOKS, Method
+from rl_plugins.method import HOOKS, Bundle, Method
+from rl_plugins.methods.april import April
 from rl_plugins.params import MethodParams, build_params, param
 from rl_plugins.rollouts import Shape
+from rl_plugins.runtime import registry
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.resume import needs_state, resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.simulation import Simulation
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 
 HOOK_ARGUMENTS = {h: 2 if h in ("select_prompts", "shape") else 3 if h == "observe" else 1 for h in HOOKS}
@@ -475,6 +481,43 @@ REFUSALS = {
     ),
     "without the step": (lambda: counting(steps=1), without("batch"), r"lacks `batch`; another version of rl-plugins"),
     "foreign": (lambda: counting(steps=1), without("stats", "methods"), r"lacks `methods`, `stats`"),
+    "with text as a number": (
+        lambda: counting(steps=1),
+        lambda saved: saved.update(batch="3"),
+        r"not as this version of rl-plugins writes it: `batch` is '3' \(str\)",
+    ),
+    "with a number below 0": (lambda: counting(), lambda saved: saved.update(draw=-1), "`draw` is '-1' .int."),
+    "with a truth as a number": (lambda: counting(), lambda saved: saved.update(extra_prompts=True), "`extra_prompts`"),
+    "with no list of groups": (lambda: counting(), lambda saved: saved.update(carried={}), "`carried` is '{}' .dict."),
+    "with a group that is none": (lambda: counting(), lambda saved: saved.update(carried=[[]]), "`carried.0` is"),
+    "with text as a statistic": (lambda: counting(), lambda saved: saved.update(stats={"a": "b"}), "`stats.a` is 'b'"),
+    "with a number as fingerprint": (lambda: counting(), lambda saved: saved.update(fingerprint=3), "`fingerprint` is"),
+    "with a list of methods": (lambda: counting(), lambda saved: saved.update(methods=[]), "`methods` is"),
+    "with a method that is none": (
+        lambda: counting(),
+        lambda saved: saved["methods"].update(stateless=None),
+        "`methods.stateless` is 'None'",
+    ),
+    "without a version": (
+        lambda: counting(),
+        lambda saved: saved["methods"]["counter"].pop("version"),
+        "`methods.counter` is",
+    ),
+    "with text as version": (
+        lambda: counting(),
+        lambda saved: saved["methods"]["stateless"].update(version="1"),
+        "`methods.stateless.version` is '1'",
+    ),
+    "with a list as parameters": (
+        lambda: counting(),
+        lambda saved: saved["methods"]["counter"].update(params=[]),
+        "`methods.counter.params` is",
+    ),
+    "with a list as state": (
+        lambda: counting(),
+        lambda saved: saved["methods"]["counter"].update(state=[1]),
+        "`methods.counter.state` is",
+    ),
 }
 
 
@@ -489,6 +532,23 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_taken_over(case):
     with pytest.raises(StateError, match=message):
         stack.load_state_dict(saved, "data")
     assert plain(stack.state_dict("now")) == before
+
+
+def test_prompts_that_the_run_drew_itself_belong_to_the_dataset():
+    drew = start_stack(Stateless())
+    drew.extra_prompts = 5
+    saved = drew.state_dict("data")
+    for planner in (method("planner", plan=hook()), method("wide", rows_per_rollout=2)):
+        stack = start_stack(planner)
+        with pytest.raises(
+            StateError, match=r"drew 5 prompts of its own from another dataset .fingerprint data, now x"
+        ):
+            stack.load_state_dict(saved, "x")
+        assert stack.extra_prompts == 0
+        stack.load_state_dict(saved, "data")
+        assert stack.extra_prompts == 5
+    start_stack(Stateless()).load_state_dict(saved, "x")  # draws none
+    start_stack(method("planner", plan=hook())).load_state_dict({**saved, "extra_prompts": 0}, "x")  # drew none
 
 
 def test_what_has_no_state_may_change_over_a_resume():
@@ -522,6 +582,149 @@ def test_a_method_that_first_fills_its_state_later_gets_it_back():
     assert fresh.methods[0].state == {}
     fresh.load_state_dict(saved, "data")
     assert fresh.methods[0].state == {"seen": len(make_tokens(make_rollouts([0.0, 1.0, 2.0])))}
+
+
+# ---- resume: everything or nothing
+
+
+def resumed(stack, folder, fingerprint="data", step=8, batch=4):
+    return resume(stack, folder, fingerprint=fingerprint, step=step, batch=batch)
+
+
+def with_waiting_groups():
+    """april and gdpo after four batches, with groups that wait."""
+    run = Simulation(
+        April(April.Params()),
+        lambda prompt, drawn: [2 + prompt % 5, 9, 5 * (prompt % 7) + 3],
+        groups=2,
+        group_size=3,
+        max_tokens=40,
+        dataset_size=50,
+    )
+    for _ in range(4):
+        run.batch()
+    stack = start_stack(*build_stack(["april", "gdpo"]).methods)
+    stack.load_state_dict(run.stack.state_dict("data"), "data")
+    assert stack.carried and stack.extra_prompts
+    return stack
+
+
+def test_a_run_is_saved_and_resumed_with_everything_it_needs(tmp_path):
+    first = with_waiting_groups()
+    save_run(tmp_path, first.state_dict("data"), 8, inside=True)
+    second = start_stack(*build_stack(["april", "gdpo"]).methods)
+    record = resumed(second, tmp_path)
+    assert record["inside"] is True and record["step"] == 8
+    assert plain(second.state_dict("data")) == plain(first.state_dict("data")) and second.batch == 4
+
+
+NEED_THEIRS = {
+    "keeps state": [lambda: Counter(), lambda: method("lazy", observe=hook())],
+    "lets groups wait": [lambda: build_stack(["april"]).methods[0]],
+    "decides which prompts come next": [
+        lambda: method("chooses", select_prompts=hook()),
+        lambda: method("plans", plan=hook()),
+    ],
+    "draws its own prompts": [lambda: method("wide", rows_per_rollout=2)],
+}
+
+
+@pytest.mark.parametrize(("why", "make"), [(why, make) for why, makes in NEED_THEIRS.items() for make in makes])
+@pytest.mark.parametrize("folder", ["empty", "missing", "half"])
+def test_without_its_state_such_a_run_is_not_resumed(why, make, folder, tmp_path):
+    checkpoint = tmp_path / "checkpoint-8"
+    if folder != "missing":
+        checkpoint.mkdir()
+    if folder == "half":
+        (checkpoint / "rl_plugins.writing").mkdir()
+    m = make()
+    stack = start_stack(Stateless(), m)
+    before = plain(stack.state_dict("now"))
+    with pytest.raises(StateError) as e:
+        resumed(stack, checkpoint)
+    text = str(e.value)
+    assert f"holds no state of methods, and {m.name} cannot resume without theirs (`{m.name}` {why})" in text
+    assert "start a new run with that checkpoint as the model" in text
+    assert ("rl_plugins.writing, which is not whole" in text) == (folder == "half")
+    assert plain(stack.state_dict("now")) == before
+
+
+def test_april_does_not_begin_anew_where_its_groups_were_lost(tmp_path):
+    """The run that had groups waiting is not another run when the folder is gone."""
+    save_run(tmp_path, with_waiting_groups().state_dict("data"), 8)
+    shutil.rmtree(tmp_path / "rl_plugins")
+    with pytest.raises(StateError, match="and april cannot resume without theirs"):
+        resumed(start_stack(*build_stack(["april", "gdpo"]).methods), tmp_path)
+
+
+@pytest.mark.parametrize("name", sorted(registry.all_names()))
+def test_what_a_method_of_a_paper_needs_is_seen_before_it_has_any(name):
+    """Those whose hooks write into `self.state` are all among those that need theirs."""
+    found = registry.load(name)
+    classes = [registry.load(part) for part in found.parts] if isinstance(found, Bundle) else [found]
+    for cls in classes:
+        writes = any("self.state" in inspect.getsource(c) for c in cls.__mro__ if c not in (Method, object))
+        params = build_params(cls.Params, dict(cls.example_params), name)
+        assert not writes or needs_state(MethodStack([cls(params)])), name
+
+
+def test_a_checkpoint_made_without_methods_is_resumed_by_those_that_need_nothing(tmp_path):
+    stack = start_stack(Stateless(), *build_stack(["gdpo", "minpro"]).methods)
+    assert resumed(stack, tmp_path, batch=4) is None and needs_state(stack) == {}
+    assert (stack.batch, stack.extra_prompts, stack.draw, stack.carried) == (4, 0, 0, [])
+
+
+@pytest.mark.parametrize("saved_at", [4, 3, None, "8", 8.0, True])
+def test_a_state_of_another_step_is_refused(saved_at, tmp_path):
+    content = counting(steps=2).state_dict("data")
+    if saved_at in (3, 4):
+        save_run(tmp_path, content, saved_at)
+    else:
+        save_state(tmp_path, {**content, **({} if saved_at is None else {"step": saved_at})})
+    stack = counting()
+    before = plain(stack.state_dict("now"))
+    with pytest.raises(StateError, match=rf"was saved at step {saved_at!r}, and the checkpoint is of step 8"):
+        resumed(stack, tmp_path)
+    assert plain(stack.state_dict("now")) == before
+    save_run(tmp_path, content, 8)
+    assert resumed(stack, tmp_path)["step"] == 8 and stack.batch == 2
+
+
+def test_the_step_is_the_one_of_the_save(tmp_path):
+    """The state of the last boundary may be older than the checkpoint it is written into."""
+    content = {**counting(steps=2).state_dict("data"), "step": 6}
+    save_run(tmp_path, content, 8)
+    assert resumed(counting(), tmp_path)["step"] == 8
+
+
+BAD_GROUPS = {
+    "its fields are others": lambda g: g.pop("drawn"),
+    "the fields of `row` are others": lambda g: g["row"].update(given=[]),
+    "`rollouts` or `drawn` has another type": lambda g: g.update(drawn=1.0),
+    "`row.n` is '3'": lambda g: g["row"].update(n="3"),
+    "`row.group` is True": lambda g: g["row"].update(group=True),
+    "`row.edit` is .1.": lambda g: g["row"].update(edit=[1]),
+    "`row.prefix` is not of token ids": lambda g: g["row"].update(prefix=[0.5]),
+    "the fields of a rollout are others": lambda g: g["rollouts"][0].pop("finish"),
+    "`tokens` of a rollout has another type": lambda g: g["rollouts"][0].update(tokens=[1, 2]),
+    "`logprobs` of a rollout has another type": lambda g: g["rollouts"][0].update(
+        logprobs=g["rollouts"][0]["logprobs"].float()
+    ),
+    "not one kind, log-prob and version per token": lambda g: g["rollouts"][0].update(
+        kinds=g["rollouts"][0]["kinds"][1:]
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", BAD_GROUPS)
+def test_a_waiting_group_that_is_not_one_is_refused(problem, tmp_path):
+    content = with_waiting_groups().state_dict("data")
+    BAD_GROUPS[problem](next(g for g in content["carried"] if g["rollouts"]))
+    save_run(tmp_path, content, 8)
+    stack = start_stack(*build_stack(["april", "gdpo"]).methods)
+    with pytest.raises(StateError, match=f"A waiting group of the checkpoint .* writes it: .*{problem}"):
+        resumed(stack, tmp_path)
+    assert stack.batch == 0 and stack.carried == []
 
 
 def test_plans_before_one_decision_draw_other_numbers():

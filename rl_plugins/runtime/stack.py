@@ -196,17 +196,23 @@ class MethodStack(Context):
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], fingerprint: str) -> None:
-        """Takes over a saved state, after `start`.
+        """Takes over a saved state, after `start`. Adapters call `rl_plugins.runtime.resume`, which calls this.
 
         Raises:
             StateError: of other methods, another version or parameters of a method that keeps state, or another
-                dataset. Nothing is taken over then.
+                dataset, or not as `state_dict` makes it. Nothing is taken over then.
         """
         missing = {"batch", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
                 f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
                 f"rl-plugins wrote it. Resume with that version, or start a new run from the weights of the checkpoint."
+            )
+        problem = _field_problem(saved)
+        if problem:
+            raise StateError(
+                f"The checkpoint's state is not as this version of rl-plugins writes it: {problem}. Resume with the "
+                f"version that wrote it, or start a new run from the weights of the checkpoint."
             )
         other = [n for n, s in saved["methods"].items() if s["state"] and n not in self.names]
         if other:
@@ -254,6 +260,13 @@ class MethodStack(Context):
                 f"dataset (fingerprint {saved['fingerprint']}, now {fingerprint}). Resume with the dataset of the "
                 f"checkpoint, or start a new run from its weights."
             )
+        draws = self.claimed("select_prompts", "plan", "admit") or self.rows_per_rollout > 1
+        if saved["extra_prompts"] and draws and saved["fingerprint"] != fingerprint:
+            raise StateError(
+                f"The run of the checkpoint drew {saved['extra_prompts']} prompts of its own from another dataset "
+                f"(fingerprint {saved['fingerprint']}, now {fingerprint}). Resume with the dataset of the checkpoint, "
+                f"or start a new run from its weights."
+            )
         for m in self.methods:
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
@@ -265,12 +278,41 @@ class MethodStack(Context):
 def _versions(args: tuple[Any, ...]) -> dict[str, int]:
     """How often each tensor in the records a hook is given was written to: torch counts that itself."""
     return {
-        f.name: value._version
+        f"{type(record).__name__}.{f.name}": value._version
         for record in args
         if is_dataclass(record)
         for f in fields(record)
         if isinstance(value := getattr(record, f.name), Tensor) and not value.is_inference()
     }
+
+
+def _field_problem(saved: Mapping[str, Any]) -> str | None:
+    """Which field is not of the type that `state_dict` gives it."""
+
+    def found(name: str, value: Any) -> str:
+        return f"`{name}` is {str(value)[:60]!r} ({type(value).__name__})"
+
+    for name in ("batch", "extra_prompts", "draw"):
+        if type(saved[name]) is not int or saved[name] < 0:
+            return found(name, saved[name])
+    for name, kind in {"carried": list, "stats": dict, "fingerprint": str, "methods": dict}.items():
+        if not isinstance(saved[name], kind):
+            return found(name, saved[name])
+    for i, group in enumerate(saved["carried"]):
+        if not isinstance(group, dict):
+            return found(f"carried.{i}", group)
+    for name, value in saved["stats"].items():
+        if not isinstance(value, (int, float)):
+            return found(f"stats.{name}", value)
+    for name, one in saved["methods"].items():
+        if not isinstance(one, dict) or set(one) != {"version", "params", "state"}:
+            return found(f"methods.{name}", one)
+        if type(one["version"]) is not int:
+            return found(f"methods.{name}.version", one["version"])
+        for part in ("params", "state"):
+            if not isinstance(one[part], dict):
+                return found(f"methods.{name}.{part}", one[part])
+    return None
 
 
 def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:

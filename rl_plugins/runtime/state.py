@@ -1,14 +1,22 @@
 """State of methods on disk: `state.json` for structure and numbers, `state.safetensors` for tensors. No pickle.
 
-The files lie in a folder `rl_plugins/` inside the host's own checkpoint. They are written to a temporary folder that is
-renamed, so a crash leaves either the whole state or none, and a checksum ties the two files together.
+The files lie in a folder `rl_plugins/` inside the host's own checkpoint. One checksum at the head of `state.json`
+covers every byte behind it, and among those the checksum of the tensors, so damage of either file is seen before
+anything is read out of them.
+
+A save writes a new folder beside the old one, flushes it to the disk and renames it. A crash at any point leaves the
+old state or the new one. Between the two renames neither has its name; loading then finds them under
+`rl_plugins.writing` (the newer one) and `rl_plugins.before`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,70 +24,150 @@ from typing import Any
 
 from rl_plugins.errors import StateError
 
+logger = logging.getLogger("rl_plugins")
+
 FOLDER = "rl_plugins"
-FORMAT = 1
+WRITING, BEFORE = f"{FOLDER}.writing", f"{FOLDER}.before"
+FORMAT = 2
+MAX_DEPTH = 100  # of nested lists and dicts; a file within it can be read wherever in a program that is done
 _TENSOR = "__tensor__"  # in state.json, in place of a tensor: its name in state.safetensors
+_HEAD = '{\n "format": %d,\n "sha256": "%s",\n'  # of state.json; the checksum is that of all bytes behind
+_HEAD_READ = re.compile(rb'\{\n "format": (\d+),\n "sha256": "([0-9a-f]{64})",\n')
 
 
 def save_state(checkpoint: str | os.PathLike[str], content: Mapping[str, Any]) -> Path:
     """Writes `content` (nested dicts with text keys, lists, numbers, text, tensors) into a checkpoint folder.
 
     Raises:
-        StateError: something in it is not plain data; names the place.
+        StateError: something in it is not plain data; names the place. What was saved before is left alone.
     """
-    from safetensors.torch import save
-
-    tensors: dict[str, Any] = {}
-    structure = _flatten(content, "", tensors)
-    data = save({k: v.contiguous() for k, v in tensors.items()})
+    files = _encode(content)
     folder = Path(checkpoint) / FOLDER
-    scratch = folder.with_name(f"{FOLDER}.writing")
+    scratch, before = folder.with_name(WRITING), folder.with_name(BEFORE)
+    if not folder.exists():  # what is found now must be found until the new state is
+        found = next((f for f in (scratch, before) if f.exists() and _is_whole(f)), None)
+        if found is not None:
+            os.rename(found, folder)
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
-    (scratch / "state.safetensors").write_bytes(data)
-    header = {"format": FORMAT, "sha256": hashlib.sha256(data).hexdigest(), "content": structure}
-    (scratch / "state.json").write_text(json.dumps(header, indent=1))
-    before = folder.with_name(f"{FOLDER}.before")  # a folder that is half removed must not bear the name
-    shutil.rmtree(before, ignore_errors=True)
+    for name, data in files.items():
+        _write(scratch / name, data)
+    _flush_folder(scratch)
+    shutil.rmtree(before, ignore_errors=True)  # a folder that is half removed must not bear the name
     if folder.exists():
-        folder.rename(before)
-    scratch.rename(folder)
+        os.rename(folder, before)
+    os.rename(scratch, folder)
+    _flush_folder(folder.parent)
     shutil.rmtree(before, ignore_errors=True)
     return folder
 
 
 def load_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """What `save_state` wrote, or None if the checkpoint has no such folder.
+    """What `save_state` wrote last, or None if the checkpoint has no such folder, or only the beginning of a first one.
 
     Raises:
-        StateError: a file is missing, unreadable, or does not belong to the other.
+        StateError: a file is missing, unreadable, damaged, or does not belong to the other.
     """
+    folder = Path(checkpoint) / FOLDER
+    if folder.exists():
+        return _read(folder)
+    for name in (WRITING, BEFORE):
+        found = folder.with_name(name)
+        if found.exists() and _is_whole(found):
+            logger.warning("A save was cut off: %s is missing, the state is read from %s.", folder, name)
+            return _read(found)
+    if folder.with_name(BEFORE).exists():
+        raise StateError(
+            f"The state of the methods in {folder} is missing, and what an interrupted save left beside it, {BEFORE}, "
+            f"is not whole. Resume from an older checkpoint. Nothing was trained or overwritten."
+        )
+    return None
+
+
+def _encode(content: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files, name -> bytes."""
+    from safetensors.torch import save
+
+    tensors: dict[str, Any] = {}
+    structure = _flatten(content, "", tensors)
+    try:
+        data = save({k: v.contiguous() for k, v in tensors.items()})
+        body = {"safetensors_sha256": hashlib.sha256(data).hexdigest(), "content": structure}
+        text = json.dumps(body, indent=1)[len("{\n") :].encode()
+    except Exception as e:  # whatever safetensors says of a tensor, or json of a number
+        raise StateError(f"The state cannot be written: {type(e).__name__}: {e}.") from e
+    head = _HEAD % (FORMAT, hashlib.sha256(text).hexdigest())
+    return {"state.safetensors": data, "state.json": head.encode() + text}
+
+
+def _read(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load
 
-    folder = Path(checkpoint) / FOLDER
-    if not folder.exists():
-        return None
     try:
-        header = json.loads((folder / "state.json").read_text())
+        raw = (folder / "state.json").read_bytes()
         data = (folder / "state.safetensors").read_bytes()
-        if header["format"] != FORMAT:
-            raise ValueError(f"format {header['format']}, this version of rl-plugins reads {FORMAT}")
-        if hashlib.sha256(data).hexdigest() != header["sha256"]:
+        head = _HEAD_READ.match(raw)
+        if head is None:
+            written = json.loads(raw)
+            if isinstance(written, dict) and written.get("format", FORMAT) != FORMAT:
+                raise ValueError(_other_format(written["format"]))
+            raise ValueError("state.json was not written by rl-plugins, or was edited")
+        if int(head[1]) != FORMAT:
+            raise ValueError(_other_format(int(head[1])))
+        if hashlib.sha256(raw[head.end() :]).hexdigest() != head[2].decode():
+            raise ValueError("state.json is not as it was written: its checksum differs")
+        body = json.loads(raw)
+        if hashlib.sha256(data).hexdigest() != body["safetensors_sha256"]:
             raise ValueError("state.safetensors is not the file that was written with state.json")
-        tensors = load(data)
-        restored: dict[str, Any] = _restore(header["content"], tensors)
+        restored: dict[str, Any] = _restore(body["content"], load(data))
         return restored
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # what damage makes of a parser is not known beforehand
         raise StateError(
             f"The state of the methods in {folder} cannot be read: {type(e).__name__}: {e}. Resume from an older "
             f"checkpoint. Nothing was trained or overwritten."
         ) from e
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
+def _other_format(found: Any) -> str:
+    return f"format {found!r}, this version of rl-plugins reads {FORMAT}"
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _read(folder)
+    except StateError:
+        return False
+    return True
+
+
+def _write(path: Path, data: bytes) -> None:
+    """A file whose bytes are on the disk when this returns."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:  # one call writes 2 GiB at most
+            rest = rest[os.write(handle, rest) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _flush_folder(folder: Path) -> None:
+    """The names in a folder are on the disk when this returns; some network file systems cannot, and refuse."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Any], depth: int = 0) -> Any:
     import numpy as np
     import torch
 
+    if depth > MAX_DEPTH:
+        raise StateError(f"The state at `{path[:60]}` is nested deeper than {MAX_DEPTH} levels, or contains itself.")
     if isinstance(value, torch.Tensor):
         name = f"{len(tensors)}:{path}"  # two places may have one path: keys can contain dots
         tensors[name] = value.detach().cpu().clone()
@@ -89,7 +177,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_flatten(v, f"{path}.{i}", tensors) for i, v in enumerate(value)]
+        return [_flatten(v, f"{path}.{i}", tensors, depth + 1) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -98,7 +186,7 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any]) -> Any:
                 )
             if key == _TENSOR:
                 raise StateError(f"The state at `{path}` has the key {key!r}, which is reserved; rename it.")
-        return {k: _flatten(v, f"{path}.{k}" if path else k, tensors) for k, v in value.items()}
+        return {k: _flatten(v, f"{path}.{k}" if path else k, tensors, depth + 1) for k, v in value.items()}
     raise StateError(
         f"The state at `{path}` is a {type(value).__name__}; it must be numbers, text, lists, dicts and tensors."
     )

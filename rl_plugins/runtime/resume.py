@@ -1,0 +1,150 @@
+"""A run's state in a checkpoint, written and taken over again: the one way for every adapter.
+
+An adapter writes the state into every checkpoint it makes with methods, and calls `resume` for every checkpoint it
+resumes from, after `MethodStack.start`. So a checkpoint without our folder was made without methods, or has lost it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_plugins.errors import StateError
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import FOLDER, WRITING, load_state, save_state
+
+STEP = "step"
+
+
+def save_run(checkpoint: str | os.PathLike[str], content: Mapping[str, Any], step: int, **notes: Any) -> None:
+    """Writes the state of a run into a checkpoint folder.
+
+    Args:
+        content: `MethodStack.state_dict`, of now or of the last batch that was finished.
+        step: the host's step that the checkpoint bears, as `resume` will be told it.
+        notes: what the adapter wants to find again, plain data under names of its own.
+
+    Raises:
+        StateError: a method's state is not plain data.
+    """
+    save_state(checkpoint, {**content, **notes, STEP: int(step)})
+
+
+def resume(
+    stack: MethodStack, checkpoint: str | os.PathLike[str], *, fingerprint: str, step: int, batch: int
+) -> dict[str, Any] | None:
+    """Takes over everything a resumed run needs: states of methods, waiting groups, and how far prompts were drawn.
+    Either all of it, or nothing and an error.
+
+    Args:
+        stack: started.
+        fingerprint: of the dataset now (`rl_plugins.runtime.fingerprint`).
+        step: the host's step, as it was told to `save_run`.
+        batch: generation batches the host made until then; where the checkpoint was made without methods, the count
+            goes on from there.
+
+    Returns:
+        What was saved, notes included; None for a checkpoint made without methods.
+
+    Raises:
+        StateError: the state is missing and some method cannot begin without it, is damaged, is of another step,
+            dataset, method, version or parameters.
+    """
+    saved = load_state(checkpoint)
+    if saved is None:
+        needed = needs_state(stack)
+        if needed:
+            raise StateError(_missing(checkpoint, needed))
+        stack.batch, stack.extra_prompts, stack.draw = batch, 0, 0
+        return None
+    found = saved.get(STEP)
+    if type(found) is not int or found != step:
+        raise StateError(
+            f"The state of the methods in {checkpoint} was saved at step {found!r}, and the checkpoint is of step "
+            f"{step}. It was copied from another checkpoint. Resume from a checkpoint that is as it was written, or "
+            f"start a new run from its weights."
+        )
+    for group in saved["carried"] if isinstance(saved.get("carried"), list) else ():
+        problem = _group_problem(group)
+        if problem:
+            raise StateError(
+                f"A waiting group of the checkpoint {checkpoint} is not as this version of rl-plugins writes it: "
+                f"{problem}. Resume with the version that wrote it, or start a new run from the checkpoint's weights."
+            )
+    stack.load_state_dict(saved, fingerprint)
+    return saved
+
+
+def needs_state(stack: MethodStack) -> dict[str, str]:
+    """Method -> why a run with it that goes on without its saved state would be another run; empty if none would."""
+    reasons = {}
+    for m in stack.methods:
+        claims = m.claims()
+        if m._state or "observe" in claims:
+            reasons[m.name] = "keeps state"
+        elif "admit" in claims:
+            reasons[m.name] = "lets groups wait"
+        elif "select_prompts" in claims or "plan" in claims:
+            reasons[m.name] = "decides which prompts come next"
+        elif m.rows_per_rollout > 1:
+            reasons[m.name] = "draws its own prompts"
+    return reasons
+
+
+def _missing(checkpoint: str | os.PathLike[str], needed: Mapping[str, str]) -> str:
+    left = os.path.join(checkpoint, WRITING)
+    return (
+        f"The checkpoint {checkpoint} holds no state of methods, and {', '.join(needed)} cannot resume without theirs "
+        f"({', '.join(f'`{name}` {why}' for name, why in needed.items())}). Its folder `{FOLDER}` was lost"
+        f"{f' (an interrupted save left {left}, which is not whole)' if os.path.exists(left) else ''}, or the "
+        f"checkpoint was made without methods. To go on from its weights, start a new run with that checkpoint as the "
+        f"model."
+    )
+
+
+_OF_ROW: dict[str, Any] = {
+    "prompt_index": int,
+    "group": int,
+    "n": int,
+    "spare": int,
+    "edit": (dict, type(None)),
+    "prefix": list,
+    "max_tokens": (int, type(None)),
+    "payload": object,
+}
+_OF_ROLLOUT = {
+    "prompt": torch.int64,
+    "tokens": torch.int64,
+    "kinds": torch.int64,
+    "logprobs": torch.float64,
+    "versions": torch.int64,
+}
+
+
+def _group_problem(group: Any) -> str | None:
+    """What is wrong with a group as `carry_over.to_plain` makes it."""
+    if not isinstance(group, dict) or set(group) != {"row", "drawn", "rollouts"}:
+        return "its fields are others"
+    row, rollouts = group["row"], group["rollouts"]
+    if not isinstance(row, dict) or set(row) != set(_OF_ROW):
+        return "the fields of `row` are others"
+    if not isinstance(rollouts, list) or type(group["drawn"]) is not int:
+        return "`rollouts` or `drawn` has another type"
+    for name, kinds in _OF_ROW.items():
+        if not isinstance(row[name], kinds) or (isinstance(row[name], bool) and kinds is not object):
+            return f"`row.{name}` is {row[name]!r}"
+    if not all(type(t) is int for t in row["prefix"]):
+        return "`row.prefix` is not of token ids"
+    for one in rollouts:
+        if not isinstance(one, dict) or set(one) != {*_OF_ROLLOUT, "finish"} or not isinstance(one["finish"], str):
+            return "the fields of a rollout are others"
+        for name, dtype in _OF_ROLLOUT.items():
+            value = one[name]
+            if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != 1:
+                return f"`{name}` of a rollout has another type"
+        if len({len(one[name]) for name in ("tokens", "kinds", "logprobs", "versions")}) > 1:
+            return "a rollout has not one kind, log-prob and version per token"
+    return None
