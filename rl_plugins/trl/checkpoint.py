@@ -13,11 +13,11 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rl_plugins.errors import ConfigError, StateError
+from rl_plugins.errors import ConfigError
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
-from rl_plugins.trl.host import Trainer
+from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.ranks import gather, on_driver
 
 
@@ -48,6 +48,7 @@ class MethodsCallback(TrainerCallback):
             known = known_of(t)
             if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
                 raise ConfigError(problem)
+            t.methods.vocabulary = len(tokenizer_of(t))
             on_driver(t.accelerator, lambda: t.methods.start(run_of(known)))
             self._started = True
         if self.resume_from is not None:
@@ -110,28 +111,21 @@ class MethodsCallback(TrainerCallback):
             os.makedirs(folder, exist_ok=True)
             inside = not self.at_boundary
             content = self._boundary_state if inside else t.methods.state_dict(self.fingerprint)
-            save_state(folder, {**content, "inside_generation_batch": inside})
+            save_run(folder, content, t.state.global_step, inside_generation_batch=inside)
 
     def _read_state(self, checkpoint: str) -> None:
         """Takes over the state of a checkpoint, the same on every rank.
 
         Raises:
-            StateError: missing where a method needs it, corrupt, or of another run.
+            StateError: see `runtime.resume.resume`.
         """
         t, stack = self.trainer, self.trainer.methods
 
         def read() -> tuple[int, int]:
-            saved = load_state(checkpoint)
-            if saved is not None:
-                stack.load_state_dict(saved, self.fingerprint)
-                return stack.batch, stack.extra_prompts
-            stateful = [m.name for m in stack.methods if m.state]
-            if stateful:
-                raise StateError(
-                    f"The checkpoint {checkpoint} holds no state of methods, and {', '.join(stateful)} cannot resume "
-                    f"without theirs. To go on from its weights, start a new run with that folder as the model."
-                )
+            step = t.state.global_step
             generate_every = t.args.steps_per_generation * t.num_iterations
-            return t.state.global_step * t.args.gradient_accumulation_steps // generate_every, 0
+            batch = step * t.args.gradient_accumulation_steps // generate_every
+            resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch)
+            return stack.batch, stack.extra_prompts
 
         stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)

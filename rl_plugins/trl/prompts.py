@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,17 +40,6 @@ def has_numbers(dataset: Any) -> bool:
 def strip(rows: Sequence[Mapping[str, Any]]) -> list[DatasetRow]:
     """Rows without their number."""
     return [{k: v for k, v in row.items() if k != PROMPT_INDEX} for row in rows]
-
-
-def fingerprint(dataset: Any) -> str:
-    """A short text that tells datasets apart: number of rows, columns, and 32 prompts spread over it."""
-    if not has_numbers(dataset):
-        return "stream"
-    size, columns = len(dataset), getattr(dataset, "column_names", None)
-    prompts = dataset.select_columns(["prompt"]) if columns and "prompt" in columns else dataset  # decodes no images
-    sample = [prompts[i * (size - 1) // 31] for i in range(32)] if size else []
-    text = json.dumps([size, columns, sample], default=lambda o: type(o).__name__)
-    return f"{size} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 class Prompts:

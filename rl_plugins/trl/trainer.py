@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
+from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, logs, loss
@@ -24,7 +25,7 @@ from rl_plugins.trl.engine import TrlEngine
 from rl_plugins.trl.evaluation import evaluation_view
 from rl_plugins.trl.generation import GenerationBatch
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
-from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, fingerprint, has_numbers
+from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.ranks import on_driver
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before

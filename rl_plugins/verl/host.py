@@ -37,6 +37,8 @@ class Columns(Protocol):
 
 
 class Tokenizer(Protocol):
+    def __len__(self) -> int: ...
+
     eos_token_id: int
     pad_token_id: int
 

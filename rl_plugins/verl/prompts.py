@@ -6,8 +6,6 @@ nothing has to be kept in the driver while prompts are in flight, and a resumed 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -99,16 +97,6 @@ def number_rows(dataset: Dataset) -> None:
 
     body = {"__getitem__": __getitem__, "rl_plugins_numbered": True, "__module__": cls.__module__}
     dataset.__class__ = type(cls.__name__, (cls,), body)
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A short text that tells datasets apart: number of rows, and 32 rows spread over it."""
-    size = len(dataset)
-    frame = getattr(dataset, "dataframe", None)
-    rows = frame if frame is not None else dataset
-    sample = [rows[i * (size - 1) // 31] for i in range(32)] if size else []
-    text = json.dumps([size, sample], default=lambda o: type(o).__name__, sort_keys=True)
-    return f"{size} rows, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 class PromptBatches:

@@ -18,10 +18,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins.errors import MethodError, StateError
+from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.fingerprint import fingerprint
+from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
-from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
     Decisions,
@@ -39,7 +40,7 @@ from rl_plugins.verl.config import MODES
 from rl_plugins.verl.evaluation import PlannedBatches, planning
 from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
-from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
 
 POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short batch
@@ -78,7 +79,9 @@ class MethodsTrainer(host.Trainer):
         if self.methods:
             number_rows(self.train_dataset)
             self._prompts = PromptBatches(self.train_dataset, self.config)
-            self._fingerprint = fingerprint(self.train_dataset)
+            frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
+            self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
+            self.methods.vocabulary = len(self.tokenizer)
             self.methods.start(self.known().run())
             if self.global_steps:
                 self._load_state()
@@ -117,23 +120,14 @@ class MethodsTrainer(host.Trainer):
         trainer = self.config.trainer
         folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
         folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder
-        saved = load_state(folder)
-        if saved is not None:
-            self.methods.load_state_dict(saved, self._fingerprint)
-            return
-        stateful = [m.name for m in self.methods.methods if m.state]
-        if stateful:
-            raise StateError(
-                f"The checkpoint {folder} holds no state of methods, and {', '.join(stateful)} cannot resume without "
-                f"theirs. To go on from its weights, start a new run with that model."
-            )
-        self.methods.batch = self.global_steps * self.parameter_sync_step
+        batch = self.global_steps * self.parameter_sync_step
+        resume(self.methods, folder, fingerprint=self._fingerprint, step=self.global_steps, batch=batch)
 
     def _save_checkpoint(self) -> None:
         if self.methods:  # first: verl's last act is the tracker file that makes the checkpoint findable
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
             os.makedirs(folder, exist_ok=True)
-            save_state(folder, self.methods.state_dict(self._fingerprint))
+            save_run(folder, self.methods.state_dict(self._fingerprint), self.global_steps)
         super()._save_checkpoint()
 
     # ---- what is generated

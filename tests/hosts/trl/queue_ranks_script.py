@@ -57,7 +57,7 @@ def main(out: Path) -> None:
             {
                 "steps": steps,
                 "ranks": [r for of in of_ranks for r in of],
-                "waiting": [g["row"]["prompt"] for g in trainer.methods.carried],
+                "waiting": [g["row"]["prompt_index"] for g in trainer.methods.carried],
                 "begin": begin,
                 "weights": after,
             },

@@ -44,7 +44,7 @@ def test_every_group_that_was_drawn_is_trained_or_waits(tmp_path, monkeypatch):
     trainer = run(tmp_path)
     fresh = [g.row.prompt_index for groups in begun for g in groups if not g.rollouts]
     done = [g.row.prompt_index for groups, _, _ in trained for g in groups]
-    waiting = [g["row"]["prompt"] for g in trainer.methods.carried]
+    waiting = [g["row"]["prompt_index"] for g in trainer.methods.carried]
     assert Counter(fresh) == Counter(done) + Counter(waiting)
     assert len(done) == 32 * 4 and len(waiting) == 32 and len(begun[0]) == 64
     assert [len(q.carried) for q in SEEN["queues"]] == [0, 32, 32, 32]

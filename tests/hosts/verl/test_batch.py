@@ -20,12 +20,13 @@ from transfer_queue import KVBatchMeta
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decisions, Selected, Settled, clean_padding, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.facts import Known, Reader
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, fingerprint, number_rows
+from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
 from rl_plugins.verl.trainer import MethodsSync
 
