@@ -786,3 +786,7 @@ def test_a_built_stack_knows_of_which_bundle_a_method_is():
         ("echo_labels", "echo_tree", "echo_shaping", "echo_clip"), "echo"
     )
     assert build_stack(["vade"]).bundle_of == {}
+
+
+def test_a_stack_is_built_with_the_seed_0_unless_told():
+    assert build_stack(["vade"]).seed == MethodStack([]).seed == 0

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.agents.turns import Turns
@@ -16,6 +16,7 @@ from rl_plugins.runtime.turn_table import spans, token_turns, turn_table, with_t
 from rl_plugins.testing import make_rollouts, make_tokens
 
 
+@settings(deadline=None)  # a busy machine
 @given(st.lists(st.integers(0, 1), max_size=30))
 def test_spans_are_the_runs_of_trained_tokens(mask):
     found = spans(mask)
@@ -31,6 +32,7 @@ def test_spans_take_what_is_known():
     assert first.reward == 1.0 and math.isnan(second.reward)
 
 
+@settings(deadline=None)  # a busy machine
 @given(st.data())
 def test_turns_are_numbered_along_their_rollout(data):
     """Rows of a rollout in any order in the batch, with any number of turns each."""
