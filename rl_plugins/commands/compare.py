@@ -20,6 +20,7 @@ from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params
 
 
@@ -55,7 +56,7 @@ def compare(
         raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
     methods, extra = _split(words[1:], r"-.*")
     arms = parse_arms(_named(methods), baseline)
-    values = yaml.safe_load(config.read_text()) or {}
+    values = read_yaml(config, f"The config {config}") or {}
     held_out = str(values.get("eval_strategy", "no")) != "no"
     comparison = make_plan(
         Trl(config.absolute(), tuple(extra)),

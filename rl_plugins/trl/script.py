@@ -11,13 +11,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import trl
-import yaml
 from trl.scripts import grpo
 
-from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean
+from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean, shown
+from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.config import GRPOConfig
@@ -154,11 +155,7 @@ def _config_file(argv: Sequence[str]) -> dict[str, Any]:
     if "--config" not in argv:
         return {}
     path = next(iter(argv[argv.index("--config") + 1 :]), "")
-    try:
-        with open(path) as file:
-            content = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as e:
-        raise ConfigError(f"The config {path!r} cannot be read: {e}. Give the path of a YAML file.") from None
+    content = read_yaml(Path(path), f"The config {shown(path)}")
     if not isinstance(content, dict):
         raise ConfigError(f"The config {path!r} holds no `key: value` lines. Give a YAML file with options of TRL.")
     variables = content.pop("env", None) or {}

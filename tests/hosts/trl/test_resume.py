@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -17,7 +16,7 @@ from waiting import NEVER
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import StateError
-from rl_plugins.runtime.state import load_state
+from rl_plugins.runtime.state import load_state, save_state
 
 pytestmark = pytest.mark.host
 
@@ -131,13 +130,13 @@ def refuse(folder, match, methods=("counter",), **options):
 def test_corrupt_state_is_refused(run_folder):
     file = run_folder / "out/checkpoint-3/rl_plugins/state.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    refuse(run_folder, "cannot be read: ValueError: state.safetensors is not the file.*older checkpoint")
+    refuse(run_folder, "cannot be read: .*older checkpoint")
 
 
 def test_truncated_state_is_refused(run_folder):
     file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
     file.write_text(file.read_text()[:50])
-    refuse(run_folder, "cannot be read: JSONDecodeError")
+    refuse(run_folder, "cannot be read: ")
 
 
 def test_state_of_other_methods_is_refused(run_folder):
@@ -154,16 +153,34 @@ def test_state_of_another_dataset_is_refused(run_folder):
 
 
 def test_state_with_other_parameters_is_refused(run_folder):
-    file = run_folder / "out/checkpoint-3/rl_plugins/state.json"
-    header = json.loads(file.read_text())
-    header["content"]["methods"]["counter"]["params"] = {"x": 1}
-    file.write_text(json.dumps(header))
+    checkpoint = run_folder / "out/checkpoint-3"
+    content = load_state(checkpoint)
+    content["methods"]["counter"]["params"] = {"x": 1}
+    save_state(checkpoint, content)
     refuse(run_folder, r"`counter` was made with other parameters \(x: 1 -> None\)")
 
 
-def test_methods_without_state_resume_from_a_plain_checkpoint(tmp_path):
+def test_the_state_of_another_checkpoint_is_refused(run_folder):
+    checkpoint = run_folder / "out/checkpoint-3"
+    content = load_state(checkpoint)
+    assert content["step"] == 3
+    save_state(checkpoint, {**content, "step": 2})
+    refuse(run_folder, "was saved at step 2, and the checkpoint is of step 3")
+
+
+def test_a_changed_dataset_is_refused_whichever_rows_changed(run_folder):
+    answers = list(build_dataset(200, seed=1)["answer"])
+    answers[101] = answers[101] + "0"
+    changed = build_dataset(200, seed=1).remove_columns("answer").add_column("answer", answers)
+    refuse(run_folder, "`counter` belongs to another dataset", dataset=changed)
+
+
+def test_a_plain_checkpoint_is_resumed_by_methods_that_need_nothing_of_it(tmp_path):
     plain = make(tmp_path, stock=True, max_steps=3, save_strategy="steps", save_steps=3)
     plain.train()
-    t = make(tmp_path, ["mc_grpo"], max_steps=4)
+    t = make(tmp_path, ["noop"], max_steps=4)
     t.train(resume_from_checkpoint=True)
     assert t.methods.batch == 4 and Path(policy(tmp_path / "policy")).exists()
+    planning = make(tmp_path, ["mc_grpo"], max_steps=5)
+    with pytest.raises(StateError, match="`mc_grpo` decides which prompts come next"):
+        planning.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-3"))
