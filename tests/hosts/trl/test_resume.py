@@ -178,7 +178,7 @@ def test_a_changed_dataset_is_refused_whichever_rows_changed(run_folder):
 def test_a_plain_checkpoint_is_resumed_by_methods_that_need_nothing_of_it(tmp_path):
     plain = make(tmp_path, stock=True, max_steps=3, save_strategy="steps", save_steps=3)
     plain.train()
-    t = make(tmp_path, ["noop"], max_steps=4)
+    t = make(tmp_path, ["filter"], max_steps=4)
     t.train(resume_from_checkpoint=True)
     assert t.methods.batch == 4 and Path(policy(tmp_path / "policy")).exists()
     planning = make(tmp_path, ["mc_grpo"], max_steps=5)
