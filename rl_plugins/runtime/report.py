@@ -107,7 +107,7 @@ def _range(values: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Pinned:
+class Private:
     """A name of a host that its adapter relies on: every private one it uses, and the public ones it overrides.
 
     Args:

@@ -1,126 +1,59 @@
-"""Everything the adapter changes in objects that are not its own, and what switches it on.
+"""Everything the adapter changes in objects that are not its own; docs/trl.md shows this table (a test compares them).
 
-Overriding a method in `MethodsMixin` changes nothing of TRL; what it may override or read is in `compat.PINNED`.
+Overriding a method in `MethodsMixin` changes nothing of TRL; what is overridden stands in `compat.PRIVATE`. Where no
+method is named, nothing is touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Change:
-    """Args:
-    what: is changed, and for how long.
-    why: one line.
-    when: what switches it on.
-    ends: the patch upstream that makes it needless (patches/README.md), or "none".
-    where: function of the adapter that makes it.
+class Change(NamedTuple):
+    """One change of a foreign object.
+
+    Args:
+        what: the object.
+        how: what it is, and for how long.
+        why: what for.
+        when: what switches it on.
+        patch: of patches/trl that ends it; "-": none.
+        by: modules and names of the adapter.
     """
 
     what: str
+    how: str
     why: str
     when: str
-    ends: str
-    where: str
+    patch: str
+    by: str
 
 
-CHANGES = (
-    Change(
-        "`transformers.trainer.DEFAULT_CALLBACKS`: one more, for good",
-        "TRL's own trainer would ignore the methods of a config in silence",
-        "a `GRPOConfig` that names methods",
-        "none",
-        "config.refuse_stock_trainers",
-    ),
-    Change(
-        "`trl.GRPOTrainer`: ours, while TRL's script runs",
-        "the script takes its trainer from there",
-        "`rl-plugins trl grpo` with methods",
-        "none",
-        "script.run",
-    ),
-    Change(
-        "`error` of the parser accelerate makes for `launch`",
-        "an argument it cannot read is one paragraph",
-        "`rl-plugins trl grpo`",
-        "none",
-        "script.launch",
-    ),
-    Change(
-        "options of the config that a method sets, for good",
-        "`host_options` of the method; a value of the user's own is an error instead",
-        "a method with `host_options`",
-        "none",
-        "trainer.MethodsMixin.__init__",
-    ),
-    Change(
-        "trainer: `num_generations`, `rollout_func`, while it makes a batch",
-        "groups of other sizes mean nothing to TRL; rows of programs are served where TRL has a place for them",
-        "any method",
-        "none",
-        "generation.GenerationBatch.host_view, evaluation.evaluation_view",
-    ),
-    Change(
-        "trainer: `train_dataset`, while the dataloader is made, and `_signature_columns`",
-        "rows carry their number, which TRL's collator would drop",
-        "any method",
-        "none",
-        "trainer.MethodsMixin.get_train_dataloader",
-    ),
-    Change(
-        "trainer: `state.num_input_tokens_seen`, `_metrics`, `_pending_extra_logs`, put back",
-        "rows are counted and logged once, when TRL makes its batch of them",
-        "rounds, and programs that ask for rewards",
-        "none",
-        "generation.GenerationBatch, engine.TrlEngine.rewards_of",
-    ),
-    Change(
-        "trainer: `_logs` and `_metrics` of the batch just made",
-        "the numbers shown are the numbers used",
-        "a decision that differs from TRL's own",
-        "T2",
-        "logs",
-    ),
-    Change(
-        "TRL's batch: advantages, masks, columns; rows cut away, moved or masked",
-        "it is trained as decided",
-        "any method",
-        "T2, T5",
-        "batch.apply_decision",
-    ),
-    Change(
-        "TRL's batch: advantages 0, in a copy for its loss",
-        "its own surrogate vanishes and the method's takes its place",
-        "`policy_loss`",
-        "T3",
-        "loss.compute_loss",
-    ),
-    Change(
-        "`generate` of the model, while one request is served",
-        "limits, temperature, stop texts and top log-probs of each request; keys and values that are kept",
-        "`rollout`, `admit`",
-        "none",
-        "engine.TrlEngine",
-    ),
-    Change(
-        "`VLLMGeneration`: `generation_kwargs`, `generate`; `generate` of its `llm` or `vllm_client`, likewise",
-        "the same, where TRL has one limit for all",
-        "`rollout` with `use_vllm`",
-        "none",
-        "engine.TrlEngine",
-    ),
-    Change(
-        "learning rates of the optimizer, for one optimizer step",
-        "`Update.lr_scale`; a step without a trained token moves nothing",
-        "`before_update`, rows that leave",
-        "none",
-        "checkpoint.MethodsCallback",
-    ),
-)
+_TABLE = """
+`transformers.trainer.DEFAULT_CALLBACKS` | one callback more, for good | TRL's own trainer would ignore the methods of a config in silence | a `GRPOConfig` names methods | - | config.refuse_stock_trainers
+`trl.GRPOTrainer` | ours, while TRL's script runs | the script takes its trainer from there | `rl-plugins trl grpo` with methods | - | script.run
+the parser accelerate makes for `launch` | `error` raises | an argument it cannot read is one paragraph | `rl-plugins trl grpo` | - | script.launch
+the config | options that a method sets, for good | `host_options`; a value of the user's own is an error instead | a method with `host_options` | - | trainer.MethodsMixin
+the trainer's `callback_handler` | one callback more | start, state, learning rate of a step | methods are named | - | trainer.MethodsMixin
+the trainer | `num_generations` and `rollout_func` are others while it makes a batch | groups of other sizes mean nothing to TRL; rows of programs are served where it has a place for them | methods are named | - | generation.GenerationBatch, evaluation.evaluation_view
+the trainer | `train_dataset` yields rows with their number while the dataloader is made; one more in `_signature_columns` | prompts are told apart; the collator would drop the number | methods are named | - | trainer.MethodsMixin
+the trainer | `state.num_input_tokens_seen`, `_metrics` and `_pending_extra_logs` are put back | rows are counted and logged once, when TRL makes its batch of them | rounds; programs that ask for rewards | - | generation.GenerationBatch, engine.TrlEngine
+the trainer | `_metrics` and `_logs` of the batch just made are rewritten | the numbers shown are the numbers used | a decision that is not TRL's own; values that methods log | T2 (in part) | logs, checkpoint.MethodsCallback
+TRL's batch | advantages, masks, columns; rows cut away, moved, masked | it is trained as decided | methods are named | T2, T5 (in part) | batch.apply_decision, loss.before_update
+TRL's batch | in a copy for its loss, advantages are 0 | its own surrogate vanishes, the method's takes its place | `policy_loss` | T3 | loss.compute_loss
+the model | `generate`, while a request is served | limits, temperature, stop texts and top log-probs of each request; keys and values that are kept | `rollout`, `admit` | - | engine.TrlEngine
+`VLLMGeneration` and its `llm` or `vllm_client` | `generation_kwargs` and `generate`, while a request is served | the same, where TRL has one limit for all | `rollout` with `use_vllm` | - | engine.TrlEngine
+the optimizer | learning rates times a factor, for one optimizer step | `Update.lr_scale`; a step without a trained token moves nothing | `before_update`, rows that leave | - | checkpoint.MethodsCallback
+"""  # noqa: E501
+CHANGES = tuple(Change(*line.split(" | ")) for line in _TABLE.strip().splitlines())
+
+
+def table() -> str:
+    """The changes as a table in Markdown."""
+    lines = ["| what | how | why | when | patch |", "|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(c[:5])} |" for c in CHANGES)])
 
 
 @contextlib.contextmanager
@@ -137,10 +70,3 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
                 setattr(thing, name, before[name])
             else:
                 delattr(thing, name)
-
-
-def table() -> str:
-    """The table of docs/trl.md."""
-    rows = [("what", "why", "switched on by", "ended by", "in `rl_plugins/trl/`"), ("---",) * 5]
-    rows += [(*astuple(c)[:4], ", ".join(f"`{w}`" for w in c.where.split(", "))) for c in CHANGES]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.runtime.report import Pinned
+from rl_plugins.runtime.report import Private
 from rl_plugins.trl import changes
 
 ROOT = Path(__file__).parents[3]
@@ -24,29 +24,29 @@ def test_the_docs_show_the_table():
 
 def test_every_change_is_where_the_table_says():
     for change in changes.CHANGES:
-        for where in change.where.split(", "):
+        for where in change.by.split(", "):
             module, *names = where.split(".")
             found = importlib.import_module(f"rl_plugins.trl.{module}")
             for name in names:
                 found = getattr(found, name)
-        assert change.ends == "none" or set(change.ends.split(", ")) <= PATCHES, change.ends
+        assert set(change.patch.removesuffix(" (in part)").split(", ")) <= {"-", *PATCHES}, change
 
 
 def test_pinned_names_that_moved():
     """Gone, of other parameters, no function, set in `__init__` only, optional."""
     trainer = "trl.trainer.grpo_trainer:GRPOTrainer"
     told = {
-        Pinned("trl.nothing:Class", "_x", None, ""): "trl.nothing:Class is gone",
-        Pinned("trl.trainer.grpo_trainer:Nobody", "_x", None, ""): "trl.trainer.grpo_trainer:Nobody is gone",
-        Pinned("trl.trainer.grpo_trainer", "_x", None, ""): "trl.trainer.grpo_trainer._x is gone",
-        Pinned("trl.trainer.grpo_trainer", "GRPOTrainer", None, ""): "",
-        Pinned(trainer, "_step", None, ""): "",
-        Pinned(trainer, "_stepp", None, ""): "GRPOTrainer._stepp is gone",
-        Pinned(trainer, "_stepp", None, "", optional=True): "",
-        Pinned(trainer, "_step", ("a",), ""): "",
-        Pinned(trainer, "_tag_names", ("a",), ""): "GRPOTrainer._tag_names is no function",
-        Pinned(trainer, "_generate", ("inputs",), ""): "GRPOTrainer._generate(prompts) used to be (inputs)",
-        Pinned(trainer, "_generate", (), ""): "",
+        Private("trl.nothing:Class", "_x", None, ""): "trl.nothing:Class is gone",
+        Private("trl.trainer.grpo_trainer:Nobody", "_x", None, ""): "trl.trainer.grpo_trainer:Nobody is gone",
+        Private("trl.trainer.grpo_trainer", "_x", None, ""): "trl.trainer.grpo_trainer._x is gone",
+        Private("trl.trainer.grpo_trainer", "GRPOTrainer", None, ""): "",
+        Private(trainer, "_step", None, ""): "",
+        Private(trainer, "_stepp", None, ""): "GRPOTrainer._stepp is gone",
+        Private(trainer, "_stepp", None, "", optional=True): "",
+        Private(trainer, "_step", ("a",), ""): "",
+        Private(trainer, "_tag_names", ("a",), ""): "GRPOTrainer._tag_names is no function",
+        Private(trainer, "_generate", ("inputs",), ""): "GRPOTrainer._generate(prompts) used to be (inputs)",
+        Private(trainer, "_generate", (), ""): "",
     }
     assert {p: p.moved() for p in told} == told
 
