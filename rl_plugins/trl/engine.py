@@ -265,6 +265,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
         self._last: Tensor | None = None
         self._logprobs: list[Tensor] = []
         self._top: list[tuple[Tensor, Tensor]] = []
+        self._table: list[Any] = []  # when all is over: log-probs, top values, top tokens of all rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
@@ -278,10 +279,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
 
     def finish(self, output: Tensor) -> None:
         self._take(output)
-        self.logprobs: list[list[float]] = torch.stack(self._logprobs, 1).tolist()
-        if self.options.top:
-            self.top_values = torch.stack([values for values, _ in self._top], 1).tolist()
-            self.top_tokens = torch.stack([tokens for _, tokens in self._top], 1).tolist()
+        self._table = [torch.stack(list(x), 1).tolist() for x in (self._logprobs, *zip(*self._top, strict=True))]
 
     def _take(self, input_ids: Tensor) -> None:
         """The log-prob of the token that was chosen from the last logits."""
@@ -292,11 +290,9 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
     def generated(self, row: int, ids: list[int]) -> Generated:
         """What TRL returned for a row (cut at the end of sequence), without what came after it was stopped."""
         n = min(len(ids), int(self.length[row]))
-        top: tuple[tuple[tuple[int, float], ...], ...] = ()
-        if self.options.top:
-            pairs = zip(self.top_tokens[row][:n], self.top_values[row][:n], strict=True)
-            top = tuple(tuple(zip(tokens, values, strict=True)) for tokens, values in pairs)
-        return Generated(tuple(ids[:n]), tuple(self.logprobs[row][:n]), "length", top=top)
+        own, *best = (x[row][:n] for x in self._table)
+        top = (tuple(zip(tokens, values, strict=True)) for values, tokens in zip(*best, strict=True))
+        return Generated(tuple(ids[:n]), tuple(own), "length", top=tuple(top))
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

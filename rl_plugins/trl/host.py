@@ -1,4 +1,4 @@
-"""What the adapter uses of TRL's trainer and of what hangs on it. Private names stand in `compat.PINNED`, with why.
+"""What the adapter uses of TRL's trainer and of what hangs on it. Private names stand in `compat.PRIVATE`, with why.
 
 The arguments of the trainer are typed by our config. Models, tokenizers and engines stay the host's own.
 """
@@ -36,7 +36,6 @@ class Accelerator(Protocol):
     device: torch.device
 
     def gather(self, tensor: Tensor) -> Tensor: ...
-
     def unwrap_model(self, model: Any) -> Any: ...
 
 
@@ -102,15 +101,11 @@ class HostTrainer(Protocol):
     _pending_extra_logs: dict[str, list[Any]]
 
     def get_off_policy_mask(self, **kwargs: Any) -> Tensor: ...
-
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]: ...
-
     def _calculate_rewards(
         self, inputs: list[DatasetRow], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor: ...
-
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], Any, Any]: ...
-
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Any]: ...
@@ -123,7 +118,6 @@ class ProgramEngine(Engine, Protocol):
     context: int
 
     def log(self, mode: str) -> None: ...
-
     def race(
         self, requests: Sequence[Generate], group: Sequence[int], enough: int
     ) -> tuple[list[Generated], list[int]]: ...

@@ -13,7 +13,7 @@ from torch import Tensor
 class Call:
     """One request to the engine. Of each completion the engine's log-probs, and the policy's own at that moment."""
 
-    step: Any  # the GenerationStep, None without methods
+    batch: Any  # the GenerationBatch, None without methods
     num_generations: int
     prompts: list[list[int]]
     completions: list[list[int]]
