@@ -124,6 +124,56 @@ def next_plan(stack: MethodStack, plan: Plan) -> Plan:
     return result
 
 
+def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow]:
+    """The prompts of an evaluation as methods whose `plan` acts there plan them.
+
+    Args:
+        rows: foreign prompts with all of their columns in `edit`, numbered by their groups.
+
+    Raises:
+        MethodError: from a hook, or a method plans more than edits and payloads (with a rollout program in evaluation
+            also prefixes and token limits).
+    """
+    result = list(rows)
+    program = bool(in_evaluation(stack, "rollout"))
+    for m in in_evaluation(stack, "plan"):
+        size = max((r.n for r in result), default=1)
+        asked = Plan(tuple(result), size, sum(r.n for r in result), batch=stack.batch)
+        new = _chain_plan(stack, asked, [m]).rows
+        limits = any(r.prefix or r.max_tokens is not None for r in new) and not program
+        if [(r.group, r.n, r.spare) for r in new] != [(r.group, r.n, 0) for r in result] or limits:
+            raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
+        if any(r.given for r in new):
+            raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
+        result = [
+            new_row.replace(edit={**(row.edit or {}), **(new_row.edit or {})})
+            for row, new_row in zip(result, new, strict=True)
+        ]
+    return result
+
+
+_ONLY_EDITS = (
+    "plans an evaluation with other numbers of rollouts, given completions, prefixes or token limits. In evaluation a "
+    "plan may edit prompts and attach payloads (with a rollout program also prefixes and token limits), nothing else."
+)
+
+
+def in_evaluation(stack: MethodStack, hook: str) -> list[Method]:
+    """Methods whose `hook` acts in evaluation, too."""
+    return [m for m in stack.claims[hook] if hook in m.in_eval]
+
+
+def check_length(row: PlanRow, longest: int) -> None:
+    """Refuses a prefix or given completions that do not fit into a completion of so many tokens."""
+    limit = min(row.max_tokens or longest, longest)
+    given = max([len(c.tokens) for c in row.given], default=0)
+    if len(row.prefix) >= limit or given > longest:
+        raise MethodError(
+            f"The plan gives prompt {row.prompt_index} a prefix of {len(row.prefix)} and completions of up to {given} "
+            f"tokens; the completion length is {limit}."
+        )
+
+
 def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_size: int | None = None) -> Plan:
     for m in methods:
         new = stack.call("plan", m, plan)

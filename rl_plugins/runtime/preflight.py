@@ -76,6 +76,12 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             if problem:
                 problems.append(problem)
     problems += _wrong_corrections(stack, host)
+    rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
+    for m in stack.claims["rollout"] if rounds else ():
+        problems.append(
+            f"{rounds} generates in rounds, and `{m.name}` makes the rollouts of a prompt with a program, which runs "
+            f"once. Remove one of them."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return options

@@ -6,10 +6,13 @@ import importlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rl_plugins.rollouts import Plan
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.rounds import in_rounds
+from rl_plugins.runtime.stack import MethodStack
 
 # First tested version and first untested one (None: no bound); those of pyproject.toml where it names the package.
 TESTED: dict[str, tuple[str, str | None]] = {
@@ -102,3 +105,21 @@ def per_prompt(rows: Sequence[Any]) -> str:
 def _range(values: Any) -> str:
     low, high = min(values, default=0), max(values, default=0)
     return f"{low}" if low == high else f"{low} to {high}"
+
+
+def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Iterator[tuple[str, str]]:
+    """What the first plan comes to, one line per fact.
+
+    Args:
+        rows: the batch trains.
+        prompts: how many, and how many the host alone would take.
+    """
+    first = " in the first round" if in_rounds(stack) else ""
+    missing = rows - plan.trained
+    yield "prompts", prompts
+    yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
+    yield "rows generated", f"{plan.generated}{first}"
+    yield "rows trained", f"{plan.trained} of {rows}{first or (f'; {missing} stay empty' if missing else '')}"
+    choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
+    if choosers:
+        yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"

@@ -17,8 +17,7 @@ from datasets import load_dataset
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.rollouts import Plan
 from rl_plugins.runtime import preflight
-from rl_plugins.runtime.report import per_prompt
-from rl_plugins.runtime.rounds import in_rounds
+from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, script
 from rl_plugins.trl.compat import Seams
@@ -173,18 +172,9 @@ def _batch(stack: MethodStack, known: facts.KnownRun, processes: int, found: Fin
         else:
             found.problems.append(str(e))
     if plan is not None:
-        first = " in the first round" if in_rounds(stack) else ""
         prompts = len({r.group for r in plan.rows})
         own = "" if prompts == rows // group else f" (TRL alone: {rows // group})"
-        yield "prompts", f"{prompts}{own}"
-        yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
-        yield "rows generated", f"{plan.generated}{first}"
-        missing = rows - plan.trained
-        empty = f"; {missing} stay empty" if missing and not first else ""
-        yield "rows trained", f"{plan.trained} of {rows}{empty}"
-        choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
-        if choosers:
-            yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
+        yield from plan_lines(stack, plan, rows, f"{prompts}{own}")
     ga, steps = a.gradient_accumulation_steps, facts.optimizer_steps_per_batch(a)
     where = f"{processes} process{'es' if processes > 1 else ''}"
     per_step = a.per_device_train_batch_size * processes * ga

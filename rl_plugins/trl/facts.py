@@ -9,10 +9,10 @@ from typing import Any
 
 import trl
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import ConfigError
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
-from rl_plugins.rollouts import Plan, PlanRow, Run
+from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.rounds import in_rounds
@@ -154,11 +154,6 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
     problems += _loss_problems(stack, known.args, seams)
     if in_rounds(stack):
         names = _names(m.name for m in stack.methods if m.rounds)
-        if stack.claims["rollout"]:
-            problems.append(
-                f"{names} generates in rounds, and `{stack.claims['rollout'][0].name}` makes the rollouts of a prompt "
-                f"with a program, which runs once. Remove one of them."
-            )
         if known.rollout_func or known.tools:
             what = "rollout_func" if known.rollout_func else "tools or environments"
             problems.append(
@@ -168,18 +163,6 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n".join(problems))
     return options
-
-
-def check_plan_row(trainer: Trainer, p: PlanRow) -> None:
-    """Refuses what does not fit into a completion."""
-    most = trainer.max_completion_length
-    limit = min(p.max_tokens or most, most)
-    longest = max([len(c.tokens) for c in p.given], default=0)
-    if len(p.prefix) >= limit or longest > most:
-        raise MethodError(
-            f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
-            f"{longest} tokens; the completion length is {limit}."
-        )
 
 
 def too_few_prompts(args: GRPOConfig, rows: int) -> str:

@@ -20,11 +20,12 @@ from rl_plugins.estimators import gdpo_advantages, grpo_advantages
 from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.facts import check_plan_row, first_plan_of, known_of
+from rl_plugins.trl.facts import first_plan_of, known_of
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTurn, Trainer, model_input
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
@@ -144,7 +145,7 @@ class GenerationBatch:
                 f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
             )
         for p in special:
-            check_plan_row(self.trainer, p)
+            check_length(p, self.trainer.max_completion_length)
         return rows
 
     def _work_of_rounds(self) -> Work:

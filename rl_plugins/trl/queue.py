@@ -8,7 +8,7 @@ from dataclasses import replace
 from rl_plugins.requests import Generate, Prompt, Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
-from rl_plugins.trl.facts import check_plan_row
+from rl_plugins.runtime.plan import check_length
 from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow
 from rl_plugins.trl.prompts import Prompts
@@ -27,7 +27,7 @@ def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
     def begin() -> list[Group]:
         groups = admit(stack, prompts.proposal, enough, size, prompts.size, prompts.dataset)
         for g in groups:
-            check_plan_row(trainer, g.row)
+            check_length(g.row, trainer.max_completion_length)
         return groups
 
     groups = on_driver(accelerator, begin)

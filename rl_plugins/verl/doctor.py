@@ -22,8 +22,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.rollouts import Plan
-from rl_plugins.runtime.report import VARIABLES, per_prompt, print_environment, print_problems, print_versions
-from rl_plugins.runtime.rounds import in_rounds
+from rl_plugins.runtime.report import VARIABLES, plan_lines, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings, verl_folder
@@ -406,16 +405,10 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
         else:
             run.problems.append(str(e))
     if plan is not None:
-        first = " in the first round" if in_rounds(stack) else ""
         groups = len({r.group for r in plan.rows})
         own = "" if groups == prompts else f" (verl alone: {prompts})"
-        yield "prompts", f"{groups} per {'batch' if batches == 1 else f'plan, of {batches} batches'}{own}"
-        yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
-        yield "rows generated", f"{plan.generated}{first}"
-        yield "rows trained", f"{plan.trained} of {rows}{first}"
-        choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
-        if choosers:
-            yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"
+        of = "batch" if batches == 1 else f"plan, of {batches} batches"
+        yield from plan_lines(stack, plan, rows, f"{groups} per {of}{own}")
         try:  # what the asynchronous trainers refuse at their first step
             run.known().check_plan(stack, plan, prompts)
         except RLPluginsError as e:

@@ -328,11 +328,6 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
     rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
     if rounds and read.mode != "sync":
         yield f"{rounds} generates in rounds, and a batch of {read.mode} is generated ahead of time. {sync}"
-    if rounds and stack.claimed("rollout"):
-        yield (
-            f"{rounds} generates in rounds, and {_names(stack, 'rollout')} makes the rollouts of a prompt with a "
-            f"program, which runs once. Remove one of them."
-        )
     if stack.rows_per_rollout > 1 and read.mode != "sync":
         names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
         yield (

@@ -12,6 +12,7 @@ from typing import Any, NotRequired, TypedDict
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.plan import check_length
 from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.host import Columns, Dataset
 
@@ -214,13 +215,7 @@ class PromptBatches:
                     "The plan gives tokens without log-probs, and algorithm.rollout_correction.bypass_mode takes the "
                     "sampled log-probs for those of the policy. Set bypass_mode=False, or remove the method."
                 )
-            limit = min(p.max_tokens or self.response_length, self.response_length)
-            longest = max([len(c.tokens) for c in p.given], default=0)
-            if len(p.prefix) >= limit or longest > self.response_length:
-                raise MethodError(
-                    f"The plan gives prompt {p.prompt_index} a prefix of {len(p.prefix)} and completions of up to "
-                    f"{longest} tokens; the completion length is {limit}."
-                )
+            check_length(p, self.response_length)
 
 
 def note_of(plan: PlanRow, wave: str, place: int, round_: int) -> Note:

@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.fingerprint import fingerprint
+from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.verl import host, loss, start
@@ -37,7 +38,7 @@ from rl_plugins.verl.batch import (
 )
 from rl_plugins.verl.compat import states_its_mode
 from rl_plugins.verl.config import MODES
-from rl_plugins.verl.evaluation import PlannedBatches, planning
+from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
@@ -226,7 +227,7 @@ class MethodsTrainer(host.Trainer):
 
     def on_validate_begin(self) -> None:
         super().on_validate_begin()
-        if planning(self.methods):
+        if in_evaluation(self.methods, "plan"):
             n = self.config.actor_rollout_ref.rollout.val_kwargs.n
             self._host_loader = self.val_dataloader
             self.val_dataloader = PlannedBatches(self._host_loader, self.methods, self._prompts, n)
