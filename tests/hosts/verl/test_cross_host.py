@@ -25,9 +25,10 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 
+from rl_plugins.runtime import update
 from rl_plugins.runtime.update import surrogate
-from rl_plugins.trl import loss as trl_loss
-from rl_plugins.trl import step as trl_step
+from rl_plugins.trl import generation
+from rl_plugins.trl.facts import known_of, run_of
 from rl_plugins.verl import batch as verl_batch
 from rl_plugins.verl.batch import Decisions
 from rl_plugins.verl.config import Settings, compose
@@ -82,47 +83,50 @@ class Reshaped(probes.Probe):
 def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
     """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
     seen: dict[str, Any] = {}
-    decide, surrogate = trl_step.decide, trl_loss.policy_loss
+    batch = generation.GenerationBatch
+    decide, with_columns = generation.decide, batch._with_columns
 
     def watched(stack, rollouts, tokens, host, estimator, budget):
         seen.update(rollouts=rollouts, tokens=tokens)
         seen["decision"] = decide(stack, rollouts, tokens, host, estimator, budget)
         return seen["decision"]
 
+    def watched_columns(self, out):
+        out, columns = with_columns(self, out)
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(out["prompt_ids"], out["prompt_mask"], strict=True)]
+        seen.update(prompts=prompts, completions=self.generated.ids, rows=self.work.rows[0])
+        seen["raw"] = {k: v.clone() for k, v in out.items() if isinstance(v, torch.Tensor)}
+        if "entropies" in columns:
+            seen["raw"]["entropies"] = columns["entropies"].clone()
+        return out, columns
+
     reward = [harness.score, harness.length]
     options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
     trainer = harness.make(folder, methods, reward=reward, **options)
-    add_columns = trl_step.GenerationStep._add_columns
-
-    def with_columns(self, out):
-        add_columns(self, out)
-        seen.update(prompts=self.generated[0], completions=self.generated[1], rows=self.rows[0])
-        seen["raw"] = {k: v.clone() for k, v in out.items() if isinstance(v, torch.Tensor)}
-
-    trl_step.decide, trl_step.GenerationStep._add_columns = watched, with_columns
+    generation.decide, batch._with_columns = watched, watched_columns
     try:
         trainer.model.train()
         with harness.stub_sampling():
             loader = iter(trainer.get_train_dataloader())
-            trainer.methods.start(trainer._run())
+            trainer.methods.start(run_of(known_of(trainer)))
             out = trainer._generate_and_score_completions(next(loader))
     finally:
-        trl_step.decide, trl_step.GenerationStep._add_columns = decide, add_columns
+        generation.decide, batch._with_columns = decide, with_columns
     torch.manual_seed(1)
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.add_(torch.randn_like(p) * 0.02)
 
-    def kept(trainer, terms):
-        seen["surrogate"] = surrogate(trainer, terms)
+    def kept(stack, terms):
+        seen["surrogate"] = surrogate(stack, terms)
         return seen["surrogate"]
 
-    trl_loss.policy_loss = kept
+    update.surrogate = kept
     trainer.current_gradient_accumulation_steps = 1
     try:
-        seen["loss"] = float(trainer._compute_loss(trainer.model, out))
+        seen["loss"] = float(trainer.compute_loss(trainer.model, out))
     finally:
-        trl_loss.policy_loss = surrogate
+        update.surrogate = surrogate
     return {**seen, "out": out, "model": trainer.model, "tokenizer": trainer.processing_class}
 
 
@@ -184,7 +188,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
                 for ours, theirs in (
                     ("old_log_probs", "old_per_token_logps"),
                     ("rollout_log_probs", "old_per_token_logps"),
-                    ("entropy", "rlp_entropies"),
+                    ("entropy", "entropies"),
                 )
                 if theirs in raw
             },
