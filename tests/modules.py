@@ -20,7 +20,7 @@ class Import:
     """One import statement.
 
     Attributes:
-        module: that imports, "rl_plugins.trl.step".
+        module: that imports, "rl_plugins.trl.generation".
         target: what it imports: a module of this package, or the top-level name of another one.
         line: in its file.
     """

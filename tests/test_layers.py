@@ -79,9 +79,9 @@ def test_the_rule_can_fail() -> None:
     for module, target in [
         ("rl_plugins.methods.vade", "rl_plugins.runtime.stack"),
         ("rl_plugins.methods.vade", "trl"),
-        ("rl_plugins.trl.step", "rl_plugins.methods.gdpo"),
-        ("rl_plugins.trl.step", "rl_plugins.verl.rows"),
-        ("rl_plugins.runtime.plan", "rl_plugins.trl.step"),
+        ("rl_plugins.trl.generation", "rl_plugins.methods.gdpo"),
+        ("rl_plugins.trl.generation", "rl_plugins.verl.rows"),
+        ("rl_plugins.runtime.plan", "rl_plugins.trl.generation"),
         ("rl_plugins.commands.doctor", "trl"),
         ("rl_plugins.demo.policy", "rl_plugins.trl"),
         ("rl_plugins.rollouts", "rl_plugins.runtime.stack"),

@@ -53,7 +53,7 @@ class Row:
 
 
 def padding(like: Row, prompt: int = 20) -> Row:
-    """What verl adds to fill a batch, after `MethodsBatch.clean_padding`: one token, zero in every column."""
+    """What verl adds to fill a batch, after `clean_padding`: one token, zero in every column."""
     zero = torch.zeros(1)
     return Row(
         prompt=torch.full((prompt,), EOS),
