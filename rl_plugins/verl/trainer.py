@@ -78,11 +78,11 @@ class MethodsTrainer(host.Trainer):
 
     def on_init_end(self) -> None:
         if self.methods:
-            number_rows(self.train_dataset)
             self._prompts = PromptBatches(self.train_dataset, self.config)
             frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
             self.methods.vocabulary = len(self.tokenizer)
+            number_rows(self.train_dataset)
             self.methods.start(self.known().run())
             if self.global_steps:
                 self._load_state()

