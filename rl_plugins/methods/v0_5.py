@@ -118,8 +118,8 @@ class V05(Method):
                 raise ConfigError(f"`k_max` is {self.k_max}, below `k_init` = {self.k_init}; it must be at least that.")
             if -(-(self.k_max - self.k_init) // self.increment) >= MAX_ROUNDS:
                 raise ConfigError(
-                    f"From {self.k_init} to {self.k_max} rollouts by {self.increment} takes more than {MAX_ROUNDS} "
-                    f"rounds of generation. Raise `increment`."
+                    f"From {self.k_init} to {self.k_max} rollouts by {self.increment} takes {MAX_ROUNDS} or more "
+                    f"rounds of generation beside the first. Raise `increment`."
                 )
 
         @property

@@ -438,7 +438,7 @@ def test_beta_posterior() -> None:
     [
         ({"reward_low": 1.0, "reward_high": 1.0}, "the first must be lower"),
         ({"k_init": 5, "k_max": 4}, "`k_max` is 4, below `k_init` = 5"),
-        ({"k_max": 100}, "takes more than 60 rounds"),
+        ({"k_max": 100}, "takes 64 or more rounds"),
         ({"cost": -1}, "`cost` is -1"),
         ({"prior": "constant"}, "needs `prior_value`"),
         ({"prior_value": 0.5}, "`prior_value` has no effect unless `prior` is constant"),
