@@ -1,6 +1,6 @@
 """`rl-plugins doctor` and the dry run of `rl-plugins trl grpo`: what is installed, and methods without a run.
 
-What would happen in a run is in the adapter: `rl_plugins.trl.doctor`.
+What would happen in a run is in the adapters: `rl_plugins.trl.doctor` and `rl_plugins.verl.doctor`.
 """
 
 from __future__ import annotations

@@ -331,7 +331,7 @@ def test_metrics_of_several_steps_are_averaged(engine, rows):
         (
             ("broken",),
             {"hook": "before_update", "how": "column"},
-            "`broken` returned something illegal from `before_update`: the column `a` needs one number per row",
+            "`broken` returned something illegal from `before_update`: the column `a` needs one entry per row",
         ),
         (
             ("broken_surrogate",),
