@@ -248,7 +248,7 @@ def test_the_plugin_is_cheap_and_leaves_verl_alone(tmp_path: Path) -> None:
         sys.setprofile(count)
         plugin.load()
         sys.setprofile(None)
-        assert calls < 10 and set(sys.modules) == before, (calls, "a second time is nothing")
+        assert calls < 25 and set(sys.modules) == before, (calls, "a second time is nothing")  # two variables, a list
         assert imports._finder.waiting == waiting
         import rl_plugins.verl.loss  # what a training worker needs
         assert "rl_plugins.verl.agent_loop" not in sys.modules
