@@ -99,6 +99,20 @@ SIGNALS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
+class Idle:
+    """How a batch shows in a method's own metrics that it did nothing. After several such batches in a row the run says
+    so, once.
+
+    Args:
+        signs: names the method logs in driver or generation hooks -> the value of each in such a batch; all must hold.
+        advice: why that may be, and which parameters to look at.
+    """
+
+    signs: Mapping[str, float]
+    advice: str
+
+
+@dataclass(frozen=True)
 class Paper:
     """Where a method comes from.
 
@@ -151,6 +165,7 @@ class Method:
         aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
             weights: plain sum over the optimizer step).
         whole_groups: `before_update` needs complete groups in every optimizer step.
+        idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
         example_params: an example of each parameter that must be given (a judge, say); shown by `rl-plugins info`.
     """
@@ -173,6 +188,7 @@ class Method:
     trains: ClassVar[bool] = True
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
     whole_groups: ClassVar[bool] = False
+    idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
     example_params: ClassVar[Mapping[str, Any]] = {}
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
 
@@ -96,6 +96,12 @@ class April(Method):
     )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index"})
     host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
+    idle = (
+        Idle(
+            {"waiting": 0},
+            "no group of a batch was left for a later one. Lengths are alike, or `over_sampling` is 1.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

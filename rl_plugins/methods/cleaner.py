@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory, together
 
@@ -101,6 +101,13 @@ class Cleaner(Method):
     forces_tokens = True
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["}
+    idle = (
+        Idle(
+            {"retries": 0},
+            "no call was tried again. None failed (cleaner/failed_calls), or failures are not seen: look at `errors` "
+            "and `marker`, and at `max_tool_retries` and `rollback_probability`.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run, Shape, Tokens
 
@@ -73,6 +73,13 @@ class D3s(Method):
         "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
     )
     needs = frozenset({"entropies"})
+    idle = (
+        Idle(
+            {"rows_kept": 1, "tokens_kept": 1},
+            "no row and no token left. Lower `group_rows_start`, `batch_rows_start` or `tokens_start`, or make the "
+            "batch larger: shares of few rows are rounded.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
@@ -91,6 +91,12 @@ class Drpo(Method):
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
     whole_groups = True
+    idle = (
+        Idle(
+            {"mixed": 0},
+            "no group has right and wrong completions. Look at `reward` and `threshold`, which say what is right.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
 
@@ -69,6 +69,13 @@ class Hgpo(Method):
     )
     needs = frozenset({"turns"})
     advantages_per = "turn"
+    idle = (
+        Idle(
+            {"compared_0": 0},
+            "no two turns of a group began in the same state, so only rollouts are compared. Let the environment give "
+            "what it shows without history, time or numbering as `state` of its observation.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

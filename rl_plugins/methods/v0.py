@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
@@ -92,6 +92,13 @@ class V0(Method):
         "Routing between models, the paper's other use, is outside of a trainer.",
     )
     needs = frozenset({"prompt_index"})
+    idle = (
+        Idle(
+            {"utility": 1},
+            "budgets are worth no more than equal ones: predictions of a batch are alike (`prior`), or `min_rollouts` "
+            "and `max_rollouts` leave no choice.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(PriorParams):

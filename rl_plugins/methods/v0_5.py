@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import MAX_ROUNDS, Once, Plan, Rollouts, Run, Tokens
@@ -87,6 +87,7 @@ class V05(Method):
     )
     needs = frozenset({"prompt_index"})
     rounds = True
+    idle = (Idle({"unknown": 1}, "the prior knows no prompt, so the baseline is the group's own. Look at `prior`."),)
 
     @dataclass(frozen=True)
     class Params(PriorParams):

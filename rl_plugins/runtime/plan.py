@@ -207,6 +207,11 @@ def _select(
             f"Method `{m.name}` selects prompts, and the dataset is a stream, whose rows cannot be taken by number. "
             f"Use a dataset with random access, or remove `{m.name}` from `methods`."
         )
+    if proposal and n == pool_size:
+        stack.warn_once(
+            f"A batch takes all {n} prompts of the dataset, so `{m.name}` has nothing to choose from. Give more "
+            f"prompts, or make the batch smaller."
+        )
     pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
     return gate.prompts(m, stack.one("select_prompts", pool, n), pool, n)
 

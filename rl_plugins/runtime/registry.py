@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
-from rl_plugins.method import HOOKS, Bundle, Fidelity, Method, Paper
+from rl_plugins.method import HOOKS, Bundle, Fidelity, Idle, Method, Paper
 from rl_plugins.params import MethodParams, build_params
 from rl_plugins.renamed import check_signals
 from rl_plugins.runtime.config_text import read_json_or_yaml
@@ -349,6 +349,10 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, Mapping) and all(isinstance(options, Mapping) for options in v.values()),
         'a mapping of mappings, {"trl": {"option": value}}',
     ),
+    "idle": (
+        lambda v: isinstance(v, (tuple, list)) and all(isinstance(i, Idle) and _signs(i.signs) for i in v),
+        'a tuple of Idle({"metric": number}, "advice")',
+    ),
     "example_params": (lambda v: isinstance(v, Mapping), "a mapping of parameters to values"),
 }
 
@@ -361,6 +365,10 @@ def _unfit(method: Any) -> str:
         if not isinstance(value, property) and not fits(value):  # a property has its value in the instance
             return f"`{cls.__name__}.{attribute}` is {shown(value)}; it must be {allowed}."
     return ""
+
+
+def _signs(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(v, (int, float)) for v in value.values())
 
 
 def _whole(value: Any) -> bool:

@@ -51,6 +51,7 @@ class MethodStack(Context):
         vocabulary: number of token ids of the policy, set by the adapter; None if it is not known.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
         carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`); part of the saved state.
+        idle_batches: batches in a row that changed nothing (`rl_plugins.runtime.idle`); not saved.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
 
@@ -69,6 +70,7 @@ class MethodStack(Context):
         self.carried: list[dict[str, Any]] = []
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
+        self.idle_batches: dict[str, int] = {}
         self._warned: set[str] = set()
         self.claims = {hook: [m for m in methods if hook in m.claims()] for hook in HOOKS}
         for hook, claimants in self.claims.items():

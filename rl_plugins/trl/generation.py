@@ -19,6 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import gdpo_advantages, grpo_advantages
 from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.rounds import Rounds, in_rounds
@@ -408,6 +409,7 @@ class GenerationBatch:
         rewards = self.rewards
         local = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
         parts = gather(self.accelerator, local)
+        of_programs = gather(self.accelerator, self.stack.metrics.take()) if self.programs else []
         on_this_rank: list[Decided] = []
 
         def run() -> tuple[list[LocalDecision], int]:
@@ -418,7 +420,9 @@ class GenerationBatch:
             cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
             read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion
             lengths = seen.completion_length if read else decision.rollouts.length
-            on_this_rank.append(Decided(cut, decision, lengths, combine([self.stack.metrics.take()])))
+            logged = combine([*of_programs, self.stack.metrics.take()])
+            look_for_idle(self.stack, decision, logged)
+            on_this_rank.append(Decided(cut, decision, lengths, logged))
             return cut, self.stack.batch
 
         cut, self.stack.batch = on_driver(self.accelerator, run)

@@ -26,6 +26,7 @@ from rl_plugins.estimators import Scale, batch_std, grpo_advantages
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.decide import Decision, Selection, select_rows, settle
+from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
@@ -309,6 +310,7 @@ class Decisions:
         stayed."""
         generated = selected.generated
         values = combine([self.stack.metrics.take(), *selected.logged])
+        look_for_idle(self.stack, decision, values)
         values["rl_plugins/rows_generated"] = float(len(generated))
         values["rl_plugins/rows_trained"] = float(decision.trained.sum())
         values["rl_plugins/reward_generated"] = float(torch.nanmean(generated.reward))

@@ -13,7 +13,7 @@ import numpy as np
 
 from rl_plugins.agents import Episode, Subprogram, act, finish, open_episode, reply
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.method import Idle, Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory, together
@@ -86,6 +86,13 @@ class AepoRollout(Method):
     )
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments.calculator:Calculator"}
+    idle = (
+        Idle(
+            {"branches": 0},
+            "no chain branched, so all rollouts are chains from the prompt. Lower `branch_probability` or "
+            "`initial_rollouts`, or raise `beam_size`; chains of one turn never branch.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

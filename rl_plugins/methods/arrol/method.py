@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
 from rl_plugins.methods.arrol.survivors import (
     Array,
@@ -103,6 +103,11 @@ class Arrol(Method):
         "smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of 20, a two-layer MLP "
         "trained by cross-entropy, votes by rank. The rest is marked as ours.",
         "`selection: extremes` (ours) splits groups better than any draw but shows the head only extremes.",
+    )
+    idle = (
+        Idle({"stopped": 0}, "no rollout was stopped. Lower `keep_ratio`, or `detect_tokens` if most end before it."),
+        Idle({"right": 0}, "no rollout counts as right, so the head cannot be used. Lower `success_threshold`."),
+        Idle({"right": 1}, "every rollout counts as right, so the head cannot be used. Raise `success_threshold`."),
     )
 
     @dataclass(frozen=True)

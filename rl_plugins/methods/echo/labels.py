@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
+from rl_plugins.method import Idle, Method
 from rl_plugins.methods.echo.answers import boxed_answer
 from rl_plugins.methods.echo.confidence import PAPER
 from rl_plugins.params import MethodParams, param
@@ -62,6 +62,7 @@ class EchoLabels(Method):
         "such a function as `extract`.",
     )
     cost = "Generates n_votes rollouts per prompt, whatever number of them is trained."
+    idle = (Idle({"answered": 0}, "no answer was found in any completion, so all rewards are 0. Look at `extract`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

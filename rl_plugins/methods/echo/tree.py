@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.method import Idle, Method
 from rl_plugins.methods.echo.confidence import PAPER
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.params import MethodParams, param
@@ -87,6 +87,13 @@ class EchoTree(Method):
         "The authors' code takes the branching token's log-prob for that of a sampled token; here it has none.",
         "`echo_penalty` is that of the authors' code: L_t - (1 - mean of the lowest tenth of p_t) - 0.05 "
         "where a response was cut, else 0. Nothing reads it.",
+    )
+    idle = (
+        Idle(
+            {"branches": 0, "pruned": 0},
+            "no rollout branched or was cut. Raise `branch_threshold` or `max_branches`, lower `entropy_low`, or let "
+            "completions be longer than the windows.",
+        ),
     )
 
     @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
@@ -84,6 +84,13 @@ class FissionGrpo(Method):
         "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every "
         "second batch is recovery only.",
     )
+    idle = (
+        Idle(
+            {"served": 0},
+            "no recovery prompt was trained. No completion is an error (fission_grpo/errors, `error_threshold`), the "
+            "pool is below `trigger` (fission_grpo/pool), or `share` of a batch is less than one group (`group_size`).",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -136,6 +143,8 @@ class FissionGrpo(Method):
         p = self.params
         pool = [entry for entry in self.state["pool"] if plan.batch - entry["batch"] <= p.max_age]
         self.state["pool"] = pool
+        if plan.batch % p.every == 0:
+            self.log("served", 0, "sum")
         if plan.batch % p.every or len(pool) < p.trigger or not plan.rows:
             return None
         size = p.group_size or plan.group_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 from rl_plugins.params import MethodParams
@@ -85,6 +85,13 @@ class Latr(Method):
     )
     needs = frozenset({"engine:logprobs=2"})
     forces_tokens = True
+    idle = (
+        Idle(
+            {"branches": 1},
+            "no tree branched, so all rollouts of a tree are copies of one (latr/copies). Lower `tau_abs`, raise "
+            "`tau_rel`, set `sample_nk: always`, or let completions be longer.",
+        ),
+    )
     Params = LatrParams
 
     def __init__(self, params: MethodParams | None = None) -> None:

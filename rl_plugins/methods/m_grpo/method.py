@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins.agents.turns import joint, normalized
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
@@ -95,6 +95,13 @@ class MGrpo(Method):
         "The main agent's own reward is the user's; in the code a valid format with the right answer gives 1,"
         " a valid format 0.1, else 0. `sub_agent_format` is the authors' format rule for reward functions and"
         " agent loops.",
+    )
+    idle = (
+        Idle(
+            {"calls": 0},
+            "no sub-agent was called, so all rows are the main agent's. Look at what the prompt tells it to write, and "
+            "at `parse` of m_grpo_rollout or your agent loop.",
+        ),
     )
 
     @dataclass(frozen=True)

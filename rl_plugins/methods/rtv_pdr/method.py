@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.agents import play
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.rtv_pdr import texts
 from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
 from rl_plugins.params import MethodParams, param
@@ -92,6 +92,7 @@ class RtvPdr(Method):
         "The prompts for summaries, votes and refinement are ours.",
     )
     in_eval = ("rollout",)
+    idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import ppo_clip
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
@@ -105,6 +105,17 @@ class Scope(Method):
     )
     example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
     forces_tokens = True
+    idle = (
+        Idle(
+            {"eligible": 0},
+            "no group had a wrong completion and few right ones. Look at `success_threshold` and `min_correct`.",
+        ),
+        Idle(
+            {"corrected": 0},
+            "no correction of a wrong completion was right. Look at `scope/located` (`threshold`, `min_prefix`), "
+            "`scope/failed` and `scope/verified` (`corrector` or `hint`).",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
 from rl_plugins.params import MethodParams, param
@@ -92,6 +92,13 @@ class TrainingFreeGrpo(Method):
     in_eval = ("plan",)
     trains = False
     example_params = {"llm": "rl_plugins.demo.advisor:canned"}
+    idle = (
+        Idle(
+            {"operations": 0},
+            "the library did not change. No group had successes and failures (training_free_grpo/mixed, `reward_low`, "
+            "`reward_high`, `ground_truth`), or the language model proposed nothing.",
+        ),
+    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
+from rl_plugins.method import Idle, Method
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 from rl_plugins.methods.ui_s1.method import UiS1
 from rl_plugins.params import MethodParams, param
@@ -57,6 +57,7 @@ class UiS1Rollout(Method):
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
     in_eval = ("rollout",)
+    idle = (Idle({"patches": 0}, "no step was patched. Every step matched, `match` failed, or `max_patches` is 0."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -86,6 +86,7 @@ def run(folder, methods, options):
             "frac_reward_zero_std",
             "softmax/groups",
             "clip_ratio/region_mean",
+            "talk/talked",
         )
         if history(t, n)
     ]

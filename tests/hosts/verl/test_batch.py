@@ -26,7 +26,7 @@ from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decisions, Selected, Settled, clean_padding, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.facts import Known, Reader
-from rl_plugins.verl.prompts import COLUMN, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
+from rl_plugins.verl.prompts import COLUMN, MADE, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
 from rl_plugins.verl.trainer import MethodsSync
 
@@ -93,15 +93,19 @@ def row(group: int, reward: float, length: int = 3, wave: str = "w", **changes: 
 
 
 def run(
-    queue: MemoryQueue, rows: dict[str, dict[str, Any]], *methods: str, rows_of_batch: int = 4, config: Any = None
+    queue: MemoryQueue,
+    rows: dict[str, dict[str, Any]],
+    *methods: str,
+    rows_of_batch: int = 4,
+    config: Any = None,
+    stack: MethodStack | None = None,
 ) -> tuple[Selected, KVBatchMeta, Settled]:
     """Selection and settlement of these rows; returns the batch between them, too."""
     queue.put_rows(rows)
     tags = [{"global_steps": 1, "min_global_steps": 0} for _ in rows]
     batch = KVBatchMeta(partition_id="train", keys=list(rows), tags=tags)
-    mine = Decisions(
-        Settings(methods or ("noop",)).stack(), config or globals()["config"](), {}, Tokenizer(), rows_of_batch
-    )
+    stack = stack or Settings(methods or ("noop",)).stack()
+    mine = Decisions(stack, config or globals()["config"](), {}, Tokenizer(), rows_of_batch)
     selected = mine.select(batch)
     before = KVBatchMeta(partition_id="train", keys=list(selected.batch.keys), tags=selected.batch.tags)
     return selected, before, mine.settle(selected.batch, selected)
@@ -146,6 +150,22 @@ def test_verls_own_advantages_stay_on_its_own_batch(queue: MemoryQueue) -> None:
     _, _, done = run(queue, rows)
     assert done.decision.estimator == "host" and done.decision.row_advantages.tolist() == [3.0, -3.0, 2.0, -2.0]
     assert [float(queue.rows[k][REAL]) for k in done.batch.keys] == [1.0] * 4
+
+
+def test_batches_that_change_nothing_are_told_once(queue: MemoryQueue, caplog: pytest.LogCaptureFixture) -> None:
+    """Equal rewards, and a tree that did not branch, as its program logged it in an agent loop."""
+    caplog.set_level("WARNING", "rl_plugins")
+    stack = Settings(("latr",)).stack()
+    for number in range(6):
+        rows = {f"{u}{number}_{s}_0": row(g, float(g)) for g, u in enumerate("ab") for s in (0, 1)}
+        for r in rows.values():
+            made = {"rollout": 0, "index": 0, "group": None, "finish": "eos", "meta": {}}
+            made["metrics"] = {"latr/branches": ("mean", 1.0, 1.0)}
+            r["extra_fields"] = {MADE: made}
+        run(queue, rows, stack=stack)
+        warned = [r.getMessage() for r in caplog.records]
+        assert len(warned) == (0 if number < 4 else 2)
+    assert "no token had an advantage other than 0" in warned[0] and warned[1].startswith("latr: it did nothing")
 
 
 def test_other_estimators_see_waves_as_groups_and_are_refused(queue: MemoryQueue) -> None:
