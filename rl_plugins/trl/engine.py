@@ -16,7 +16,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopHLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
@@ -165,6 +177,8 @@ class TrlEngine:
             config.temperature = options.temperature if config.do_sample else None
             if not config.do_sample:
                 config.top_k = config.top_p = config.min_p = None
+            else:
+                watch.cuts = _cuts(config, model.generation_config)
             watch.start = kwargs["input_ids"].size(1)
             out = self.contexts.generate(
                 host,
@@ -256,10 +270,12 @@ class TrlEngine:
 
 
 class _Watch(LogitsProcessor):  # type: ignore[misc]
-    """Sees the logits of every token: log-probs of the tokens that were chosen, and the most likely ones."""
+    """Sees the logits of every token: log-probs of the tokens that were chosen, under the distribution they were sampled
+    from, and the most likely ones of the whole one. `cuts` is what `generate` cuts from it afterwards."""
 
     def __init__(self, options: _Options, limits: Tensor, tokenizer: Any) -> None:
         self.options, self.limits, self.tokenizer = options, limits, tokenizer
+        self.cuts = LogitsProcessorList()
         self.start = 0  # columns of the padded prompts
         self.length = limits.clone()  # new tokens of each row when it was stopped
         self._last: Tensor | None = None
@@ -269,10 +285,10 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
-        temperature = self.options.temperature or 1.0
-        self._last = torch.log_softmax(scores.float() / temperature, dim=-1)
+        logits = scores.float()
+        self._last = torch.log_softmax(self.cuts(input_ids, logits / (self.options.temperature or 1.0)), dim=-1)
         if self.options.top:
-            plain = self._last if temperature == 1.0 else torch.log_softmax(scores.float(), dim=-1)
+            plain = torch.log_softmax(logits, dim=-1)
             values, tokens = plain.topk(min(self.options.top, plain.size(-1)), dim=-1)
             self._top.append((values.cpu(), tokens.cpu()))
         return scores
@@ -293,6 +309,29 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
         own, *best = (x[row][:n] for x in self._table)
         top = (tuple(zip(tokens, values, strict=True)) for values, tokens in zip(*best, strict=True))
         return Generated(tuple(ids[:n]), tuple(own), "length", top=tuple(top))
+
+
+# Options of `generate` that cut tokens from what it samples, in its order, with the value that cuts nothing.
+_CUTS = {
+    "top_h": (TopHLogitsWarper, None),
+    "top_k": (TopKLogitsWarper, 0),
+    "top_p": (TopPLogitsWarper, 1.0),
+    "min_p": (MinPLogitsWarper, None),
+    "typical_p": (TypicalLogitsWarper, 1.0),
+    "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
+    "eta_cutoff": (EtaLogitsWarper, 0.0),
+}
+
+
+def _cuts(config: Any, of_model: Any) -> LogitsProcessorList:
+    """What `generate` cuts with this configuration, behind the temperature; an option of None is the model's own."""
+    cuts = LogitsProcessorList()
+    for name, (warper, neutral) in _CUTS.items():
+        value = getattr(config, name, None)
+        value = getattr(of_model, name, None) if value is None else value
+        if value not in (None, neutral):
+            cuts.append(warper(value))
+    return cuts
 
 
 class _Stop(StoppingCriteria):  # type: ignore[misc]

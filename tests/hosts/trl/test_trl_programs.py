@@ -69,6 +69,54 @@ def test_the_engine_reports_what_the_policy_thinks(tmp_path):
     assert SEEN["scored"].reward == pytest.approx(score([list(SEEN["top"][0].tokens)])[0])
 
 
+def _largest(probabilities, enough):
+    """Places of the largest ones until `enough` of them are taken."""
+    order = sorted(range(len(probabilities)), key=lambda i: -probabilities[i])
+    taken = []
+    for i in order:
+        if enough(taken, probabilities[i]):
+            break
+        taken.append(i)
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("options", "enough"),
+    [
+        ({"top_p": 0.6, "temperature": 0.7}, lambda taken, p: sum(taken) >= 0.6),
+        ({"top_k": 3}, lambda taken, p: len(taken) == 3),
+        ({"min_p": 0.5, "temperature": 1.3}, lambda taken, p: bool(taken) and p < 0.5 * taken[0]),
+        ({"generation_kwargs": {"epsilon_cutoff": 0.02}}, lambda taken, p: bool(taken) and p < 0.02),
+        ({"top_k": 6, "top_p": 0.5}, None),
+    ],
+    ids=["top_p", "top_k", "min_p", "epsilon_cutoff", "top_k and top_p"],
+)
+def test_log_probs_are_of_the_distribution_that_was_sampled(tmp_path, options, enough):
+    """What top_p and its like cut off has no probability, and the rest has more of it."""
+    trainer = make(tmp_path, ["plain"], max_steps=1, **options)
+    engine = trainer.program_engine(lambda prompt: {})
+    prompt = make_prompt(engine.chat, "a:531", n=1, max_tokens=8)
+    with torch.no_grad():
+        (made,) = engine.generate([(prompt, Generate(prompt.start(), n=24, max_tokens=8, top=2))])
+    temperature, largest = options.get("temperature", 1.0), 0.0
+    for g in made:
+        truth = _logits(tmp_path, [*prompt.tokens, *g.tokens])[len(prompt.tokens) - 1 :]
+        for k, token in enumerate(g.tokens):
+            whole = torch.softmax(truth[k] / temperature, -1).tolist()
+            if enough is None:  # of the six largest, normalized anew, those up to a half
+                six = _largest(whole, lambda taken, p: len(taken) == 6)
+                total = sum(whole[i] for i in six)
+                cut = [p / total if i in six else 0.0 for i, p in enumerate(whole)]
+                left = _largest(cut, lambda taken, p, cut=cut: sum(cut[i] for i in taken) >= 0.5)
+            else:
+                left = _largest(whole, lambda taken, p, whole=whole: enough([whole[i] for i in taken], p))
+            assert token in left
+            assert g.logprobs[k] == pytest.approx(math.log(whole[token] / sum(whole[i] for i in left)), abs=1e-4)
+            largest = max(largest, g.logprobs[k] - math.log(whole[token]))
+            assert [p for _, p in g.top[k]] == pytest.approx(truth[k].topk(2).values.tolist(), abs=1e-5)
+    assert largest > 0.1
+
+
 def test_stop_texts_end_rows_one_by_one(tmp_path):
     trainer = make(tmp_path, ["plain"], max_steps=1)
     engine = trainer.program_engine(lambda prompt: {})
