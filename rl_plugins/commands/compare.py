@@ -289,9 +289,8 @@ def _run(
     environment: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
 ) -> None:
-    missing = [name for name in ("matplotlib", "scipy") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)} is needed for the report. Install: pip install 'rl-plugins[plot]'.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("matplotlib is needed for the report. Install: pip install 'rl-plugins[plot]'.")
     console = console or Console()
     if dry_run:
         for run in comparison.runs:

@@ -32,17 +32,19 @@ class TurnControl(Method):
         while used < L and not done:
             the latest message the agent reads ends with "<L - used> turns left"
             the agent generates a turn, the environment takes it, used += 1
-            if used = L, not done, extensions left, should_extend:  L += E, and the agent is told
+            if used = L < L_max, not done, extensions left, should_extend:
+                L = min(L + E, L_max), and the agent is told
 
         unlimited   L = hard_cap, nothing is told: the plain agent loop
         fixed       L = T_75
-        dynamic     L = T_50, E = T_75 - T_50
+        dynamic     L = T_50, L_max = T_75, E = ceil((L_max - L) / max_extensions)
 
         T_q = ceil(percentile_q of the turns of the unrestricted agent), linear interpolation, solved or not
 
     Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q comes
-    from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`). In
-    evaluation the parameter `limit` holds, or none. Reminders stay in the trajectory and carry no gradient.
+    from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`).
+    Evaluation has the limits and reminders of the next batch. Reminders stay in the trajectory and carry no gradient.
+    With an `extension`, or a `limit` and no calibration, L_max is L + E max_extensions, and never above hard_cap.
 
     Symbols: `meta` of a row has `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
     `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length" (truncated), "aborted" (no
@@ -52,7 +54,7 @@ class TurnControl(Method):
     among those it is one more than the longest seen. Episodes whose environment broke do not count. A rollout whose
     environment cannot be reset is left out.
 
-    State: turns and cut (whether cut off) of the episodes of the window, and the limit.
+    State: turns and cut (whether cut off) of the episodes of the window, and the limits.
 
     Logs: `turns`; `done`, `limited`, `length`, `failed`, `extended`, shares of the episodes; `turns_25`, `turns_50`,
     `turns_75`, T_q of the batch; `limit`, `last_limit` for the next batch.
@@ -79,6 +81,7 @@ class TurnControl(Method):
         "feature of the engine. Token cost grows about quadratically in turns."
     )
     disagreements = (
+        "The paper was read through its abstract and others' reviews of it, not in full.",
         "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who"
         " is not done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and "
         "`max_extensions` select.",
@@ -88,7 +91,8 @@ class TurnControl(Method):
         "cut off is a reconstruction: the paper calibrates once, before anything is limited.",
     )
     needs = frozenset({"column:turns", "column:stop_reason", "column:extended"})
-    in_eval = ("rollout",)
+    in_eval = ("plan", "rollout")
+    state_version = 2  # the last limit of an episode
     example_params = {"environment": "rl_plugins.demo.environments:Grid"}
 
     @dataclass(frozen=True)
@@ -99,9 +103,13 @@ class TurnControl(Method):
         strategy: Literal["unlimited", "fixed", "dynamic"] = param(
             "fixed", "limit of turns: none but hard_cap, a fixed one, or one that is extended"
         )
-        hard_cap: int = param(50, "turns of the unrestricted agent, and the largest limit that is calibrated", ge=1)
+        hard_cap: int = param(
+            50, "turns of an episode at most, whatever the limit; those of the unrestricted agent", ge=1
+        )
         limit: int | None = param(None, "turns (before an extension); none: from the calibration", ge=1)
-        extension: int | None = param(None, "further turns (dynamic); none: up to T of `last_percentile`", ge=0)
+        extension: int | None = param(
+            None, "further turns (dynamic); none: up to T of `last_percentile`, in equal parts", ge=0
+        )
         max_extensions: int = param(1, "extensions of an episode (dynamic)", ge=0)
         should_extend: Callable[..., Any] | None = param(
             None,
@@ -163,6 +171,13 @@ class TurnControl(Method):
                     f"`calibration_episodes` is {self.calibration_episodes}, but only the last `window` = "
                     f"{self.window} episodes are kept. Raise `window` or lower `calibration_episodes`."
                 )
+            most = (self.limit or 0) + (self.extension or 0)
+            if most > self.hard_cap:
+                raise ConfigError(
+                    f"`limit`{' and `extension` are' if self.extension else ' is'} {most} turns, above `hard_cap` = "
+                    f"{self.hard_cap}, which no episode exceeds. Raise `hard_cap`, or lower the "
+                    f"{'extension' if self.extension else 'limit'}."
+                )
             if self.min_turns > self.hard_cap:
                 raise ConfigError(f"`min_turns` is {self.min_turns}, above `hard_cap` = {self.hard_cap}.")
             for name, text, known in (
@@ -192,12 +207,12 @@ class TurnControl(Method):
 
     def start(self, run: Run) -> None:
         if self.params.how != "off":
-            self.state = {"turns": [], "cut": [], "batches": 0, "limit": 0, "extension": 0}
+            self.state = {"turns": [], "cut": [], "batches": 0, "limits": {}}
 
     def plan(self, plan: Plan) -> Plan | None:
-        if not self.state.get("limit"):
+        if not self.state.get("limits"):
             return None
-        mine = {self.name: {"limit": self.state["limit"], "extension": self.state["extension"]}}
+        mine = {self.name: dict(self.state["limits"])}
         return plan.replace(rows=tuple(row.replace(payload={**(row.payload or {}), **mine}) for row in plan.rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
@@ -217,37 +232,44 @@ class TurnControl(Method):
             for q in (25, 50, 75) if turns else ():
                 self.log(f"turns_{q}", turns_at(q, turns, cut))
             self._calibrate(turns, cut)
-        limit, extension = self._limits(self.state)
-        self.log("limit", limit)
-        self.log("last_limit", limit + extension * self.params.max_extensions)
+        limits = self._limits(self.state.get("limits"))
+        self.log("limit", limits["limit"])
+        self.log("last_limit", limits["last"])
 
     def _calibrate(self, turns: Sequence[int], cut: Sequence[bool]) -> None:
         """Adds the episodes of a batch to the window, and computes the limit where it is time to."""
         p, state = self.params, self.state
-        if p.how == "off" or (p.how == "freeze" and state["limit"]):
+        if p.how == "off" or (p.how == "freeze" and state["limits"]):
             return
         window = {"turns": [*state["turns"], *turns][-p.window :], "cut": [*state["cut"], *cut][-p.window :]}
         batches = state["batches"] + 1
         self.state = {**state, **window, "batches": batches}
-        due = not state["limit"] or batches % p.update_every == 0
+        due = not state["limits"] or batches % p.update_every == 0
         if due and len(window["turns"]) >= p.calibration_episodes:
             first, last = (
                 min(max(turns_at(q, **window), p.min_turns), p.hard_cap)
                 for q in (p.first_percentile, p.last_percentile)
             )
-            extension = last - first if p.extension is None else p.extension
-            self.state = {**self.state, "limit": first, "extension": extension if p.strategy == "dynamic" else 0}
+            self.state = {**self.state, "limits": self._bounded(first, last)}
 
-    def _limits(self, given: Mapping[str, int]) -> tuple[int, int]:
-        """Limit and extension: of a calibration, of the parameters, or none but the cap."""
+    def _limits(self, calibrated: Mapping[str, int] | None) -> Mapping[str, int]:
+        """`limit`, `extension` and `last` limit: of a calibration, of the parameters, or none but the cap."""
         p = self.params
-        if given.get("limit"):
-            return given["limit"], given["extension"]
+        if calibrated:
+            return calibrated
         if p.strategy == "unlimited" or p.limit is None:
-            return p.hard_cap, 0
-        if p.strategy == "fixed":
-            return p.limit, 0
-        return p.limit, math.ceil(p.limit / 2) if p.extension is None else p.extension
+            return {"limit": p.hard_cap, "extension": 0, "last": p.hard_cap}
+        return self._bounded(p.limit, p.limit + math.ceil(p.limit / 2) * p.max_extensions)
+
+    def _bounded(self, first: int, last: int) -> dict[str, int]:
+        """Limits that begin with `first` and end, where the extension is not given, with `last`."""
+        p = self.params
+        if p.strategy != "dynamic" or not p.max_extensions:
+            return {"limit": first, "extension": 0, "last": first}
+        extension = -(-(last - first) // p.max_extensions)  # rounded up
+        if p.extension is not None:
+            extension, last = p.extension, first + p.extension * p.max_extensions
+        return {"limit": first, "extension": extension, "last": min(last, p.hard_cap)}
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         if self.params.unfinished == "grade":
@@ -266,8 +288,9 @@ class TurnControl(Method):
     def _episode(self, prompt: Prompt) -> Generator[Any, Any, Trajectory | None]:
         """One rollout; None if its environment cannot be reset."""
         p = self.params
-        given = (prompt.payload or {}).get(self.name, {}) if isinstance(prompt.payload, Mapping | None) else {}
-        limit, extension = self._limits(given)
+        given = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
+        limits = self._limits(given)
+        limit = limits["limit"]
         told = p.strategy != "unlimited" and (bool(given) or p.limit is not None)  # not while turns are calibrated
         granted = 0
         environment = p.environment()
@@ -289,12 +312,12 @@ class TurnControl(Method):
                     break
                 news = ""
                 if episode.turns >= limit:
-                    more = extension > 0 and granted < p.max_extensions
-                    if not (more and (yield from self._extend(environment))):
+                    more = min(limits["extension"], limits["last"] - limit)  # 0 where no extension is left
+                    if not (more > 0 and (yield from self._extend(environment))):
                         stop = "extended_limit" if granted else "limit"
                         break
-                    granted, limit = granted + 1, limit + extension
-                    news = p.extension_text.format(extension=extension)
+                    granted, limit = granted + 1, limit + more
+                    news = p.extension_text.format(extension=more)
                 reminder = self._reminder(episode.turns, limit) if told else ""
                 following = reply(prompt, episode, "\n".join(filter(None, (news, reminder))), p.role)
                 if not prompt.room(following.trajectory):

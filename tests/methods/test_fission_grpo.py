@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -153,7 +154,9 @@ def test_the_newest_are_served_first_and_the_rest_stays() -> None:
 )
 def test_the_batch_never_overflows(entries: int, share: float, size: int | None, prompts: int, free: int) -> None:
     stack, method = stack_of(share=share, group_size=size)
-    method.state["pool"] = [{"prompt": str(i), "source": i, "batch": 0, "depth": 1} for i in range(entries)]
+    method.state["pool"] = [
+        {"prompt": str(i), "error": str(i), "source": i, "batch": 0, "depth": 1} for i in range(entries)
+    ]
     before = make_plan(prompts, 4, budget=4 * prompts + free, batch=1)
     plan = stack.call("plan", method, before) or before
     assert plan.trained <= before.budget
@@ -203,9 +206,36 @@ def test_age_and_capacity() -> None:
 def test_per_prompt_limit_and_duplicates() -> None:
     stack, method = stack_of(max_per_prompt=2)
     assert feed(stack, rollouts_of([0.0] * 8, [1, 2]))["fission_grpo/pushed"] == 4
+    assert feed(stack, rollouts_of([0.0] * 8, [1, 2]))["fission_grpo/pushed"] == 4  # the other two answers of each
     assert feed(stack, rollouts_of([0.0] * 8, [1, 2]))["fission_grpo/pushed"] == 0  # the same answers again
     one, _ = stack_of()
     assert feed(one, rollouts_of([0.0] * 8, [1, 1]))["fission_grpo/pushed"] == 1
+
+
+def test_a_repeated_or_overlong_error_does_not_hide_others() -> None:
+    texts = ["same", "same", "other", "third"]
+    stack, method = stack_of(max_per_prompt=2)
+    assert feed(stack, rollouts_of([0.0] * 4, [1], texts=texts))["fission_grpo/pushed"] == 2
+    assert [e["prompt"][1]["content"] for e in method.state["pool"]] == ["same", "other"]
+    assert feed(stack, rollouts_of([0.0] * 4, [1], texts=texts))["fission_grpo/pushed"] == 1  # two wait already
+    assert method.state["pool"][-1]["prompt"][1]["content"] == "third"
+    thoughts = [f"{thought} {call('book', city=c)}" for thought, c in (("a", "x"), ("b", "x"), ("c", "y"))]
+    stack, method = stack_of(max_per_prompt=3)
+    assert feed(stack, rollouts_of([0.0] * 3 + [1.0], [1], texts=[*thoughts, "z"]))["fission_grpo/pushed"] == 2
+    stack, method = stack_of(max_characters=150)
+    logged = feed(stack, rollouts_of([0.0] * 4, [1], texts=["x" * 160, "short", "y", "z"]))
+    assert logged["fission_grpo/dropped"] == logged["fission_grpo/pushed"] == 1
+    assert method.state["pool"][0]["prompt"][1]["content"] == "short"
+
+
+def test_a_withdrawn_rollout_is_no_error() -> None:
+    method = fission(correctness="right")
+    stack = start_stack(method, run=make_run(dataset=Data(), reward_names=("style", "right")))
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    rollouts = rollouts_of(rewards, [4], reward_names=("style", "right"))
+    withdrawn = rollouts.replace(reward=torch.tensor([math.nan, 0.0, 1.0, 1.0]).double())
+    feed(stack, withdrawn)
+    assert [e["prompt"][1]["content"] for e in method.state["pool"]] == ["answer 1"]
 
 
 def test_nan_is_no_error_and_foreign_prompts_of_others_are_left() -> None:
@@ -417,11 +447,44 @@ def test_correctness() -> None:
     assert correctness([ToolCall("fly", {"city": "Paris", "nights": 2})], gold) == 0.0
     assert correctness([ToolCall("book", {"city": "Paris", "nights": 3})], gold) == pytest.approx(0.5 + 0.5 * 0.5)
     assert correctness([ToolCall("book", {"city": "Paris"})], gold) == pytest.approx(0.5 + 0.5 * 2 / 3)
-    assert correctness([*gold, *gold], gold) == pytest.approx(0.5 * 2 / 3 + 0.5 * 0.5)
+    assert correctness([*gold, *gold], gold) == pytest.approx(0.5 * 2 / 3 + 0.5)  # the matched call is right
+    made = [ToolCall("f", {"a": 1, "b": 2, "c": 3}), ToolCall("f", {"b": 2, "c": 3})]
+    wanted = [ToolCall("f", {"a": 1, "b": 2, "c": 3}), ToolCall("f", {"a": 1, "x": 9})]
+    assert correctness(made, wanted) == pytest.approx(0.5 + 0.5 * (0.4 + 0.8) / 2)  # best fit first: (1 + 0) / 2
     a, b = ToolCall("f", {"x": 1}), ToolCall("f", {"x": 2})
     assert correctness([b, a], [a, b]) == 1.0  # paired by what fits
     assert correctness([ToolCall("f", {})], [ToolCall("f", {})]) == 1.0
     assert correctness([ToolCall("f", {"x": True})], [ToolCall("f", {"x": 1})]) == 0.5
+
+
+def f1_of(a: Any, b: Any) -> float:
+    both = len([k for k in a if k in b and a[k] == b[k]])
+    return 1.0 if not a and not b else 2 * both / (len(a) + len(b))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sides=st.tuples(
+        *[
+            st.lists(
+                st.tuples(st.sampled_from("fg"), st.dictionaries(st.sampled_from("abc"), st.integers(0, 1))), max_size=4
+            )
+        ]
+        * 2
+    )
+)
+def test_correctness_equals_all_assignments(sides: Any) -> None:
+    made, gold = sides
+    best = []
+    for matched in permutations([*range(len(gold)), *[None] * len(made)], len(made)):
+        pairs = [(c[1], gold[j][1]) for c, j in zip(made, matched, strict=True) if j is not None and gold[j][0] == c[0]]
+        best.append((len(pairs), sum(f1_of(a, b) for a, b in pairs)))
+    count, fit = max(best)
+    expected = 0.5 * 2 * count / max(1, len(made) + len(gold)) + (0.5 * fit / count if count else 0.0)
+    if not made and not gold:
+        expected = 1.0
+    calls = [[ToolCall(*c) for c in side] for side in sides]
+    assert correctness(*calls) == pytest.approx(expected)
 
 
 # ---- the reward

@@ -20,8 +20,9 @@ from rl_plugins.method import Method
 from rl_plugins.methods.turn_control import CUT, TurnControl, turns_at
 from rl_plugins.params import build_params
 from rl_plugins.requests import Kind, Trajectory, together
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import evaluation_plan
 from rl_plugins.testing import make_plan, make_rollouts, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -345,21 +346,60 @@ def test_the_limit_comes_from_the_first_episodes_and_stays() -> None:
     assert payload_of(stack) is None and logged["turn_control/limit"] == 30
     logged = seen(stack, episodes([10, 12, 14, 30], ["done", "done", "done", "limit"]))
     # of 2 4 6 8 10 12 14 and one that was cut off: place 5.25 of 0..7, between 12 and 14
-    assert payload_of(stack) == {"limit": 13, "extension": 0}
+    assert payload_of(stack) == {"limit": 13, "extension": 0, "last": 13}
     assert logged["turn_control/limit"] == logged["turn_control/last_limit"] == 13
     assert logged["turn_control/limited"] == 0.25 and logged["turn_control/turns"] == 16.5
     seen(stack, episodes([1] * 16))
-    assert payload_of(stack) == {"limit": 13, "extension": 0}
+    assert payload_of(stack) == {"limit": 13, "extension": 0, "last": 13}
 
 
 def test_dynamic_limits_are_two_percentiles() -> None:
     stack = start_stack(control(strategy="dynamic", calibration_episodes=5))
     logged = seen(stack, episodes([2, 4, 6, 8, 10]))
-    assert payload_of(stack) == {"limit": 6, "extension": 2}
+    assert payload_of(stack) == {"limit": 6, "extension": 2, "last": 8}
     assert (logged["turn_control/limit"], logged["turn_control/last_limit"]) == (6, 8)
     stack = start_stack(control(strategy="dynamic", calibration_episodes=5, extension=7, min_turns=9))
     seen(stack, episodes([2, 4, 6, 8, 10]))
-    assert payload_of(stack) == {"limit": 9, "extension": 7}
+    assert payload_of(stack) == {"limit": 9, "extension": 7, "last": 16}
+
+
+def test_extensions_never_go_beyond_the_last_percentile() -> None:
+    for most, (extension, turns) in ((1, (5, [6, 11])), (2, (3, [6, 9, 11])), (4, (2, [6, 8, 10, 11])), (0, (0, [6]))):
+        stack = start_stack(control(strategy="dynamic", calibration_episodes=5, max_extensions=most))
+        logged = seen(stack, episodes([2, 4, 6, 11, 12]))
+        limits = payload_of(stack)
+        assert limits == {"limit": 6, "extension": extension, "last": turns[-1]}
+        assert logged["turn_control/last_limit"] == turns[-1]
+        (t,) = rollouts_of(stack.methods[0], engine := policy(), n=1, max_tokens=5000, payload={"turn_control": limits})
+        assert (t.meta["turns"], t.meta["limit_final"]) == (turns[-1], turns[-1])
+        left = left_in(engine, t)  # the first that is said after each extension is what it adds
+        told = [left[at] for at in [0, *turns[:-1]]]
+        assert told == [turns[0], *[b - a for a, b in zip(turns[:-1], turns[1:], strict=True)]]
+        assert ("You get 1 more turns." in text_of(engine, t)) == (most == 4)  # what is granted, not what was planned
+
+
+def test_no_limit_exceeds_the_cap() -> None:
+    stack = start_stack(control(strategy="dynamic", calibration_episodes=5, extension=7, max_extensions=3, hard_cap=11))
+    seen(stack, episodes([2, 4, 6, 8, 10]))
+    assert payload_of(stack) == {"limit": 6, "extension": 7, "last": 11}
+    method = control(strategy="dynamic", limit=4, extension=3, max_extensions=9, hard_cap=8)
+    (t,) = rollouts_of(method, engine := policy(), n=1, max_tokens=5000)
+    assert t.meta["turns"] == 8 and "You get 3 more" in text_of(engine, t) and "You get 1 more" in text_of(engine, t)
+    (t,) = rollouts_of(control(strategy="dynamic", limit=4, hard_cap=5), policy(), n=1, max_tokens=5000)
+    assert t.meta["turns"] == 5  # half of the limit would be 6 in all
+
+
+def test_an_evaluation_has_the_calibrated_limit() -> None:
+    stack = start_stack(control(calibration_episodes=4))
+    rows = [PlanRow(-1, i, 2, edit={"prompt": "q"}) for i in range(3)]
+    assert [r.payload for r in evaluation_plan(stack, rows)] == [None] * 3
+    seen(stack, episodes([3, 3, 3, 9]))
+    planned = evaluation_plan(stack, rows)
+    assert [r.payload["turn_control"]["limit"] for r in planned] == [5] * 3 and [r.n for r in planned] == [2] * 3
+    (t, _) = rollouts_of(
+        stack.methods[0], engine := policy(), n=2, max_tokens=900, payload=planned[0].payload, training=False
+    )
+    assert left_in(engine, t) == [5, 4, 3, 2, 1] and t.meta["limit_final"] == 5
 
 
 def test_rolling_limits_follow_the_window() -> None:
@@ -410,11 +450,11 @@ def test_the_payload_sets_the_limits_beside_others() -> None:
     given = make_plan(1, 4)
     given = given.replace(rows=tuple(r.replace(payload={"other": 1}) for r in given.rows))
     payload = stack.call("plan", stack.methods[0], given).rows[0].payload
-    assert payload == {"other": 1, "turn_control": {"limit": 3, "extension": 0}}
+    assert payload == {"other": 1, "turn_control": {"limit": 3, "extension": 0, "last": 3}}
     method = stack.methods[0]
     (t,) = rollouts_of(method, engine := policy(), n=1, max_tokens=900, payload=payload)
     assert left_in(engine, t) == [3, 2, 1] and t.meta["stop_reason"] == "limit"
-    payload["turn_control"]["extension"] = 1
+    payload["turn_control"] |= {"extension": 1, "last": 4}
     (t,) = rollouts_of(method, policy(), n=1, max_tokens=900, payload=payload)
     assert t.meta["turns"] == 4
     (t,) = rollouts_of(method, engine := policy(), n=1, max_tokens=5000)  # no payload: unrestricted, and not told
@@ -440,7 +480,7 @@ def test_a_resumed_run_plans_alike() -> None:
     seen(first, episodes([3, 5, 7, 9]))
     second = start_stack(control(calibration_episodes=4, strategy="dynamic"))
     second.load_state_dict(first.state_dict("data"), "data")
-    assert payload_of(second) == payload_of(first) == {"limit": 6, "extension": 2}
+    assert payload_of(second) == payload_of(first) == {"limit": 6, "extension": 2, "last": 8}
     assert start_stack(control(strategy="unlimited")).methods[0].state == {}
 
 
@@ -457,6 +497,8 @@ def test_a_resumed_run_plans_alike() -> None:
         ({"limit": 2, "reminder": "{rest} left"}, "cannot be filled in"),
         ({"strategy": "dynamic", "extension_text": "{} more"}, "cannot be filled in"),
         ({"limit": 0}, "`limit` is 0"),
+        ({"limit": 51}, "`limit` is 51 turns, above `hard_cap` = 50"),
+        ({"strategy": "dynamic", "limit": 40, "extension": 11}, "`limit` and `extension` are 51 turns"),
         ({"percentile": 101}, "`percentile` is 101"),
         ({"timeout": 0}, "`timeout` is 0"),
         ({"strategy": "endless"}, "'unlimited', 'fixed', 'dynamic'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,10 @@ class FissionGrpo(Method):
     an error text of its own), at most `max_per_prompt` of a prompt:
 
         f = message about the error         the column's; or `message`(..); or the rules of `simulate`; never the answer
-        x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack, unless it is there
+        x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack
+
+    An error that is in the pool already, or came before in the batch, is left out and does not count: the same calls
+    (the same text where no call can be read) to the same prompt.
 
     At the start of every `every`-th batch, if the pool holds `trigger` entries of at most `max_age` batches: the newest
     are popped, as many as fit into a share `share` of the rows, and each gets `group_size` rollouts in a group of its
@@ -56,7 +60,7 @@ class FissionGrpo(Method):
     out, with a warning. Rollouts without a reward (NaN) are no errors. A failed recovery is pushed again up to
     `max_depth` times in a row. Contexts longer than max_characters are dropped.
 
-    State: the pool (prompt, row of the dataset, batch, depth), at most `capacity` entries.
+    State: the pool (prompt, digest of the error, row of the dataset, batch, depth), at most `capacity` entries.
 
     Logs: `errors`, share of the rollouts; `pushed`, `served`, `dropped` entries; `pool`, its size; `leaks` and
     `failed`, messages replaced; `recovered`, share of the recovery rollouts that are no errors; `reward`, their mean.
@@ -91,6 +95,8 @@ class FissionGrpo(Method):
             "pool is below `trigger` (fission_grpo/pool), or `share` of a batch is less than one group (`group_size`).",
         ),
     )
+
+    state_version = 2  # entries have the digest of their error
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -188,26 +194,33 @@ class FissionGrpo(Method):
             self.warn(
                 "rollouts of several rows or turns do not become recovery prompts; their last answer is not known."
             )
+        pool, prompts = list(self.state["pool"]), rollouts.meta[p.prompt_column]
+        known = {entry["error"] for entry in pool}
         taken: dict[int, int] = {}
-        errors = []
+        errors: dict[int, str] = {}
+        dropped = pushed = 0
         for i, bad in enumerate(wrong):
             source, depth = own[i]
             if not bad or many[i] or source < 0 or depth >= p.max_depth or taken.get(source, 0) >= p.max_per_prompt:
                 continue
-            errors.append(i)
+            error = _error(prompts[i], self._answer(rollouts, i))
+            if error in known:  # a repeated error does not use up `max_per_prompt`, nor does one that is too long
+                continue
+            known.add(error)
+            if len(_plain(prompts[i])) + len(self._answer(rollouts, i)) > p.max_characters:
+                dropped += 1
+                continue
+            errors[i] = error
             taken[source] = taken.get(source, 0) + 1
-        pool = list(self.state["pool"])
-        known = {_key(entry["prompt"]) for entry in pool}
-        dropped = pushed = 0
-        for i, f in zip(errors, self._messages(rollouts, errors), strict=True):
-            prompt = _extended(rollouts.meta[p.prompt_column][i], self._answer(rollouts, i), p.role, f)
+        for (i, error), f in zip(errors.items(), self._messages(rollouts, list(errors)), strict=True):
+            prompt = _extended(prompts[i], self._answer(rollouts, i), p.role, f)
             if len(_plain(prompt)) > p.max_characters:
                 dropped += 1
-            elif _key(prompt) not in known:
-                known.add(_key(prompt))
-                source, depth = own[i]
-                pool.append({"prompt": prompt, "source": source, "batch": rollouts.batch, "depth": depth + 1})
-                pushed += 1
+                continue
+            source, depth = own[i]
+            entry = {"prompt": prompt, "error": error, "source": source, "batch": rollouts.batch, "depth": depth + 1}
+            pool.append(entry)
+            pushed += 1
         self.state["pool"] = pool[-p.capacity :]
         self.log("pushed", pushed, "sum")
         self.log("dropped", dropped, "sum")
@@ -225,7 +238,8 @@ class FissionGrpo(Method):
     def _wrong(self, rollouts: Rollouts) -> list[bool]:
         p, reward = self.params, rollouts.reward
         if p.correctness is not None:
-            reward = rollouts.rewards[:, rollouts.reward_names.index(p.correctness)]
+            said = rollouts.rewards[:, rollouts.reward_names.index(p.correctness)]
+            reward = torch.where(torch.isnan(reward), reward, said)  # a row that was withdrawn stays so
         low = [value < p.error_threshold for value in reward.tolist()]  # NaN is not
         if p.error_column is None:
             return low
@@ -306,5 +320,9 @@ def _plain(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(m.get("content", "")) for m in prompt)
 
 
-def _key(prompt: Any) -> str:
-    return json.dumps(prompt, sort_keys=True, default=str)
+def _error(prompt: Any, answer: str) -> str:
+    """The same text for the same calls (of an unreadable answer: the same text) to the same prompt."""
+    calls = read_calls(answer)
+    said = answer if calls is None else [(c.name, dict(c.arguments)) for c in calls]
+    text = json.dumps([prompt, said], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()

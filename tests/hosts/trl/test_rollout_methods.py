@@ -332,22 +332,31 @@ def test_turn_control_limits_and_reminds(train):
     assert (seen.after - seen.before).abs().max() > 1e-5
 
 
-def test_turn_control_learns_its_limit_from_a_batch(train):
+def test_turn_control_learns_its_limit_from_a_batch_also_for_evaluation(train):
+    limits = []
+
+    def reward(limit_final, **kwargs):
+        limits.append(limit_final)
+        return won(**kwargs)
+
     params = {"environment": Grid, "strategy": "fixed", "percentile": 50, "calibration_episodes": 64, "turn_tokens": 4}
     seen = train(
         ["turn_control"],
         {"turn_control": {**params, "remind_from": 0}},
         policy=load_agent_policy("Grid"),
         dataset=rows_of(Grid),
-        reward=won,
+        reward=reward,
         max_completion_length=180,
     )
     first, second = [[row.trajectory.meta for row in b.made] for b in seen.batches]
     limit = math.ceil(np.percentile([m["turns"] for m in first], 50))
     assert all(m["limit_final"] == 50 for m in first) and all(m["limit_final"] == limit for m in second)
     assert max(m["turns"] for m in first) > limit == max(m["turns"] for m in second)
-    assert seen.batches[1].payload == {"turn_control": {"limit": limit, "extension": 0}}
+    assert seen.batches[1].payload == {"turn_control": {"limit": limit, "extension": 0, "last": limit}}
     assert seen.log("turn_control/limit") == [limit, limit]
+    limits.clear()
+    seen.trainer.evaluate(rows_of(Grid).select(range(8)))
+    assert {x for batch in limits for x in batch} == {limit}
 
 
 class Recorded(Calculator):
