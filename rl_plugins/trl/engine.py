@@ -270,7 +270,7 @@ class TrlEngine:
 
 
 class _Watch(LogitsProcessor):  # type: ignore[misc]
-    """Sees the logits of every token: log-probs of the tokens that were chosen, under the distribution they were sampled
+    """Sees the logits of every token: log-probs of the tokens that were chosen, under the distribution they were drawn
     from, and the most likely ones of the whole one. `cuts` is what `generate` cuts from it afterwards."""
 
     def __init__(self, options: _Options, limits: Tensor, tokenizer: Any) -> None:

@@ -189,12 +189,34 @@ def test_the_head_learns_and_needs_no_global_generator() -> None:
     x = torch.from_numpy(rng.normal(size=(400, 3)) * [1.0, 100.0, 0.0])
     y = (x[:, 0] + x[:, 1] / 100 > 0).double()
     before = torch.random.get_rng_state()
-    head = fit(None, x, y, torch.ones(400).double(), width=16, steps=60, learning_rate=0.03, rng=rng)
+    head, _ = fit(None, None, x, y, torch.ones(400).double(), width=16, steps=60, learning_rate=0.03, rng=rng)
     assert torch.equal(before, torch.random.get_rng_state())
     assert ((quality(head, x) > 0.5) == (y > 0)).double().mean() > 0.93
     assert torch.equal(quality({k: v.tolist() for k, v in head.items()}, x.tolist()), quality(head, x))
-    flipped = fit(None, x, y, y + 1e-9, width=16, steps=60, learning_rate=0.03, rng=rng)  # only right ones count
+    flipped, _ = fit(
+        None, None, x, y, y + 1e-9, width=16, steps=60, learning_rate=0.03, rng=rng
+    )  # only right ones count
     assert float(quality(flipped, x).mean()) > 0.8
+
+
+def test_the_optimizer_goes_on_where_it_stood() -> None:
+    """Two fits of 15 steps are one of 30; an optimizer that begins anew takes other steps."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.normal(size=(50, 3)))
+    data = (x, (x[:, 0] > 0).double(), torch.ones(50).double())
+    start = fit(None, None, *data, width=8, steps=1, learning_rate=0.03, rng=rng)
+    whole, _ = fit(*start, *data, width=8, steps=30, learning_rate=0.03, rng=rng)
+    half = fit(*start, *data, width=8, steps=15, learning_rate=0.03, rng=rng)
+    parts, moments = fit(*half, *data, width=8, steps=15, learning_rate=0.03, rng=rng)
+    anew, _ = fit(half[0], None, *data, width=8, steps=15, learning_rate=0.03, rng=rng)
+    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+    assert float(moments["w1"]["step"]) == 31
+    assert max(float((whole[k] - anew[k]).abs().max()) for k in whole) > 1e-3
+    method = arrol()
+    stack = start_stack(method)
+    feed(stack, 0)
+    feed(stack, 1)
+    assert float(method.state["moments"]["b2"]["step"]) == 2 * method.params.fit_steps
 
 
 def test_votes() -> None:

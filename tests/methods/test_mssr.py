@@ -423,7 +423,8 @@ def test_prompts_are_drawn_in_proportion_to_the_standard_deviation_of_their_outc
     value = torch.tensor([0.5, 0.1, 0.02, 1.0, 0.0], dtype=torch.float64)
     for priority in (0.0, 1.0, 2.0):
         stack = prompts_stack(5, priority=priority)
-        stack.methods[0].state = {"alpha": 8 * value, "beta": 8 * (1 - value), "kl": []}
+        counts = {"alpha": 8 * value, "beta": 8 * (1 - value)}
+        stack.methods[0].state = {**stack.methods[0].state, **counts, "tried": torch.ones(5)}
         weight = (torch.sqrt(value * (1 - value)) + 1e-6) ** priority
         expected = (weight / weight.sum()).tolist()
         count = np.bincount([choose(stack, 5, 1, step=s)[0] for s in range(3000)], minlength=5) / 3000
@@ -431,6 +432,36 @@ def test_prompts_are_drawn_in_proportion_to_the_standard_deviation_of_their_outc
             assert abs(found - p) < 5 * math.sqrt(p * (1 - p) / 3000) + 1e-3
         logged = combine([stack.metrics.take()])
         assert logged["mssr_prompts/weight"] == pytest.approx(float(weight.mean()))
+
+
+def test_a_prompt_that_was_never_tried_has_the_largest_weight() -> None:
+    """The authors' 0.5 + epsilon, whatever `initial_value` says of the baseline."""
+    for priority in (1.0, 3.0):
+        stack = prompts_stack(4, priority=priority, initial_value=0.05, rho=None, rho_min=0.5, target_kl=1.0)
+        choose(stack, 4, 1)
+        assert combine([stack.metrics.take()])["mssr_prompts/weight"] == pytest.approx((0.5 + 1e-6) ** priority)
+        rollouts = make_rollouts([1.0, math.nan, 0.0, 0.0], prompt_index=[0, 1, 2, -1])
+        zero = torch.zeros(4)
+        tokens = make_tokens(rollouts.replace(length=torch.ones(4, dtype=torch.int64)))
+        tokens = tokens.replace(old_logprobs=zero, ref_logprobs=zero)
+        stack.call("observe", stack.methods[0], rollouts, tokens, {})
+        assert stack.methods[0].state["tried"].tolist() == [1, 0, 1, 0]
+        stack.metrics.take()
+        choose(stack, 4, 1, step=1)
+        # N0 = 2; rho is 0.5 without KL: a = 0.5 * 0.1 + o, b = 0.5 * 1.9 + 1 - o
+        value = [1.05 / 2, 0.05 / 2]
+        weights = [(math.sqrt(v * (1 - v)) + 1e-6) ** priority for v in value] + [(0.5 + 1e-6) ** priority] * 2
+        assert combine([stack.metrics.take()])["mssr_prompts/weight"] == pytest.approx(sum(weights) / 4)
+
+
+def test_values_of_the_dataset_count_as_tried() -> None:
+    column = [0.9, math.nan, 0.0]
+    method = MssrPrompts(build_params(MssrPrompts.Params, {"rho": 0.9, "value_column": "rate"}, "mssr_prompts"))
+    stack = start_stack(method, run=make_run(dataset=[{"rate": v} for v in column], dataset_size=3, columns=("rate",)))
+    assert method.state["tried"].tolist() == [1, 0, 1]
+    choose(stack, 3, 1)
+    weights = [0.3 + 1e-6, 0.5 + 1e-6, 1e-6]
+    assert combine([stack.metrics.take()])["mssr_prompts/weight"] == pytest.approx(sum(weights) / 3)
 
 
 def test_a_draw_is_unique_repeatable_and_continued() -> None:

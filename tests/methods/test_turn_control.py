@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -374,7 +375,7 @@ def test_extensions_never_go_beyond_the_last_percentile() -> None:
         assert (t.meta["turns"], t.meta["limit_final"]) == (turns[-1], turns[-1])
         left = left_in(engine, t)  # the first that is said after each extension is what it adds
         told = [left[at] for at in [0, *turns[:-1]]]
-        assert told == [turns[0], *[b - a for a, b in zip(turns[:-1], turns[1:], strict=True)]]
+        assert told == [turns[0], *[b - a for a, b in pairwise(turns)]]
         assert ("You get 1 more turns." in text_of(engine, t)) == (most == 4)  # what is granted, not what was planned
 
 

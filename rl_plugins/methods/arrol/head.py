@@ -67,6 +67,7 @@ def quality(head: Mapping[str, Any], features: Any) -> Tensor:
 
 def fit(
     head: Mapping[str, Tensor] | None,
+    moments: Mapping[str, Mapping[str, Tensor]] | None,
     features: Tensor,
     labels: Tensor,
     weights: Tensor,
@@ -75,11 +76,12 @@ def fit(
     steps: int,
     learning_rate: float,
     rng: np.random.Generator,
-) -> dict[str, Tensor]:
-    """The head after `steps` passes of AdamW over all rows, from where it stood (None: from new weights). Weighted
-    binary cross-entropy; features are standardized by their own mean and deviation.
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """The head after `steps` passes of AdamW over all rows, from where both stood, and the optimizer's moments of each
+    weight. Weighted binary cross-entropy; features are standardized by their own mean and deviation.
 
     Args:
+        head, moments: what the last call returned; None: new weights, an optimizer that has seen nothing.
         features: (rows, features) float64.
         labels, weights: (rows,) float64.
     """
@@ -96,13 +98,17 @@ def fit(
     with torch.enable_grad():
         trained = {k: head[k].detach().clone().requires_grad_() for k in ("w1", "b1", "w2", "b2")}
         optimizer = torch.optim.AdamW(trained.values(), lr=learning_rate)
+        for name, known in (moments or {}).items():
+            optimizer.state[trained[name]] = {k: v.clone() for k, v in known.items()}
         for _ in range(steps):
             optimizer.zero_grad()
             logits = _logit({**trained, **scaling}, features)
             loss = F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum") / weights.sum()
             torch.autograd.backward(loss)
             optimizer.step()
-    return {**{k: v.detach() for k, v in trained.items()}, **scaling}
+    return {**{k: v.detach() for k, v in trained.items()}, **scaling}, {
+        name: dict(optimizer.state[weight]) for name, weight in trained.items()
+    }
 
 
 @dataclass(frozen=True)

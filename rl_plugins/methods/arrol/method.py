@@ -45,18 +45,20 @@ class Arrol(Method):
     rollouts (of all prompts) K. So likely right rollouts are thinned where most are right. Only survivors are generated
     to the end and trained, with the host's advantages in smaller groups.
 
-    That is `selection: survival` (paper). `balanced` (ours) also favors right rollouts where they are rare: with mean q
-    over the n undecided rollouts of the prompt
+    That is `selection: survival`, the default because it is what is reported of the paper. Each rollout is drawn by
+    itself, so a share K stays of all rollouts and on average; how many of a prompt is left to chance. `balanced` (ours)
+    also favors right rollouts where they are rare: with mean q over the n undecided rollouts of the prompt
 
         a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
 
-    and k = round(K n) (halves up) survive, each with probability s_i scaled to the sum k. `extremes` (ours) keeps the
-    round(rho k) best and the worst, `random` any k. `independent` draws each rollout by itself.
+    scaled to the sum k = round(K n) (halves up). With `independent: false` exactly k of every prompt survive, each with
+    this probability, which also keeps shapes the same. `extremes` (ours) keeps the round(rho k) best and the worst,
+    `random` any k.
 
     The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
-    and their mean over the prompt. After each batch the driver trains it by AdamW on the last `window` rollouts,
-    weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before the head was
-    trained on it into the posterior per bin.
+    and their mean over the prompt. After each batch the driver goes on training it, by the same AdamW, on the last
+    `window` rollouts, weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before
+    the head was trained on it into the posterior per bin.
 
     Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. A rollout is right if reward >=
     success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
@@ -65,7 +67,8 @@ class Arrol(Method):
     min_keep of a prompt remain. In the first `cold_start` batches, and until both right and wrong ones were seen,
     nothing is stopped; nor for a prompt whose `features` fail, which do not train the head.
 
-    State: the window (features, labels, weights, outputs) and the head. Survivors and initial weights are drawn.
+    State: the window (features, labels, weights, outputs), the head and its optimizer. Survivors and initial weights
+    are drawn.
 
     Logs: `stopped`, share of the rollouts; `expected_right`, mean q of those that stay; `right`, true share in the
     window; `accuracy`, `brier` of the head's output before training.
@@ -86,6 +89,7 @@ class Arrol(Method):
         code="Hsu1023/ARRoL",
     )
     fidelity = "reconstruction"
+    state_version = 2  # the optimizer of the head
     use_when = "Completions are long against what it takes to see where they go, and many groups are nearly all right."
     avoid_when = "Log-probs tell nothing of the outcome (watch arrol/accuracy), or completions are short."
     cost = (
@@ -98,6 +102,8 @@ class Arrol(Method):
         "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",
         "The paper's rule lowers the share of right rollouts also where it is below rho already; `selection: "
         "balanced` does what the paper's aim says, per prompt.",
+        "The number of survivors of a prompt is drawn, too; `selection: balanced` with `independent: false` keeps "
+        "exactly round(keep_ratio n) of the n that still go on.",
         "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
         "Reported by summaries of the paper: survival probability, calibration by 128 bins with Laplace "
         "smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of 20, a two-layer MLP "
@@ -166,7 +172,14 @@ class Arrol(Method):
                 f"{run.max_completion_length} tokens, so nothing is ever stopped. Lower it."
             )
         none = torch.zeros(0, dtype=torch.float64)
-        self.state = {"head": None, "features": none.view(0, 0), "label": none, "weight": none, "score": none}
+        self.state = {
+            "head": None,
+            "moments": None,
+            "features": none.view(0, 0),
+            "label": none,
+            "weight": none,
+            "score": none,
+        }
 
     def plan(self, plan: Plan) -> Plan | None:
         """Attaches the head, once it may be used."""
@@ -205,8 +218,9 @@ class Arrol(Method):
             name: torch.cat([s[name], new] if len(s[name]) else [new])[-p.window :]
             for name, new in (("features", features), ("label", label), ("weight", weight))
         }
-        head = fit(
+        head, moments = fit(
             s["head"],
+            s["moments"],
             *window.values(),
             width=p.width,
             steps=p.fit_steps,
@@ -219,7 +233,7 @@ class Arrol(Method):
             self.log("accuracy", ((score >= 0.5) == (label > 0)).double().mean(), weight=len(label))
             self.log("brier", ((score - label) ** 2).mean(), weight=len(label))
         self.log("right", window["label"].mean())
-        self.state = {**window, "head": head, "score": torch.cat([s["score"], score])[-p.window :]}
+        self.state = {**window, "head": head, "moments": moments, "score": torch.cat([s["score"], score])[-p.window :]}
 
     # ---- generation
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_plugins.errors import MethodError, StateError
 from rl_plugins.methods.mssr.tracker import PAPER, Tracked, TrackerParams
 from rl_plugins.params import param
-from rl_plugins.rollouts import PromptPool
+from rl_plugins.rollouts import PromptPool, Rollouts, Tokens
 
 _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
 
@@ -21,17 +23,19 @@ class MssrPrompts(Tracked):
     The B prompts of a batch are drawn one after the other, without replacement, with probabilities in proportion to
 
         weight_x = (sqrt(v_x (1 - v_x)) + 1e-6)^priority          v_x = a_x / (a_x + b_x)
+        weight_x = (0.5 + 1e-6)^priority                          of a prompt that was never tried: none has a larger
 
     with the counts a, b of `mssr_baseline`, kept in the same way: a <- rho a + o, b <- rho b + 1 - o for every outcome
     o = 1[reward > success_threshold], where rho follows the KL to the reference policy unless `rho` fixes it. They are
-    a copy of its own, so that the sampler also works beside another estimator and any number of rollouts. A prompt that
-    was not tried has v = `initial_value`, so at 0.5 none has a larger weight. `priority: 0` draws uniformly.
+    a copy of its own, so that the sampler also works beside another estimator and any number of rollouts. A prompt is
+    tried when a rollout of it was scored, or `value_column` has a value for it (the authors' first pass over the
+    dataset). `priority: 0` draws uniformly.
 
     Symbols: v, weights, counts (dataset size,) float64.
 
     Special cases: a batch that is not full asks again, and the draw goes on where it stopped.
 
-    State: alpha, beta, kl. One draw of exponential variables per generation batch, from `self.rng`: the smallest of
+    State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch, from `self.rng`: the smallest of
     variable / weight are a sample without replacement.
 
     Logs: `weight`, mean over all prompts (0.5 at the start); `rho`; `success`, share of the rollouts.
@@ -47,6 +51,7 @@ class MssrPrompts(Tracked):
     name = "mssr_prompts"
     paper = PAPER
     fidelity = "code"
+    state_version = 2  # which prompts were tried
     use_when = "Many prompts are always right or always wrong, and prompts come back often enough to find out which."
     avoid_when = "The dataset is so large that few prompts are ever visited twice."
     disagreements = ("The authors' sampler is part of their code and off in their config for the paper's runs.",)
@@ -54,6 +59,14 @@ class MssrPrompts(Tracked):
     @dataclass(frozen=True)
     class Params(TrackerParams):
         priority: float = param(1.0, "power of the weight; 0 is uniform", ge=0)
+
+    def _initial(self, known: Tensor) -> dict[str, Any]:
+        return {**super()._initial(known), "tried": (~torch.isnan(known)).double()}
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        super().observe(rollouts, tokens, stats)
+        scored = rollouts.prompt_index[~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)]
+        self.state = {**self.state, "tried": self.state["tried"].index_fill(0, scored, 1.0)}
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         if len(self.state["alpha"]) != pool.size:
@@ -67,7 +80,7 @@ class MssrPrompts(Tracked):
                 f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
                 f"left. Make the batch smaller or the dataset larger."
             )
-        value = self._values(torch.arange(pool.size))
+        value = torch.where(self.state["tried"] > 0, self._values(torch.arange(pool.size)), 0.5)
         weight = (torch.sqrt(value * (1 - value)) + _FLOOR) ** self.params.priority
         if not pool.taken:
             self.log("weight", weight.mean())

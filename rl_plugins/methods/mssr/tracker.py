@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,25 +70,33 @@ class Tracked(Method):
         self.needs = frozenset({"prompt_index"} | kl | column)
 
     def start(self, run: Run) -> None:
-        p = self.params
         if run.dataset_size is None:
             raise ConfigError(
                 f"the dataset is a stream, and the counts belong to dataset rows. Use a dataset with random access, or "
                 f"remove `{self.name}`."
             )
-        value = torch.full((run.dataset_size,), p.initial_value, dtype=torch.float64)
-        if p.value_column:
-            column = Column(p.value_column)
-            value = column.predict(column.start(run), torch.arange(run.dataset_size))
-            value = torch.where(torch.isnan(value), p.initial_value, value)
-            outside = (value < 0) | (value > 1)
-            if bool(outside.any()):
-                raise ConfigError(
-                    f"the column `{p.value_column}` has the value {float(value[outside][0]):g}; it must hold success "
-                    f"rates from 0 to 1 (NaN where none is known)."
-                )
-        weight = 1 / (1 - p.rho_min)
-        self.state = {"alpha": weight * value, "beta": weight * (1 - value), "kl": []}
+        self.state = self._initial(self._known(run))
+
+    def _initial(self, known: Tensor) -> dict[str, Any]:
+        """The state before the first batch, from the values that are known then."""
+        value = known.nan_to_num(nan=self.params.initial_value)
+        weight = 1 / (1 - self.params.rho_min)
+        return {"alpha": weight * value, "beta": weight * (1 - value), "kl": []}
+
+    def _known(self, run: Run) -> Tensor:
+        """(dataset size,) value of each prompt before the run, from the dataset; NaN where none is known."""
+        name, size = self.params.value_column, run.dataset_size or 0
+        if not name:
+            return torch.full((size,), torch.nan, dtype=torch.float64)
+        column = Column(name)
+        value = column.predict(column.start(run), torch.arange(size))
+        outside = (value < 0) | (value > 1)
+        if bool(outside.any()):
+            raise ConfigError(
+                f"the column `{name}` has the value {float(value[outside][0]):g}; it must hold success rates from 0 to "
+                f"1 (NaN where none is known)."
+            )
+        return value
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         """Every generated rollout counts, those that `select` removed too; one of several rows counts once."""
@@ -103,7 +112,7 @@ class Tracked(Method):
         faded = rho ** (prompts.rows(visits) - prompts.rank(torch.arange(len(success))))  # by the outcomes after each
         for counts, outcome in ((alpha, success), (beta, 1 - success)):
             counts[prompts.ids] = rho**visits * counts[prompts.ids] + prompts.sum(faded * outcome)
-        self.state = {"alpha": alpha, "beta": beta, "kl": window}
+        self.state = {**self.state, "alpha": alpha, "beta": beta, "kl": window}
         self.log("rho", rho)
         self.log("success", success.mean())
 
