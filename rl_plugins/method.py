@@ -24,6 +24,7 @@ only and have no state: `self.state` raises there. What they need of it travels 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -118,7 +119,8 @@ class Paper:
 
     Args:
         arxiv: "2601.22582".
-        title, authors, year: for the citation.
+        title, year: for the citation.
+        authors: "First Last and First Last": BibTeX reads a comma as the end of a surname.
         code: "owner/repository" of the authors' code, if it was published.
     """
 
@@ -133,8 +135,9 @@ class Paper:
         return f"https://arxiv.org/abs/{self.arxiv}"
 
     def bibtex(self, key: str) -> str:
+        title, authors = (re.sub(r"([%&#$_])", r"\\\1", text) for text in (self.title, self.authors))
         return (
-            f"@misc{{{key}{self.year},\n  title  = {{{self.title}}},\n  author = {{{self.authors}}},\n"
+            f"@misc{{{key}{self.year},\n  title  = {{{title}}},\n  author = {{{authors}}},\n"
             f"  year   = {{{self.year}}},\n  eprint = {{{self.arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
         )
 

@@ -131,6 +131,74 @@ def test_info_of_every_method_can_be_followed(name):
             assert SIGNALS.get(needed, needed.partition(":")[2]) in text
 
 
+def test_what_a_card_says_of_the_source():
+    """Where the paper itself was not read in full the card says so, and none denies the code that it links to."""
+    for name in registry.all_names():
+        found = registry.load(name)
+        text = re.sub(r"\s+", " ", rl_plugins("info", name))
+        if not isinstance(found, Bundle) and found.fidelity == "paper":
+            assert re.search(r"(was|were) read through|What was read", text), name
+        if found.paper.code:
+            assert found.paper.code in text and not re.search(r"[Nn]o (authors' )?code[^.;]* was published", text), name
+    assert registry.load("d3s").fidelity == "reconstruction"
+
+
+def bibtex(entry):
+    """Type, key and fields of one entry, read as BibTeX reads it: `name = {value}`, braces balanced, commas between.
+
+    Raises:
+        ValueError: it is not well formed.
+    """
+    head = re.match(r"@(\w+)\{([\w:.+/-]+),", entry)
+    if head is None:
+        raise ValueError(f"no `@type{{key,` in {entry!r}")
+    at, fields = head.end(), {}
+    while True:
+        part = re.compile(r"\s*(\w+)\s*=\s*\{").match(entry, at)
+        if part is None:
+            raise ValueError(f"no field at {entry[at : at + 20]!r}")
+        depth, stop = 1, part.end()
+        while depth:
+            if stop == len(entry):
+                raise ValueError("a brace is not closed")
+            depth += {"{": 1, "}": -1}.get(entry[stop], 0)
+            stop += 1
+        if part[1] in fields:
+            raise ValueError(f"two fields {part[1]}")
+        fields[part[1]] = entry[part.end() : stop - 1]
+        rest = re.compile(r"\s*(,|\}\s*$)").match(entry, stop)
+        if rest is None:
+            raise ValueError(f"neither a comma nor the end at {entry[stop : stop + 20]!r}")
+        if rest[1] != ",":
+            return head[1], head[2], fields
+        at = rest.end()
+
+
+@pytest.mark.parametrize("name", registry.all_names())
+def test_every_citation_is_bibtex(name):
+    paper = registry.load(name).paper
+    kind, key, fields = bibtex(paper.bibtex(name))
+    assert kind == "misc" and key == f"{name}{paper.year}" and fields["eprint"] == paper.arxiv
+    assert re.sub(r"\\([%&#$_])", r"\1", fields["title"]) == paper.title
+    assert not re.search(r"(?<!\\)[%&#$_]", "".join(fields[k] for k in ("title", "author")))  # LaTeX would stop
+    assert re.fullmatch(r"20\d\d", fields["year"]) and fields["archivePrefix"] == "arXiv"
+    authors = fields["author"].split(" and ")
+    for author in (
+        authors[:-1] if authors[-1] == "others" else authors
+    ):  # "First Last"; with a comma BibTeX would read "Last, First" or worse
+        assert re.fullmatch(r"[^\W\d_][\w.'’`-]*( [\w.'’`-]+)+", author), author
+    assert len(set(authors)) == len(authors)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["@misc{a b,\n title = {x}\n}", "@misc{a,\n title = {x}\n year = {1}\n}", "@misc{a,\n title = {x{y}\n}", "misc{a}"],
+)
+def test_what_is_no_bibtex(wrong):
+    with pytest.raises(ValueError):
+        bibtex(wrong)
+
+
 def test_info_shows_parameters_with_range_and_help_options_and_differences():
     text = rl_plugins("info", "mc_grpo")
     assert "mad_eps = 0.001   (float, > 0)\n      constant added to the divisor of the advantages" in text

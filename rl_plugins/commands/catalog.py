@@ -40,7 +40,7 @@ HOSTS = {
 
 FIDELITY = {
     "code": "equal to the authors' code: its numbers are stored and compared in the tests",
-    "paper": "built from the text of the paper; no authors' code that could be run was published",
+    "paper": "built from what could be read of the paper, and not compared with code of its authors",
     "reconstruction": "something needed was not published and had to be filled in; the description says what",
 }
 

@@ -89,6 +89,7 @@ class Brpo(Method):
         "time-out must be longer than it takes for a whole batch."
     )
     disagreements = (
+        "The paper was read through three independent notes that agree, not in full.",
         "The paper leaves open what a rollout gets that wins some conditions only: `tie_value`, -1 as reported, or 0.",
         "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
         "Whether dropped groups are sampled again is not established; here they are not.",

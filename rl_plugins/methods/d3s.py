@@ -20,6 +20,9 @@ _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 class D3s(Method):
     """Dynamic Dual-Level Down-Sampling: few rows and few tokens at first, almost all of them at the end.
 
+    Reconstruction: the shares at the start and at the end, ties, rounding, and whether tokens are ranked over the batch
+    were not published; those here are ours. The rules themselves are the paper's, read through two notes that agree.
+
     After any estimator, whose advantages A stay as they are. With the progress p = generation batch / generation
     batches of the run, a share relaxes linearly from `start` to `end`:
 
@@ -57,7 +60,7 @@ class D3s(Method):
         "Wenbo Ding",
         2025,
     )
-    fidelity = "paper"
+    fidelity = "reconstruction"
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
     avoid_when = (
         "Groups are small, or generation dominates: the dropped rows were paid for. Or advantages lie far to one "

@@ -59,7 +59,7 @@ class Gigpo(Method):
     paper = Paper(
         arxiv="2505.10978",
         title="Group-in-Group Policy Optimization for LLM Agent Training",
-        authors="Lang Feng, Zhenghai Xue, Tingcong Liu, Bo An",
+        authors="Lang Feng and Zhenghai Xue and Tingcong Liu and Bo An",
         year=2025,
         code="langfengQ/verl-agent",
     )

@@ -54,7 +54,7 @@ class Hgpo(Method):
     paper = Paper(
         arxiv="2602.22817",
         title="Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks",
-        authors="Shuo He, Lang Feng, Qi Wei, Xin Cheng, Lei Feng, Bo An",
+        authors="Shuo He and Lang Feng and Qi Wei and Xin Cheng and Lei Feng and Bo An",
         year=2026,
         code="langfengQ/verl-agent",
     )

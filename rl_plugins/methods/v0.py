@@ -80,6 +80,7 @@ class V0(Method):
         "prompts x 8. A max_rollouts of 2 to 4 group sizes keeps either allocation from piling up on few prompts."
     )
     disagreements = (
+        "The paper's budgets were read through two notes that agree; the authors' code has the model alone.",
         "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
         "The paper's context is a sample of the same policy version; here it is the last `context_size` "
         "rollouts: a batch smaller than that is joined by older ones.",

@@ -78,6 +78,7 @@ class V05(Method):
         "before `rewards` hooks change them. Room that no prompt needs stays empty."
     )
     disagreements = (
+        "The paper was read through independent notes that agree, not in full.",
         "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the "
         "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",
         "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",

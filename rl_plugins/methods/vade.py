@@ -51,7 +51,8 @@ class Vade(Method):
         MethodError: more prompts are asked for than are left.
         StateError: alpha and beta belong to a dataset of another length.
 
-    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (figure and caption).
+    Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (figure and caption). The code that the page
+    names could not be had.
     """
 
     name = "vade"
@@ -70,6 +71,7 @@ class Vade(Method):
         "seen once per epoch: an epoch no longer means that."
     )
     disagreements = (
+        "What was read is figure and caption of the project page, not the whole paper and not the code that it names.",
         "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
         "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "
         "at the start, the success threshold and success='clipped_sum' are ours.",

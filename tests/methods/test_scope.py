@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,6 +88,28 @@ def test_short_steps_are_joined() -> None:
     assert split_steps("one step\n\nab\n\ncdefg", "\n\n", 5) == ["one step\n\n", "ab\n\ncdefg"]
     assert split_steps("one step\n\nab", "\n\n", 5) == ["one step\n\nab"]
     assert split_steps("ab", "\n\n", 5) == ["ab"] and split_steps("", "\n\n", 5) == []
+
+
+def test_a_step_is_short_by_its_tokens() -> None:
+    """At least five tokens, however many characters: three long words are joined to what follows."""
+    answer = "long-winded introductory words\n\na b c d e\n\ny"
+    engine = TableEngine(saying(answer), lambda text, columns: 0.0)
+    seen: list[list[str]] = []
+
+    def prm(messages: Any, steps: list[str], columns: Any) -> list[float]:
+        seen.append(steps)
+        return [1.0] * len(steps)
+
+    class Words(type(engine.chat)):  # type: ignore[misc]
+        def encode(self, text: str) -> tuple[int, ...]:
+            return tuple(range(len(text.split())))
+
+    prompt = replace(prompt_of(engine, n=1), chat=Words())
+    run_program(Scope(build_params(Scope.Params, {"prm": prm, "corrector": teacher}, "scope")), prompt, engine)
+    assert seen == [[answer]]
+    three = {"prm": prm, "corrector": teacher, "min_step": 3}
+    run_program(Scope(build_params(Scope.Params, three, "scope")), prompt, engine)
+    assert seen[1] == ["long-winded introductory words\n\n", "a b c d e\n\ny"]
 
 
 def test_first_wrong_step() -> None:

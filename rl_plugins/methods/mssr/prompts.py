@@ -35,8 +35,8 @@ class MssrPrompts(Tracked):
 
     Special cases: a batch that is not full asks again, and the draw goes on where it stopped.
 
-    State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch, from `self.rng`: the smallest of
-    variable / weight are a sample without replacement.
+    State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch,
+    from `self.rng`: the smallest of variable / weight are a sample without replacement.
 
     Logs: `weight`, mean over all prompts (0.5 at the start); `rho`; `success`, share of the rollouts.
 

@@ -85,6 +85,7 @@ class RtvPdr(Method):
         "Let the host evaluate one rollout per prompt: N are made inside."
     )
     disagreements = (
+        "The paper was read through two independent notes and an unofficial implementation, not in full.",
         "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable"
         " votes to the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The "
         "paper's rules are not known.",

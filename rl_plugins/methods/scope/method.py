@@ -142,7 +142,7 @@ class Scope(Method):
         min_correct: int = param(1, "number of right rollouts from which a group stays as it is", ge=1)
         success_threshold: float = param(0.5, "reward from which a rollout is right")
         separator: str = param("\n\n", "text between two reasoning steps")
-        min_step: int = param(12, "characters of a reasoning step at least; a shorter one is joined to the next", ge=0)
+        min_step: int = param(5, "tokens of a reasoning step at least; a shorter one is joined to the next", ge=0)
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
         gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0)
         clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
@@ -202,7 +202,11 @@ class Scope(Method):
     def _locate(self, prompt: Prompt, rows: Sequence[Trajectory], wrong: Sequence[int]) -> Any:
         """The wrong rollouts that are right for long enough. A part of a program."""
         p, chat = self.params, prompt.chat
-        steps = {i: split_steps(chat.decode(rows[i].tokens), p.separator, p.min_step) for i in wrong}
+
+        def size(step: str) -> int:
+            return len(chat.encode(step))
+
+        steps = {i: split_steps(chat.decode(rows[i].tokens), p.separator, p.min_step, size) for i in wrong}
         steps = {i: s for i, s in steps.items() if any(s)}
         calls = [
             Call(p.prm, (prompt.messages, s, dict(prompt.columns)), p.prm_timeout, "the PRM") for s in steps.values()

@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def split_steps(text: str, separator: str, least: int) -> list[str]:
-    """The reasoning steps of a text, each with the separator behind it; joined they are the text. One of fewer
-    than `least` characters goes to the next, or, at the end, to the one before."""
+def split_steps(text: str, separator: str, least: int, size: Callable[[str], int] = len) -> list[str]:
+    """The reasoning steps of a text, each with the separator behind it; joined they are the text. One of a `size` below
+    `least` goes to the next, or, at the end, to the one before."""
     pieces = [piece + separator for piece in text.split(separator)]
     pieces[-1] = pieces[-1][: -len(separator)]
     steps: list[str] = []
     held = ""
     for piece in pieces:
         held += piece
-        if len(held.strip()) >= least:
+        if size(held.strip()) >= least:
             steps.append(held)
             held = ""
     if held and steps:
