@@ -2,19 +2,22 @@
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        mad_eps: float = param(1e-3, "added to the median absolute deviation", gt=0)
+        scale: Literal["mad", "none"] = param("mad", "divisor of the advantages")
+        mad_eps: float = param(1e-3, "added to the median absolute deviation", gt=0, only_if={"scale": "mad"})
 
 Values arrive from Python, YAML and the command line. They are parsed strictly by the declared type, because YAML gives
 `1e-3` as a string and a command line gives everything as one; what does not fit is an error that names the parameter.
+So is a parameter that has no effect beside the others: `only_if` says when it has one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -22,6 +25,37 @@ from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 
 _LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
+
+
+@dataclass(frozen=True)
+class Is:
+    """What `only_if` asks of another parameter beyond being one of several values.
+
+    Args:
+        text: how messages and docs say it, after "is".
+        holds: whether a value is that.
+    """
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+GIVEN = Is("given", lambda value: value not in (None, ""))
+FUNCTION = Is("a function", callable)
+
+
+def above(bound: float) -> Is:
+    """A number larger than this."""
+    return Is(f"above {bound:g}", lambda value: value is not None and value > bound)
+
+
+def below(bound: float) -> Is:
+    """A number smaller than this."""
+    return Is(f"below {bound:g}", lambda value: value is not None and value < bound)
+
+
+Condition = Mapping[str, Any]
+"""Other parameters -> what each must be: a value, an `Is`, or several of these in a tuple."""
 
 
 def param(
@@ -33,6 +67,7 @@ def param(
     lt: float | None = None,
     le: float | None = None,
     allow_inf: bool = False,
+    only_if: Condition | Sequence[Condition] = (),
 ) -> Any:
     """Declares one parameter.
 
@@ -41,9 +76,15 @@ def param(
         help: one line, shown by `rl-plugins info`.
         gt, ge, lt, le: limits of a number, or of every number of a tuple.
         allow_inf: infinity is a legal value (NaN never is).
+        only_if: beside which other parameters this one has an effect: `{"scale": ("mad", "std"), "clip": GIVEN}` (all
+            of them), or a sequence of such mappings (any of them). Where that does not hold, a value other than the
+            default is refused. The default is not, because it asks for nothing that does not happen.
     """
     limits = {k: v for k, v in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if v is not None}
-    return field(default=default, metadata={"help": help, "limits": limits, "allow_inf": allow_inf})
+    conditions = (only_if,) if isinstance(only_if, Mapping) else tuple(only_if)
+    return field(
+        default=default, metadata={"help": help, "limits": limits, "allow_inf": allow_inf, "only_if": conditions}
+    )
 
 
 @dataclass(frozen=True)
@@ -51,8 +92,9 @@ class MethodParams:
     """Base of every method's `Params`. Values are checked on construction, so no method sees an illegal one.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range; the message names the parameter, the value given and
-            what is allowed. `check()` may be overridden for conditions between parameters.
+        ConfigError: a value of the wrong type or out of range, or one that has no effect beside the others; the
+            message names the parameter, the value given and what is allowed. `check()` may be overridden for further
+            conditions between parameters.
     """
 
     def __post_init__(self) -> None:
@@ -60,10 +102,102 @@ class MethodParams:
         for f in dataclasses.fields(self):
             value = parse_value(getattr(self, f.name), hints[f.name], f.name, **_rules(f))
             object.__setattr__(self, f.name, value)
+        without = "".join(_without_effect(self, f, hints[f.name]) for f in dataclasses.fields(self))
+        if without:
+            raise ConfigError(without.strip())
         self.check()
 
     def check(self) -> None:
         """Conditions between parameters; raise ConfigError."""
+
+
+def has_effect(params: MethodParams, name: str) -> bool:
+    """Whether a parameter can change anything beside the others, as its `only_if` says."""
+    conditions = type(params).__dataclass_fields__[name].metadata.get("only_if", ())
+    return not conditions or any(_holds(params, condition) for condition in conditions)
+
+
+def _without_effect(params: MethodParams, f: dataclasses.Field[Any], hint: Any) -> str:
+    """What to say of a parameter that was set and cannot change anything; empty if it can, or was not set."""
+    value = getattr(params, f.name)
+    if has_effect(params, f.name) or _same(value, f.default):
+        return ""
+    if _same(value, parse_value(f.default, hint, f.name, **_rules(f))):  # a callable declared as text, say
+        return ""
+    others = list(dict.fromkeys(name for condition in f.metadata["only_if"] for name in condition))
+    now = " and ".join(f"`{name}` is {_said(getattr(params, name))}" for name in others)
+    return (
+        f" `{f.name}` has no effect: it is {shown(value)}, and acts only if {condition_text(f)}; {now}. Remove "
+        f"`{f.name}`, or change {' or '.join(f'`{name}`' for name in others)}."
+    )
+
+
+def condition_text(f: dataclasses.Field[Any]) -> str:
+    """The `only_if` of a parameter as words; empty without one."""
+    return ", or ".join(
+        " and ".join(f"`{name}` is {' or '.join(map(_said, _several(wanted)))}" for name, wanted in condition.items())
+        for condition in f.metadata.get("only_if", ())
+    )
+
+
+def declaration_problems(cls: type[MethodParams]) -> list[str]:
+    """What is wrong with the `only_if` of parameters: names that do not exist, values that the other cannot have."""
+    hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
+
+    def why_not(name: str, value: Any) -> str:
+        try:
+            _ = isinstance(value, Is) or parse_value(value, hints[name], name, **_rules(fields[name]))
+        except ConfigError as e:
+            return str(e)
+        return ""
+
+    problems = []
+    for f in fields.values():
+        for condition in f.metadata.get("only_if", ()):
+            if not isinstance(condition, Mapping) or not condition:
+                problems.append(f"`only_if` of `{f.name}` is {shown(condition)}; it must map parameters to values.")
+                continue
+            for name, wanted in condition.items():
+                if name == f.name or name not in fields:
+                    what = "itself" if name == f.name else f"`{name}`, which is no parameter"
+                    hint = did_you_mean(str(name), [n for n in fields if n != f.name])
+                    problems.append(f"`only_if` of `{f.name}` names {what}.{hint}")
+                    continue
+                wrong = list(filter(None, (why_not(name, value) for value in _several(wanted))))
+                # a base may name values that only some of its subclasses have
+                inherited = f.name not in inspect.get_annotations(cls) and len(wrong) < len(_several(wanted))
+                problems += [f"`only_if` of `{f.name}` can never hold: {e}" for e in wrong if not inherited]
+    return problems
+
+
+def _holds(params: MethodParams, condition: Condition) -> bool:
+    return all(holds(getattr(params, name, None), wanted) for name, wanted in condition.items())
+
+
+def holds(value: Any, wanted: Any) -> bool:
+    """Whether a value is what `only_if` asks for: a value, an `Is`, or one of several."""
+    if isinstance(wanted, tuple):
+        return any(holds(value, one) for one in wanted)
+    if isinstance(wanted, Is):
+        return wanted.holds(value)
+    return _same(value, wanted) and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _several(wanted: Any) -> tuple[Any, ...]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Is):
+        return value.text
+    return str(value).lower() if value is None or isinstance(value, bool) else shown(_plain(value), 80)
+
+
+def _same(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # values that cannot be compared, such as arrays
+        return False
 
 
 def _rules(f: dataclasses.Field[Any]) -> dict[str, Any]:
@@ -210,7 +344,7 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
 
 
 def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
-    """Name, type, default, range and help of every parameter, as text, for `info` and the docs table."""
+    """Name, type, default, range, help and `only_if` of every parameter, as text, for `info` and the docs table."""
     hints = get_type_hints(cls)
     rows = []
     for f in dataclasses.fields(cls):
@@ -222,6 +356,7 @@ def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
                 "default": _default_text(f.default),
                 "range": _range_text(limits, ", "),
                 "help": f.metadata.get("help", ""),
+                "only_if": condition_text(f),
             }
         )
     return rows

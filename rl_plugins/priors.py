@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import FUNCTION, MethodParams, param
 from rl_plugins.services import Service, number, prompt_text
 
 if TYPE_CHECKING:
@@ -45,24 +45,22 @@ class PriorParams(MethodParams):
     prior: Literal["running_mean", "beta", "nearest", "constant", "column"] | Callable[..., Any] = param(
         "running_mean", "what predicts a prompt's value: one of these, or a function values(prompts, context)"
     )
-    prior_value: float | None = param(None, "the value, for prior: constant")
-    prior_column: str = param("", "dataset column with the values, for prior: column")
+    prior_column: str = param("", "dataset column with the values", only_if={"prior": "column"})
     prior_decay: float = param(
-        0.5, "share that a visit leaves of a prompt's older outcomes, for running_mean and beta", ge=0, le=1
+        0.5,
+        "share that a visit leaves of a prompt's older outcomes",
+        ge=0,
+        le=1,
+        only_if={"prior": ("running_mean", "beta")},
     )
-    prior_neighbors: int = param(8, "most similar prompts that count, for nearest", ge=1)
-    context_size: int = param(256, "recent rollouts that nearest and functions see", ge=1)
-    prior_timeout: float = param(60.0, "seconds of one try, for functions", gt=0)
-    prompt_column: str = param("prompt", "dataset column with the prompt, for nearest and functions")
+    prior_neighbors: int = param(8, "most similar prompts that count", ge=1, only_if={"prior": "nearest"})
+    context_size: int = param(256, "recent rollouts that are seen", ge=1, only_if={"prior": ("nearest", FUNCTION)})
+    prior_timeout: float = param(60.0, "seconds of one try", gt=0, only_if={"prior": FUNCTION})
+    prompt_column: str = param("prompt", "dataset column with the prompt", only_if={"prior": ("nearest", FUNCTION)})
 
     def check(self) -> None:
         for name, owner in (("prior_value", "constant"), ("prior_column", "column")):
-            given = getattr(self, name) not in (None, "")
-            if given and self.prior != owner:
-                raise ConfigError(
-                    f"`{name}` has no effect unless `prior` is {owner}. Remove it, or set prior: {owner}."
-                )
-            if not given and self.prior == owner:
+            if self.prior == owner and getattr(self, name) in (None, ""):
                 raise ConfigError(f"`prior` is {owner}, which needs `{name}`.")
 
 
@@ -283,8 +281,7 @@ def make_prior(params: PriorParams, low: float, high: float, guess_unseen: bool 
     if callable(params.prior):
         return FunctionPrior(params.prior, params.context_size, params.prompt_column, low, high, params.prior_timeout)
     if params.prior == "constant":
-        assert params.prior_value is not None  # `check` saw to it
-        return Constant(params.prior_value)
+        return Constant(getattr(params, "prior_value"))  # noqa: B009  those that offer `constant` have it
     if params.prior == "column":
         return Column(params.prior_column)
     if params.prior == "nearest":

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_method import acting
 
 from rl_plugins.params import build_params
 
@@ -122,8 +123,9 @@ class Case:
         return self._all[name]
 
     def build(self, method: Any, names: Mapping[str, str] | None = None, **own: Any) -> Any:
-        """Parameters of `method`: those the test sets itself, and over them those of the case."""
-        return build_params(method.Params, own | self.options(method, names), method.name)
+        """Parameters of `method`: those the test sets itself, and over them those of the case, which the authors give
+        whether they have an effect or not."""
+        return build_params(method.Params, acting(method.Params, own | self.options(method, names)), method.name)
 
     def options(self, method: Any, names: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The parameters of `method` that the case has, under the authors' name (`names`: theirs -> ours) or ours."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from rl_plugins.errors import MethodError
 from rl_plugins.method import Method
+from rl_plugins.params import MethodParams, has_effect
 
 
 def method(name: str = "m", **members: Any) -> Method:
@@ -25,3 +28,22 @@ def refused(call, *parts: str) -> str:
     for part in parts:
         assert part in str(e.value)
     return str(e.value)
+
+
+def acting(cls: type[MethodParams], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without those that have no effect beside the others and would be refused: drawn ones, say."""
+    left = dict(values)
+    while True:
+        made = object.__new__(cls)  # unchecked
+        for f in dataclasses.fields(cls):
+            object.__setattr__(made, f.name, left.get(f.name, f.default))
+        idle = [name for name in left if name in cls.__dataclass_fields__ and not has_effect(made, name)]
+        if not idle:
+            return left
+        left = {name: value for name, value in left.items() if name not in idle}
+
+
+def changed(params: Any, **changes: Any) -> Any:
+    """`params` with other values; those that then have no effect are left out."""
+    values = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)} | changes
+    return type(params)(**acting(type(params), values))

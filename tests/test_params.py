@@ -15,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.params import MethodParams, build_params, describe_params, param, params_to_dict, parse_value
+from rl_plugins.params import (
+    FUNCTION,
+    GIVEN,
+    MethodParams,
+    above,
+    below,
+    build_params,
+    declaration_problems,
+    describe_params,
+    param,
+    params_to_dict,
+    parse_value,
+)
 
 INF = math.inf
 Mode = Literal["mad", "none", "std"]
@@ -317,6 +329,7 @@ def test_the_description_names_type_default_range_and_help():
         "default": "0.001",
         "range": "> 0, < 1",
         "help": "added to the divisor",
+        "only_if": "",
     }
     assert {n: r["type"] for n, r in rows.items()} == {
         "eps": "float",
@@ -364,3 +377,105 @@ def test_lists_of_lists_survive_json_too():
     plain = params_to_dict(Nested())
     assert json.loads(json.dumps(plain)) == plain == {"table": [[1, 2], [3]]}
     assert build_params(Nested, plain, "m") == Nested()
+
+
+# ---- parameters that have an effect only beside others
+
+
+@dataclass(frozen=True)
+class Dependent(MethodParams):
+    scale: Mode = param("mad", "divisor")
+    eps: float = param(1e-3, "added to it", gt=0, only_if={"scale": ("mad", "std")})
+    weight: float = param(0.0, "weight", ge=0)
+    power: int = param(2, "of the weight", ge=1, only_if={"weight": above(0)})
+    share: float = param(0.5, "below one", le=1)
+    pick: int = param(1, "of the share", only_if={"share": below(1)})
+    source: Literal["mean", "nearest"] | Callable[..., Any] = param("mean", "where from")
+    size: int = param(8, "of what it sees", only_if={"source": ("nearest", FUNCTION)})
+    limit: float | None = param(None, "limit")
+    text: str = param("", "text")
+    soft: bool = param(False, "limit is soft", only_if=({"limit": GIVEN, "scale": "mad"}, {"text": GIVEN}))
+    extract: Callable[..., Any] = param("math:sqrt", "read", only_if={"soft": True})
+
+
+IDLE = [  # parameters -> which of them has no effect
+    ({"scale": "none", "eps": 0.1}, "eps"),
+    ({"power": 3}, "power"),
+    ({"weight": 0, "power": "3"}, "power"),
+    ({"share": 1.0, "pick": 2}, "pick"),
+    ({"size": 9}, "size"),
+    ({"soft": True}, "soft"),
+    ({"soft": "yes", "limit": 1.0, "scale": "std"}, "soft"),
+    ({"extract": "math:floor"}, "extract"),
+]
+ACTS: list[dict[str, Any]] = [
+    {"eps": 0.1},
+    {"scale": "std", "eps": 0.1},
+    {"weight": 0.1, "power": 3},
+    {"share": 0.9, "pick": 2},
+    {"source": "nearest", "size": 9},
+    {"source": len, "size": 9},
+    {"soft": True, "limit": 0.0},
+    {"soft": True, "scale": "std", "text": "x"},
+    {"soft": True, "text": "x", "extract": "math:floor"},
+    # what is the default asks for nothing that does not happen
+    {"scale": "none", "eps": 1e-3},
+    {"scale": "none", "eps": "0.001", "power": 2, "size": 8.0, "soft": False, "extract": math.sqrt},
+]
+
+
+@pytest.mark.parametrize(("values", "name"), IDLE)
+def test_a_parameter_without_effect_is_refused(values, name):
+    for build in (lambda: Dependent(**values), lambda: build_params(Dependent, values, "m")):
+        with pytest.raises(ConfigError, match=f"`{name}` has no effect: it is .*, and acts only if ") as e:
+            build()
+        assert f"Remove `{name}`, or change `" in str(e.value)
+
+
+@pytest.mark.parametrize("values", ACTS)
+def test_a_parameter_with_effect_is_taken(values):
+    made = Dependent(**values)
+    assert Dependent(**params_to_dict(made)) == made  # what a checkpoint tells can be given again
+
+
+def test_the_message_says_what_to_change():
+    with pytest.raises(ConfigError) as e:
+        build_params(Dependent, {"scale": "none", "eps": 0.1, "size": 9}, "m")
+    assert str(e.value) == (
+        "Method `m`: `eps` has no effect: it is 0.1, and acts only if `scale` is 'mad' or 'std'; `scale` is 'none'. "
+        "Remove `eps`, or change `scale`. `size` has no effect: it is 9, and acts only if `source` is 'nearest' or a "
+        "function; `source` is 'mean'. Remove `size`, or change `source`. See `rl-plugins info m`."
+    )
+    with pytest.raises(ConfigError) as e:
+        Dependent(soft=True)
+    assert "acts only if `limit` is given and `scale` is 'mad', or `text` is given; `limit` is none and" in str(e.value)
+    with pytest.raises(ConfigError) as e:
+        Dependent(scale="none", eps=10.0**300, text="x" * 10_000, power=2**1000)
+    assert len(str(e.value)) < 800
+
+
+def test_info_and_docs_say_when_a_parameter_acts():
+    rows = {r["name"]: r["only_if"] for r in describe_params(Dependent)}
+    assert rows["eps"] == "`scale` is 'mad' or 'std'"
+    assert rows["power"] == "`weight` is above 0"
+    assert rows["pick"] == "`share` is below 1"
+    assert rows["size"] == "`source` is 'nearest' or a function"
+    assert rows["soft"] == "`limit` is given and `scale` is 'mad', or `text` is given"
+    assert rows["scale"] == ""
+    assert declaration_problems(Dependent) == []
+
+
+def test_a_condition_that_cannot_hold_is_an_error_of_the_class():
+    @dataclass(frozen=True)
+    class Wrong(MethodParams):
+        scale: Mode = param("mad", "divisor")
+        eps: float = param(1e-3, "added", only_if={"scalee": "mad"})
+        own: float = param(1e-3, "added", only_if={"own": above(0)})
+        typo: float = param(1e-3, "added", only_if={"scale": ("maad", "std")})
+        empty: float = param(1e-3, "added", only_if=({},))
+
+    problems = declaration_problems(Wrong)
+    assert problems[0] == "`only_if` of `eps` names `scalee`, which is no parameter. Did you mean `scale`?"
+    assert problems[1] == "`only_if` of `own` names itself."
+    assert problems[2].startswith("`only_if` of `typo` can never hold: parameter `scale` is 'maad'; allowed: 'mad'")
+    assert problems[3] == "`only_if` of `empty` is {}; it must map parameters to values."

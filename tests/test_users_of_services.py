@@ -172,7 +172,7 @@ def test_a_completion_does_not_write_its_own_verdict(monkeypatch: pytest.MonkeyP
     stack = stack_of(Brpo, judge_url="http://h/v1", judge_model="m", judge_reply="last", reference=3, filter_tau=1.0)
     step(stack, rollouts)
     assert stack.decision.rollouts.reward.tolist() == [1, -1, 1, 0]  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="`judge_reply` has no effect without `judge_url`"):
+    with pytest.raises(ConfigError, match="`judge_reply` has no effect"):
         stack_of(Brpo, judge=lambda p, a, b: "A", judge_reply="json")
 
 

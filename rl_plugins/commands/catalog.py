@@ -192,9 +192,13 @@ def _parameters(cls: type[Method]) -> str:
     if not rows:
         return "None."
     return "\n".join(
-        f"{r['name']} = {r['default']}   ({r['type']}{', ' + r['range'] if r['range'] else ''})\n    {r['help']}"
+        f"{r['name']} = {r['default']}   ({r['type']}{', ' + r['range'] if r['range'] else ''})\n    {_meaning(r)}"
         for r in rows
     )
+
+
+def _meaning(row: Mapping[str, str]) -> str:
+    return f"{row['help']} [only if {row['only_if']}]" if row["only_if"] else row["help"]
 
 
 def _changes(cls: type[Method]) -> Iterable[str]:
@@ -346,7 +350,7 @@ def _section(found: type[Method] | Bundle) -> str:
     if rows:
         lines = ["| parameter | default | type | range | meaning |", "|---|---|---|---|---|"]
         for r in rows:
-            cells = [f"`{r['name']}`", f"`{r['default']}`", r["type"], r["range"], r["help"]]
+            cells = [f"`{r['name']}`", f"`{r['default']}`", r["type"], r["range"], _meaning(r)]
             lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
         parts.append("\n".join(lines))
     if found.disagreements:

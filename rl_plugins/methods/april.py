@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import MethodError
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
@@ -107,18 +107,13 @@ class April(Method):
     class Params(MethodParams):
         over_sampling: float = param(2.0, "N'/N, groups in the making per group trained; 1: none", ge=1, le=64)
         max_staleness: int | None = param(None, "batches after which a waiting group is given up; none: never", ge=0)
-        stale: Literal["restart", "drop"] = param("restart", "fate of such a group: begun anew, or given up")
+        stale: Literal["restart", "drop"] = param(
+            "restart", "fate of such a group: begun anew, or given up", only_if={"max_staleness": GIVEN}
+        )
         correction: Literal["none", "mask", "token_tis"] = param(
             "none", "treatment of tokens that an older policy made"
         )
-        tis_cap: float = param(2.0, "token_tis: largest weight of a token", ge=1)
-
-        def check(self) -> None:
-            if self.max_staleness is None and self.stale == "drop":
-                raise ConfigError(
-                    "`stale` is drop, which has no effect without `max_staleness`. Set max_staleness to the number of "
-                    "batches after which a group is dropped, or remove `stale`."
-                )
+        tis_cap: float = param(2.0, "largest weight of a token", ge=1, only_if={"correction": "token_tis"})
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run
 from rl_plugins.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
 
@@ -109,10 +109,13 @@ class Brpo(Method):
             "largest list of (prompt, a, b) that the judge takes in one call, with as many verdicts back; "
             "none: one pair a call",
             ge=1,
+            only_if={"judge": GIVEN},
         )
         judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
-        judge_model: str | None = param(None, "name of the model at the endpoint")
-        judge_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
+        judge_model: str | None = param(None, "name of the model at the endpoint", only_if={"judge_url": GIVEN})
+        judge_key_env: str | None = param(
+            None, "environment variable with the endpoint's key; none: none is sent", only_if={"judge_url": GIVEN}
+        )
         votes: int = param(1, "votes in each of the two orders", ge=1)
         filter_tau: float = param(0.6, "largest |sum A| / G with which a group stays; 1 keeps all", ge=0, le=1)
         tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
@@ -122,11 +125,15 @@ class Brpo(Method):
         judge_timeout: float = param(120.0, "seconds of one try", gt=0)
         judge_retries: int = param(2, "further tries of a question that failed", ge=0)
         judge_concurrency: int = param(16, "questions at a time", ge=1)
-        judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0)
-        judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1)
-        judge_template: str = param(TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}")
+        judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0, only_if={"judge_url": GIVEN})
+        judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
+        judge_template: str = param(
+            TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}", only_if={"judge_url": GIVEN}
+        )
         judge_reply: Literal["marked", "json", "last"] = param(
-            "marked", "place of the verdict in the endpoint's reply: between marks, a JSON object, or the last one"
+            "marked",
+            "place of the verdict in the endpoint's reply: between marks, a JSON object, or the last one",
+            only_if={"judge_url": GIVEN},
         )
 
         def check(self) -> None:
@@ -137,15 +144,6 @@ class Brpo(Method):
                 )
             if self.judge is not None and self.judge_url is not None:
                 raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are given; only one of them can judge.")
-            of_endpoint = ("model", "key_env", "template", "reply", "temperature", "max_tokens")
-            ours = tuple(f"judge_{name}" for name in of_endpoint)
-            others = ours if self.judge_url is None else ("judge_batch_size",)
-            idle = [name for name in others if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-            if idle:
-                raise ConfigError(
-                    f"{', '.join(f'`{n}`' for n in idle)} has no effect "
-                    f"{'without `judge_url`' if self.judge_url is None else 'with an endpoint'}. Remove it."
-                )
             if self.judge_url is None:
                 return
             if not self.judge_model:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory, together
 
 PATTERNS = (
@@ -24,6 +24,8 @@ PATTERNS = (
 )
 SUCCESS = "Tool call success"
 NOTE = "Note: this has failed {retries} times in a row. Try another approach."
+
+_REPAIRED = {"max_tool_retries": above(0), "rollback_probability": above(0)}  # where parameters have an effect
 
 
 class Cleaner(Method):
@@ -114,24 +116,58 @@ class Cleaner(Method):
         environment: Callable[..., Any] | None = param(
             None, "class or function without arguments that makes an environment"
         )
-        gamma: float = param(0.5, "similarity from which only the call is swapped; 0: always, above 1: never", ge=0)
+        gamma: float = param(
+            0.5,
+            "similarity from which only the call is swapped; 0: always, above 1: never",
+            ge=0,
+            only_if={**_REPAIRED, "marker": GIVEN},
+        )
         max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
-        rollback_probability: float = param(1.0, "probability of a rollout to be repaired at all", ge=0, le=1)
-        max_attempts: int = param(30, "calls of a rollout, retries counted, after which nothing is repaired", ge=1)
+        rollback_probability: float = param(
+            1.0,
+            "probability of a rollout to be repaired at all",
+            ge=0,
+            le=1,
+            only_if=({"max_tool_retries": above(0)}, {"copy_environment": True}),
+        )
+        max_attempts: int = param(
+            30,
+            "calls of a rollout, retries counted, after which nothing is repaired",
+            ge=1,
+            only_if=(_REPAIRED, {"copy_environment": True}),
+        )
         marker: str = param(
             "<tool_call>", "text a call begins with, without which a turn is no call; empty: the whole turn is the call"
         )
-        compare: Literal["call_text", "code"] = param("call_text", "texts compared: the call as it is, or its code")
-        boundary: Literal["exact", "code_compat"] = param("exact", "token at which a marker of several tokens begins")
+        compare: Literal["call_text", "code"] = param(
+            "call_text",
+            "texts compared: the call as it is, or its code",
+            only_if={**_REPAIRED, "marker": GIVEN, "gamma": above(0)},
+        )
+        boundary: Literal["exact", "code_compat"] = param(
+            "exact",
+            "token at which a marker of several tokens begins",
+            only_if={**_REPAIRED, "marker": GIVEN},
+        )
         errors: Literal["invalid", "text"] = param(
             "invalid", "sign of a failed call: `valid` of the observation, or its text"
         )
-        success_marker: str = param(SUCCESS, "part of the text of every call that succeeded (errors=text)")
-        patterns: tuple[str, ...] = param(PATTERNS, "names of errors, counted in the row's `meta` (errors=text)")
-        copy_environment: bool = param(
-            False, "copies of the environment (copy.deepcopy) before each call, for calls that change it"
+        success_marker: str = param(
+            SUCCESS, "part of the text of every call that succeeded", only_if={"errors": "text"}
         )
-        note: str = param(NOTE, "text added to the error after {retries} >= 2 retries")
+        patterns: tuple[str, ...] = param(
+            PATTERNS, "names of errors, counted in the row's `meta`", only_if={"errors": "text"}
+        )
+        copy_environment: bool = param(
+            False,
+            "copies of the environment (copy.deepcopy) before each call, for calls that change it",
+            only_if={"rollback_probability": above(0)},
+        )
+        note: str = param(
+            NOTE,
+            "text added to the error after {retries} >= 2 retries",
+            only_if={**_REPAIRED, "max_tool_retries": above(1)},
+        )
         max_turns: int = param(16, "turns of the agent", ge=1)
         turn_tokens: int | None = param(
             None, "largest number of tokens of a turn; none: what fits into the completion", ge=1

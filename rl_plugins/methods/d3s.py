@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run, Shape, Tokens
 
 _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
@@ -91,7 +91,13 @@ class D3s(Method):
         batch_rows_start: float | None = param(
             0.25, "share of the batch's rows that is kept at the start; none leaves line 2 out", gt=0, le=1
         )
-        batch_rows_end: float = param(1.0, "share of the batch's rows that is kept at the end of the run", gt=0, le=1)
+        batch_rows_end: float = param(
+            1.0,
+            "share of the batch's rows that is kept at the end of the run",
+            gt=0,
+            le=1,
+            only_if={"batch_rows_start": GIVEN},
+        )
         tokens_start: float = param(0.2, "share of the kept rows' tokens that is kept at the start", gt=0, le=1)
         tokens_end: float = param(1.0, "share of the kept rows' tokens that is kept at the end of the run", gt=0, le=1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 
@@ -109,7 +109,7 @@ class Drpo(Method):
         )
         score_temperature: float = param(10.0, "tau: the smaller, the more the likeliest wrong answers count", gt=0)
         kl_weight: float = param(1e3, "beta of the hinge on K", ge=0)
-        kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0)
+        kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0, only_if={"kl_weight": above(0)})
         reward: str | None = param(
             None,
             "reward function that says right or wrong; none: the weighted sum of all, which a length penalty "

@@ -15,7 +15,7 @@ from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.rollouts import Rollouts
 
 
@@ -80,7 +80,9 @@ class Gigpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
+        gamma: float = param(
+            0.95, "discount of later rewards, per turn", ge=0, le=1, only_if={"step_advantage_w": above(0)}
+        )
         step_advantage_w: float = param(1.0, "weight of the comparison of states; 0 leaves that of rollouts", ge=0)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
             "mean_norm", "differences from the mean, or those divided by the standard deviation + eps"
@@ -92,17 +94,22 @@ class Gigpo(Method):
             "zero", "A^E of a group with a single entry: 0, or its reward (code)"
         )
         similarity: float | None = param(
-            None, "difflib ratio from which texts are one state (code: 0.95); none: equal ones only", gt=0, lt=1
+            None,
+            "difflib ratio from which texts are one state (code: 0.95); none: equal ones only",
+            gt=0,
+            lt=1,
+            only_if={"step_advantage_w": above(0)},
         )
         autojunk: bool = param(
             True,
             "disregard of frequent letters in texts of 200 or more (difflib's default, and the code's): 400 "
             "letters of which one differs can have a ratio of 0.25; false: all letters, slower",
+            only_if={"similarity": GIVEN},
         )
         invalid_action_penalty_coef: float = param(
             0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0
         )
-        eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
+        eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"mode": "mean_std_norm"})
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         p, turns = self.params, Turns(rollouts)

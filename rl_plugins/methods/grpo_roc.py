@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
@@ -111,8 +111,10 @@ class GrpoRoc(Method):
             "function of the Rollouts, (rows,) numbers >= 0, lower is better, with the signals it reads in "
             "its attribute `needs`; none for p_err + p_format",
         )
-        use_error: bool = param(True, "failing tool calls as part of the penalty")
-        use_format: bool = param(True, "missing and repeated answer blocks as part of the penalty")
+        use_error: bool = param(True, "failing tool calls as part of the penalty", only_if={"penalty": None})
+        use_format: bool = param(
+            True, "missing and repeated answer blocks as part of the penalty", only_if={"penalty": None}
+        )
         min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are as many", ge=0)
         min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are as many", ge=0)
         reject_equal_reward: bool = param(
@@ -124,19 +126,41 @@ class GrpoRoc(Method):
             "inverse_eps) (report)",
         )
         inverse_eps: float = param(
-            0.1, "constant added to the penalty in `inverse_prob`; small values come close to `top`", gt=0
+            0.1,
+            "constant added to the penalty in `inverse_prob`; small values come close to `top`",
+            gt=0,
+            only_if=[
+                {"positive_selection": "inverse_prob", **which}
+                for which in ({"penalty": GIVEN}, {"use_error": True}, {"use_format": True})
+            ],
         )
         correct_threshold: float = param(0.0, "reward above which a rollout is correct")
         short_groups: Literal["drop", "keep"] = param("drop", "fate of groups smaller than the group size")
-        error_keyword: str = param("error", "text that marks a failing tool response, in any case")
+        error_keyword: str = param(
+            "error",
+            "text that marks a failing tool response, in any case",
+            only_if={"penalty": None, "use_error": True},
+        )
         tool_tags: tuple[str, ...] = param(
-            ("<tool_response>", "</tool_response>"), "opening and closing tag of a tool response"
+            ("<tool_response>", "</tool_response>"),
+            "opening and closing tag of a tool response",
+            only_if={"penalty": None, "use_error": True},
         )
-        answer_tags: tuple[str, ...] = param(("<answer>", "</answer>"), "opening and closing tag of an answer block")
+        answer_tags: tuple[str, ...] = param(
+            ("<answer>", "</answer>"),
+            "opening and closing tag of an answer block",
+            only_if={"penalty": None, "use_format": True},
+        )
         turn_tags: tuple[str, ...] = param(
-            ("<|im_start|>assistant", "<|im_end|>"), "opening and closing tag of an assistant turn"
+            ("<|im_start|>assistant", "<|im_end|>"),
+            "opening and closing tag of an assistant turn",
+            only_if={"penalty": None, "use_format": True},
         )
-        count_first_turn: bool = param(True, "count of turns includes the one that the prompt's template has opened")
+        count_first_turn: bool = param(
+            True,
+            "count of turns includes the one that the prompt's template has opened",
+            only_if={"penalty": None, "use_format": True},
+        )
 
         def check(self) -> None:
             for name in ("tool_tags", "answer_tags", "turn_tags"):
@@ -145,11 +169,6 @@ class GrpoRoc(Method):
                         f"parameter `{name}` is {getattr(self, name)!r}; it must be two texts, the opening and the "
                         f"closing tag."
                     )
-            if self.penalty is not None and not (self.use_error and self.use_format):
-                raise ConfigError(
-                    "`use_error` and `use_format` belong to the built-in penalty, which `penalty` replaces; they would "
-                    "have no effect. Remove them, or `penalty`."
-                )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts
 
 _ZERO = 1e-6  # relative difference from the mean that is rounding
@@ -90,15 +90,30 @@ class Hgpo(Method):
             "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
         )
         length_weight_alpha: float = param(
-            1.0, "exponent of the weights (k + weight_offset)^alpha of depth k; 0: all alike", ge=0
+            1.0,
+            "exponent of the weights (k + weight_offset)^alpha of depth k; 0: all alike",
+            ge=0,
+            only_if=({"history_length": above(0)}, {"base_group": True, "weight_offset": above(1)}),
         )
         weight_offset: int = param(
-            1, "offset of the depth in these weights: 1 as the paper or 2 as the released code", ge=1
+            1,
+            "offset of the depth in these weights: 1 as the paper or 2 as the released code",
+            ge=1,
+            only_if=(
+                {"length_weight_alpha": above(0), "history_length": above(0)},
+                {"length_weight_alpha": above(0), "base_group": True},
+            ),
         )
-        drop_zero: bool = param(True, "removal of entries of exactly 0 from the weighted mean (paper and code)")
+        drop_zero: bool = param(
+            True,
+            "removal of entries of exactly 0 from the weighted mean (paper and code)",
+            only_if=({"history_length": above(0)}, {"base_group": True}),
+        )
         base_group: bool = param(False, "comparison with all turns of the group as one more entry, of weight 1")
         single_group: Literal["zero", "reward"] = param(
-            "zero", "base_group entry of a group with a single turn: 0, or its reward (code)"
+            "zero",
+            "base_group entry of a group with a single turn: 0, or its reward (code)",
+            only_if={"base_group": True},
         )
         invalid_action_penalty_coef: float = param(
             0.1, "penalty on reward and return of a turn whose action could not be understood", ge=0

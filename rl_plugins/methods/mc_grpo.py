@@ -83,7 +83,9 @@ class McGrpo(Method):
         scale: Literal["mad", "none", "std"] = param(
             "mad", "divisor of the advantages: MAD + mad_eps (paper), none, or the group's standard deviation + mad_eps"
         )
-        mad_eps: float = param(1e-3, "constant added to the divisor of the advantages", gt=0)
+        mad_eps: float = param(
+            1e-3, "constant added to the divisor of the advantages", gt=0, only_if={"scale": ("mad", "std")}
+        )
         zero_compensation: bool = param(
             False, "factor of group size / number of them on a group's non-zero advantages (GSM8K trainer)"
         )

@@ -16,13 +16,18 @@ import torch
 from rl_plugins.agents import act, finish, generate, open_episode, reply
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, has_effect, param
 from rl_plugins.requests import Call, Program, Prompt, Trajectory, together
 from rl_plugins.rollouts import Plan, Rollouts, Run, Shape, Tokens
 
 REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
 EXTENSION = "ENVIRONMENT REMINDER: The task is not finished yet. You get {extension} more turns."
 CUT = ("limit", "extended_limit", "length", "aborted")  # the agent would have gone on
+
+# where parameters have an effect
+_LIMITED = {"strategy": ("fixed", "dynamic")}
+_CALIBRATED = ({**_LIMITED, "calibration": ("freeze", "rolling")}, {**_LIMITED, "calibration": None, "limit": None})
+_EXTENDED = {"strategy": "dynamic", "max_extensions": above(0)}
 
 
 class TurnControl(Method):
@@ -106,33 +111,77 @@ class TurnControl(Method):
         hard_cap: int = param(
             50, "turns of an episode at most, whatever the limit; those of the unrestricted agent", ge=1
         )
-        limit: int | None = param(None, "turns (before an extension); none: from the calibration", ge=1)
-        extension: int | None = param(
-            None, "further turns (dynamic); none: up to T of `last_percentile`, in equal parts", ge=0
+        limit: int | None = param(
+            None, "turns (before an extension); none: from the calibration", ge=1, only_if=_LIMITED
         )
-        max_extensions: int = param(1, "extensions of an episode (dynamic)", ge=0)
+        extension: int | None = param(
+            None, "further turns; none: up to T of `last_percentile`, in equal parts", ge=0, only_if=_EXTENDED
+        )
+        max_extensions: int = param(1, "extensions of an episode", ge=0, only_if={"strategy": "dynamic"})
         should_extend: Callable[..., Any] | None = param(
             None,
-            "function should_extend(environment) at the limit (dynamic); none: whoever is not done. A failure means no",
+            "function should_extend(environment) at the limit; none: whoever is not done. A failure means no",
+            only_if=_EXTENDED,
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
-            None, "way in which the limit is learned from episodes; none: off with a `limit`, else freeze"
+            None,
+            "way in which the limit is learned from episodes; none: off with a `limit`, else freeze",
+            only_if=_LIMITED,
         )
         percentile: float | None = param(
-            None, "percentile of the turns that is the limit; none: 75 (fixed), 50 (dynamic)", ge=0, le=100
+            None,
+            "percentile of the turns that is the limit; none: 75 (fixed), 50 (dynamic)",
+            ge=0,
+            le=100,
+            only_if=_CALIBRATED,
         )
         last_percentile: float = param(
-            75.0, "percentile of the turns that is the limit after an extension (dynamic)", ge=0, le=100
+            75.0,
+            "percentile of the turns that is the limit after an extension",
+            ge=0,
+            le=100,
+            only_if=[{**how, "strategy": "dynamic", "extension": None} for how in _CALIBRATED],
         )
-        calibration_episodes: int = param(64, "episodes before the first calibration", ge=1)
-        window: int = param(512, "latest episodes that count", ge=1)
-        update_every: int = param(10, "batches between two calibrations (rolling)", ge=1)
-        min_turns: int = param(1, "smallest limit that is calibrated", ge=1)
+        calibration_episodes: int = param(
+            64,
+            "episodes before the first calibration",
+            ge=1,
+            only_if=_CALIBRATED,
+        )
+        window: int = param(
+            512,
+            "latest episodes that count",
+            ge=1,
+            only_if=_CALIBRATED,
+        )
+        update_every: int = param(
+            10,
+            "batches between two calibrations",
+            ge=1,
+            only_if={**_LIMITED, "calibration": "rolling"},
+        )
+        min_turns: int = param(
+            1,
+            "smallest limit that is calibrated",
+            ge=1,
+            only_if=_CALIBRATED,
+        )
         remind_from: int | None = param(
-            None, "turns left from which on the agent is reminded; none: from the first turn; 0: never", ge=0
+            None,
+            "turns left from which on the agent is reminded; none: from the first turn; 0: never",
+            ge=0,
+            only_if=_LIMITED,
         )
-        reminder: str = param(REMINDER, "text with {remaining}, and perhaps {used} and {limit}")
-        extension_text: str = param(EXTENSION, "text for an agent that gets {extension} more turns, or nothing")
+        reminder: str = param(
+            REMINDER,
+            "text with {remaining}, and perhaps {used} and {limit}",
+            only_if={**_LIMITED, "remind_from": (None, above(0))},
+        )
+        extension_text: str = param(
+            EXTENSION,
+            "text for an agent that gets {extension} more turns, or nothing",
+            only_if=_EXTENDED,
+        )
         unfinished: Literal["grade", "mask"] = param(
             "grade",
             "treatment of rows that were cut off: graded as they are, or masked (out of the update, but in "
@@ -150,23 +199,14 @@ class TurnControl(Method):
                     "no `environment` is given: a class or function without arguments that makes what the agent acts "
                     "in, as module:attribute (the demo's: rl_plugins.demo.environments:Grid)."
                 )
-            if self.strategy == "unlimited":
-                idle = [n for n in ("limit", "extension", "percentile", "calibration") if getattr(self, n) is not None]
-                if idle:
-                    raise ConfigError(
-                        f"{', '.join(f'`{n}`' for n in idle)} has no effect with `strategy` unlimited. Remove it, or "
-                        f"choose fixed or dynamic; the longest episode of all is `hard_cap`."
-                    )
-            elif self.how == "off" and self.limit is None:
+            if self.strategy != "unlimited" and self.how == "off" and self.limit is None:
                 raise ConfigError("`calibration` is off, so `limit` must be given; or choose freeze or rolling.")
-            if self.strategy != "dynamic" and (self.extension is not None or self.should_extend is not None):
-                raise ConfigError("`extension` and `should_extend` have an effect with `strategy` dynamic only.")
-            if self.strategy == "dynamic" and self.first_percentile > self.last_percentile:
+            if has_effect(self, "last_percentile") and self.first_percentile > self.last_percentile:
                 raise ConfigError(
                     f"`percentile` is {self.first_percentile:g}, above `last_percentile` = {self.last_percentile:g}; "
                     f"the limit after an extension cannot be the lower one."
                 )
-            if self.calibration_episodes > self.window:
+            if has_effect(self, "window") and self.calibration_episodes > self.window:
                 raise ConfigError(
                     f"`calibration_episodes` is {self.calibration_episodes}, but only the last `window` = "
                     f"{self.window} episodes are kept. Raise `window` or lower `calibration_episodes`."
@@ -178,7 +218,7 @@ class TurnControl(Method):
                     f"{self.hard_cap}, which no episode exceeds. Raise `hard_cap`, or lower the "
                     f"{'extension' if self.extension else 'limit'}."
                 )
-            if self.min_turns > self.hard_cap:
+            if has_effect(self, "min_turns") and self.min_turns > self.hard_cap:
                 raise ConfigError(f"`min_turns` is {self.min_turns}, above `hard_cap` = {self.hard_cap}.")
             for name, text, known in (
                 ("reminder", self.reminder, {"remaining": 1, "used": 0, "limit": 1}),

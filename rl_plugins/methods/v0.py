@@ -109,8 +109,13 @@ class V0(Method):
         allocation: Literal["greedy", "exact", "uniform"] = param(
             "greedy", "choice by best single rollout (paper), by a dynamic program, or the host's own plan"
         )
-        min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2)
-        max_rollouts: int = param(128, "rollouts of a prompt at most; 2 to 4 group sizes is advisable", ge=2)
+        min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2, only_if={"allocation": ("greedy", "exact")})
+        max_rollouts: int = param(
+            128,
+            "rollouts of a prompt at most; 2 to 4 group sizes is advisable",
+            ge=2,
+            only_if={"allocation": ("greedy", "exact")},
+        )
         success_threshold: float = param(0.5, "reward from which a rollout is a success")
 
         def check(self) -> None:
@@ -128,7 +133,7 @@ class V0(Method):
 
     def start(self, run: Run) -> None:
         p = self.params
-        if not p.min_rollouts <= run.group_size <= p.max_rollouts:
+        if p.allocation != "uniform" and not p.min_rollouts <= run.group_size <= p.max_rollouts:
             raise ConfigError(
                 f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
                 f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, below, param
 from rl_plugins.priors import PriorParams, make_prior
 from rl_plugins.rollouts import MAX_ROUNDS, Once, Plan, Rollouts, Run, Tokens
 
@@ -96,9 +97,15 @@ class V05(Method):
             "running_mean",
             "source of a prompt's predicted reward: one of these, or a function values(prompts, context)",
         )
+        prior_value: float | None = param(None, "the value", only_if={"prior": "constant"})
         k_init: int = param(4, "rollouts of every prompt (the paper: 1 and 2 do not converge)", ge=1)
-        k_max: int = param(16, "rollouts of a prompt at most", ge=1)
-        increment: int = param(1, "rollouts added per round; 4 saves rounds on batched engines", ge=1)
+        k_max: int = param(16, "rollouts of a prompt at most", ge=1, only_if={"cost": (None, below(math.inf))})
+        increment: int = param(
+            1,
+            "rollouts added per round; 4 saves rounds on batched engines",
+            ge=1,
+            only_if={"cost": (None, below(math.inf))},
+        )
         cost: float | None = param(
             None, "gain above which a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
         )
@@ -116,6 +123,8 @@ class V05(Method):
                     f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
                     f"lower. They are the bounds of the rewards."
                 )
+            if self.cost == math.inf:  # no further rollouts
+                return
             if self.k_max < self.k_init:
                 raise ConfigError(f"`k_max` is {self.k_max}, below `k_init` = {self.k_init}; it must be at least that.")
             if -(-(self.k_max - self.k_init) // self.increment) >= MAX_ROUNDS:

@@ -95,7 +95,9 @@ class Vade(Method):
         )
         score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that the draw is ranked by")
         success: Literal["threshold", "clipped_sum"] = param("threshold", "way in which a reward becomes a success")
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        success_threshold: float = param(
+            0.5, "reward from which a rollout is a success", only_if={"success": "threshold"}
+        )
 
         def check(self) -> None:
             if self.unselected_decay < self.selected_decay:

@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.method import HOOKS, Bundle, Fidelity, Idle, Method, Paper
-from rl_plugins.params import MethodParams, build_params
+from rl_plugins.params import MethodParams, build_params, declaration_problems
 from rl_plugins.renamed import check_signals
 from rl_plugins.runtime.config_text import read_json_or_yaml
 
@@ -278,8 +278,8 @@ def check_class(cls: Any, name: str, origin: str) -> None:
     Raises:
         ConfigError: not a Method, another name than it is registered under, no source, unknown fidelity, no hook, a
             hook with another signature, a public function that looks like a hook with a typing error, a class attribute
-            with a value that is not allowed, or, where no parameter must be given, code that raises when an instance
-            is made.
+            with a value that is not allowed, an `only_if` that names no parameter, or, where no parameter must be
+            given, code that raises when an instance is made.
     """
 
     def refuse(why: str) -> ConfigError:
@@ -298,7 +298,7 @@ def check_class(cls: Any, name: str, origin: str) -> None:
             f"`{cls.__name__}.Params` is {shown(cls.Params)}; `Params` must be a frozen dataclass that inherits from "
             f"MethodParams."
         )
-    why = _unfit(cls)
+    why = " ".join(declaration_problems(cls.Params)) or _unfit(cls)
     if why:
         raise refuse(why)
     check_signals(name, () if isinstance(cls.needs, property) else cls.needs)

@@ -238,8 +238,9 @@ class MethodStack(Context):
                     f"{m.state_version}. Resume with the version of rl-plugins that wrote it."
                 )
             now = params_to_dict(m.params)
-            if found["params"] != now:
-                changed = [k for k in {*found["params"], *now} if found["params"].get(k) != now.get(k)]
+            # a parameter that another version has, and that was not given, is none here
+            changed = [k for k in {*found["params"], *now} if found["params"].get(k) != now.get(k)]
+            if changed:
                 what = ", ".join(f"{k}: {found['params'].get(k)!r} -> {now.get(k)!r}" for k in sorted(changed))
                 raise StateError(
                     f"The checkpoint's state of `{m.name}` was made with other parameters ({what}). Resume with the "

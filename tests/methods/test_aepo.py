@@ -14,6 +14,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 from torch import Tensor
 from waiting import NEVER, SOON, Stuck, until
 
@@ -35,7 +36,7 @@ NAN = math.nan
 
 
 def built(cls: Any, **params: Any) -> Any:
-    return cls(build_params(cls.Params, params, cls.name))
+    return cls(build_params(cls.Params, acting(cls.Params, params), cls.name))
 
 
 # ---- golden numbers of the authors' code
@@ -358,7 +359,8 @@ def model(*entropies: Mapping[str, float]) -> Any:
 
 
 def rollout_params(**params: Any) -> Any:
-    return build_params(AepoRollout.Params, {"environment": Talk, "vocabulary": 8, **params}, "aepo_rollout")
+    values = {"environment": Talk, "vocabulary": 8, **params}
+    return build_params(AepoRollout.Params, acting(AepoRollout.Params, values), "aepo_rollout")
 
 
 def played(

@@ -517,7 +517,7 @@ def test_unscorable_rows_and_rows_without_tokens_do_no_harm() -> None:
         ({"tis_cap": 0.5}, "`tis_cap` is 0.5"),
         ({"correction": "sequence"}, "allowed: 'none', 'mask', 'token_tis'"),
         ({"stale": "wait"}, "allowed: 'restart', 'drop'"),
-        ({"stale": "drop"}, "has no effect without `max_staleness`"),
+        ({"stale": "drop"}, "`stale` has no effect: it is 'drop'"),
     ],
 )
 def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.arrol import Arrol, Calibrator, balanced, features_of, quality, rank_weights, vote
@@ -30,7 +31,7 @@ PROBABILITIES = st.lists(st.floats(0, 1), min_size=1, max_size=16)
 
 def arrol(**params: Any) -> Arrol:
     values = {"detect_tokens": LIMIT, "cold_start": 0, "independent": False} | params
-    return Arrol(build_params(Arrol.Params, values, "arrol"))
+    return Arrol(build_params(Arrol.Params, acting(Arrol.Params, values), "arrol"))
 
 
 def step_payload(features: int = 14, shift: float = 0.0, rates: Any = (0.2, 0.8)) -> dict[str, Any]:

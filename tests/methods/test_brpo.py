@@ -424,10 +424,10 @@ def test_logs() -> None:
     [
         ({"judge": by_quality, "judge_url": "http://h/v1"}, "only one of them can judge"),
         ({}, "nobody judges. Give the parameter `judge`"),
-        ({"judge": by_quality, "judge_key_env": "KEY"}, "`judge_key_env` has no effect without `judge_url`"),
+        ({"judge": by_quality, "judge_key_env": "KEY"}, "`judge_key_env` has no effect"),
         ({"judge_url": "http://h/v1"}, "without `judge_model`"),
-        ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect without `judge_url`"),
-        ({"judge_url": "http://h/v1", "judge_model": "m", "judge_batch_size": 2}, "no effect with an endpoint"),
+        ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect"),
+        ({"judge_url": "http://h/v1", "judge_model": "m", "judge_batch_size": 2}, "`judge_batch_size` has no effect"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "judge_template": "{a} {b}"}, "lacks {prompt}"),
         ({"judge_url": "http://h/v1", "judge_model": "m", "votes": 2}, "every vote would be the same"),
         ({"judge": by_quality, "votes": 0}, "`votes` is 0"),

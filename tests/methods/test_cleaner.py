@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from golden_cases import Case, Golden
+from one_method import acting
 from waiting import SOON, Stuck
 
 from rl_plugins.agents import Observation, play
@@ -62,7 +63,7 @@ class Plain(Method):
 
 def cleaner(environment: Any = Tool, **params: Any) -> Cleaner:
     values = {"environment": environment, "marker": "[", "max_turns": 5, **params}
-    return Cleaner(build_params(Cleaner.Params, values, "cleaner"))
+    return Cleaner(build_params(Cleaner.Params, acting(Cleaner.Params, values), "cleaner"))
 
 
 def script(turns: dict[str, str], **options: Any) -> TableEngine:

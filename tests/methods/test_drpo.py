@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
@@ -32,7 +33,7 @@ NAN = math.nan
 
 
 def drpo_stack(*others: Method, **params: Any) -> MethodStack:
-    method = Drpo(build_params(Drpo.Params, params, "drpo"))
+    method = Drpo(build_params(Drpo.Params, acting(Drpo.Params, params), "drpo"))
     return start_stack(method, *others, run=make_run(max_completion_length=WIDTH))
 
 
@@ -113,7 +114,7 @@ def whole_objective(
     The authors' loss has the same gradient and another value, which `official_value` gives: tau in the place of
     tau log mean exp, and in the penalty kl_weight excess kl.
     """
-    p = Drpo.Params(**params)
+    p = Drpo.Params(**acting(Drpo.Params, params))
     lp = batch.logprobs.clone().requires_grad_()
     length = batch.mask.sum(1)
     score = (lp * batch.mask).sum(1) / length.clamp(min=1)

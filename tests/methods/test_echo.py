@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
@@ -34,7 +35,7 @@ NAN = math.nan
 
 
 def built(cls: Any, **params: Any) -> Any:
-    return cls(build_params(cls.Params, params, cls.name))
+    return cls(build_params(cls.Params, acting(cls.Params, params), cls.name))
 
 
 # ---- golden numbers of the authors' code

@@ -6,7 +6,6 @@ import logging
 import math
 import random
 import re
-from dataclasses import replace
 from difflib import SequenceMatcher
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting, changed
 
 from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import ConfigError, MethodError
@@ -28,7 +28,7 @@ NAN = math.nan
 
 
 def method(**params) -> Gigpo:
-    return Gigpo(Gigpo.Params(**params))
+    return Gigpo(Gigpo.Params(**acting(Gigpo.Params, params)))
 
 
 def batch(rollouts):
@@ -54,7 +54,7 @@ def mean_and_std(values):
 
 def oracle(rollouts, **params):
     """The method as loops over all pairs of turns, in Python floats."""
-    p = Gigpo.Params(**params)
+    p = Gigpo.Params(**acting(Gigpo.Params, params))
     rows = []  # one per turn: group, rollout, turn, anchor, reward, episode reward, valid
     for i, (g, reward, turns) in enumerate(rollouts):
         own = any(not math.isnan(r) for _, r, _ in turns)
@@ -154,7 +154,7 @@ def params_of(case, **changes):
         own["statistics"] = "turns" if case.params["compute_mean_std_cross_steps"] else "rollouts"
     if case.params.get("enable_similarity", False):
         own["similarity"] = case.params["similarity_thresh"]
-    return replace(case.build(Gigpo, {"epsilon": "eps"}, **own), **changes)
+    return changed(case.build(Gigpo, {"epsilon": "eps"}, **own), **changes)
 
 
 @GOLDEN.kind("uid")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from golden_cases import Case, Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting, changed
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
@@ -36,7 +36,7 @@ penalty_column.needs = {"column:penalty"}
 
 
 def method(**params) -> GrpoRoc:
-    return GrpoRoc(GrpoRoc.Params(**params))
+    return GrpoRoc(GrpoRoc.Params(**acting(GrpoRoc.Params, params)))
 
 
 def planned(m: GrpoRoc, target: int, groups: int = 8, others: int = 0) -> GrpoRoc:
@@ -120,7 +120,7 @@ def check_selection(case):
         for k, members in enumerate(of_group):
             assert sum(group[row] == k for row in rows) == (target if len(members) >= target else 0)
     for which, numbers in (("use_error", expected["p_err"]), ("use_format", expected["p_format"])):
-        only = replace(params, **{"use_error": False, "use_format": False, which: True})
+        only = changed(params, **{"use_error": False, "use_format": False, which: True})
         assert GrpoRoc(only)._penalty(rollouts).tolist() == pytest.approx(numbers, abs=1e-15)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import replace
 
 import pytest
 import torch
 from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting, changed
 
 from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import ConfigError
@@ -26,7 +26,7 @@ NAN = math.nan
 
 
 def method(**params) -> Hgpo:
-    return Hgpo(Hgpo.Params(**params))
+    return Hgpo(Hgpo.Params(**acting(Hgpo.Params, params)))
 
 
 def batch(rollouts):
@@ -56,7 +56,7 @@ def entry(value, values, ddof, p):
 
 def oracle(rollouts, **params):
     """The method as loops over turns, depths and all pairs, in Python floats."""
-    p = Hgpo.Params(**params)
+    p = Hgpo.Params(**acting(Hgpo.Params, params))
     rows = []  # one per turn: group, scored, return, reward, observations up to the turn
     for g, reward, turns in rollouts:
         rewards = [0.0 if math.isnan(r) else r for _, r, _ in turns]
@@ -147,7 +147,7 @@ def check_advantages(case):
         words = ("history_length", "mode", "base_group", "length_weight_alpha")
         kinds = (int, str, lambda text: text == "1", float)
         changes = {word: kind(text) for word, kind, text in zip(words, kinds, form.groups(), strict=True) if text}
-        result = Hgpo(replace(params, **changes)).advantages(rollouts).tolist()
+        result = Hgpo(changed(params, **changes)).advantages(rollouts).tolist()
         assert result == pytest.approx(expected[key], **close), key
     if "step_discounted_returns" in expected:
         assert Turns(rollouts).returns(params.gamma).tolist() == pytest.approx(

@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method
@@ -33,7 +34,8 @@ SMALL = {"lookahead": (2, 4), "tau_abs": 0.15, "tau_rel": 0.25, "max_tree_tokens
 
 def latr(**params: Any) -> Latr:
     """With all rollouts from the tree, unless told otherwise."""
-    return Latr(build_params(Latr.Params, {"eta": (1.0,), "eta_steps": (0,), **params}, "latr"))
+    values = {"eta": (1.0,), "eta_steps": (0,), **params}
+    return Latr(build_params(Latr.Params, acting(Latr.Params, values), "latr"))
 
 
 def engine_of(model: Callable[[tuple[int, ...]], Distribution], **options: Any) -> TableEngine:

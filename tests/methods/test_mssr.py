@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import Bundle, Method
@@ -51,7 +52,7 @@ def baseline_stack(size: int = 8, *others: Method, dataset: Any = None, **params
 
 
 def shaping(**params: Any) -> MssrShaping:
-    return MssrShaping(build_params(MssrShaping.Params, params, "mssr_shaping"))
+    return MssrShaping(build_params(MssrShaping.Params, acting(MssrShaping.Params, params), "mssr_shaping"))
 
 
 def batch(rewards: Any, prompts: Any, **options: Any) -> Rollouts:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.losses import ppo_clip
@@ -38,7 +39,7 @@ def reward(text: str, columns: Any) -> float:
 
 def scope(**params: Any) -> Scope:
     values = {"prm": oracle, "corrector": teacher, "separator": ".", "min_step": 1, "min_prefix": 0.0} | params
-    return Scope(build_params(Scope.Params, values, "scope"))
+    return Scope(build_params(Scope.Params, acting(Scope.Params, values), "scope"))
 
 
 def saying(*answers: str) -> Any:

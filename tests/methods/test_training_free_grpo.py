@@ -16,6 +16,7 @@ import torch
 from golden_cases import Case, Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 from waiting import NEVER, SOON, Stuck
 
 from rl_plugins.demo.advisor import ADVICE
@@ -81,6 +82,7 @@ def section(question: str, name: str) -> str:
 
 def stack_of(llm: Any, dataset: Any = DATASET, group_size: int = 4, **params: Any) -> MethodStack:
     options = {"llm": llm, "llm_retries": 0, "llm_timeout": NEVER, **params}
+    options = acting(TrainingFreeGrpo.Params, options)
     method = TrainingFreeGrpo(build_params(TrainingFreeGrpo.Params, options, "training_free_grpo"))
     return start_stack(method, run=make_run(dataset=dataset, group_size=group_size))
 
@@ -641,7 +643,8 @@ def test_the_canned_advisor_of_the_demo(variant: str) -> None:
         ({"llm": str, "llm_url": "http://h/v1", "llm_model": "m"}, "only one of them"),
         ({"llm": str, "llm_temperature": 0.1}, "`llm_temperature` has no effect"),
         ({"llm": str, "merge_without_text": "delete"}, "`merge_without_text` has no effect"),
-        ({"llm": str, "learn": False}, "there is no `library`"),
+        ({"learn": False}, "there is no `library`"),
+        ({"llm": str, "learn": False}, "`llm` has no effect"),
         ({"llm": str, "prompt_template": "{problem}"}, "lacks {experiences}"),
         ({"llm": str, "reward_low": 1.0}, "must be lower"),
         ({"llm": str, "ground_truth": False, "answer_column": "a"}, "`answer_column` has no effect"),

@@ -490,7 +490,7 @@ def test_a_resumed_run_plans_alike() -> None:
     [
         ({"environment": None}, "rl_plugins.demo.environments:Grid"),
         ({"strategy": "unlimited", "limit": 3}, "`limit` has no effect"),
-        ({"extension": 3}, "`strategy` dynamic only"),
+        ({"extension": 3}, "`extension` has no effect"),
         ({"calibration": "off"}, "`limit` must be given"),
         ({"strategy": "dynamic", "percentile": 80}, "above `last_percentile` = 75"),
         ({"calibration_episodes": 600}, "only the last `window` = 512"),

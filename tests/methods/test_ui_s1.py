@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from golden_cases import Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting, changed
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
@@ -34,7 +34,7 @@ T, F = True, False
 
 
 def method(**params) -> UiS1:
-    return UiS1(UiS1.Params(**{"filter_by": "none", **params}))
+    return UiS1(UiS1.Params(**acting(UiS1.Params, {"filter_by": "none", **params})))
 
 
 def rows_of(steps, **changes) -> Rollouts:
@@ -126,7 +126,7 @@ def check_advantages(case):
         ("episode_advantage", dict(episode_weight=1.0, step_weight=0.0)),
         ("step_advantage", dict(episode_weight=0.0, step_weight=1.0)),
     ):
-        got = UiS1(replace(params, **changes)).advantages(rows_of(steps))[:, None] * mask
+        got = UiS1(changed(params, **changes)).advantages(rows_of(steps))[:, None] * mask
         assert got.tolist() == [pytest.approx(row, **close) for row in expected[key]]
 
 
@@ -281,9 +281,9 @@ def two_tasks():
 )
 def test_tasks_whose_rollouts_differ_too_little_leave(params, trained):
     steps = two_tasks()
-    decision = one_step(start_stack(UiS1(UiS1.Params(**params))), rows_of(steps))
+    decision = one_step(start_stack(UiS1(UiS1.Params(**acting(UiS1.Params, params)))), rows_of(steps))
     assert decision.trained.tolist() == trained
-    expected = oracle(steps, UiS1.Params(**params))  # tasks do not see each other
+    expected = oracle(steps, UiS1.Params(**acting(UiS1.Params, params)))  # tasks do not see each other
     assert decision.row_advantages.tolist() == pytest.approx([a * t for a, t in zip(expected, trained, strict=True)])
 
 

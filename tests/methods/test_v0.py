@@ -13,6 +13,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.methods.v0 import V0, allocate_exact, allocate_greedy, auc, utility, value_model_loss
@@ -49,7 +50,7 @@ def v0_stack(rates: Any = None, group_size: int = 8, seed: int = 0, **params: An
     """With `rates` they are the predictions of prompts 0, 1, .."""
     if rates is not None:
         params = {"prior": "column", "prior_column": "rate", **params}
-    method = V0(build_params(V0.Params, params, "v0"))
+    method = V0(build_params(V0.Params, acting(V0.Params, params), "v0"))
     run = make_run(dataset=Table(rates), dataset_size=PROMPTS, group_size=group_size)
     return start_stack(method, seed=seed, run=run), method
 
@@ -362,7 +363,9 @@ def test_ranking_does_not_see_a_constant_and_classes_are_balanced() -> None:
     [
         ({"min_rollouts": 1}, "`min_rollouts` is 1"),
         ({"min_rollouts": 8, "max_rollouts": 4}, "`max_rollouts` is 4, below `min_rollouts` = 8"),
-        ({"prior": "constant", "prior_value": 0.5}, "`prior` is 'constant'"),
+        ({"prior": "constant"}, "`prior` is 'constant'"),
+        ({"prior_value": 0.5}, "no parameter `prior_value`"),
+        ({"allocation": "uniform", "max_rollouts": 9}, "`max_rollouts` has no effect"),
         ({"allocation": "dp"}, "`allocation` is 'dp'"),
         ({"context_size": 0}, "`context_size` is 0"),
     ],

@@ -441,7 +441,7 @@ def test_beta_posterior() -> None:
         ({"k_max": 100}, "takes 64 or more rounds"),
         ({"cost": -1}, "`cost` is -1"),
         ({"prior": "constant"}, "needs `prior_value`"),
-        ({"prior_value": 0.5}, "`prior_value` has no effect unless `prior` is constant"),
+        ({"prior_value": 0.5}, "`prior_value` has no effect"),
         ({"prior": "column"}, "needs `prior_column`"),
         ({"prior": "beta"}, "`prior` is 'beta'"),
         ({"prior": "no.such:thing"}, "`prior`"),

@@ -12,6 +12,7 @@ import torch
 from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import acting
 
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import Method
@@ -28,7 +29,7 @@ GOLDEN = Golden("vade")
 
 
 def vade_stack(size: int = 16, seed: int = 0, **params: Any) -> tuple[MethodStack, Vade]:
-    method = Vade(build_params(Vade.Params, params, "vade"))
+    method = Vade(build_params(Vade.Params, acting(Vade.Params, params), "vade"))
     return start_stack(method, seed=seed, run=make_run(dataset_size=size)), method
 
 

@@ -9,7 +9,7 @@ import torch
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
 _SPREAD = 1e-6  # relative; a standard deviation below it is rounding
@@ -59,7 +59,9 @@ class AepoAdvantages(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         weight: float = param(0.2, "weight of the z-scored entropy", ge=0)
-        z_max: float | None = param(None, "limit of |z|; none: no limit (the authors' code)", gt=0)
+        z_max: float | None = param(
+            None, "limit of |z|; none: no limit (the authors' code)", gt=0, only_if={"weight": above(0)}
+        )
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         assert tokens.entropies is not None  # in `needs`

@@ -15,8 +15,11 @@ from rl_plugins.agents import Episode, Subprogram, act, finish, open_episode, re
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory, together
+
+# where the entropy of a turn has an effect
+_ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True})
 
 
 class AepoRollout(Method):
@@ -101,17 +104,38 @@ class AepoRollout(Method):
             "class or function that makes the environment of one rollout, as module:attribute (see "
             "`rl_plugins.agents`), with its state in ordinary attributes or a `__deepcopy__`; must be given",
         )
-        initial_rollouts: int | None = param(None, "chains that start from the prompt; none: half of them", ge=1)
+        initial_rollouts: int | None = param(
+            None, "chains that start from the prompt; none: half of them", ge=1, only_if={"probe": False}
+        )
         probe: bool = param(False, "search for that number, for each prompt, with a probe that costs a rollout")
-        probe_tokens: int = param(50, "tokens of the probe's short generation", ge=1)
-        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0)
+        probe_tokens: int = param(50, "tokens of the probe's short generation", ge=1, only_if={"probe": True})
+        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0, only_if={"probe": True})
         beam_size: int = param(2, "chains that one chain becomes at most in a round", ge=1)
-        branch_probability: float = param(0.5, "value of p from which a chain is copied", ge=0, le=1)
-        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0)
-        penalty: float = param(0.05, "penalty of each round in a row with a new chain", ge=0, le=1)
-        entropy_tokens: int = param(20, "first tokens of a turn that count for its entropy", ge=1)
-        top_logprobs: int = param(10, "most likely tokens the engine reports", ge=1)
-        vocabulary: int = param(151_936, "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)", ge=2)
+        branch_probability: float = param(
+            0.5, "value of p from which a chain is copied", ge=0, le=1, only_if={"beam_size": above(1)}
+        )
+        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0, only_if={"beam_size": above(1)})
+        penalty: float = param(
+            0.05, "penalty of each round in a row with a new chain", ge=0, le=1, only_if={"beam_size": above(1)}
+        )
+        entropy_tokens: int = param(
+            20,
+            "first tokens of a turn that count for its entropy",
+            ge=1,
+            only_if=_ENTROPY,
+        )
+        top_logprobs: int = param(
+            10,
+            "most likely tokens the engine reports",
+            ge=1,
+            only_if=_ENTROPY,
+        )
+        vocabulary: int = param(
+            151_936,
+            "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)",
+            ge=2,
+            only_if=_ENTROPY,
+        )
         max_turns: int = param(7, "turns of a chain; the authors' 6 tool calls and an answer", ge=1)
         turn_tokens: int | None = param(
             None, "largest number of tokens of one turn; none: what the completion has room for", ge=1
@@ -123,11 +147,6 @@ class AepoRollout(Method):
                 raise ConfigError(
                     "there is no environment to act in. Give the parameter `environment`, a class or function that "
                     "makes one, as module:attribute (the demo's: rl_plugins.demo.environments.calculator:Calculator)."
-                )
-            if self.probe and self.initial_rollouts is not None:
-                raise ConfigError(
-                    f"`initial_rollouts` is {self.initial_rollouts} and `probe` is on, which finds that number itself. "
-                    f"Leave out one of them."
                 )
 
     def __init__(self, params: MethodParams | None = None) -> None:

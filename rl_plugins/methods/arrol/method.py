@@ -26,7 +26,7 @@ from rl_plugins.methods.arrol.survivors import (
     shift_for,
     survival,
 )
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, above, below, has_effect, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
@@ -120,35 +120,65 @@ class Arrol(Method):
     class Params(MethodParams):
         detect_tokens: int = param(512, "L: tokens after which rollouts are stopped", ge=1)
         keep_ratio: float = param(0.5, "K: share of the rollouts still going that stays; 1 stops none", gt=0, le=1)
-        positive_ratio: float = param(0.5, "rho: share of right ones aimed at among the survivors", gt=0, lt=1)
+        positive_ratio: float = param(
+            0.5,
+            "rho: share of right ones aimed at among the survivors",
+            gt=0,
+            lt=1,
+            only_if=(
+                {"keep_ratio": below(1), "selection": ("balanced", "extremes")},
+                {"keep_ratio": below(1), "selection": "survival", "strength": above(0)},
+            ),
+        )
         selection: Literal["survival", "balanced", "extremes", "random"] = param(
-            "survival", "choice of survivors: by p_i (paper), balanced in each prompt, best and worst, or any (ours)"
+            "survival",
+            "choice of survivors: by p_i (paper), balanced in each prompt, best and worst, or any (ours)",
+            only_if={"keep_ratio": below(1)},
         )
-        strength: float = param(0.5, "strength of the correction in p_i", ge=0)
-        low: float = param(0.1, "smallest p_i", gt=0, le=1)
-        high: float = param(0.9, "largest p_i", gt=0, le=1)
+        strength: float = param(
+            0.5, "strength of the correction in p_i", ge=0, only_if={"keep_ratio": below(1), "selection": "survival"}
+        )
+        low: float = param(0.1, "smallest p_i", gt=0, le=1, only_if={"keep_ratio": below(1), "selection": "survival"})
+        high: float = param(0.9, "largest p_i", gt=0, le=1, only_if={"keep_ratio": below(1), "selection": "survival"})
         independent: bool = param(
-            True, "independent draw of each rollout; false: as many as expected, with the same probabilities (ours)"
+            True,
+            "independent draw of each rollout; false: as many as expected, with the same probabilities (ours)",
+            only_if={"keep_ratio": below(1), "selection": ("survival", "balanced", "random")},
         )
-        cold_start: int = param(20, "generation batches without stopping", ge=0)
-        min_keep: int = param(2, "rollouts of a prompt that stay at least (ours)", ge=1)
+        cold_start: int = param(20, "generation batches without stopping", ge=0, only_if={"keep_ratio": below(1)})
+        min_keep: int = param(
+            2, "rollouts of a prompt that stay at least (ours)", ge=1, only_if={"keep_ratio": below(1)}
+        )
         success_threshold: float = param(0.5, "reward from which a rollout is right (ours)")
-        top: int = param(0, "most likely tokens whose log-probs are features, too; 0: none (ours)", ge=0, le=20)
+        top: int = param(
+            0,
+            "most likely tokens whose log-probs are features, too; 0: none (ours)",
+            ge=0,
+            le=20,
+            only_if={"features": None},
+        )
         features: Callable[..., Any] | None = param(
             None,
             "function (list of contexts, lists of token ids cut to L) -> numbers per context, for the head "
             "instead of log-probs, such as a server of hidden states (ours)",
         )
-        features_timeout: float = param(60.0, "seconds `features` may take for one prompt", gt=0)
+        features_timeout: float = param(
+            60.0, "seconds `features` may take for one prompt", gt=0, only_if={"features": GIVEN}
+        )
         width: int = param(32, "hidden units of the head (ours)", ge=1)
         learning_rate: float = param(0.01, "learning rate of the head (ours)", gt=0)
         fit_steps: int = param(30, "passes over the window per generation batch (ours)", ge=1)
         window: int = param(2000, "rollouts the head and its calibration are fitted to (ours)", ge=10)
-        bins: int = param(128, "bins of the calibration", ge=1)
-        max_weight: float = param(10.0, "largest weight 1 / p of a rollout in the fit; 1: none (ours)", ge=1)
+        bins: int = param(128, "bins of the calibration", ge=1, only_if={"keep_ratio": below(1)})
+        max_weight: float = param(
+            10.0,
+            "largest weight 1 / p of a rollout in the fit; 1: none (ours)",
+            ge=1,
+            only_if={"keep_ratio": below(1), "selection": ("survival", "balanced", "random")},
+        )
 
         def check(self) -> None:
-            if not self.low <= self.keep_ratio <= max(self.high, self.keep_ratio == 1):
+            if has_effect(self, "low") and not self.low <= self.keep_ratio <= self.high:
                 raise ConfigError(
                     f"`keep_ratio` is {self.keep_ratio:g}, outside of `low` = {self.low:g} to `high` = {self.high:g}, "
                     f"the limits of every rollout's probability, so that it cannot be their mean. Move the limits."

@@ -12,7 +12,7 @@ from rl_plugins.groups import Groups
 from rl_plugins.losses import LOG_RATIO_LIMIT, ppo_clip
 from rl_plugins.method import Method
 from rl_plugins.methods.echo.confidence import PAPER, confidence
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
 
 
@@ -62,7 +62,7 @@ class EchoClip(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        tail_window: int = param(16, "last tokens whose confidence counts; 0: all", ge=0)
+        tail_window: int = param(16, "last tokens whose confidence counts; 0: all", ge=0, only_if={"kappa": above(0)})
         eps_min: float = param(0.05, "lower end of the sigmoid; the range is at least halfway to eps_max", ge=0, lt=1)
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
 from rl_plugins.methods.echo.confidence import PAPER, confidence
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
 _EPS = 1e-8  # of the variance
@@ -65,12 +65,32 @@ class EchoShaping(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        alpha: float = param(1.0, "weight of the entropy", ge=0)
-        beta: float = param(1.0, "weight of 1 - confidence", ge=0)
-        s_max: float | None = param(2.0, "limit of |S|; none: no limit", gt=0)
-        mult_coeff: float = param(0.1, "factor a: the advantage is multiplied by 1 + a S", ge=0)
-        add_coeff: float = param(0.0, "factor lambda: lambda (S - its mean in the group) is added", ge=0)
-        statistics: Literal["white", "raw"] = param("white", "z-scores over the batch (code), or the values (paper)")
+        alpha: float = param(
+            1.0, "weight of the entropy", ge=0, only_if=({"mult_coeff": above(0)}, {"add_coeff": above(0)})
+        )
+        beta: float = param(
+            1.0, "weight of 1 - confidence", ge=0, only_if=({"mult_coeff": above(0)}, {"add_coeff": above(0)})
+        )
+        s_max: float | None = param(
+            2.0, "limit of |S|; none: no limit", gt=0, only_if=({"alpha": above(0)}, {"beta": above(0)})
+        )
+        mult_coeff: float = param(
+            0.1,
+            "factor a: the advantage is multiplied by 1 + a S",
+            ge=0,
+            only_if=({"alpha": above(0)}, {"beta": above(0)}),
+        )
+        add_coeff: float = param(
+            0.0,
+            "factor lambda: lambda (S - its mean in the group) is added",
+            ge=0,
+            only_if=({"alpha": above(0)}, {"beta": above(0)}),
+        )
+        statistics: Literal["white", "raw"] = param(
+            "white",
+            "z-scores over the batch (code), or the values (paper)",
+            only_if=({"alpha": above(0)}, {"beta": above(0)}),
+        )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

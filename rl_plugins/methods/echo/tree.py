@@ -9,7 +9,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.echo.confidence import PAPER
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
 
 
@@ -99,26 +99,57 @@ class EchoTree(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         logprob_top_k: int = param(10, "most likely tokens the engine reports", ge=2)
-        confidence_top_k: int = param(5, "number of these that count for the confidence", ge=1)
-        min_depth: int = param(4, "first place that may branch", ge=0)
-        entropy_high: float = param(1.9, "entropy from which a token branches, in nats; below ln logprob_top_k", gt=0)
-        entropy_low: float = param(0.55, "entropy at which alpha adds nothing to the width", ge=0)
-        entropy_delta_threshold: float = param(0.2, "rise of the entropy from which a token branches")
-        branch_threshold: float = param(
-            4.0, "group confidence up to which a token branches; above ln confidence_top_k", gt=0
+        confidence_top_k: int = param(
+            5,
+            "number of these that count for the confidence",
+            ge=1,
+            only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN}, {"tail_threshold": GIVEN}),
         )
-        min_branches: int = param(1, "smallest width", ge=1)
+        min_depth: int = param(4, "first place that may branch", ge=0, only_if={"max_branches": above(1)})
+        entropy_high: float = param(
+            1.9,
+            "entropy from which a token branches, in nats; below ln logprob_top_k",
+            gt=0,
+            only_if={"max_branches": above(1)},
+        )
+        entropy_low: float = param(
+            0.55,
+            "entropy at which alpha adds nothing to the width",
+            ge=0,
+            only_if={"max_branches": above(1), "alpha": above(0)},
+        )
+        entropy_delta_threshold: float = param(
+            0.2, "rise of the entropy from which a token branches", only_if={"max_branches": above(1)}
+        )
+        branch_threshold: float = param(
+            4.0,
+            "group confidence up to which a token branches; above ln confidence_top_k",
+            gt=0,
+            only_if={"max_branches": above(1)},
+        )
+        min_branches: int = param(1, "smallest width", ge=1, only_if={"max_branches": above(1)})
         max_branches: int = param(4, "largest width; 1: nothing branches", ge=1)
-        alpha: float = param(2.0, "width per entropy", ge=0)
-        beta: float = param(1.0, "width per lack of confidence", ge=0)
-        entropy_window: int = param(4, "places before a token its entropy is compared with", ge=1)
-        group_window: int = param(4, "places of the group confidence", ge=1)
-        tail_window: int = param(8, "places of the tail confidence", ge=1)
+        alpha: float = param(2.0, "width per entropy", ge=0, only_if={"max_branches": above(1)})
+        beta: float = param(1.0, "width per lack of confidence", ge=0, only_if={"max_branches": above(1)})
+        entropy_window: int = param(
+            4,
+            "places before a token its entropy is compared with",
+            ge=1,
+            only_if=({"max_branches": above(1)}, {"delta_upper": GIVEN}),
+        )
+        group_window: int = param(
+            4, "places of the group confidence", ge=1, only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN})
+        )
+        tail_window: int = param(8, "places of the tail confidence", ge=1, only_if={"tail_threshold": GIVEN})
         prune_threshold: float | None = param(None, "group confidence below which a response is cut; none: never", gt=0)
         tail_threshold: float | None = param(None, "confidence up to which a falling tail is cut; none: never", gt=0)
-        tail_decline_steps: int = param(3, "places in a row the tail must have fallen", ge=1)
+        tail_decline_steps: int = param(
+            3, "places in a row the tail must have fallen", ge=1, only_if={"tail_threshold": GIVEN}
+        )
         delta_upper: float | None = param(None, "rise of the entropy above which a response is cut; none: never", ge=0)
-        delta_rise_steps: int = param(3, "places in a row the entropy must have risen", ge=1)
+        delta_rise_steps: int = param(
+            3, "places in a row the entropy must have risen", ge=1, only_if={"delta_upper": GIVEN}
+        )
 
         def check(self) -> None:
             highest, least = math.log(self.logprob_top_k), math.log(self.confidence_top_k)
@@ -127,7 +158,8 @@ class EchoTree(Method):
                     f"`logprob_top_k` is {self.logprob_top_k}; `confidence_top_k` ({self.confidence_top_k}) and "
                     f"`max_branches` ({self.max_branches}) are taken from these tokens and cannot be more."
                 )
-            if not self.entropy_low < self.entropy_high or self.entropy_high >= highest:
+            branches = self.max_branches > 1
+            if branches and not self.entropy_low < self.entropy_high < highest:
                 raise ConfigError(
                     f"`entropy_low` is {self.entropy_low:g} and `entropy_high` {self.entropy_high:g}; the first must "
                     f"be less, and the second below ln logprob_top_k = {highest:.3g}, the largest there can be: else "
@@ -139,7 +171,7 @@ class EchoTree(Method):
                 )
             for name in ("branch_threshold", "prune_threshold", "tail_threshold"):
                 value = getattr(self, name)
-                if value is not None and value <= least:
+                if value is not None and value <= least and (branches or name != "branch_threshold"):
                     raise ConfigError(
                         f"`{name}` is {value:g}, but the confidence is never below ln confidence_top_k = {least:.3g}, "
                         f"so it would never act. Give a larger value{' or none' * (name != 'branch_threshold')}."

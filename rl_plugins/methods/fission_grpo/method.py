@@ -14,7 +14,7 @@ import torch
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.services import Failure, NotAsked, Service, failures
 
@@ -116,7 +116,7 @@ class FissionGrpo(Method):
             None,
             "function message(dict with prompt, answer, gold, tools) -> text, such as an error simulator; none: rules",
         )
-        message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0)
+        message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0, only_if={"message": GIVEN})
         prompt_column: str = param("prompt", "dataset column with the prompt")
         gold_column: str | None = param(None, "dataset column with the right calls")
         tools_column: str | None = param(None, "dataset column with the schemas of the tools")

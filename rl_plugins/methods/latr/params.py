@@ -9,7 +9,7 @@ from typing import Literal
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,12 @@ class LatrParams(MethodParams):
         "close",
         "side of tau_rel on which the distance must be: close, below it; far, above it (the code before January 2026)",
     )
-    lookahead: tuple[int, ...] = param((20, 30, 50), "ages in tokens at which a branch is compared to its parent", ge=1)
+    lookahead: tuple[int, ...] = param(
+        (20, 30, 50),
+        "ages in tokens at which a branch is compared to its parent",
+        ge=1,
+        only_if=({"tau_ed": GIVEN}, {"tau_sm": GIVEN}, {"tau_rl": GIVEN}, {"stop_when_full": True}),
+    )
     tau_ed: float | None = param(
         0.4, "edit distance / age below which a branch is pruned; none: not tested", ge=0, le=1
     )
@@ -41,8 +46,10 @@ class LatrParams(MethodParams):
         "none", "tokens of the tree that are sampled instead of argmax: where nothing branches (always), if also full"
     )
     stop_when_full: bool = param(True, "end of the tree when it has its branches and all are older than any lookahead")
-    full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1)
-    full_decay: float = param(0.05, "fall of that share over the length of a completion", ge=0, le=1)
+    full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1, only_if={"stop_when_full": True})
+    full_decay: float = param(
+        0.05, "fall of that share over the length of a completion", ge=0, le=1, only_if={"stop_when_full": True}
+    )
     max_tree_tokens: int | None = param(512, "length of the tree at most; none: the completion's", ge=1)
     decode_ahead: int = param(16, "tokens asked for in one request; changes the cost, not the tree", ge=1)
 

@@ -111,16 +111,22 @@ class MGrpo(Method):
         sub_reward: Literal["outcome", "own"] = param(
             "outcome", "reward of a sub-agent: its format and the main agent's outcome (code), or its own"
         )
-        right_above: float = param(0.1, "reward above which the main agent is right")
-        sub_right: float = param(1.0, "reward of a well-formed sub-agent whose main agent is right")
-        sub_wrong: float = param(0.1, "reward of a well-formed sub-agent whose main agent is wrong")
+        right_above: float = param(0.1, "reward above which the main agent is right", only_if={"sub_reward": "outcome"})
+        sub_right: float = param(
+            1.0, "reward of a well-formed sub-agent whose main agent is right", only_if={"sub_reward": "outcome"}
+        )
+        sub_wrong: float = param(
+            0.1, "reward of a well-formed sub-agent whose main agent is wrong", only_if={"sub_reward": "outcome"}
+        )
         std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
         align: bool = param(
             True,
             "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows as they are",
         )
         sub_per_rollout: int = param(4, "D, sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
-        fill_empty: bool = param(True, "rows of its query's others for a rollout without sub-agents (ours)")
+        fill_empty: bool = param(
+            True, "rows of its query's others for a rollout without sub-agents (ours)", only_if={"align": True}
+        )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

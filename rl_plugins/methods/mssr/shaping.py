@@ -9,7 +9,7 @@ import torch
 
 from rl_plugins.method import Method
 from rl_plugins.methods.mssr.tracker import PAPER
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
 
@@ -54,9 +54,11 @@ class MssrShaping(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         entropy_weight: float = param(0.4, "alpha; the paper has 0.2 to 0.6", ge=0)
-        cap: float = param(2.0, "kappa: the bonus is at most |A| / cap", gt=0)
+        cap: float = param(2.0, "kappa: the bonus is at most |A| / cap", gt=0, only_if={"entropy_weight": above(0)})
         entropy: Literal["sampled", "full"] = param(
-            "sampled", "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)"
+            "sampled",
+            "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)",
+            only_if={"entropy_weight": above(0)},
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -43,15 +43,17 @@ class TrackerParams(MethodParams):
 
     rho: float | None = param(None, "forgetting rate; none: it follows the KL to the reference policy", gt=0, le=1)
     rho_min: float = param(0.875, "smallest forgetting rate; a prompt starts with 1 / (1 - rho_min) counts", ge=0, lt=1)
-    rho_max: float = param(0.96, "largest forgetting rate", ge=0, le=1)
-    target_kl: float = param(0.01, "KL at which rho is rho_max, in nats; above it rho is rho_min", gt=0)
-    kl_window: int = param(10, "batches that the KL is averaged over", ge=1)
+    rho_max: float = param(0.96, "largest forgetting rate", ge=0, le=1, only_if={"rho": None})
+    target_kl: float = param(
+        0.01, "KL at which rho is rho_max, in nats; above it rho is rho_min", gt=0, only_if={"rho": None}
+    )
+    kl_window: int = param(10, "batches that the KL is averaged over", ge=1, only_if={"rho": None})
     initial_value: float = param(0.5, "value of a prompt before its first rollout", ge=0, le=1)
     value_column: str | None = param(None, "dataset column with the values before the first rollout, if there is one")
     success_threshold: float = param(0.5, "reward above which a rollout is a success")
 
     def check(self) -> None:
-        if self.rho_max < self.rho_min:
+        if self.rho is None and self.rho_max < self.rho_min:
             raise ConfigError(
                 f"parameter `rho_max` is {self.rho_max:g}, below `rho_min` = {self.rho_min:g}; it must be at least "
                 f"that. Raise `rho_max` or lower `rho_min`."

@@ -13,7 +13,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.rtv_pdr import texts
 from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
 from rl_plugins.services import fill, prompt_text, with_task
 
@@ -99,45 +99,56 @@ class RtvPdr(Method):
     class Params(MethodParams):
         attempts: int = param(16, "N, rollouts of a wave", ge=1)
         waves: int = param(2, "T, waves in all; 1: a tournament alone", ge=1)
-        keep: int = param(4, "K, summaries that the next wave reads", ge=1)
+        keep: int = param(4, "K, summaries that the next wave reads", ge=1, only_if={"waves": above(1)})
         group_size: int = param(2, "G, candidates of one comparison", ge=2)
         votes: int = param(8, "V, votes per comparison", ge=1)
-        final_pool: Literal["last", "all"] = param("last", "waves whose rollouts are candidates for the answer")
+        final_pool: Literal["last", "all"] = param(
+            "last", "waves whose rollouts are candidates for the answer", only_if={"waves": above(1)}
+        )
         training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
         hard_below: float = param(
-            0.0, "reward that no rollout of a prompt exceeds if it gets another wave (training: hard)"
+            0.0,
+            "reward that no rollout of a prompt exceeds if it gets another wave",
+            only_if={"training": "hard"},
         )
         environment: Callable[..., Any] | None = param(
             None, "class or function that makes an environment, anew for each attempt of an agent; none: one answer"
         )
-        max_turns: int = param(16, "turns of an agent", ge=1)
-        turn_tokens: int | None = param(None, "largest number of tokens of one turn of an agent", ge=1)
+        max_turns: int = param(16, "turns of an agent", ge=1, only_if={"environment": GIVEN})
+        turn_tokens: int | None = param(
+            None, "largest number of tokens of one turn of an agent", ge=1, only_if={"environment": GIVEN}
+        )
         summarizer: Callable[..., Any] | None = param(
             None, "function summarizer(problem, attempt): text; none: the policy"
         )
         judge: Callable[..., Any] | None = param(
             None, 'function judge(problem, summaries): number from 1, or a text with "Best: 2"; none: the policy'
         )
-        call_timeout: float = param(120.0, "seconds of a call of environment, summarizer or judge", gt=0)
+        call_timeout: float = param(
+            120.0,
+            "seconds of a call of environment, summarizer or judge",
+            gt=0,
+            only_if=({"environment": GIVEN}, {"summarizer": GIVEN}, {"judge": GIVEN}),
+        )
         summary_chars: int = param(4000, "characters of a summary at most", ge=1)
-        summary_tokens: int = param(1024, "tokens of a summary by the policy at most", ge=1)
-        judge_tokens: int = param(1024, "tokens of a vote by the policy at most", ge=1)
-        judge_temperature: float = param(1.0, "temperature of the policy as judge; votes must differ", gt=0)
+        summary_tokens: int = param(
+            1024, "tokens of a summary by the policy at most", ge=1, only_if={"summarizer": None}
+        )
+        judge_tokens: int = param(1024, "tokens of a vote by the policy at most", ge=1, only_if={"judge": None})
+        judge_temperature: float = param(
+            1.0, "temperature of the policy as judge; votes must differ", gt=0, only_if={"judge": None}
+        )
         shuffle: bool = param(True, "random deal of the candidates to groups (ours)")
         permute: bool = param(True, "random order of the candidates for each vote (ours)")
         ties: Literal["random", "first"] = param("random", "winner among equal votes (random is ours)")
         unparsable: Literal["discard", "first"] = param("discard", "fate of an unreadable vote (ours)")
 
         def check(self) -> None:
-            if self.environment is None and self.turn_tokens is not None:
-                raise ConfigError("`turn_tokens` has no effect without `environment`. Remove it.")
             if self.training != "plain" and self.waves < 2:
                 raise ConfigError(
                     f"`training` is {self.training}, which needs a wave that reads summaries, and `waves` is "
                     f"{self.waves}. Set waves: 2, or training: plain."
                 )
-            if self.hard_below and self.training != "hard":
-                raise ConfigError("`hard_below` has no effect unless `training` is hard. Remove it.")
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

@@ -14,7 +14,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.losses import ppo_clip
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
 
@@ -127,8 +127,10 @@ class Scope(Method):
             "function corrector(messages, text so far, columns): the rest as text; none: the policy, shown "
             "the solution",
         )
-        solution_column: str = param("solution", "dataset column with a right answer, used without a corrector")
-        hint: str = param(HINT, "text behind the prompt's last message that shows {solution}")
+        solution_column: str = param("solution", "dataset column with a right answer", only_if={"corrector": None})
+        hint: str = param(
+            HINT, "text behind the prompt's last message that shows {solution}", only_if={"corrector": None}
+        )
         extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
         threshold: float = param(0.5, "score below which a reasoning step is wrong")
         no_error: Literal["skip", "lowest"] = param(
@@ -144,13 +146,15 @@ class Scope(Method):
         separator: str = param("\n\n", "text between two reasoning steps")
         min_step: int = param(5, "tokens of a reasoning step at least; a shorter one is joined to the next", ge=0)
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
-        gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0)
+        gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0, only_if={"off_policy": "shaped"})
         clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
         clip_high: float = param(
             0.2, "upper clip range of own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True
         )
         prm_timeout: float = param(60.0, "seconds of one call of the PRM", gt=0)
-        corrector_timeout: float = param(120.0, "seconds of one call of the corrector", gt=0)
+        corrector_timeout: float = param(
+            120.0, "seconds of one call of the corrector", gt=0, only_if={"corrector": GIVEN}
+        )
 
         def check(self) -> None:
             if not self.separator:

@@ -12,7 +12,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
 
@@ -103,16 +103,32 @@ class TrainingFreeGrpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         llm: Callable[..., Any] | None = param(
-            None, "function llm(text): the reply as text, `async` or not; none: an endpoint answers"
+            None,
+            "function llm(text): the reply as text, `async` or not; none: an endpoint answers",
+            only_if={"learn": True},
         )
-        llm_url: str | None = param(None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1")
-        llm_model: str | None = param(None, "name of the model at the endpoint")
-        llm_key_env: str | None = param(None, "environment variable with the endpoint's key; none: none is sent")
-        llm_temperature: float = param(0.7, "temperature of the endpoint", ge=0)
-        llm_max_tokens: int = param(4096, "tokens of the endpoint's reply", ge=1)
-        llm_timeout: float = param(300.0, "seconds of one try", gt=0)
-        llm_retries: int = param(2, "further tries of a call that failed or gave no usable answer", ge=0)
-        llm_concurrency: int = param(16, "calls at a time", ge=1)
+        llm_url: str | None = param(
+            None, "OpenAI-compatible endpoint instead of `llm`: http://host:8000/v1", only_if={"learn": True}
+        )
+        llm_model: str | None = param(
+            None, "name of the model at the endpoint", only_if={"learn": True, "llm_url": GIVEN}
+        )
+        llm_key_env: str | None = param(
+            None,
+            "environment variable with the endpoint's key; none: none is sent",
+            only_if={"learn": True, "llm_url": GIVEN},
+        )
+        llm_temperature: float = param(
+            0.7, "temperature of the endpoint", ge=0, only_if={"learn": True, "llm_url": GIVEN}
+        )
+        llm_max_tokens: int = param(
+            4096, "tokens of the endpoint's reply", ge=1, only_if={"learn": True, "llm_url": GIVEN}
+        )
+        llm_timeout: float = param(300.0, "seconds of one try", gt=0, only_if={"learn": True})
+        llm_retries: int = param(
+            2, "further tries of a call that failed or gave no usable answer", ge=0, only_if={"learn": True}
+        )
+        llm_concurrency: int = param(16, "calls at a time", ge=1, only_if={"learn": True})
         variant: Literal["practice", "paper"] = param("practice", "update of the published code, or of the paper's")
         library: str | None = param(
             None,
@@ -120,17 +136,32 @@ class TrainingFreeGrpo(Method):
             " and corrected by hand",
         )
         learn: bool = param(True, "changes of the library; false: it is only used")
-        per_group: int = param(1, "experiences (practice) or operations (paper) a group gives at most", ge=1)
-        max_words: int = param(
-            32, "words of an experience, as the language model is told; a longer one is cut (ours)", ge=1
+        per_group: int = param(
+            1, "experiences (practice) or operations (paper) a group gives at most", ge=1, only_if={"learn": True}
         )
-        ground_truth: bool = param(True, "comparison of groups with some success only; false: of all, answers hidden")
-        answer_column: str | None = param(None, "dataset column with the reference answer; none: hidden")
-        reward_low: float = param(0.0, "reward of a failure (ours)")
-        reward_high: float = param(1.0, "reward of a success (ours)")
-        objective: str = param("It solves the task it is given.", "purpose of the agent, for the language model")
+        max_words: int = param(
+            32,
+            "words of an experience, as the language model is told; a longer one is cut (ours)",
+            ge=1,
+            only_if={"learn": True},
+        )
+        ground_truth: bool = param(
+            True, "comparison of groups with some success only; false: of all, answers hidden", only_if={"learn": True}
+        )
+        answer_column: str | None = param(
+            None,
+            "dataset column with the reference answer; none: hidden",
+            only_if={"learn": True, "ground_truth": True},
+        )
+        reward_low: float = param(0.0, "reward of a failure (ours)", only_if={"learn": True, "ground_truth": True})
+        reward_high: float = param(1.0, "reward of a success (ours)", only_if={"learn": True, "ground_truth": True})
+        objective: str = param(
+            "It solves the task it is given.", "purpose of the agent, for the language model", only_if={"learn": True}
+        )
         learning_objective: str = param(
-            "How to solve such tasks more often.", "purpose of the learning, for the language model"
+            "How to solve such tasks more often.",
+            "purpose of the learning, for the language model",
+            only_if={"learn": True},
         )
         prompt_template: str = param(
             texts.PROMPT,
@@ -139,7 +170,9 @@ class TrainingFreeGrpo(Method):
         )
         prompt_column: str = param("prompt", "dataset column with the prompt")
         merge_without_text: Literal["skip", "delete"] = param(
-            "skip", "treatment of a merge without text; delete: as the paper's code"
+            "skip",
+            "treatment of a merge without text; delete: as the paper's code",
+            only_if={"learn": True, "variant": "paper"},
         )
 
         def check(self) -> None:
@@ -155,14 +188,6 @@ class TrainingFreeGrpo(Method):
                 )
             if self.llm is not None and self.llm_url is not None:
                 raise ConfigError(f"`llm` and `llm_url` ({self.llm_url}) are given; only one of them can be asked.")
-            ours = ("llm_model", "llm_key_env", "llm_temperature", "llm_max_tokens") * (self.llm_url is None)
-            ours += ("merge_without_text",) * (self.variant == "practice")
-            idle = [name for name in ours if getattr(self, name) != type(self).__dataclass_fields__[name].default]
-            if idle:
-                raise ConfigError(
-                    f"{', '.join(f'`{n}`' for n in idle)} has no effect here (`llm_..` need `llm_url`, "
-                    f"`merge_without_text` needs variant: paper). Remove it."
-                )
             if self.llm_url is not None and not self.llm_model:
                 raise ConfigError("`llm_url` is given without `llm_model`, the name of the model that is asked.")
             missing = [f for f in ("{problem}", "{experiences}") if f not in self.prompt_template]
@@ -173,8 +198,6 @@ class TrainingFreeGrpo(Method):
                     f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
                     f"lower. They are the rewards of a failure and of a success."
                 )
-            if self.answer_column and not self.ground_truth:
-                raise ConfigError("`answer_column` has no effect without `ground_truth`. Remove one of them.")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -12,7 +12,7 @@ from rl_plugins.agents.turns import joint, normalized
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
+from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts
 
 
@@ -93,23 +93,37 @@ class UiS1(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        gamma: float = param(0.5, "discount of the rewards of later turns", ge=0, le=1)
-        include_first_mismatch: bool = param(False, "inclusion of the first mismatch in the returns before it")
+        gamma: float = param(
+            0.5,
+            "discount of the rewards of later turns",
+            ge=0,
+            le=1,
+            only_if=({"step_weight": above(0)}, {"episode_source": "rollout_return"}, {"filter_by": "first_return"}),
+        )
+        include_first_mismatch: bool = param(
+            False, "inclusion of the first mismatch in the returns before it", only_if={"gamma": above(0)}
+        )
         episode_source: Literal["step_reward", "rollout_return"] = param(
             "step_reward",
             "values compared by the episode advantage: all turns' rewards (code) or rollouts' returns (paper)",
+            only_if={"episode_weight": above(0)},
         )
         episode_weight: float = param(1.0, "weight of the episode advantage", ge=0)
         step_weight: float = param(1.0, "weight of the turn's advantage (the paper's step advantage)", ge=0)
         scale: Literal["std", "none"] = param(
             "std", "divisor of the advantages: the standard deviation + std_eps, or none"
         )
-        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
+        std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0, only_if={"scale": "std"})
         filter_by: Literal["first_return", "advantages", "none"] = param(
             "first_return",
             "values whose spread decides which tasks stay: R_0 (code), the advantages (paper); none: all stay",
         )
-        filter_std: float = param(0.3, "standard deviation above which a task stays", ge=0)
+        filter_std: float = param(
+            0.3,
+            "standard deviation above which a task stays",
+            ge=0,
+            only_if={"filter_by": ("first_return", "advantages")},
+        )
         rows_per_rollout: int = param(
             16, "rows of the batch a rollout may take: turns of the longest task; 1 where a rollout is one row", ge=1
         )
