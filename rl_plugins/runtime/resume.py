@@ -1,7 +1,8 @@
 """A run's state in a checkpoint, written and taken over again: the one way for every adapter.
 
 An adapter writes the state into every checkpoint it makes with methods, and calls `resume` for every checkpoint it
-resumes from, after `MethodStack.start`. So a checkpoint without our folder was made without methods, or has lost it.
+resumes from, after `MethodStack.start`. So a checkpoint without our folder was made without methods, or has lost it;
+a host whose own files say which of the two is asked.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def save_run(checkpoint: str | os.PathLike[str], content: Mapping[str, Any], ste
 
 
 def resume(
-    stack: MethodStack, checkpoint: str | os.PathLike[str], *, fingerprint: str, step: int, batch: int
+    stack: MethodStack,
+    checkpoint: str | os.PathLike[str],
+    *,
+    fingerprint: str,
+    step: int,
+    batch: int,
+    with_methods: bool | None = None,
 ) -> dict[str, Any] | None:
     """Takes over everything a resumed run needs: states of methods, waiting groups, and how far prompts were drawn.
     Either all of it, or nothing and an error.
@@ -45,19 +52,20 @@ def resume(
         step: the host's step, as it was told to `save_run`.
         batch: generation batches the host made until then; where the checkpoint was made without methods, the count
             goes on from there.
+        with_methods: whether the checkpoint was made with methods, as the host's own files say; None: they do not say.
 
     Returns:
         What was saved, notes included; None for a checkpoint made without methods.
 
     Raises:
-        StateError: the state is missing and some method cannot begin without it, is damaged, is of another step,
-            dataset, method, version or parameters.
+        StateError: the state was lost, or is missing and some method cannot begin without it; it is damaged, or of
+            another step, dataset, method, version or parameters.
     """
     saved = load_state(checkpoint)
     if saved is None:
-        needed = needs_state(stack)
-        if needed:
-            raise StateError(_missing(checkpoint, needed))
+        needed = needs_state(stack, surely_plain=with_methods is False)
+        if needed or with_methods:
+            raise StateError(_missing(checkpoint, needed, with_methods))
         stack.batch, stack.extra_prompts, stack.draw = batch, 0, 0
         return None
     found = saved.get(STEP)
@@ -78,13 +86,21 @@ def resume(
     return saved
 
 
-def needs_state(stack: MethodStack) -> dict[str, str]:
-    """Method -> why a run with it that goes on without its saved state would be another run; empty if none would."""
+def needs_state(stack: MethodStack, surely_plain: bool = False) -> dict[str, str]:
+    """Method -> why it cannot go on from a checkpoint without state; empty if all can.
+
+    Args:
+        surely_plain: the checkpoint was made without methods. Then no group waits and nobody drew prompts, so only a
+            method that keeps state lacks something. Else the state may have been lost, and every method that depends on
+            earlier batches would make another run.
+    """
     reasons = {}
     for m in stack.methods:
         claims = m.claims()
         if m._state or "observe" in claims:
             reasons[m.name] = "keeps state"
+        elif surely_plain:
+            continue
         elif "admit" in claims:
             reasons[m.name] = "lets groups wait"
         elif "select_prompts" in claims or "plan" in claims:
@@ -94,14 +110,22 @@ def needs_state(stack: MethodStack) -> dict[str, str]:
     return reasons
 
 
-def _missing(checkpoint: str | os.PathLike[str], needed: Mapping[str, str]) -> str:
+def _missing(checkpoint: str | os.PathLike[str], needed: Mapping[str, str], with_methods: bool | None) -> str:
+    """The message for a checkpoint without state."""
     left = os.path.join(checkpoint, WRITING)
+    cut_off = f" (an interrupted save left {left}, which is not whole)" if os.path.exists(left) else ""
+    then = "To go on from its weights, start a new run with that checkpoint as the model."
+    if with_methods:
+        return (
+            f"The checkpoint {checkpoint} was made with methods, and its folder `{FOLDER}`, which holds their state, "
+            f"was lost{cut_off}. Put it back, or resume from another checkpoint. {then}"
+        )
+    origin = "It was made without methods."
+    if with_methods is None:
+        origin = f"Its folder `{FOLDER}` was lost{cut_off}, or the checkpoint was made without methods."
     return (
         f"The checkpoint {checkpoint} holds no state of methods, and {', '.join(needed)} cannot resume without theirs "
-        f"({', '.join(f'`{name}` {why}' for name, why in needed.items())}). Its folder `{FOLDER}` was lost"
-        f"{f' (an interrupted save left {left}, which is not whole)' if os.path.exists(left) else ''}, or the "
-        f"checkpoint was made without methods. To go on from its weights, start a new run with that checkpoint as the "
-        f"model."
+        f"({', '.join(f'`{name}` {why}' for name, why in needed.items())}). {origin} {then}"
     )
 
 

@@ -97,6 +97,21 @@ CHANGES = (
         "engine.TrlEngine",
     ),
     Change(
+        "sampler of the training dataloader: the orders of earlier passes are drawn from it, at a resume",
+        "TRL begins a resume with the order of the first pass, whatever pass the checkpoint is in",
+        "any method",
+        "T11",
+        "saved.skip_passes",
+    ),
+    Change(
+        "trainer: a note in `state.stateful_callbacks`; `trainer_state.json` of a checkpoint that is written once more "
+        "goes first",
+        "a checkpoint whose state was lost is told from one without methods, and a half-written one from a whole one",
+        "any method",
+        "none",
+        "saved.mark, saved.begin",
+    ),
+    Change(
         "learning rates of the optimizer, for one optimizer step",
         "`Update.lr_scale`; a step without a trained token moves nothing",
         "`before_update`, rows that leave",

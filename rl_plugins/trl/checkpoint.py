@@ -8,17 +8,20 @@ a resume from it repeats that batch.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
+from rl_plugins.trl.prompts import has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
+from rl_plugins.trl.saved import begin, is_marked, mark, skip_passes
 
 
 class MethodsCallback(TrainerCallback):
@@ -41,8 +44,8 @@ class MethodsCallback(TrainerCallback):
         self._boundary_state: dict[str, Any] = {}
         self._lr: list[Any] = []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """`start` on the driver once, then the state of the checkpoint."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        """`start` on the driver once, then the state of the checkpoint and its place in the dataset."""
         t = self.trainer
         if not self._started:
             known = known_of(t)
@@ -53,6 +56,7 @@ class MethodsCallback(TrainerCallback):
             self._started = True
         if self.resume_from is not None:
             self._read_state(self.resume_from)
+            self._find_place(train_dataloader)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._log_update()
@@ -102,16 +106,31 @@ class MethodsCallback(TrainerCallback):
         if t.args.steps_per_generation * t.num_iterations > t.args.gradient_accumulation_steps:
             self._boundary_state = t.methods.state_dict(self.fingerprint)
 
-    def write_state(self, folder: str | None) -> None:
-        """Writes the methods' state into a checkpoint before TRL fills it."""
+    def is_checkpoint(self, folder: str | None) -> bool:
+        """Whether TRL makes a checkpoint of this folder; it saves the model alone elsewhere."""
+        return (
+            folder is not None
+            and os.path.basename(folder) == f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+        )
+
+    def save_begins(self, checkpoint: str) -> None:
+        if self._writes:
+            begin(Path(checkpoint))
+        mark(self.trainer.state)
+
+    def write_state(self, checkpoint: str) -> None:
+        """Writes the methods' state into a checkpoint that has the model: after it, so that there is no folder that has
+        our state only, and before the file that TRL writes last."""
         t = self.trainer
-        if folder is None or os.path.basename(folder) != f"{PREFIX_CHECKPOINT_DIR}-{t.state.global_step}":
-            return  # the model alone is saved
-        if t.args.should_save and t.accelerator.is_main_process:  # only the driver has the state
-            os.makedirs(folder, exist_ok=True)
+        if self._writes:
             inside = not self.at_boundary
             content = self._boundary_state if inside else t.methods.state_dict(self.fingerprint)
-            save_run(folder, content, t.state.global_step, inside_generation_batch=inside)
+            save_run(checkpoint, content, t.state.global_step, inside_generation_batch=inside)
+
+    @property
+    def _writes(self) -> bool:
+        """Only the driver has the state."""
+        return bool(self.trainer.args.should_save and self.trainer.accelerator.is_main_process)
 
     def _read_state(self, checkpoint: str) -> None:
         """Takes over the state of a checkpoint, the same on every rank.
@@ -125,7 +144,25 @@ class MethodsCallback(TrainerCallback):
             step = t.state.global_step
             generate_every = t.args.steps_per_generation * t.num_iterations
             batch = step * t.args.gradient_accumulation_steps // generate_every
-            resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch)
+            marked = is_marked(t.state)
+            resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch, with_methods=marked)
             return stack.batch, stack.extra_prompts
 
         stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)
+
+    def _find_place(self, loader: Any) -> None:
+        """The order of the prompts goes on where the checkpoint was.
+
+        Raises:
+            StateError: a stream that was passed more than once.
+        """
+        t = self.trainer
+        passes = int(t.state.epoch or 0)
+        if has_numbers(t.train_dataset):
+            skip_passes(loader, passes)
+        elif passes:
+            raise StateError(
+                f"The checkpoint {self.resume_from} is in pass {passes + 1} over a stream (epoch {t.state.epoch:.2f}), "
+                f"and TRL would begin that pass anew. Resume from a checkpoint of the first pass, start a new run from "
+                f"the checkpoint's weights, or give the dataset as one with random access."
+            )

@@ -40,7 +40,9 @@ class Accelerator(Protocol):
 
 
 class State(Protocol):
+    epoch: float | None
     global_step: int
+    stateful_callbacks: Any
     max_steps: int
     num_input_tokens_seen: int
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
-from transformers.trainer_utils import get_last_checkpoint
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Prompt
@@ -27,6 +26,7 @@ from rl_plugins.trl.generation import GenerationBatch
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
 from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.ranks import on_driver
+from rl_plugins.trl.saved import resume_from
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before
 
@@ -110,16 +110,23 @@ class MethodsMixin(_Host):
     # ---- save, resume
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.methods:  # TRL looks for the last one likewise, and refuses if there is none
-            last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else None
-            found = last or resume_from_checkpoint
-            self._methods_callback.resume_from = str(found) if found else None
+        if self.methods:
+            ranks = self.accelerator.num_processes
+            found = on_driver(
+                self.accelerator, lambda: resume_from(self.args.output_dir, resume_from_checkpoint, ranks)
+            )
+            self._methods_callback.resume_from = found
+            resume_from_checkpoint = found or resume_from_checkpoint
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if self.methods:
-            self._methods_callback.write_state(output_dir)
+        if not self.methods or not self._methods_callback.is_checkpoint(output_dir):
+            super().save_model(output_dir, *args, **kwargs)
+            return
+        assert output_dir is not None
+        self._methods_callback.save_begins(output_dir)
         super().save_model(output_dir, *args, **kwargs)
+        self._methods_callback.write_state(output_dir)
 
     # ---- prompts
 

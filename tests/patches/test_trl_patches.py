@@ -88,17 +88,19 @@ def patched(patched_trl: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return results
 
 
-def test_there_are_four_patches() -> None:
-    assert [patch.name[:2] for patch in PATCHES] == ["T1", "T2", "T3", "T5"]
+def test_there_are_five_patches() -> None:
+    assert [patch.name.split("-")[0] for patch in PATCHES] == ["T1", "T11", "T2", "T3", "T5"]
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name[:2])
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.name.split("-")[0])
 def test_patch_applies_alone(patch: Path, tmp_path: Path) -> None:
     directory = copy_trl(tmp_path)
-    before = {name: (directory / "trl/trainer" / name).read_text() for name in ("grpo_trainer.py", "rloo_trainer.py")}
+    names = ("grpo_trainer.py", "rloo_trainer.py", "utils.py")
+    before = {name: (directory / "trl/trainer" / name).read_text() for name in names}
     apply(patch, directory)
     after = {name: (directory / "trl/trainer" / name).read_text() for name in before}
-    assert after["grpo_trainer.py"] != before["grpo_trainer.py"]
+    changed = "utils.py" if patch.name.startswith("T11-") else "grpo_trainer.py"
+    assert after[changed] != before[changed]
     for name, text in after.items():
         compile(text, name, "exec")
         new_lines = set(text.splitlines()) - set(before[name].splitlines())
@@ -234,3 +236,17 @@ def test_t5_keep_ratio_counts_the_rows_of_all_processes(patched_trl: Path, tmp_p
     assert set(results["T5"]) == {*LOSS_TYPES, "rloo"}
     for case, measured in results["T5"].items():
         assert measured["error"] < 1e-5, case
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("trainer", ["grpo", "rloo"])
+def test_t11_a_resume_after_the_first_epoch_has_the_prompts_of_an_uninterrupted_run(
+    stock: dict, patched: dict, trainer: str
+) -> None:
+    assert stock["T11"][trainer]["whole"] == patched["T11"][trainer]["whole"]
+    whole = stock["T11"][trainer]["whole"]
+    assert len(whole) == 8 and whole[:3] != whole[3:6]
+    exact = [step for step in (2, 3, 4, 7) if stock["T11"][trainer][str(step)] == whole[step:]]
+    assert exact == [2]
+    for step in (2, 3, 4, 7):
+        assert patched["T11"][trainer][str(step)] == whole[step:], step

@@ -25,6 +25,7 @@ from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
 
@@ -195,7 +196,6 @@ class Host:
         prompts = prompts or PROMPTS
         config_cls = RLOOConfig if issubclass(cls, RLOOTrainer) else GRPOConfig
         args = config_cls(
-            output_dir=str(self.directory / "out"),
             per_device_train_batch_size=GROUP * len(prompts) // accumulation // PROCESSES,
             gradient_accumulation_steps=accumulation,
             num_generations=GROUP,
@@ -214,7 +214,7 @@ class Host:
             save_strategy="no",
             logging_steps=1,
             disable_tqdm=True,
-            **{"learning_rate": 0.1, "beta": 0.0, **config},
+            **{"learning_rate": 0.1, "beta": 0.0, "output_dir": str(self.directory / "out"), **config},
         )
         trainer = cls(
             model=str(self.directory / "model"),
@@ -411,6 +411,34 @@ def measure_t5_on_several_processes(host: Host) -> dict[str, Any]:
     return result
 
 
+def measure_t11(host: Host) -> dict[str, Any]:
+    """The prompts of every step of an uninterrupted run, and of runs that resume from its checkpoints."""
+    result: dict[str, Any] = {}
+    for name, cls in [("grpo", FixedGRPO), ("rloo", FixedRLOO)]:
+
+        def prompts_of(checkpoint: str | None, name: str = name, cls: type = cls) -> list[Any]:
+            seen: list[Any] = []
+
+            class Recording(cls):  # type: ignore[misc]
+                def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+                    seen.append(sorted({tuple(ids) for ids in prompt_ids}))
+                    return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+            trainer = host.trainer(
+                Recording, prompts=PROMPTS[:2], steps=8, output_dir=str(host.directory / name), save_steps=1
+            )
+            trainer.args.save_strategy = SaveStrategy.STEPS
+            trainer.shuffle_dataset = True
+            trainer.train_dataset = Dataset.from_dict({"prompt": [f"{c}:1" for c in "abcdef"]})  # 3 steps
+            trainer.train(resume_from_checkpoint=checkpoint)
+            return seen
+
+        result[name] = {"whole": prompts_of(None)}
+        for step in (2, 3, 4, 7):
+            result[name][str(step)] = prompts_of(str(host.directory / name / f"checkpoint-{step}"))
+    return result
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -425,7 +453,7 @@ def main() -> None:
     else:
         host = Host(out)
         results["default"] = measure_default(host)
-        for measure in (measure_t1, measure_t2, measure_t3, measure_t5):
+        for measure in (measure_t1, measure_t2, measure_t3, measure_t5, measure_t11):
             results[measure.__name__.removeprefix("measure_").upper()] = measure(host)
     (out / "results.json").write_text(json.dumps(results, indent=1))
 

@@ -29,6 +29,8 @@ import probes
 import torch
 from harness import WORLD, history, make, policy, stub_sampling
 
+from rl_plugins.demo.tasks import build_dataset
+
 probes.register()
 
 
@@ -67,9 +69,12 @@ def run(folder, methods, options):
     module.GenerationBatch.finish = spy
     try:
         options = dict(options)
+        if rows := options.pop("rows", None):
+            options["dataset"] = build_dataset(rows, seed=1)
+        resume = options.pop("resume", None)
         with contextlib.nullcontext() if options.pop("real", False) else stub_sampling():
             t = make(folder, methods, **options)
-            t.train()
+            t.train(resume_from_checkpoint=resume and str(folder / "out" / f"checkpoint-{resume}"))
     finally:
         module.GenerationBatch.finish, module.GenerationBatch.decide_in_host = finish, decide_in_host
     assert set(sizes) == {64 // WORLD}, sizes

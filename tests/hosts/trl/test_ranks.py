@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parent / "ranks_script.py"
 ROWS = dict(loss_type="grpo", beta=0.04, max_steps=2, learning_rate=0.05)
 OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
 REAL = {"real": True, "max_completion_length": 130}
+PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
@@ -39,6 +40,8 @@ CASES = [
     ["zero", ["zero"], ROWS],
     ["walk", ["walk"], {**ROWS, **REAL, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
+    ["passes", ["mc_grpo"], {**PASSES, "save_strategy": "steps", "save_steps": 4}],
+    ["passes again", ["mc_grpo"], {**PASSES, "resume": 4}],
 ]
 
 
@@ -78,6 +81,10 @@ def test_two_ranks_are_one(tmp_path, one_rank):
     assert code == 0, text
     for name, _, _ in CASES:
         same(one_rank[name], results[name], 2e-7)
+    for run in (one_rank, results):  # resumed in the second pass over the dataset
+        whole, again = (run[name]["decisions"] for name in ("passes", "passes again"))
+        assert [d["prompt"].tolist() for d in again] == [d["prompt"].tolist() for d in whole[4:]]
+        assert torch.equal(run["passes"]["weights"], run["passes again"]["weights"])
     uneven = results["uneven"]["decisions"][0]["trained"]
     assert uneven[:32].sum() == 8 and uneven[32:].sum() == 32
     over = results["over first"]["decisions"][0]["trained"]

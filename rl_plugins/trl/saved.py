@@ -1,0 +1,124 @@
+"""TRL's checkpoints from outside: which are whole, which were made with methods, and where in the dataset they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from rl_plugins.errors import StateError
+from rl_plugins.runtime.state import FOLDER
+
+logger = logging.getLogger("rl_plugins")
+
+_NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+def resume_from(output_dir: str, wanted: str | os.PathLike[str] | bool | None, ranks: int) -> str | None:
+    """The checkpoint to resume from: `wanted`, or for True the newest whole one. TRL itself takes the newest folder,
+    also one that a killed run left unfinished.
+
+    Args:
+        output_dir: of the run.
+        wanted: as given to `train`.
+        ranks: processes of this run.
+
+    Returns:
+        A folder; None where none is wanted, or there is none: TRL refuses that.
+
+    Raises:
+        StateError: a checkpoint that is named is unfinished, or all are.
+    """
+    if not wanted:
+        return None
+    numbers = {int(m[1]): f for f in _folders(output_dir) if (m := _NUMBERED.match(f.name))}
+    found = [numbers[n] for n in sorted(numbers, reverse=True)]
+    problems: dict[str, str] = {}  # of those that are newer than the newest whole one
+    whole = None
+    for folder in found:
+        problem = unfinished(folder, ranks)
+        if problem is None:
+            whole = folder
+            break
+        problems[folder.name] = problem
+    newest = f"The newest whole checkpoint is {whole}." if whole else f"{output_dir} has no whole checkpoint."
+    if wanted is not True:
+        named = os.fspath(wanted)
+        problem = unfinished(Path(named), ranks)
+        if problem:
+            raise StateError(f"The checkpoint {named} is unfinished: {problem}. {newest} Nothing was trained.")
+        return named
+    if not found:
+        return None
+    said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    if whole is None:
+        raise StateError(
+            f"No checkpoint in {output_dir} is whole, so nothing can be resumed ({said}). The run was stopped while it "
+            f"saved. Start it again without resume_from_checkpoint. Nothing was trained or overwritten."
+        )
+    if problems:
+        logger.warning("Resuming from %s. Skipped, because a save was cut off: %s.", whole, said)
+    return str(whole)
+
+
+def unfinished(checkpoint: Path, ranks: int) -> str | None:
+    """Why a checkpoint is not whole; None if it is. TRL writes `trainer_state.json` last."""
+    try:
+        state = json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        step = state["global_step"]
+    except FileNotFoundError:
+        return f"it has no {TRAINER_STATE_NAME}, which is written last"
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        return f"its {TRAINER_STATE_NAME} cannot be read ({type(e).__name__})"
+    number = _NUMBERED.match(checkpoint.name)
+    if number and step != int(number[1]):
+        return f"its {TRAINER_STATE_NAME} is of step {step}"
+    if (checkpoint / "rng_state_0.pth").exists():  # each rank writes its own, and rank 0 does not wait for it
+        missing = [r for r in range(ranks) if not (checkpoint / f"rng_state_{r}.pth").exists()]
+        if missing:
+            return f"it has no rng_state_{missing[0]}.pth"
+    return None
+
+
+def begin(checkpoint: Path) -> None:
+    """A checkpoint that is written once more is unfinished until its last file is there again."""
+    (checkpoint / TRAINER_STATE_NAME).unlink(missing_ok=True)
+
+
+def mark(state: Any) -> None:
+    """Notes in TRL's own state, which it saves, that the checkpoint of this step is made with methods."""
+    state.stateful_callbacks[FOLDER] = {"args": {}, "attributes": {"step": state.global_step}}
+
+
+def is_marked(state: Any) -> bool:
+    """Whether the checkpoint of this state was made with methods. A later one of a run without methods was not: the
+    note it carries on is of another step."""
+    note = state.stateful_callbacks.get(FOLDER)
+    return isinstance(note, dict) and note.get("attributes") == {"step": state.global_step}
+
+
+def skip_passes(loader: Any, passes: int) -> None:
+    """Brings the sampler of a new dataloader where it was after so many passes over the dataset.
+
+    TRL's sampler draws each pass from a generator of its own, which nobody saves, and the host begins every resume with
+    a new one: without this, a resume in a later pass has the order of the first.
+    """
+    sampler = loader.batch_sampler
+    while hasattr(sampler, "batch_sampler"):  # those that share a batch among ranks
+        sampler = sampler.batch_sampler
+    sampler = sampler.sampler
+    if hasattr(sampler, "set_epoch"):  # upstream seam (patches/trl/T11)
+        sampler.set_epoch(passes)
+        return
+    for _ in range(passes):
+        next(iter(sampler), None)  # a pass is drawn when its first row is asked for
+
+
+def _folders(path: str) -> list[Path]:
+    return [f for f in Path(path).iterdir() if f.is_dir()] if os.path.isdir(path) else []

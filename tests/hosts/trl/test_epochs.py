@@ -1,0 +1,54 @@
+"""A resume in a later pass over the dataset: the prompts that an uninterrupted run would have had, in their order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make, weights
+
+from rl_plugins.demo.tasks import build_dataset
+
+pytestmark = pytest.mark.host
+
+ROWS, STEPS, A_PASS = 60, 15, 7  # 8 prompts a step
+ACROSS = (6, 7, 8, 14)  # in the first pass, at its end, in the second, at the end of that
+
+
+class Recorder:
+    """A reward function that knows which prompts it saw in every step."""
+
+    __name__ = "recorder"
+
+    def __init__(self):
+        self.seen = {}
+
+    def __call__(self, prompts, completion_ids, trainer_state, **kwargs):
+        self.seen.setdefault(trainer_state.global_step, []).append([str(p) for p in prompts])
+        return [sum(c) % 7 / 7 for c in completion_ids]
+
+
+def run(folder, methods, resume=None, **options):
+    """(trainer, prompts of every step)."""
+    recorder = Recorder()
+    settings = dict(
+        max_steps=STEPS,
+        save_strategy="steps",
+        save_steps=1,
+        learning_rate=0.05,
+        optim="adamw_torch",
+        max_completion_length=6,
+        dataset=build_dataset(ROWS, seed=1),
+    )
+    t = make(folder, methods, reward=recorder, **{**settings, **options})
+    t.train(resume_from_checkpoint=resume)
+    return t, recorder.seen
+
+
+@pytest.mark.parametrize("methods", [["mc_grpo"], ["grpo_roc"], ["v0_5"], ["filter"]], ids=lambda m: m[0])
+def test_a_resume_in_a_later_pass_has_the_prompts_of_an_uninterrupted_run(tmp_path, methods):
+    whole, prompts = run(tmp_path, methods)
+    assert whole.state.epoch > 2 and prompts[0] != prompts[A_PASS] != prompts[2 * A_PASS]
+    for step in ACROSS:
+        again, rest = run(tmp_path, methods, resume=str(tmp_path / f"out/checkpoint-{step}"), save_strategy="no")
+        assert rest == {k: v for k, v in prompts.items() if k >= step} and len(rest) == STEPS - step
+        assert torch.equal(weights(again), weights(whole)), step

@@ -1,0 +1,145 @@
+"""Which checkpoint is resumed from: unfinished ones are passed over and named, lost state is told from none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+from harness import make, weights
+
+from rl_plugins.errors import StateError
+from rl_plugins.trl import checkpoint as module
+from rl_plugins.trl.saved import unfinished
+
+pytestmark = pytest.mark.host
+
+OPTIONS = dict(save_strategy="steps", save_steps=2, learning_rate=0.05, max_completion_length=6)
+
+
+def run(folder, methods, steps, resume=None, **options):
+    t = make(folder, methods, max_steps=steps, **{**OPTIONS, **options})
+    t.train(resume_from_checkpoint=resume)
+    return t
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """(folder, weights at the end) of a run with checkpoints of the steps 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, weights(run(folder, ["mc_grpo"], 5))
+
+
+@pytest.fixture
+def folder(saved_run, tmp_path):
+    shutil.copytree(saved_run[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def cut(checkpoint):
+    """As a kill leaves it that came before the host's last file."""
+    (checkpoint / "trainer_state.json").unlink()
+
+
+def only_ours(checkpoint):
+    for file in checkpoint.iterdir():
+        if file.name != "rl_plugins":
+            file.unlink()
+
+
+def half(checkpoint):
+    text = (checkpoint / "trainer_state.json").read_text()
+    (checkpoint / "trainer_state.json").write_text(text[: len(text) // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (cut, "it has no trainer_state.json, which is written last"),
+        (only_ours, "it has no trainer_state.json"),
+        (half, r"its trainer_state.json cannot be read \(JSONDecodeError\)"),
+    ],
+)
+def test_the_newest_whole_checkpoint_is_resumed_and_the_other_named(saved_run, folder, caplog, damage, why):
+    out = folder / "out"
+    damage(out / "checkpoint-5")
+    named = make(folder, ["mc_grpo"], max_steps=5, **OPTIONS)
+    with pytest.raises(StateError, match=rf"checkpoint-5 is unfinished: {why}.* newest whole .*checkpoint-4\. "):
+        named.train(resume_from_checkpoint=str(out / "checkpoint-5"))
+    with caplog.at_level(logging.WARNING, "rl_plugins"):
+        named.train(resume_from_checkpoint=True)
+    (line,) = [r.message for r in caplog.records if "Skipped" in r.message]
+    assert line.startswith(
+        f"Resuming from {out / 'checkpoint-4'}. Skipped, because a save was cut off: checkpoint-5: it"
+    )
+    assert torch.equal(weights(named), saved_run[1])
+    assert unfinished(out / "checkpoint-5", 1) is None, "it was saved once more"
+
+
+def test_without_any_whole_checkpoint_the_error_says_so(folder):
+    for name in ("checkpoint-2", "checkpoint-4", "checkpoint-5"):
+        cut(folder / "out" / name)
+    with pytest.raises(StateError, match=r"No checkpoint in .* is whole.*checkpoint-2: it has no.*Start it again"):
+        run(folder, ["mc_grpo"], 5, resume=True)
+
+
+def test_without_any_checkpoint_the_host_refuses(tmp_path):
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        run(tmp_path, ["mc_grpo"], 5, resume=True)
+
+
+def test_a_checkpoint_of_several_ranks_lacks_what_one_of_them_did_not_write(folder):
+    checkpoint = folder / "out" / "checkpoint-5"
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    assert unfinished(checkpoint, 2) == "it has no rng_state_1.pth"
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    assert unfinished(checkpoint, 2) is None
+    checkpoint.rename(checkpoint.with_name("checkpoint-9"))
+    assert unfinished(checkpoint.with_name("checkpoint-9"), 2) == "its trainer_state.json is of step 5"
+
+
+def test_while_a_checkpoint_is_saved_it_is_unfinished_and_never_ours_alone(folder, monkeypatch):
+    """Also where an older one of that name was whole."""
+    checkpoint, seen = folder / "out" / "checkpoint-5", []
+    save = module.save_run
+
+    def watched(where, *args, **kwargs):
+        assert str(checkpoint) == where
+        seen.append([(checkpoint / name).exists() for name in ("model.safetensors", "trainer_state.json")])
+        save(where, *args, **kwargs)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "save_run", watched)
+    before = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert before["global_step"] == 5
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, ["mc_grpo"], 5, resume=str(folder / "out" / "checkpoint-4"))
+    assert seen == [[True, False]] and unfinished(checkpoint, 1)
+
+
+# ---- lost state, and none
+
+
+def test_a_lost_folder_is_an_error_for_every_run(folder):
+    shutil.rmtree(folder / "out" / "checkpoint-5" / "rl_plugins")
+    for methods in (["mc_grpo"], ["filter"], ["vade"]):
+        with pytest.raises(StateError, match=r"checkpoint-5 was made with methods, and its folder `rl_plugins`"):
+            run(folder, methods, 6, resume=True)
+
+
+def test_a_plain_checkpoint_is_no_lost_one(tmp_path):
+    """Made by TRL's own trainer, or by one without methods that went on from a checkpoint with methods."""
+    run(tmp_path, ["mc_grpo"], 2)
+    t = make(tmp_path, stock=True, max_steps=4, **OPTIONS)
+    t.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "out" / "checkpoint-4" / "rl_plugins").exists()
+    for methods in (["mc_grpo"], ["over"], ["filter"], ["v0_5"], ["vade"]):
+        again = make(tmp_path, methods, max_steps=5, **{**OPTIONS, "save_strategy": "no"})
+        if methods[0] in ("v0_5", "vade"):
+            with pytest.raises(StateError, match=rf"{methods[0]} cannot resume without theirs .* made without methods"):
+                again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+        else:
+            again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+            assert again.methods.batch == 5 and again.state.global_step == 5
