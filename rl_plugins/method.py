@@ -159,6 +159,9 @@ class Method:
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
             `needs` must then name.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
+        full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
+            addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
+            missing nevertheless.
         rows_per_rollout: rows one rollout becomes (agents, turns).
         forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
             model), so no importance weight of the sampling policy exists for them; corrections that would need one are
@@ -185,6 +188,7 @@ class Method:
     host_options: Mapping[str, Mapping[str, Any]] = {}
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     rounds: ClassVar[bool] = False
+    full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
     forces_tokens: bool = False
     in_eval: ClassVar[Sequence[str]] = ()

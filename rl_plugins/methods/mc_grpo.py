@@ -77,6 +77,7 @@ class McGrpo(Method):
         "The authors' trainers mix the rollouts of different prompts in one group when a process has several prompts; "
         "this is not reproduced.",
     )
+    full_batch = True  # the row that leaves is the one `plan` asked for in addition
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -100,6 +100,7 @@ class V0(Method):
             "and `max_rollouts` leave no choice.",
         ),
     )
+    full_batch = True  # rollouts are moved between prompts, not taken away
 
     @dataclass(frozen=True)
     class Params(PriorParams):

@@ -21,6 +21,7 @@ from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
 
 Estimator = Callable[[Rollouts], Tensor]
+_TAKERS = ("plan", "admit", "rollout", "select", "shape")  # hooks that can leave a batch with fewer rows
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,26 @@ def _check_rows(stays: Tensor, rollouts: Rollouts, budget: int) -> None:
         f"{', ..' if len(sizes) > 32 else ''}. The method that asked for spare rollouts must make them leave "
         f"(`select` or `shape`)."
     )
+
+
+def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
+    """Holds methods to their word that the batch stays full.
+
+    Args:
+        rows: those the host trains.
+
+    Raises:
+        MethodError: fewer stay, and every method that could take some out has `full_batch`.
+    """
+    missing = rows - int(decision.stays.sum())
+    takers = dict.fromkeys(m for hook in _TAKERS for m in stack.claims[hook])
+    if missing > 0 and takers and all(m.full_batch for m in takers):
+        names = ", ".join(f"`{m.name}`" for m in takers)
+        raise MethodError(
+            f"{missing} of {rows} rows are missing in the batch, and {names} states `full_batch`: it trains as many "
+            f"rows as the host planned. Let it ask for as many rollouts in addition (`spare`) as it takes out, or "
+            f"remove `full_batch`."
+        )
 
 
 def _decision(selection: Selection, inside: Rollouts, shaping: _Shaping, stay: Tensor, source: str) -> Decision:

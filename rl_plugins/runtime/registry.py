@@ -339,6 +339,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aggregation": (lambda v: v in ("host", "sum"), '"host" or "sum"'),
     "trains": (lambda v: isinstance(v, bool), "True or False"),
     "rounds": (lambda v: isinstance(v, bool), "True or False"),
+    "full_batch": (lambda v: isinstance(v, bool), "True or False"),
     "whole_groups": (lambda v: isinstance(v, bool), "True or False"),
     "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_plugins.rollouts import Tokens
 from rl_plugins.runtime.decide import Decision
-from rl_plugins.trl.facts import refuse_inexact_loss
+from rl_plugins.trl.facts import refuse_inexact_loss, refuse_token_advantages
 from rl_plugins.trl.host import HostBatch, Trainer
 from rl_plugins.trl.ranks import gather
 
@@ -114,6 +114,8 @@ def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_row
         full[d.row, d.position] = values.to(dtype)
         return full.to(device)
 
+    if d.advantages is not None:
+        refuse_token_advantages(trainer)
     new = {"advantages": d.row_advantages.float().to(device) if d.advantages is None else padded(d.advantages)}
     if d.old_logprobs is not None:
         new["old_per_token_logps"] = padded(d.old_logprobs)
@@ -127,7 +129,7 @@ def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_row
     new["rlp_num_rows"] = torch.tensor(float(d.num_rows), device=device)
     if d.complete:
         return {**out, **new}
-    if d.num_rows != batch_rows:
+    if d.num_rows != batch_rows or (d.keep_tokens is not None and not trainer.host_loss.like):
         refuse_inexact_loss(trainer)
     if d.keep_tokens is not None:
         mask = torch.ones(shape, dtype=torch.long, device=device)

@@ -6,7 +6,9 @@ Overriding a method in `MethodsMixin` changes nothing of TRL; what it may overri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rl_plugins.runtime.pins import Change
@@ -32,6 +34,13 @@ CHANGES = (
         "`rl-plugins trl grpo`",
         "none",
         "script.launch",
+    ),
+    Change(
+        "`__init__` of `trl.GRPOTrainer`, while one of our trainers is made",
+        "its arguments are seen as TRL gets them, whatever the constructors before it look like",
+        "a config that names methods, or that the constructor makes itself",
+        "none",
+        "trainer.MethodsMixin.__init__",
     ),
     Change(
         "options of the config that a method sets, for good",
@@ -135,3 +144,22 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
                 setattr(thing, name, before[name])
             else:
                 delattr(thing, name)
+
+
+@contextlib.contextmanager
+def arguments_of(
+    cls: type, instance: Any, act: Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[None]]
+) -> Iterator[None]:
+    """As long as this lasts, `act` gets the arguments with which the constructor of `cls` makes `instance`, by name,
+    and the constructor runs in what it returns."""
+    own: Callable[..., None] = vars(cls)["__init__"]
+
+    @functools.wraps(own)
+    def init(made: Any, *args: Any, **kwargs: Any) -> None:
+        if made is not instance:
+            return own(made, *args, **kwargs)
+        with act(inspect.signature(own).bind(made, *args, **kwargs).arguments):
+            own(made, *args, **kwargs)
+
+    with changed(cls, __init__=init):
+        yield

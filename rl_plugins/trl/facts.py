@@ -9,7 +9,7 @@ from typing import Any
 
 import trl
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS
 from rl_plugins.rollouts import Plan, Run
@@ -20,6 +20,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.host import Trainer
+from rl_plugins.trl.hosts import Loss, unknown_loss
 from rl_plugins.trl.prompts import has_numbers
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")  # divided by a number of rows, not of tokens
@@ -40,6 +41,54 @@ _WITHOUT_EFFECT = {
         "vespo_lambda_neg",
     ),
 }
+_OWN_SURROGATE = ("cispo", "sapo", "vespo")  # loss types of TRL that are more than a way to average
+
+# `generation_kwargs` that leave the distribution of each token as it is: neutral values, and what says where to end.
+_SAME_DISTRIBUTION = {
+    "do_sample": True,
+    "temperature": None,  # that of the config
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "length_penalty": 1.0,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "min_new_tokens": 0,
+    "min_tokens": 0,
+}
+_NO_MATTER = frozenset(
+    {
+        "bos_token_id",
+        "cache_config",
+        "cache_implementation",
+        "compile_config",
+        "detokenize",
+        "disable_compile",
+        "eos_token_id",
+        "include_stop_str_in_output",
+        "logprobs",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "max_tokens",
+        "pad_token_id",
+        "prefill_chunk_size",
+        "return_dict_in_generate",
+        "seed",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_strings",
+        "stop_token_ids",
+        "use_cache",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +102,7 @@ class KnownRun:
         rewards: names of the reward functions.
         rollout_func, tools: whether the trainer has one, tools or environments.
         total_steps: optimizer steps of the whole run; None: by the dataset and the arguments.
+        own_loss: the loss that runs, if the trainer is known.
     """
 
     args: GRPOConfig
@@ -62,6 +112,11 @@ class KnownRun:
     rollout_func: bool = False
     tools: bool = False
     total_steps: int | None = None
+    own_loss: Loss | None = None
+
+    @property
+    def loss(self) -> Loss:
+        return self.own_loss or Loss(self.args.loss_type)
 
     @property
     def columns(self) -> Sequence[str] | None:
@@ -94,6 +149,7 @@ def known_of(trainer: Trainer) -> KnownRun:
         rollout_func=trainer.rollout_func is not None,
         tools=bool(trainer.tools),
         total_steps=trainer.state.max_steps,
+        own_loss=trainer.host_loss,
     )
 
 
@@ -151,7 +207,9 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
         options = preflight(stack, trl_facts(stack, known))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
-    problems += _loss_problems(stack, known.args, seams)
+    if not known.args.use_vllm:  # nothing reads them
+        options = {name: value for name, value in options.items() if not name.startswith("vllm_")}
+    problems += _loss_problems(stack, known.loss, known.args, seams)
     if in_rounds(stack):
         names = _names(m.name for m in stack.methods if m.rounds)
         if known.rollout_func or known.tools:
@@ -238,9 +296,13 @@ def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
     )
 
 
-def without_effect(stack: MethodStack, args: GRPOConfig) -> list[str]:
+def without_effect(stack: MethodStack, args: GRPOConfig, loss: Loss | None = None) -> list[str]:
     """Options the user changed that the methods make meaningless, as `option=value (method)`; and the cache of rollout
-    programs where none reads it."""
+    programs where none reads it.
+
+    Args:
+        loss: the loss that runs; None: TRL's own.
+    """
     idle = []
     if args.rollout_cache_gb != GRPOConfig.rollout_cache_gb:
         if args.use_vllm:
@@ -248,13 +310,25 @@ def without_effect(stack: MethodStack, args: GRPOConfig) -> list[str]:
         elif not stack.claimed("rollout", "admit"):
             idle = [f"rollout_cache_gb={args.rollout_cache_gb} (no method makes rollouts by a program)"]
     defaults = _defaults()
-    return idle + [
+    idle += [
         f"{option}={getattr(args, option)} ({stack.claims[hook][0].name})"
         for hook, names in _WITHOUT_EFFECT.items()
         if stack.claims[hook]
         for option in names
         if getattr(args, option) != defaults[option]
     ]
+    if loss is not None and loss.own:
+        idle += [f"loss_type={args.loss_type} (the loss of {loss.own})"] * (args.loss_type != defaults["loss_type"])
+    elif stack.claims["policy_loss"]:
+        idle += _idle_loss_type(stack, args, defaults["loss_type"])
+    return idle
+
+
+def _idle_loss_type(stack: MethodStack, args: GRPOConfig, default: str) -> list[str]:
+    name, given = stack.claims["policy_loss"][0].name, args.loss_type
+    if stack.aggregation == "sum" and args.beta == 0.0 and not has_entropy_bonus(args):
+        return [f"loss_type={given} ({name} brings its own sum)"] if given != default else []
+    return [f"the surrogate of loss_type={given} ({name}; its average stays)"] if given in _OWN_SURROGATE else []
 
 
 def _defaults() -> dict[str, Any]:
@@ -281,7 +355,12 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     }
     changed = [f"{k}={v}" for k, (v, neutral) in truncations.items() if v != neutral and not (k == "min_p" and v == 0)]
     if isinstance(args.generation_kwargs, dict):
-        changed += [f"generation_kwargs {k}={v}" for k, v in args.generation_kwargs.items()]
+        same = {**_SAME_DISTRIBUTION, "temperature": args.temperature}
+        changed += [
+            f"generation_kwargs {k}={shown(v)}"
+            for k, v in args.generation_kwargs.items()
+            if k not in _NO_MATTER and not (v is None or (k in same and v == same[k]) or (k == "top_k" and v == -1))
+        ]
     if args.use_vllm and args.vllm_structured_outputs_regex is not None:
         changed.append("vllm_structured_outputs_regex")
     if changed and args.use_vllm:
@@ -316,44 +395,58 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     return missing
 
 
-def _loss_problems(stack: MethodStack, args: GRPOConfig, seams: Seams) -> list[str]:
+def _loss_problems(stack: MethodStack, loss: Loss, args: GRPOConfig, seams: Seams) -> list[str]:
+    drops = [m for m in stack.claims["plan"] + stack.claims["select"] if not m.full_batch]
+    terms = stack.claims["policy_loss"] + stack.claims["regularize"]
+    averaged = terms if stack.aggregation == "host" else []  # a sum is the same whatever the host divides by
     problems = []
-    drops = stack.claims["plan"] + stack.claims["select"]
-    losses = stack.claims["policy_loss"] + stack.claims["regularize"]
-    if args.loss_type == "bnpo" and (drops or losses):
+    if not loss.like and (drops or terms):
+        problems.append(unknown_loss(loss, _names(m.name for m in drops + terms)))
+    elif loss.like == "bnpo" and (drops or averaged):
         problems.append(
             f"loss_type='bnpo' divides by the tokens of each micro-batch, so its result depends on how rows are split; "
-            f"{_names(m.name for m in drops + losses)} cannot be exact with it. Use loss_type='dapo'."
+            f"{_names(m.name for m in drops + averaged)} cannot be exact with it. Use loss_type='dapo'."
         )
-    elif losses and args.loss_type not in TRL_AGGREGATION:
-        problems.append(
-            f"loss_type={args.loss_type!r} is not known to rl-plugins; known: {', '.join(TRL_AGGREGATION)}."
-        )
+    elif averaged and loss.like not in TRL_AGGREGATION:
+        problems.append(f"loss_type={loss.like!r} is not known to rl-plugins; known: {', '.join(TRL_AGGREGATION)}.")
     if drops:
-        problems += _rescaled(stack, args.loss_type, seams, has_entropy_bonus(args))
+        problems += _rescaled(stack, loss, seams, has_entropy_bonus(args))
     return problems
 
 
 def refuse_inexact_loss(trainer: Trainer) -> None:
     """Raises ConfigError if rows may not leave under this loss, because it cannot be rescaled to those that stay."""
-    if trainer.loss_type == "bnpo":
+    stack, loss = trainer.methods, trainer.host_loss
+    if not loss.like:
+        raise ConfigError(f"Rows or tokens left the batch. {unknown_loss(loss, _names(stack.names))}")
+    if loss.like == "bnpo":
         raise ConfigError(
             "Rows left the batch under loss_type='bnpo', whose result depends on how rows are split into "
             "micro-batches and cannot be exact then. Use loss_type='dapo'."
         )
     bonus = has_entropy_bonus(trainer.args)
-    for text in _rescaled(trainer.methods, trainer.loss_type, trainer.seams, bonus, trainer.aux_loss_enabled):
+    for text in _rescaled(stack, loss, trainer.seams, bonus, trainer.aux_loss_enabled):
         raise ConfigError(text)
 
 
-def _rescaled(stack: MethodStack, loss_type: str, seams: Seams, bonus: bool, aux: bool = False) -> list[str]:
+def refuse_token_advantages(trainer: Trainer) -> None:
+    """Raises ConfigError if tokens of one row have different advantages and the loss takes one per row."""
+    if trainer.host_loss.own:
+        raise ConfigError(
+            f"{_names(trainer.methods.names)} gives the tokens of a row different advantages, and the loss of "
+            f"{trainer.host_loss.own} takes one per row. Use rl_plugins.trl.GRPOTrainer, or remove the method."
+        )
+
+
+def _rescaled(stack: MethodStack, loss: Loss, seams: Seams, bonus: bool, aux: bool = False) -> list[str]:
     """Other terms in a loss that is rescaled when rows leave."""
-    if loss_type not in ROW_LOSSES or seams.select_completions:
+    if loss.like not in ROW_LOSSES or seams.select_completions:
         return []
-    names = _names(m.name for m in stack.claims["plan"] + stack.claims["select"] + stack.claims["shape"])
+    droppers = stack.claims["plan"] + stack.claims["select"] + stack.claims["shape"]
+    names = _names(m.name for m in droppers if not m.full_batch)
     terms = [(bonus, "an entropy bonus"), (aux, "the auxiliary loss of a mixture of experts")]
     return [
-        f"{names} removes rows. With loss_type={loss_type!r} the loss is then rescaled to the rows that stayed, and "
+        f"{names} removes rows. With {loss.about} the loss is then rescaled to the rows that stayed, and "
         f"{what} would be rescaled with it. Use loss_type='dapo', or do without {what} (or apply patches/trl/T5)."
         for on, what in terms
         if on

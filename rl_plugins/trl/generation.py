@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import gdpo_advantages, grpo_advantages
 from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
-from rl_plugins.runtime.decide import Decision, decide
+from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length
@@ -416,6 +416,7 @@ class GenerationBatch:
             seen = rollouts_of(self.trainer, self.work, self.prompts, rewards, parts)
             regular = seen.advantages if self.work.regular else None
             decision = decide(self.stack, seen.rollouts, seen.tokens, regular, self._estimator, self.batch_rows)
+            check_full(self.stack, decision, self.batch_rows)
             sizes = [len(r) for r in self.work.rows]
             cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
             read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion

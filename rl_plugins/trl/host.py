@@ -18,6 +18,7 @@ from rl_plugins.runtime.programs import Engine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
+from rl_plugins.trl.hosts import Loss
 
 DatasetRow = dict[str, Any]
 HostBatch = dict[str, Tensor]
@@ -130,6 +131,7 @@ class Trainer(HostTrainer, Protocol):
 
     methods: MethodStack
     seams: Seams
+    host_loss: Loss
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> ProgramEngine: ...
 

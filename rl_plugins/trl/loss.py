@@ -142,7 +142,7 @@ def compute_loss(trainer: Trainer, host_loss: HostLoss, model: Any, seen: LossPa
     regularizer = update.regularizer(stack, terms)
     own = _aggregate(trainer, added if regularizer is None else added + regularizer, terms)
     if len(metrics.get("policy_loss", ())) > logged:  # TRL logs it with an entropy bonus only
-        rows = trainer.loss_type in ROW_LOSSES  # these TRL logs before it divides by the accumulation steps
+        rows = trainer.host_loss.like in ROW_LOSSES  # these TRL logs before it divides by the accumulation steps
         share = own.detach() * (trainer.current_gradient_accumulation_steps if rows else 1)
         metrics["policy_loss"][-1] += trainer.accelerator.gather(share).nanmean().item()
     return loss + own
@@ -151,7 +151,7 @@ def compute_loss(trainer: Trainer, host_loss: HostLoss, model: Any, seen: LossPa
 def row_loss_factor(trainer: Trainer, inputs: HostBatch) -> Tensor | None:
     """What TRL's mean over rows must be multiplied by when rows left: TRL divides by all rows of the micro-batch, the
     exact divisor is this micro-batch's share of the rows that are trained."""
-    if "rlp_rows_left" not in inputs or trainer.loss_type not in ROW_LOSSES:
+    if "rlp_rows_left" not in inputs or trainer.host_loss.like not in ROW_LOSSES:
         return None
     rows = len(inputs["completion_ids"]) * trainer.accelerator.num_processes * trainer.args.steps_per_generation
     return rows / inputs["rlp_num_rows"].clamp(min=1.0)
@@ -182,7 +182,7 @@ def _aggregate(trainer: Trainer, per_token: Tensor, terms: Terms) -> Tensor:
     return aggregate(
         per_token,
         terms.mask,
-        TRL_AGGREGATION[trainer.loss_type],
+        TRL_AGGREGATION[trainer.host_loss.like],
         num_tokens=terms.num_tokens / ranks,
         num_rows=terms.num_rows / ranks,
         max_length=terms.max_length,

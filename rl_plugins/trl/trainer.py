@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
-import trl
 from torch import Tensor
+from transformers import TrainingArguments
+from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Prompt
@@ -16,8 +17,8 @@ from rl_plugins.runtime import update
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.trl import facts, logs, loss
-from rl_plugins.trl.changes import changed
+from rl_plugins.trl import facts, hosts, logs, loss
+from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import MethodsCallback
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
 from rl_plugins.trl.engine import TrlEngine
@@ -32,38 +33,76 @@ _Host: Any = object  # for the type checker: whatever trainer the mixin is put b
 
 
 class MethodsMixin(_Host):
-    """Adds methods to a trainer of TRL that generates like GRPOTrainer: `class Mine(MethodsMixin, TheirTrainer)`.
+    """Adds methods to a trainer of TRL that is a GRPOTrainer: `class Mine(MethodsMixin, TheirTrainer)`.
 
-    With `methods: []` every override only calls `super()`.
+    With `methods: []` every override only calls `super()`, whatever trainer of TRL it stands before.
+
+    Class attributes a trainer may set:
+        loss_like: for a trainer with a loss of its own: the `loss_type` of TRL whose average over rows and tokens its
+            loss has ("grpo": mean over the rows of a micro-batch), or "host" where it calls TRL's. Without it methods
+            that take out rows or touch the surrogate are refused.
 
     Raises:
         ConfigError: on construction, before the model is loaded, for everything in the config that could not take
-            effect or not be exact.
+            effect or not be exact, and for trainers that serve no methods.
     """
 
-    methods: MethodStack
+    methods = MethodStack([])
+    loss_like: ClassVar[str | None] = None
     train_dataset: Any
+    _generation_batch: GenerationBatch | None = None
+    _loss_pass: loss.LossPass | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
+        named = bool(getattr(config, "methods", None))
+        if named:
+            hosts.check_served(type(self))
+        if named or (config is None and isinstance(self, HostTrainer)):  # a constructor may make the config itself
+            with arguments_of(HostTrainer, self, self._before_host):
+                super().__init__(*args, **kwargs)
+        else:
+            super().__init__(*args, **kwargs)
+        if not self.methods:
+            if named:
+                raise ConfigError(
+                    f"The config names methods, and the constructor of {type(self).__name__} did not hand it to "
+                    f"that of trl.GRPOTrainer, so nothing of it could be checked. Pass it on as `args`."
+                )
+            return
+        self.add_callback(self._methods_callback)
+        if self.methods.claimed("plan", "select") and self.aux_loss_enabled:
+            facts.refuse_inexact_loss(self)
+        if "rollout_logprobs" in self.methods.needs:
+            on_driver(self.accelerator, self._check_server_logprobs)
+        if self.accelerator.is_main_process:
+            print(self.describe_methods(), flush=True)
+
+    def _before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+        """Everything that is checked before TRL's own constructor loads the model.
+
+        Args:
+            given: the arguments it was called with, whatever the constructors before it made of theirs.
+
+        Returns:
+            In what it runs.
+        """
         config = given.get("args")
         self.methods = build_stack(
             getattr(config, "methods", None), getattr(config, "method_params", None), getattr(config, "seed", 0)
         )
-        self._generation_batch: GenerationBatch | None = None
-        self._loss_pass: loss.LossPass | None = None
         if not self.methods:
-            super().__init__(*args, **kwargs)
-            return
+            return contextlib.nullcontext()
         assert config is not None
         host = next(c for c in type(self).__mro__ if c.__module__.startswith("trl."))
         moved = moved_symbols(host)
         if moved:
             raise ConfigError(
-                f"TRL {trl_version()} moved what rl-plugins builds on: {'; '.join(moved)}. Install TRL 1.16, or update "
-                f"rl-plugins."
+                f"{host.__name__} of TRL {trl_version()} is not what rl-plugins builds on: {'; '.join(moved)}. Install "
+                f"TRL 1.16, or update rl-plugins."
             )
-        self.seams = Seams.of(host)
+        self.host_loss = hosts.loss_of(type(self), config, MethodsMixin)
+        self.seams = Seams(False, False) if self.host_loss.own else Seams.of(host)
         functions, dataset = given.get("reward_funcs"), given.get("train_dataset")
         environment = given.get("environment_factory") is not None
         count = len(functions) if isinstance(functions, list) else int(functions is not None)
@@ -74,25 +113,18 @@ class MethodsMixin(_Host):
             rewards=("reward",) * (count + 2 * environment),  # an environment may bring some of its own
             rollout_func=given.get("rollout_func") is not None,
             tools=bool(given.get("tools")) or environment,
+            own_loss=self.host_loss,
         )
         self._method_options = facts.check(self.methods, known, self.seams)
         for name, value in self._method_options.items():
             setattr(config, name, value)
-        with changed(config, has_trainer=True):
-            super().__init__(*args, **kwargs)
         self._methods_callback = MethodsCallback(self, fingerprint(dataset))
-        self.add_callback(self._methods_callback)
-        if self.methods.claimed("plan", "select") and self.aux_loss_enabled:
-            facts.refuse_inexact_loss(self)
-        if "rollout_logprobs" in self.methods.needs:
-            on_driver(self.accelerator, self._check_server_logprobs)
-        if self.accelerator.is_main_process:
-            print(self.describe_methods(), flush=True)
+        return changed(config, has_trainer=True)
 
     def describe_methods(self) -> str:
         """The table of methods in effect, with host options they set or make meaningless."""
         text = render_table(self.methods, self._method_options)
-        idle = facts.without_effect(self.methods, self.args)
+        idle = facts.without_effect(self.methods, self.args, self.host_loss)
         return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
     def _check_server_logprobs(self) -> None:
@@ -163,29 +195,25 @@ class MethodsMixin(_Host):
         finally:
             self._generation_batch = None
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        generated = super()._generate(prompts)
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        generated = super()._generate(*args, **kwargs)
         if self._generation_batch is not None:
             self._generation_batch.generated = HostRows.of(generated)
         return generated
 
-    def _generate_single_turn(
-        self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         host, batch = super()._generate_single_turn, self._generation_batch
         if batch is None or not batch.serving:
-            return host(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
-        return batch.generate(host, prompt_ids, images, multimodal_fields, num_generations)
+            return host(*args, **kwargs)
+        return batch.generate(host, *args, **kwargs)
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> TrlEngine:
         """TRL's own generation and reward functions, for rollout programs."""
         return TrlEngine(self, super()._generate_single_turn, super()._calculate_rewards, row_of)
 
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
+    def _calculate_rewards(self, *columns: Any, **named: Any) -> Any:
         host, batch = super()._calculate_rewards, self._generation_batch
-        if batch is None:
-            return host(inputs, prompts, completions, completion_ids_list)
-        return batch.score(host, inputs, prompts, completions, completion_ids_list)
+        return host(*columns, **named) if batch is None else batch.score(host, *columns, **named)
 
     def _transform_advantages(self, advantages: Tensor) -> Tensor:
         """Upstream seam (patches/trl/T2): decides before TRL logs and slices, if no per-token column is needed."""
@@ -235,7 +263,7 @@ class MethodsMixin(_Host):
         return update.surrogate(self.methods, self._loss_pass.terms(self))
 
 
-class GRPOTrainer(MethodsMixin, trl.GRPOTrainer):
+class GRPOTrainer(MethodsMixin, HostTrainer):
     """`trl.GRPOTrainer` that runs the methods its config names."""
 
 

@@ -63,6 +63,7 @@ class EchoLabels(Method):
     )
     cost = "Generates n_votes rollouts per prompt, whatever number of them is trained."
     idle = (Idle({"answered": 0}, "no answer was found in any completion, so all rewards are 0. Look at `extract`."),)
+    full_batch = True  # what leaves is what `plan` asked for in addition
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
-from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.decide import Decision, check_full
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.stack import MethodStack
@@ -38,6 +38,7 @@ def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
         rollouts, forced = _generate(kit, rows, stack.batch)
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
+    check_full(stack, decision, BUDGET * kit.rows_per_rollout)
     return DecidedBatch(rows, tokens, decision)
 
 

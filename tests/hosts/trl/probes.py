@@ -370,6 +370,34 @@ class PerToken(Probe):
         return Shape(advantages=tokens.advantages * (1 + tokens.position % 2), keep_tokens=tokens.position % 3 != 2)
 
 
+class ByPosition(Probe):
+    """Token advantages alone."""
+
+    name = "by_position"
+
+    def shape(self, rollouts, tokens):
+        return Shape(advantages=tokens.advantages * (1 + tokens.position % 2))
+
+
+class Thinned(Probe):
+    """Every third token leaves."""
+
+    name = "thinned"
+
+    def shape(self, rollouts, tokens):
+        return Shape(keep_tokens=tokens.position % 3 != 2)
+
+
+class Unfilled(Probe):
+    """Says that the batch stays full, and takes a row out of it."""
+
+    name = "unfilled"
+    full_batch = True
+
+    def select(self, rollouts):
+        return torch.arange(len(rollouts)) != 3
+
+
 class Versions(Probe):
     """Wants to know which policy made each token."""
 
