@@ -388,6 +388,19 @@ class Thinned(Probe):
         return Shape(keep_tokens=tokens.position % 3 != 2)
 
 
+class SpareOfItsOwn(Probe):
+    """One more rollout for every prompt, which leaves again."""
+
+    name = "spare_of_its_own"
+    full_batch = True
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(spare=1) for r in plan.rows))
+
+    def select(self, rollouts):
+        return rollouts.rollout < 8
+
+
 class Unfilled(Probe):
     """Says that the batch stays full, and takes a row out of it."""
 

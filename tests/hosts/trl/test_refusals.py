@@ -7,12 +7,13 @@ import hashlib
 import inspect
 
 import pytest
+import torch
 import trl
-from harness import config, length, make, score
+from harness import config, history, length, make, score, stub_sampling, weights
 from trl import TrlParser
 
 from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.trl import GRPOConfig, compat
 from rl_plugins.trl.trainer import MethodsMixin
 
@@ -99,10 +100,11 @@ def test_corrections_of_tokens_nobody_sampled(tmp_path):
 def test_losses_that_cannot_be_exact(tmp_path):
     refused(
         tmp_path,
-        "loss_type='bnpo' divides by the tokens of each micro-batch.*`mc_grpo` cannot be exact",
-        ["mc_grpo"],
+        "loss_type='bnpo' divides by the tokens of each micro-batch.*`half` cannot be exact",
+        ["half", "mc_grpo"],
         loss_type="bnpo",
     )
+    refused(tmp_path, "`corridor` cannot be exact", ["corridor"], loss_type="bnpo")
     refused(
         tmp_path,
         "`half` removes rows.*loss_type='grpo'.*an entropy bonus would be rescaled",
@@ -114,6 +116,94 @@ def test_losses_that_cannot_be_exact(tmp_path):
         make(tmp_path, ["filter"], loss_type="bnpo").train()
     with pytest.raises(ConfigError, match="`filter` removes rows"):
         make(tmp_path, ["filter"], loss_type="dr_grpo", entropy_coef=0.01).train()
+
+
+def test_methods_that_keep_the_batch_full_are_not_refused(tmp_path):
+    """As many rows are trained as TRL alone would train, so there is nothing to rescale: with advantages that are all
+    0 only the entropy bonus moves the weights, by as much as in plain TRL with rewards that are all equal."""
+
+    def equal(completion_ids=None, **columns):
+        return [0.5] * len(completion_ids)
+
+    for methods, loss_type, bonus in (
+        (["mc_grpo"], "bnpo", 0.0),
+        (["mc_grpo"], "dr_grpo", 0.01),
+        (["v0"], "bnpo", 0.0),
+        (["echo_labels"], "grpo", 0.01),
+    ):
+        params = {"echo_labels": {"n_votes": 16}} if methods == ["echo_labels"] else None
+        with stub_sampling():
+            t = make(tmp_path, methods, loss_type=loss_type, entropy_coef=bonus, method_params=params, max_steps=1)
+            t.train()
+        moved = methods == ["v0"]  # as many rollouts as TRL's own, which is not worth a line in the logs
+        assert t.state.global_step == 1 and history(t, "rl_plugins/rows_trained") == ([] if moved else [64.0])
+    ended = []
+    for methods, stock in (([], True), (["spare_of_its_own"], False)):
+        with stub_sampling():
+            options = dict(loss_type="grpo", entropy_coef=0.1, max_steps=1, max_grad_norm=0.0)
+            t = make(tmp_path, methods, stock=stock, reward=equal, **options)
+            t.train()
+            ended.append(weights(t))
+    assert float((ended[0] - ended[1]).abs().max()) < 1e-7
+
+
+def test_a_batch_that_is_not_full_though_a_method_says_so(tmp_path):
+    with pytest.raises(MethodError, match="1 of 64 rows are missing in the batch, and `unfilled` states `full_batch`"):
+        make(tmp_path, ["unfilled"], loss_type="bnpo", max_steps=1).train()
+
+
+def test_a_sum_of_its_own_does_not_depend_on_the_loss_type(tmp_path, capsys):
+    """`drpo`: all eight loss types end at the same weights, and the option is listed as one without effect."""
+
+    def right(completion_ids=None, **columns):
+        return [float(sum(c) % 2) for c in completion_ids]
+
+    ended = {}
+    for loss_type in ("dapo", "bnpo", "grpo", "dr_grpo", "cispo", "sapo", "vespo"):
+        with stub_sampling():
+            t = make(tmp_path, ["drpo"], reward=right, loss_type=loss_type, max_steps=1, learning_rate=0.1)
+            before = weights(t)
+            t.train()
+        ended[loss_type] = weights(t)
+        listed = f"loss_type={loss_type} (drpo brings its own sum)" in capsys.readouterr().out
+        assert listed == (loss_type != "dapo")
+    assert float((ended["dapo"] - before).abs().max()) > 0
+    for loss_type, end in ended.items():
+        assert float((end - ended["dapo"]).abs().max()) < 1e-8, loss_type
+
+
+def test_what_stays_of_a_loss_type_under_a_surrogate_of_a_method(tmp_path, capsys):
+    ended = {}
+    for loss_type in ("dapo", "cispo", "vespo", "grpo", "sapo"):
+        with stub_sampling():
+            t = make(tmp_path, ["minpro"], num_iterations=2, loss_type=loss_type, max_steps=2)
+            t.train()
+        ended[loss_type] = weights(t)
+        text = f"without effect: the surrogate of loss_type={loss_type} (minpro; its average stays)"
+        assert (text in capsys.readouterr().out) == (loss_type in ("cispo", "vespo", "sapo"))
+    assert torch.equal(ended["dapo"], ended["cispo"]) and torch.equal(ended["dapo"], ended["vespo"])
+    assert torch.equal(ended["grpo"], ended["sapo"]) and not torch.equal(ended["grpo"], ended["dapo"])
+
+
+def test_generation_kwargs_that_change_what_is_sampled(tmp_path):
+    for given, told in (
+        ({"top_p": 0.9}, "generation_kwargs top_p=0.9"),
+        ({"do_sample": False}, "generation_kwargs do_sample=False"),
+        ({"temperature": 0.5}, "generation_kwargs temperature=0.5"),
+        ({"bad_words_ids": [[5]], "seed": 1}, r"generation_kwargs bad_words_ids=\[\[5\]\]"),
+        ({"top_k": 50, "typical_p": 0.5}, "generation_kwargs top_k=50, generation_kwargs typical_p=0.5"),
+    ):
+        match = f"with {told} the distribution that was sampled"
+        refused(tmp_path, match, ["minpro"], num_iterations=2, generation_kwargs=given)
+    harmless = {"do_sample": True, "use_cache": True, "top_p": 1.0, "top_k": 0, "temperature": 1.0, "min_p": None}
+    t = make(tmp_path, ["minpro"], num_iterations=2, generation_kwargs=harmless, max_steps=1)
+    t.train()
+    assert t.state.global_step == 1
+
+
+def test_options_of_vllm_are_not_set_without_it(tmp_path, capsys):
+    make(tmp_path, ["minpro"], num_iterations=2)
+    assert "host options set" not in capsys.readouterr().out
 
 
 def test_a_dataset_smaller_than_a_batch(tmp_path):
@@ -232,7 +322,7 @@ def test_a_moved_symbol_is_named(tmp_path):
     class Ours(MethodsMixin, Moved):
         pass
 
-    with pytest.raises(ConfigError, match=r"TRL 1\.16.* moved what rl-plugins builds on: Moved\.compute_loss"):
+    with pytest.raises(ConfigError, match=r"TRL 1\.16.* is not what rl-plugins builds on: Moved\.compute_loss"):
         Ours(model="no/such/model", reward_funcs=score, args=config(tmp_path, ["mc_grpo"]))
 
 
@@ -284,7 +374,6 @@ def test_a_trainer_and_a_dry_run_tell_methods_the_same(tmp_path, monkeypatch, op
     """One from itself when training starts, one from the config alone; numbers of an epoch of 200 prompts."""
     import probes
 
-    from rl_plugins.errors import MethodError
     from rl_plugins.trl.facts import KnownRun, run_of
 
     told = []
