@@ -11,7 +11,7 @@ import trl
 
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
-from rl_plugins.method import HOOKS
+from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
@@ -395,8 +395,13 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     return missing
 
 
+def droppers(stack: MethodStack) -> list[Method]:
+    """Methods whose hooks say before a run that rows will leave."""
+    return [m for m in stack.claims["plan"] + stack.claims["select"] if not m.full_batch]
+
+
 def _loss_problems(stack: MethodStack, loss: Loss, args: GRPOConfig, seams: Seams) -> list[str]:
-    drops = [m for m in stack.claims["plan"] + stack.claims["select"] if not m.full_batch]
+    drops = droppers(stack)
     terms = stack.claims["policy_loss"] + stack.claims["regularize"]
     averaged = terms if stack.aggregation == "host" else []  # a sum is the same whatever the host divides by
     problems = []

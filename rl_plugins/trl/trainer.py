@@ -71,7 +71,7 @@ class MethodsMixin(_Host):
                 )
             return
         self.add_callback(self._methods_callback)
-        if self.methods.claimed("plan", "select") and self.aux_loss_enabled:
+        if self.aux_loss_enabled and facts.droppers(self.methods):
             facts.refuse_inexact_loss(self)
         if "rollout_logprobs" in self.methods.needs:
             on_driver(self.accelerator, self._check_server_logprobs)
