@@ -26,11 +26,13 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from rl_plugins.entries import Entries
 from rl_plugins.errors import MethodError
 from rl_plugins.renamed import renamed
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import NDArray
 
 T = TypeVar("T")
 Finish = Literal["", "eos", "stop", "length", "abort"]
@@ -146,16 +148,22 @@ class Trajectory:
         group: None: the prompt's own group; else a label: rows of this prompt with the same label form a group apart.
     """
 
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...] = ()
-    kinds: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    prompt: Sequence[int]
+    tokens: Sequence[int] = ()
+    kinds: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    versions: Sequence[int] = ()
     finish: Finish = ""
-    turns: tuple[Turn, ...] = ()
+    turns: Sequence[Turn] = ()
     rewards: Mapping[str, float] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     group: Hashable = None
+
+    def __post_init__(self) -> None:
+        for name, code in _CODES.items():
+            value = getattr(self, name)
+            if type(value) is not Entries:
+                object.__setattr__(self, name, Entries(value, code))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -163,48 +171,47 @@ class Trajectory:
     @property
     def context(self) -> tuple[int, ...]:
         """Everything an engine is given: prompt and tokens."""
-        return self.prompt + self.tokens
+        return (*self.prompt, *self.tokens)
+
+    @property
+    def context_array(self) -> NDArray[np.int64]:
+        """The same as an array, copied in two pieces: for engines that make tensors of it."""
+        import numpy as np
+
+        return np.concatenate([np.asarray(self.prompt), np.asarray(self.tokens)])
 
     @property
     def trained(self) -> tuple[int, ...]:
         """1 for every token that carries a gradient."""
-        return tuple(int(k != Kind.OBSERVED) for k in self.kinds)
+        import numpy as np
+
+        return tuple((np.asarray(self.kinds) != int(Kind.OBSERVED)).astype(int).tolist())
 
     def add(self, generated: Generated) -> Trajectory:
         """With a continuation that was generated from exactly this trajectory."""
-        n = len(generated.tokens)
         kind = Kind.SAMPLED if generated.sampled else Kind.FORCED
-        logprobs = generated.logprobs if generated.sampled else (UNKNOWN,) * n
-        grown = self._with(generated.tokens, kind, logprobs, generated.version)
-        return replace(grown, finish=generated.finish)
+        logprobs = generated.logprobs if generated.sampled else None
+        return self._with(generated.tokens, kind, logprobs, generated.version, generated.finish)
 
     def force(self, tokens: Sequence[int], version: int = -1) -> Trajectory:
         """With tokens put in the policy's place: trained, without a sampling probability."""
-        return self._with(tokens, Kind.FORCED, (UNKNOWN,) * len(tokens), version)
+        return self._with(tokens, Kind.FORCED, None, version)
 
     def observe(self, tokens: Sequence[int]) -> Trajectory:
         """With tokens the policy only reads."""
-        return self._with(tokens, Kind.OBSERVED, (UNKNOWN,) * len(tokens), -1)
+        return self._with(tokens, Kind.OBSERVED, None, -1)
 
     def turn(self, start: int, anchor: Any = None, reward: float = math.nan, valid: bool = True) -> Trajectory:
         """With a turn that reaches from `start` to the end."""
-        return replace(self, turns=(*self.turns, Turn(start, len(self), anchor, reward, valid)))
+        return replace(self, turns=Entries.of(self.turns).grown((Turn(start, len(self), anchor, reward, valid),)))
 
     def cut(self, length: int) -> Trajectory:
         """The first `length` tokens; a turn that is cut ends there, later ones are gone, and so are rewards."""
         if length >= len(self):
             return self
         turns = tuple(replace(t, stop=min(t.stop, length)) for t in self.turns if t.start < length)
-        return replace(
-            self,
-            tokens=self.tokens[:length],
-            kinds=self.kinds[:length],
-            logprobs=self.logprobs[:length],
-            versions=self.versions[:length],
-            turns=turns,
-            finish="length",
-            rewards=None,
-        )
+        columns = {name: getattr(self, name)[:length] for name in ("tokens", "kinds", "logprobs", "versions")}
+        return replace(self, turns=turns, finish="length", rewards=None, **columns)
 
     def forget_sampling(self, start: int = 0) -> Trajectory:
         """The tokens from `start` on, which were sampled in another context, count as put in: their log-probs say
@@ -221,17 +228,23 @@ class Trajectory:
         """With further `meta`."""
         return replace(self, meta={**self.meta, **meta})
 
-    def _with(self, tokens: Sequence[int], kind: Kind, logprobs: Sequence[float], version: int) -> Trajectory:
-        n = len(tokens)
+    def _with(
+        self, tokens: Sequence[int], kind: Kind, logprobs: Sequence[float] | None, version: int, finish: Finish = ""
+    ) -> Trajectory:
+        """Longer by `tokens`; what it has already is not copied."""
+        n, known = len(tokens), Entries.of(self.logprobs, "d")
         return replace(
             self,
-            tokens=self.tokens + tuple(tokens),
-            kinds=self.kinds + (int(kind),) * n,
-            logprobs=self.logprobs + tuple(logprobs),
-            versions=self.versions + (version,) * n,
-            finish="",
+            tokens=Entries.of(self.tokens, "q").grown(tokens),
+            kinds=Entries.of(self.kinds, "b").grown((int(kind),), n),
+            logprobs=known.grown((UNKNOWN,), n) if logprobs is None else known.grown(logprobs),
+            versions=Entries.of(self.versions, "q").grown((version,), n),
+            finish=finish,
             rewards=None,
         )
+
+
+_CODES = {"prompt": "q", "tokens": "q", "kinds": "b", "logprobs": "d", "versions": "q", "turns": ""}
 
 
 class Chat(Protocol):
@@ -414,6 +427,8 @@ def check_rows(rollouts: Any, prompt: Prompt, rows_per_rollout: int) -> list[lis
     Raises:
         MethodError: not trajectories, more rollouts than asked for, or books that do not add up.
     """
+    import numpy as np
+
     if not isinstance(rollouts, Sequence) or isinstance(rollouts, str):
         raise MethodError(f"the program returned {type(rollouts).__name__} instead of a list of trajectories.")
     for r in rollouts:
@@ -436,6 +451,6 @@ def check_rows(rollouts: Any, prompt: Prompt, rows_per_rollout: int) -> list[lis
             raise MethodError(f"a trajectory has {len(row)} tokens, the completion length is {prompt.max_tokens}.")
         if any(not 0 <= t.start < t.stop <= len(row) for t in row.turns):
             raise MethodError(f"a turn lies outside of its trajectory of {len(row)} tokens, or is empty.")
-        if any(k == Kind.SAMPLED and math.isnan(p) for k, p in zip(row.kinds, row.logprobs, strict=True)):
+        if bool(np.any((np.asarray(row.kinds) == int(Kind.SAMPLED)) & np.isnan(np.asarray(row.logprobs)))):
             raise MethodError("a sampled token has no log-prob; tokens sampled elsewhere are put in with `force`.")
     return rows

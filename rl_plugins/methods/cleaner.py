@@ -487,10 +487,10 @@ def _joined(trajectory: Trajectory, made: Trajectory, begin: int = 0) -> Traject
     """With the tokens of another trajectory from `begin` on, and all that is known of them."""
     return replace(
         trajectory,
-        tokens=trajectory.tokens + made.tokens[begin:],
-        kinds=trajectory.kinds + made.kinds[begin:],
-        logprobs=trajectory.logprobs + made.logprobs[begin:],
-        versions=trajectory.versions + made.versions[begin:],
+        tokens=(*trajectory.tokens, *made.tokens[begin:]),
+        kinds=(*trajectory.kinds, *made.kinds[begin:]),
+        logprobs=(*trajectory.logprobs, *made.logprobs[begin:]),
+        versions=(*trajectory.versions, *made.versions[begin:]),
         finish=made.finish,
         rewards=None,
     )

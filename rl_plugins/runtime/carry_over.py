@@ -176,7 +176,7 @@ def to_plain(group: Group) -> dict[str, Any]:
     }
 
 
-def _tensor(values: tuple[Any, ...], dtype: type) -> Tensor:
+def _tensor(values: Sequence[Any], dtype: type) -> Tensor:
     return torch.from_numpy(np.array(values, dtype))  # several times as fast as torch.tensor
 
 

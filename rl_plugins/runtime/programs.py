@@ -86,7 +86,7 @@ class Running:
     def answer(self, number: int, result: Any) -> None:
         """Gives the result of one request; with the last one the program goes on."""
         self._results[number] = result
-        if not self.open:
+        if len(self._results) == len(self.requests):
             results = [self._results[i] for i in range(len(self.requests))]
             self._advance(results[0] if self._single else results)
 
@@ -114,7 +114,7 @@ class Running:
                     )
                 if isinstance(request, Generate):
                     self._limit(i, request)
-            if self.open:
+            if len(self._results) < len(self.requests):
                 return
             results = [self._results[i] for i in range(len(self.requests))]
             answer = results[0] if self._single else results
@@ -163,18 +163,20 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
     """
     try:
         while True:
-            calls = _open(programs, Call)
+            waiting: dict[type, list[tuple[Running, int]]] = {Call: [], Score: [], Generate: []}
+            for p in programs:
+                for i in p.open:
+                    waiting[next(kind for kind in waiting if isinstance(p.requests[i], kind))].append((p, i))
+            calls, scores, asked = waiting.values()
             if calls:
                 for (p, i), called in zip(calls, run_calls([p.requests[i] for p, i in calls]), strict=True):  # type: ignore[misc]
                     p.answer(i, called)
                 continue
-            scores = _open(programs, Score)
             if engine.anybody(bool(scores)):
                 scored = engine.score([(p.prompt, p.requests[i].trajectory) for p, i in scores])  # type: ignore[union-attr]
                 for (p, i), result in zip(scores, scored, strict=True):
                     p.answer(i, result)
                 continue
-            asked = _open(programs, Generate)
             growing = {id(p) for p, i in asked if p.requests[i].temperature == 0}  # type: ignore[union-attr]
             if engine.anybody(bool(growing)):
                 asked = [(p, i) for p, i in asked if id(p) in growing]
@@ -186,10 +188,6 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
     finally:
         for p in programs:
             p.close()
-
-
-def _open(programs: Sequence[Running], kind: type) -> list[tuple[Running, int]]:
-    return [(p, i) for p in programs for i in p.open if isinstance(p.requests[i], kind)]
 
 
 async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]:

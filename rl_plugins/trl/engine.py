@@ -117,7 +117,7 @@ class TrlEngine:
         limits = torch.tensor([r.max_tokens or 1 for r in requests])
         groups = torch.tensor(group)
         with self._transformers(options, limits, (groups, enough)) as watch:
-            ids, _ = self._host([list(r.trajectory.context) for r in requests], None, {}, 1)
+            ids, _ = self._host([r.trajectory.context_array for r in requests], None, {}, 1)
         eos = set(t.eos_token_ids)
         made = []
         for k, (request, tokens) in enumerate(zip(requests, ids, strict=True)):
@@ -137,7 +137,8 @@ class TrlEngine:
         t = self.trainer
         filler = Generate(Trajectory((t.eos_token_ids[0],)), max_tokens=1)
         rows = requests + (requests[:1] or [filler]) * (most - len(requests))
-        contexts = [list(r.trajectory.context) for r in rows]
+        # vLLM takes lists; for transformers TRL makes a tensor of each, which copies an array in one piece
+        contexts = [list(c.context) if t.use_vllm else c.context_array for c in (r.trajectory for r in rows)]
         limits = torch.tensor([r.max_tokens or 1 for r in rows])
         if t.use_vllm:
             with self._vllm(options, limits.tolist()) as raw:

@@ -74,7 +74,7 @@ def decode(
     whole: list[list[Trajectory]] = [list(g.rollouts) for g in begun]
     for i, g in enumerate(begun):
         room = Prompt(
-            tokens=g.rollouts[0].prompt,
+            tokens=tuple(g.rollouts[0].prompt),
             messages=None,
             columns={},
             n=g.size,

@@ -146,7 +146,7 @@ def collect(
     forced = torch.nn.utils.rnn.pad_sequence([place < 0, *kinds], batch_first=True)[1:]
     turns = None
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
-        marked = [t.turns or spans(t.trained) for t in trajectories]
+        marked = [tuple(t.turns) or spans(t.trained) for t in trajectories]
         turns = marked if programs else host_turns(trainer, real, made.tool_mask, ids)
 
     def decoded(signal: str, special: bool) -> list[str] | None:

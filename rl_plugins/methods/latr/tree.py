@@ -73,10 +73,10 @@ class Branch:
     def trajectory(self, start: Trajectory) -> Trajectory:
         return replace(
             start,
-            tokens=start.tokens + tuple(self.tokens),
-            kinds=start.kinds + tuple(int(Kind.FORCED if math.isnan(p) else Kind.SAMPLED) for p in self.logprobs),
-            logprobs=start.logprobs + tuple(self.logprobs),
-            versions=start.versions + tuple(self.versions),
+            tokens=(*start.tokens, *self.tokens),
+            kinds=(*start.kinds, *(int(Kind.FORCED if math.isnan(p) else Kind.SAMPLED) for p in self.logprobs)),
+            logprobs=(*start.logprobs, *self.logprobs),
+            versions=(*start.versions, *self.versions),
             finish="eos" if self.finished else "",
         )
 
