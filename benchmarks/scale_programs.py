@@ -109,8 +109,10 @@ class Engine:
         self.contexts.append(time.process_time() - now)
         self.rows += len(requests)
         # other objects for every row, as an engine makes them
-        made = [[Generated(tuple(range(2000 + i, 2000 + i + ACTION)), tuple([-0.5 - j for j in range(ACTION)]), "eos")]
-                for i, _ in enumerate(requests)]
+        made = [
+            [Generated(tuple(range(2000 + i, 2000 + i + ACTION)), tuple([-0.5 - j for j in range(ACTION)]), "eos")]
+            for i, _ in enumerate(requests)
+        ]
         self._last = time.process_time()
         return made
 
@@ -119,7 +121,9 @@ class Engine:
 
 
 def _context(trajectory: Trajectory) -> Any:
-    return getattr(trajectory, "context_array", None) if hasattr(trajectory, "context_array") else list(trajectory.context)
+    return (
+        getattr(trajectory, "context_array", None) if hasattr(trajectory, "context_array") else list(trajectory.context)
+    )
 
 
 def measure(method: Method, prompts: int, rollouts: int, turns: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
@@ -12,7 +12,7 @@ from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
-from rl_plugins.trl.ranks import gather
+from rl_plugins.trl.ranks import gather, rows_each
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,28 @@ class ProgramRow:
 def run_programs(
     trainer: Trainer, plan: Sequence[PlanRow], row_of: Callable[[PlanRow], DatasetRow]
 ) -> list[ProgramRow]:
-    """Runs one program for every plan row, each rank those of its share; the rows of all, in the order of the plan."""
-    shares = split_plan(plan, trainer.accelerator.num_processes)
-    mine = shares[trainer.accelerator.process_index]
+    """Runs one program for every plan row, each rank those of its share; the rows of all, in the order of the plan.
+    Tokens and what is known of them stand only in the rows that this rank is dealt."""
+    ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    mine = split_plan(plan, ranks)[rank]
     programs = start_programs(trainer, mine, [row_of(p) for p in mine], training=True)
-    local = [program.rows or [] for program in programs]
-    rollouts = [rows for part in gather(trainer.accelerator, local) for rows in part]
-    return number_rows(plan, [given_rollouts(p, rows) for p, rows in zip(plan, rollouts, strict=True)])
+    local = [given_rollouts(p, program.rows or []) for p, program in zip(mine, programs, strict=True)]
+    if ranks == 1:
+        return number_rows(plan, local)
+    parts = gather(trainer.accelerator, [[[_outline(t) for t in rows] for rows in of] for of in local])
+    every = number_rows(plan, [of for part in parts for of in part])
+    first = sum(len(rows) for part in parts[:rank] for of in part for rows in of)
+    own = dict(enumerate((t for of in local for rows in of for t in rows), first))
+    each = rows_each(len(every), ranks, trainer.args.generation_batch_size // ranks)
+    moved = {place: t for place, t in own.items() if place // each != rank}
+    for part in gather(trainer.accelerator, moved):
+        own |= part
+    return [replace(row, trajectory=own[i]) if i // each == rank else row for i, row in enumerate(every)]
+
+
+def _outline(trajectory: Trajectory) -> Trajectory:
+    """All but what belongs to its tokens."""
+    return replace(trajectory, prompt=(), tokens=(), kinds=(), logprobs=(), versions=(), turns=())
 
 
 def start_programs(

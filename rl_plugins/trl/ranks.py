@@ -52,11 +52,16 @@ def gather(accelerator: Accelerator, part: T) -> list[T]:
     return parts
 
 
+def rows_each(count: int, ranks: int, at_least: int) -> int:
+    """How many of `count` rows each rank holds, fillers included."""
+    return max(-(-count // ranks), at_least)
+
+
 def deal(items: Sequence[T], ranks: int, at_least: int, filler: T) -> list[list[T]]:
     """Splits `items` into equally long runs, one per rank; fillers at the very end close the gap.
 
     TRL gathers tensors of fixed shapes, so every rank must hold equally many rows. A group may straddle ranks.
     """
-    each = max(-(-len(items) // ranks), at_least)
+    each = rows_each(len(items), ranks, at_least)
     full = [*items, *[filler] * (each * ranks - len(items))]
     return [full[k * each : (k + 1) * each] for k in range(ranks)]

@@ -62,10 +62,13 @@ class Note(TypedDict):
     draw: NotRequired[int]
 
 
-def ranges(marks: Sequence[bool]) -> list[list[int]]:
+def ranges(marks: Any) -> list[list[int]]:
     """Where marks are set, as [start, stop) of every unbroken run."""
-    change = [i for i, (a, b) in enumerate(zip((False, *marks), (*marks, False), strict=True)) if bool(a) != bool(b)]
-    return [list(pair) for pair in zip(change[::2], change[1::2], strict=True)]
+    import numpy as np
+
+    inside = np.concatenate([[False], np.asarray(marks, dtype=bool), [False]])
+    found: list[list[int]] = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2).tolist()
+    return found
 
 
 def flat_columns(row: Mapping[str, Any]) -> dict[str, Any]:

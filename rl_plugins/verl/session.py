@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from rl_plugins.errors import MethodError
@@ -184,7 +185,7 @@ class VerlEngine:
         unique = f"_{self._requests}" if self._rollout.get("full_determinism", False) else ""  # verl passes it on then
         out = await self._server.generate(
             request_id=self._request_id + unique,
-            prompt_ids=list(request.trajectory.context),
+            prompt_ids=request.trajectory.context_array.tolist(),
             sampling_params=dict(params),
         )
         limit = request.max_tokens or 1
@@ -243,12 +244,14 @@ class VerlEngine:
             number: of the rollout of its prompt, and of the row in it.
         """
         filled = row if len(row) else row.observe(self._session.eos[:1])
-        versions = [v for v in row.versions if v >= 0] or [self._newest]
+        kinds, known = np.asarray(row.kinds), np.asarray(filled.logprobs)
+        unknown = (kinds != int(Kind.OBSERVED)) & np.isnan(np.asarray(row.logprobs))
+        versions = [v for v in np.unique(np.asarray(row.versions)).tolist() if v >= 0] or [self._newest]
         output = AgentLoopOutput(
             prompt_ids=list(row.prompt),
             response_ids=list(filled.tokens),
             response_mask=list(filled.trained),
-            response_logprobs=[0.0 if math.isnan(p) else p for p in filled.logprobs] if logprobs else None,
+            response_logprobs=np.where(np.isnan(known), 0.0, known).tolist() if logprobs else None,
             multi_modal_data={},
             num_turns=2 * max(1, len(row.turns)),
             metrics=metrics.model_copy(),
@@ -258,8 +261,8 @@ class VerlEngine:
                 "global_steps": max(versions),
                 "min_global_steps": min(self._oldest.get(v, v) for v in versions),
                 "max_global_steps": max(versions),
-                FORCED: ranges([k == Kind.FORCED for k in row.kinds]),
-                UNKNOWN: ranges([t == 1 and math.isnan(p) for t, p in zip(row.trained, row.logprobs, strict=True)]),
+                FORCED: ranges(kinds == int(Kind.FORCED)),
+                UNKNOWN: ranges(unknown),
                 TURNS: [asdict(turn) for turn in row.turns],
                 MADE: {
                     **number,
