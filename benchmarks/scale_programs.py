@@ -121,9 +121,8 @@ class Engine:
 
 
 def _context(trajectory: Trajectory) -> Any:
-    return (
-        getattr(trajectory, "context_array", None) if hasattr(trajectory, "context_array") else list(trajectory.context)
-    )
+    """As TRL's transformers path gives it to the host."""
+    return trajectory.context_array
 
 
 def measure(method: Method, prompts: int, rollouts: int, turns: int) -> dict[str, Any]:

@@ -17,18 +17,7 @@ from collections import defaultdict
 import pytest
 from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map
 
-CONTRACT = {
-    "errors",
-    "renamed",
-    "groups",
-    "params",
-    "losses",
-    "rollouts",
-    "requests",
-    "entries",
-    "estimators",
-    "method",
-}
+CONTRACT = set("errors renamed groups params losses rollouts requests entries estimators method".split())
 AUTHORS = {"contract", "agents", "services", "priors"}
 ADAPTER = {*AUTHORS, "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
