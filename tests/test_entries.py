@@ -154,10 +154,8 @@ def test_threads_that_grow_the_same_one_each_get_their_own():
 def test_entries_are_like_a_tuple():
     e = Entries((3, 4), "q").grown((5, 6)).grown((7,), 2)
     same = (3, 4, 5, 6, 7, 7)
-    assert (
-        e == same and same == e and hash(e) == hash(same) and repr(e) == repr(same)
+    assert e == same and same == e and hash(e) == hash(same) and repr(e) == repr(same)
     assert e != same[:5] and e != [*same]
-    )
     assert [e[i] for i in range(-6, 6)] == [same[i] for i in range(-6, 6)]
     for place in (slice(None), slice(1, 4), slice(-3, None), slice(4, 1), slice(None, None, -2), slice(1, 99, 3)):
         assert e[place] == same[place] and isinstance(e[place], tuple)

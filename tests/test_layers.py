@@ -17,7 +17,18 @@ from collections import defaultdict
 import pytest
 from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map
 
-CONTRACT = set("errors renamed groups params losses rollouts requests entries estimators method".split())
+CONTRACT = {
+    "errors",
+    "renamed",
+    "groups",
+    "params",
+    "losses",
+    "rollouts",
+    "requests",
+    "entries",
+    "estimators",
+    "method",
+}
 AUTHORS = {"contract", "agents", "services", "priors"}
 ADAPTER = {*AUTHORS, "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
