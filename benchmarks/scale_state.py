@@ -1,0 +1,153 @@
+"""The state of a run at size: what a generation boundary and a checkpoint cost, and what a run costs to start.
+
+State of `vade`, `mssr_prompts` and `v0` with 10^6 prompts, and a queue of `april` with 1,024 waiting groups.
+
+    python benchmarks/scale_state.py --part boundary
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute
+
+from rl_plugins.errors import RLPluginsError
+from rl_plugins.requests import Generated, Trajectory
+from rl_plugins.rollouts import PlanRow, Run
+from rl_plugins.runtime.carry_over import Group, admit, settle_queue, to_plain
+from rl_plugins.runtime.fingerprint import fingerprint
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.registry import all_names
+from rl_plugins.runtime.resume import resume, save_run
+from rl_plugins.runtime.stack import MethodStack, build_stack
+
+
+def least(work: Callable[[], Any], times: int = 5) -> float:
+    """CPU seconds, the least of some takes."""
+    found = []
+    for _ in range(times):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def dataset_of(rows: int) -> datasets.Dataset:
+    number = pa.array(range(rows))
+    text = pa.compute.binary_join_element_wise("What is the number after ", number.cast(pa.string()), "?", "")
+    return datasets.Dataset(pa.table({"prompt": text, "answer": number.cast(pa.string())}))
+
+
+def run_with(dataset: Any) -> Run:
+    return Run("trl", "1.16", dataset, len(dataset), ("prompt", "answer"), ("reward",), 8, 1000, 1000, 4096)
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "vade": {},
+    "mssr_prompts": {"rho": 0.9},
+    "v0": {"prior": "running_mean"},
+    "v0_5": {"prior": "running_mean"},
+}
+
+
+def stacks(rows: int) -> dict[str, Any]:
+    """Boundary, checkpoint and resume of methods with counts of all prompts."""
+    found = {}
+    run = run_with(dataset_of(rows))
+    for name, params in STACKS.items():
+        stack = build_stack([name], {name: params} if params else None)
+        stack.start(run)
+        found[name] = costs(stack)
+    return found
+
+
+def costs(stack: MethodStack) -> dict[str, float]:
+    """Of a boundary, of a checkpoint, of a resume."""
+    stack.state_dict("f")
+    with tempfile.TemporaryDirectory() as folder:
+        write = least(lambda: save_run(folder, stack.state_dict("f"), 0), 3)
+        size = sum(p.stat().st_size for p in Path(folder).rglob("*") if p.is_file())
+        read = least(lambda: resume(stack, folder, fingerprint="f", step=0, batch=0), 3)
+    return {
+        "boundary, ms": least(lambda: stack.state_dict("f")) * 1e3,
+        "checkpoint, s": write,
+        "checkpoint, MB": size / 1e6,
+        "resume, s": read,
+    }
+
+
+def queue(groups: int, size: int, tokens: int, prompt: int = 500) -> dict[str, Any]:
+    """Of `april` with waiting groups of rollouts with so many tokens."""
+    stack = build_stack(["april"])
+    stack.start(run_with(dataset_of(10_000)))
+
+    def rollout(i: int) -> Trajectory:
+        ids, logprobs = tuple(range(i, i + tokens)), tuple(-0.1 * k for k in range(tokens))
+        return Trajectory(tuple(range(prompt))).add(Generated(ids, logprobs, "abort", 7))
+
+    stack.carried = [
+        to_plain(Group(PlanRow(i, i, size), 0, tuple(rollout(j) for j in range(size)))) for i in range(groups)
+    ]
+    found: dict[str, Any] = {"groups": groups, "rollouts": size, "tokens": tokens, **costs(stack)}
+    begun = admit(stack, range(groups // 2), groups // 2, size, 10_000, None)
+    settle_queue(stack, begun, [], 0)
+
+    def batch() -> None:
+        settle_queue(stack, admit(stack, range(groups // 2), groups // 2, size, 10_000, None), [], 0)
+
+    found["admit and settle all, s"] = least(batch, 3)
+    return found
+
+
+def start(rows: int) -> dict[str, Any]:
+    """CPU seconds of `start`, the first plan and the fingerprint with a dataset of so many rows, by method."""
+    dataset = dataset_of(rows)
+    found: dict[str, Any] = {"fingerprint": least(lambda: fingerprint(dataset), 1)}
+    run = run_with(dataset)
+    for name in all_names():
+        try:
+            stack = build_stack([name], {name: GIVEN[name]} if name in GIVEN else None)
+            begin = time.process_time()
+            stack.start(run)
+            begun = time.process_time()
+            first_plan(stack, range(64), 8, 512, rows, dataset)
+            found[name] = {"start": round(begun - begin, 4), "plan": round(time.process_time() - begun, 4)}
+        except RLPluginsError as e:  # of other hosts, or with parameters that must be given
+            found[name] = str(e)[:120]
+    return found
+
+
+GIVEN: dict[str, Any] = {"v0": {"prior": "running_mean"}, "v0_5": {"prior": "running_mean"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=["boundary", "queue", "start"], required=True)
+    parser.add_argument("--rows", type=int, default=10**6)
+    parser.add_argument("--groups", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1000)
+    a = parser.parse_args()
+    found = (
+        stacks(a.rows)
+        if a.part == "boundary"
+        else queue(a.groups, 16, a.tokens)
+        if a.part == "queue"
+        else start(a.rows)
+    )
+    print(json.dumps({**found, "peak, GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
