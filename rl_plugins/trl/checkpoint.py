@@ -34,19 +34,24 @@ class MethodsCallback(TrainerCallback):
     Attributes:
         resume_from: the checkpoint whose state the methods take over when training starts.
         lr_scale: factor on the learning rate of the coming optimizer step.
+        idle: nothing is trained in it, so the optimizer gets no gradient; of zeros AdamW would still move the weights.
     """
 
     def __init__(self, trainer: Trainer, fingerprint: str) -> None:
         self.trainer, self.fingerprint = trainer, fingerprint
         self.resume_from: str | None = None
-        self.lr_scale = 1.0
+        self.lr_scale, self.idle = 1.0, False
         self._started = self._save_waits = False
         self._boundary_state: dict[str, Any] = {}
         self._lr: list[Any] = []
+        self._hooks: list[Any] = []  # on the optimizer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
         """`start` on the driver once, then the state of the checkpoint and its place in the dataset."""
         t = self.trainer
+        self._watch(optimizer)
         if not self._started:
             known = known_of(t)
             if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
@@ -79,18 +84,33 @@ class MethodsCallback(TrainerCallback):
             t._metrics["train"][name].append(value)
         t.methods.stats = values
 
-    # A factor on the learning rate of one optimizer step; the schedule itself stays untouched.
+    # A factor on the learning rate of one optimizer step; the schedule itself stays untouched. It is put in where the
+    # optimizer itself steps, because DeepSpeed steps it at the end of the backward pass, and its schedule with it.
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if self.lr_scale != 1.0:
-            self._lr = [g["lr"] for g in optimizer.param_groups]
-            for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * self.lr_scale
+    def _watch(self, optimizer: Any) -> None:
+        """The optimizer below accelerate's and DeepSpeed's wrappers; once, however often training begins."""
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._scale),
+            optimizer.register_step_post_hook(self._unscale),
+        ]
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        for group, lr in zip(optimizer.param_groups, self._lr, strict=False):
+    def _scale(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.idle:
+            optimizer.zero_grad(set_to_none=True)
+        self._lr = [g["lr"] for g in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * self.lr_scale
+
+    def _unscale(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, self._lr, strict=True):
             group["lr"] = lr
-        self._lr, self.lr_scale = [], 1.0
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.lr_scale, self.idle = 1.0, False
 
     # ---- state
 

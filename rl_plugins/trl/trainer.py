@@ -230,10 +230,10 @@ class MethodsMixin(_Host):
         if self._step % self.current_gradient_accumulation_steps == 0:
             if self.methods.claims["before_update"]:
                 self._methods_callback.lr_scale *= loss.before_update(self)
-            if "rlp_num_rows" in inputs and int(inputs["num_items_in_batch"]) == 0:
-                self._methods_callback.lr_scale = 0.0  # nothing to learn from: AdamW would still move the weights
-        if not self.methods.trains:  # a loss without any parameter: no gradient, so no optimizer acts on anything
-            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+            empty = "rlp_num_rows" in inputs and int(inputs["num_items_in_batch"]) == 0
+            self._methods_callback.idle = empty or not self.methods.trains
+        if not self.methods.trains:
+            return loss.no_loss(self)
         seam = self.seams.transform_per_token_loss and self.methods.aggregation == "host"
         self._loss_pass = loss.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)
         try:

@@ -27,6 +27,7 @@ from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.requests import Generated
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.ranks import gather
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)
@@ -58,7 +59,7 @@ def config(output_dir: Path, methods: Any = (), cls: type = GRPOConfig, **change
         max_steps=2,
         learning_rate=1e-3,
         max_completion_length=14,
-        use_cpu=True,
+        use_cpu="ACCELERATE_USE_DEEPSPEED" not in os.environ,  # accelerate ignores DeepSpeed with it
         bf16=False,
         report_to="none",
         gradient_checkpointing=False,
@@ -98,7 +99,8 @@ def make(
     **changes: Any,
 ) -> Any:
     """A trainer on the tiny policy; `stock=True`: TRL's own classes."""
-    args = config(folder / "out", methods, trl.GRPOConfig if stock else GRPOConfig, **changes)
+    output = Path(changes.pop("output_dir", folder / "out"))
+    args = config(output, methods, trl.GRPOConfig if stock else GRPOConfig, **changes)
     if os.environ.get("ACCELERATE_USE_FSDP"):
         _allow_fsdp_on_cpu()
     cls = trainer or (trl.GRPOTrainer if stock else GRPOTrainer)
@@ -132,12 +134,9 @@ def stub_sampling(longest: int = 13):
 
     @functools.wraps(original)
     def fake(self: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        from accelerate.utils import gather_object
-
-        everyone = gather_object([prompt_ids]) if self.accelerator.num_processes > 1 else [prompt_ids]
         seen: Counter[tuple[int, ...]] = getattr(self, "_stub_seen", Counter())
         out = []
-        for rank, prompts in enumerate(everyone):
+        for rank, prompts in enumerate(gather(self.accelerator, prompt_ids)):
             for p in prompts:
                 key = tuple(p)
                 rng = random.Random(zlib.crc32(repr((key, seen[key], self.state.global_step)).encode()))
@@ -151,13 +150,16 @@ def stub_sampling(longest: int = 13):
 
     def call(self: Any, options: Any, requests: Any, most: int) -> Any:
         """The same for rollout programs: a function of the context and of how often it was continued in the step."""
+        accelerator = self.trainer.accelerator
         out = []
-        for request in requests:
-            key = (request.trajectory.context, self.trainer.state.global_step)
-            rng = random.Random(zlib.crc32(repr((key, seen_by_programs[key])).encode()))
-            seen_by_programs[key] += 1
-            tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))][: request.max_tokens]
-            out.append(Generated(tuple(tokens), (-1.0,) * len(tokens), "stop"))
+        for rank, part in enumerate(gather(accelerator, [(r.trajectory.context, r.max_tokens) for r in requests])):
+            for context, most in part:
+                key = (context, self.trainer.state.global_step)
+                rng = random.Random(zlib.crc32(repr((key, seen_by_programs[key])).encode()))
+                seen_by_programs[key] += 1
+                tokens = [rng.randrange(5, 20) for _ in range(rng.randrange(1, longest))][:most]
+                if rank == accelerator.process_index:
+                    out.append(Generated(tuple(tokens), (-1.0,) * len(tokens), "stop"))
         return out
 
     own = TrlEngine._call

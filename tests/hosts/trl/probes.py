@@ -56,6 +56,15 @@ class Uneven(Probe):
         return Shape(keep_rows=rollouts.group >= 3)
 
 
+class NoneLeft(Probe):
+    """Every row of the second batch leaves."""
+
+    name = "none_left"
+
+    def shape(self, rollouts, tokens):
+        return Shape(keep_rows=torch.full((len(rollouts),), rollouts.batch != 1))
+
+
 class Half(Probe):
     """`select` keeps the groups below 4."""
 

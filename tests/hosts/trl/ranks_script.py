@@ -1,7 +1,9 @@
-"""Runs cases in one process or under torchrun and saves what came out: `ranks_script.py OUT CASES [fsdp2]`.
+"""Runs cases in one process or under torchrun and saves what came out: `ranks_script.py OUT CASES [MODE]`.
 
-CASES is JSON: [[name, methods, options], ..]; the option "real" lets the policy generate. The main rank writes
-{name: {weights, prompts, advantages, logs}}.
+MODE shards the training through accelerate: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
+options], ..]. Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and
+trains once more from that checkpoint; "rows" is the size of the dataset; "evaluate" evaluates every so many steps. The main
+rank writes {name: {weights, decisions, logs, resumed, ..}}.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import sys
 import traceback
 from pathlib import Path
 
-if "fsdp2" in sys.argv:
+MODE = sys.argv[3] if len(sys.argv) > 3 else ""
+if MODE == "fsdp2":
     os.environ.update(
         ACCELERATE_USE_FSDP="true",
         FSDP_VERSION="2",
@@ -23,29 +26,89 @@ if "fsdp2" in sys.argv:
         FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT",
         FSDP_CPU_RAM_EFFICIENT_LOADING="false",
     )
+elif MODE:
+    AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    ZERO = {"stage": int(MODE[-1]), "stage3_param_persistence_threshold": 0}  # by default none of so small a model
+    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps({"zero_optimization": ZERO, **dict.fromkeys(AUTO, "auto")}))
+    os.environ.update(
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_DEEPSPEED_CONFIG_FILE=str(Path(sys.argv[1]).with_suffix(".json")),
+        DS_ACCELERATOR="cpu",
+    )
 sys.path.insert(0, str(Path(__file__).parent))
 
 import probes
 import torch
-from harness import WORLD, history, make, policy, stub_sampling
+from harness import WORLD, history, make, policy, stub_sampling, weights
+from torch.distributed.tensor import DTensor
 
 from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.trl import generation as module
 
 probes.register()
+if MODE.startswith("zero"):
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled here, in two minutes
+
+LOGGED = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "ppo/ratio",
+    "ppo/rows",
+    "completions/mean_length",
+    "frac_reward_zero_std",
+    "softmax/groups",
+    "clip_ratio/region_mean",
+    "talk/talked",
+    "learning_rate",
+    "eval_reward",
+    "eval_completions/mean_length",
+)
 
 
 def full_weights(trainer):
-    from torch.distributed.tensor import DTensor
+    parts = list(trainer.model.parameters())
+    if MODE == "zero3":
+        with deepspeed.zero.GatheredParameters(parts):
+            return torch.cat([p.detach().float().flatten() for p in parts])
+    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().float().flatten() for p in parts])
 
-    parts = [p.detach() for p in trainer.model.parameters()]
-    return torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).float().flatten() for p in parts])
+
+def kind(trainer):
+    """What the model is wrapped in, and how far it is sharded."""
+    wrapped = trainer.model_wrapped
+    if MODE.startswith("zero"):
+        return f"{type(wrapped).__name__} {wrapped.zero_optimization_stage()}"
+    return type(wrapped).__name__ if MODE else ""
 
 
-def run(folder, methods, options):
-    from rl_plugins.trl import generation as module
+def run(folder, name, methods, options):
+    options = {"output_dir": str(folder / f"out-{name}"), **options}
+    real, resume, evaluate, rows = (options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows"))
+    if rows:
+        options["dataset"] = build_dataset(rows, seed=1)
+    if resume:
+        options |= dict(save_strategy="steps", save_steps=resume)
+    if evaluate:
+        options |= dict(
+            eval_strategy="steps",
+            eval_steps=evaluate,
+            per_device_eval_batch_size=16 // WORLD,
+            more={"eval_dataset": build_dataset(4, seed=9)},
+        )
+    result = train(folder, methods, options, real)
+    if resume:
+        checkpoint = Path(options["output_dir"]) / f"checkpoint-{resume}"
+        result["files"] = sorted(str(p.relative_to(checkpoint)) for p in checkpoint.rglob("*"))
+        result["resumed"] = train(folder, methods, options, real, str(checkpoint))
+    return result
 
-    decisions = []
-    finish = module.GenerationBatch.finish
+
+def train(folder, methods, options, real, checkpoint=None):
+    decisions, sizes, in_host = [], [], []
+    finish, decide_in_host = module.GenerationBatch.finish, module.GenerationBatch.decide_in_host
 
     def spy(self, out):
         out = finish(self, out)
@@ -63,44 +126,24 @@ def run(folder, methods, options):
         sizes.append(len(out["advantages"]))
         return out
 
-    sizes, in_host = [], []
-    decide_in_host = module.GenerationBatch.decide_in_host
     module.GenerationBatch.decide_in_host = lambda self, a: in_host.append(1) or decide_in_host(self, a)
     module.GenerationBatch.finish = spy
     try:
-        options = dict(options)
-        if rows := options.pop("rows", None):
-            options["dataset"] = build_dataset(rows, seed=1)
-        resume = options.pop("resume", None)
-        with contextlib.nullcontext() if options.pop("real", False) else stub_sampling():
+        with contextlib.nullcontext() if real else stub_sampling():
             t = make(folder, methods, **options)
-            t.train(resume_from_checkpoint=resume and str(folder / "out" / f"checkpoint-{resume}"))
+            begin = weights(t)
+            t.train(resume_from_checkpoint=checkpoint)
     finally:
         module.GenerationBatch.finish, module.GenerationBatch.decide_in_host = finish, decide_in_host
     assert set(sizes) == {64 // WORLD}, sizes
-    kind = type(t.model_wrapped).__name__ if "fsdp2" in sys.argv else ""
-    names = [
-        n
-        for n in (
-            "loss",
-            "grad_norm",
-            "reward",
-            "ppo/ratio",
-            "ppo/rows",
-            "completions/mean_length",
-            "frac_reward_zero_std",
-            "softmax/groups",
-            "clip_ratio/region_mean",
-            "talk/talked",
-        )
-        if history(t, n)
-    ]
     return dict(
+        begin=begin,
         weights=full_weights(t),
         decisions=decisions,
-        logs={n: history(t, n) for n in names},
+        logs={n: history(t, n) for n in LOGGED if history(t, n)},
         read=history(t, "rl_plugins/contexts_read"),
-        kind=kind,
+        kind=kind(t),
+        waiting=t.methods.carried,
         decided_in_host=bool(in_host),
     )
 
@@ -108,9 +151,7 @@ def run(folder, methods, options):
 def main(out, cases):
     folder = Path(out).parent
     policy(Path(folder) / "policy")
-    results = {}
-    for name, methods, options in cases:
-        results[name] = run(folder, methods, options)
+    results = {name: run(folder, name, methods, options) for name, methods, options in cases}
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, out)
 

@@ -1,0 +1,69 @@
+"""What is trained with sharded parameters (FSDP2, DeepSpeed), and what must come of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ROWS: dict[str, Any] = dict(loss_type="grpo", beta=0.04)
+_ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_rate=1e-3)
+_SAVED: dict[str, Any] = dict(max_steps=4, resume=2, evaluate=2)
+_REAL: dict[str, Any] = dict(real=True, max_completion_length=130, top_k=1)  # TRL's own samples are greedy, too
+
+# Hooks of the driver with a surrogate; rows that leave, on one rank only; a loss of whole groups with micro-batches and
+# a factor on a schedule; every row leaves, so nothing may move; no step at all; a program that generates, evaluated by
+# TRL's own generation; a program that evaluates.
+CASES: list[Any] = [
+    ["minpro", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2}],
+    ["over", ["over"], {**_SAVED, **_ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
+    ["drpo", ["drpo"], {**_ADAM, "max_steps": 2, "gradient_accumulation_steps": 2, "method_params": {"drpo": {"threshold": 0.5}}}],
+    ["half rate", ["softmax"], dict(max_steps=3, learning_rate=0.05, lr_scheduler_type="linear", method_params={"softmax": {"lr_scale": 0.5}})],
+    ["none left", ["none_left"], {**_ADAM, "max_steps": 3}],
+    ["idle", ["idle"], {**_ADAM, **_ROWS}],
+    ["walk", ["walk"], {**_SAVED, **_ROWS, **_REAL, "learning_rate": 0.05, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
+    ["evaluated", ["evaluated"], dict(max_steps=2, learning_rate=0.05, evaluate=2)],
+]
+# What is sampled depends on the ranks, so only the resumed run can be compared: groups wait while a checkpoint is made.
+QUEUE: list[Any] = [
+    ["queue", ["over_begin"], {**_SAVED, **_ADAM, "real": True, "num_generations": 2, "max_completion_length": 40}]
+]
+TOLERANCE = 3e-7  # largest difference of a weight to those of one process
+
+
+def same(one: Any, two: Any, tolerance: float) -> None:
+    """The same decisions, weights within the tolerance, the same numbers logged."""
+    for a, b in zip(one["decisions"], two["decisions"], strict=True):
+        for key in ("prompt", "group", "trained", "reward"):
+            assert torch.equal(a[key], b[key]), key
+        torch.testing.assert_close(a["advantages"], b["advantages"], rtol=1e-6, atol=1e-9)
+    assert (one["weights"] - two["weights"]).abs().max() < tolerance
+    for key, values in one["logs"].items():
+        torch.testing.assert_close(torch.tensor(two["logs"][key]), torch.tensor(values), rtol=1e-4, atol=1e-5, msg=key)
+
+
+def check(one: Any, results: Any, kind: str, sharded_files: tuple[str, str]) -> None:
+    """The results of two sharded ranks beside those of one process.
+
+    Args:
+        kind: what the model must be wrapped in.
+        sharded_files: ends of files of a checkpoint, one of each rank.
+    """
+    for name, _, options in CASES + QUEUE:
+        found = results[name]
+        assert found["kind"].startswith(kind), name
+        assert (found["weights"] - found["begin"]).abs().max() > 100 * TOLERANCE or name == "idle", name
+        if name in one:
+            same(one[name], found, TOLERANCE)
+        if "resume" in options:
+            resumed, whole = found["resumed"], found["decisions"]
+            assert torch.equal(resumed["weights"], found["weights"]), name
+            assert all(torch.equal(a["prompt"], b["prompt"]) for a, b in zip(resumed["decisions"], whole[-len(resumed["decisions"]) :], strict=True))
+            assert 0 < len(resumed["decisions"]) < len(whole)
+            assert "rl_plugins/state.json" in found["files"]
+            for end in sharded_files:
+                assert any(file.endswith(end) for file in found["files"]), (name, end)
+        if "evaluate" in options:
+            assert len(found["logs"]["eval_reward"]) == options["max_steps"] / options["evaluate"]
+    assert max(results["walk"]["read"]) < 0.3, "contexts are known to sharded ranks, too"
+    assert len(results["queue"]["waiting"]) == 32
