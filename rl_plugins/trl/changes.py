@@ -121,9 +121,9 @@ CHANGES = (
         "saved.mark, saved.begin",
     ),
     Change(
-        "learning rates of the optimizer, for one optimizer step",
+        "the optimizer: hooks around its step, for learning rates of one step, and for no gradient at all",
         "`Update.lr_scale`; a step without a trained token moves nothing",
-        "`before_update`, rows that leave",
+        "any method",
         "none",
         "checkpoint.MethodsCallback",
     ),

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from transformers import TrainingArguments
 from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer

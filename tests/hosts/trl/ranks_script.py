@@ -29,7 +29,9 @@ if MODE == "fsdp2":
 elif MODE:
     AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     ZERO = {"stage": int(MODE[-1]), "stage3_param_persistence_threshold": 0}  # by default none of so small a model
-    Path(sys.argv[1]).with_suffix(".json").write_text(json.dumps({"zero_optimization": ZERO, **dict.fromkeys(AUTO, "auto")}))
+    Path(sys.argv[1]).with_suffix(".json").write_text(
+        json.dumps({"zero_optimization": ZERO, **dict.fromkeys(AUTO, "auto")})
+    )
     os.environ.update(
         ACCELERATE_USE_DEEPSPEED="true",
         ACCELERATE_DEEPSPEED_CONFIG_FILE=str(Path(sys.argv[1]).with_suffix(".json")),

@@ -3,19 +3,11 @@ wait for half an hour, longer than a launch may take."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from waiting import NEVER
+from rank_runs import QUEUE, SHARDED, check_sharded, launch, same
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
 
-SCRIPT = Path(__file__).parent / "ranks_script.py"
 ROWS = dict(loss_type="grpo", beta=0.04, max_steps=2, learning_rate=0.05)
 OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
 REAL = {"real": True, "max_completion_length": 130}
@@ -45,34 +37,11 @@ CASES = [
 ]
 
 
-def launch(tmp_path, cases, ranks, *flags, **environment):
-    """(return code, output, results) of a run of the script on this many ranks."""
-    out = tmp_path / f"out{ranks}{''.join(flags)}.pt"
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(SCRIPT), str(out), str(tmp_path / "cases.json"), *flags]
-    if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=variables)
-    text = done.stdout + done.stderr
-    return done.returncode, text, torch.load(out, weights_only=False) if out.exists() else None
-
-
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    code, text, results = launch(tmp_path_factory.mktemp("one"), CASES, 1)
+    code, text, results = launch(tmp_path_factory.mktemp("one"), CASES + SHARDED, 1)
     assert code == 0, text
     return results
-
-
-def same(one, two, tolerance):
-    for a, b in zip(one["decisions"], two["decisions"], strict=True):
-        for key in ("prompt", "group", "trained", "reward"):
-            assert torch.equal(a[key], b[key]), key
-        torch.testing.assert_close(a["advantages"], b["advantages"], rtol=1e-6, atol=1e-9)
-    assert (one["weights"] - two["weights"]).abs().max() < tolerance
-    for key, values in one["logs"].items():
-        assert two["logs"][key] == pytest.approx(values, rel=1e-4, abs=1e-5), key
 
 
 def test_two_ranks_are_one(tmp_path, one_rank):
@@ -92,13 +61,10 @@ def test_two_ranks_are_one(tmp_path, one_rank):
 
 
 def test_fsdp2_is_one_rank(tmp_path, one_rank):
-    cases = [c for c in CASES if c[0] in ("mc_grpo", "over last", "softmax", "minpro", "walk")]
-    code, text, results = launch(tmp_path, cases, 2, "fsdp2")
+    """With its checkpoints, which every rank writes and reads its part of, and evaluation."""
+    code, text, results = launch(tmp_path, SHARDED + QUEUE, 2, "fsdp2")
     assert code == 0, text
-    for name, _, _ in cases:
-        assert results[name]["kind"].startswith("FSDP")
-        same(one_rank[name], results[name], 1e-6)
-    assert max(results["walk"]["read"]) < 0.3, "contexts are known to sharded ranks, too"
+    check_sharded(one_rank, results, "FSDP", ("pytorch_model_fsdp_0/__1_0.distcp", "optimizer_0/__1_0.distcp"))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,18 @@
-"""What is trained with sharded parameters (FSDP2, DeepSpeed), and what must come of it."""
+"""Runs of `ranks_script.py`; what is trained with sharded parameters (FSDP2, DeepSpeed), and what must come of it."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from waiting import NEVER
+
+SCRIPT = Path(__file__).parent / "ranks_script.py"
 
 _ROWS: dict[str, Any] = dict(loss_type="grpo", beta=0.04)
 _ADAM: dict[str, Any] = dict(optim="adamw_torch", adam_epsilon=1e-3, learning_rate=1e-3)
@@ -14,14 +22,32 @@ _REAL: dict[str, Any] = dict(real=True, max_completion_length=130, top_k=1)  # T
 # Hooks of the driver with a surrogate; rows that leave, on one rank only; a loss of whole groups with micro-batches and
 # a factor on a schedule; every row leaves, so nothing may move; no step at all; a program that generates, evaluated by
 # TRL's own generation; a program that evaluates.
-CASES: list[Any] = [
-    ["minpro", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2}],
-    ["over", ["over"], {**_SAVED, **_ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
-    ["drpo", ["drpo"], {**_ADAM, "max_steps": 2, "gradient_accumulation_steps": 2, "method_params": {"drpo": {"threshold": 0.5}}}],
-    ["half rate", ["softmax"], dict(max_steps=3, learning_rate=0.05, lr_scheduler_type="linear", method_params={"softmax": {"lr_scale": 0.5}})],
+SHARDED: list[Any] = [
+    ["surrogate", ["vade", "minpro"], {**_SAVED, **_ADAM, "num_iterations": 2}],
+    ["rows leave", ["over"], {**_SAVED, **_ADAM, **_ROWS, "method_params": {"over": {"first": False}}}],
+    [
+        "whole groups",
+        ["drpo"],
+        {**_ADAM, "max_steps": 2, "gradient_accumulation_steps": 2, "method_params": {"drpo": {"threshold": 0.5}}},
+    ],
+    [
+        "half rate",
+        ["softmax"],
+        dict(max_steps=3, learning_rate=0.05, lr_scheduler_type="linear", method_params={"softmax": {"lr_scale": 0.5}}),
+    ],
     ["none left", ["none_left"], {**_ADAM, "max_steps": 3}],
-    ["idle", ["idle"], {**_ADAM, **_ROWS}],
-    ["walk", ["walk"], {**_SAVED, **_ROWS, **_REAL, "learning_rate": 0.05, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
+    ["no step", ["idle"], {**_ADAM, **_ROWS}],
+    [
+        "program",
+        ["walk"],
+        {
+            **_SAVED,
+            **_ROWS,
+            **_REAL,
+            "learning_rate": 0.05,
+            "method_params": {"walk": {"greedy": True, "uneven": True}},
+        },
+    ],
     ["evaluated", ["evaluated"], dict(max_steps=2, learning_rate=0.05, evaluate=2)],
 ]
 # What is sampled depends on the ranks, so only the resumed run can be compared: groups wait while a checkpoint is made.
@@ -29,6 +55,19 @@ QUEUE: list[Any] = [
     ["queue", ["over_begin"], {**_SAVED, **_ADAM, "real": True, "num_generations": 2, "max_completion_length": 40}]
 ]
 TOLERANCE = 3e-7  # largest difference of a weight to those of one process
+
+
+def launch(tmp_path, cases, ranks, *flags, **environment):
+    """(return code, output, results) of a run of the script on this many ranks."""
+    out = tmp_path / f"out{ranks}{''.join(flags)}.pt"
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(SCRIPT), str(out), str(tmp_path / "cases.json"), *flags]
+    if ranks > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=variables)
+    text = done.stdout + done.stderr
+    return done.returncode, text, torch.load(out, weights_only=False) if out.exists() else None
 
 
 def same(one: Any, two: Any, tolerance: float) -> None:
@@ -42,28 +81,31 @@ def same(one: Any, two: Any, tolerance: float) -> None:
         torch.testing.assert_close(torch.tensor(two["logs"][key]), torch.tensor(values), rtol=1e-4, atol=1e-5, msg=key)
 
 
-def check(one: Any, results: Any, kind: str, sharded_files: tuple[str, str]) -> None:
+def check_sharded(one: Any, results: Any, kind: str, sharded_files: tuple[str, str]) -> None:
     """The results of two sharded ranks beside those of one process.
 
     Args:
         kind: what the model must be wrapped in.
         sharded_files: ends of files of a checkpoint, one of each rank.
     """
-    for name, _, options in CASES + QUEUE:
+    for name, _, options in SHARDED + QUEUE:
         found = results[name]
         assert found["kind"].startswith(kind), name
-        assert (found["weights"] - found["begin"]).abs().max() > 100 * TOLERANCE or name == "idle", name
+        assert (found["weights"] - found["begin"]).abs().max() > 100 * TOLERANCE or name == "no step", name
         if name in one:
             same(one[name], found, TOLERANCE)
         if "resume" in options:
             resumed, whole = found["resumed"], found["decisions"]
             assert torch.equal(resumed["weights"], found["weights"]), name
-            assert all(torch.equal(a["prompt"], b["prompt"]) for a, b in zip(resumed["decisions"], whole[-len(resumed["decisions"]) :], strict=True))
+            assert all(
+                torch.equal(a["prompt"], b["prompt"])
+                for a, b in zip(resumed["decisions"], whole[-len(resumed["decisions"]) :], strict=True)
+            )
             assert 0 < len(resumed["decisions"]) < len(whole)
             assert "rl_plugins/state.json" in found["files"]
             for end in sharded_files:
                 assert any(file.endswith(end) for file in found["files"]), (name, end)
         if "evaluate" in options:
             assert len(found["logs"]["eval_reward"]) == options["max_steps"] / options["evaluate"]
-    assert max(results["walk"]["read"]) < 0.3, "contexts are known to sharded ranks, too"
+    assert max(results["program"]["read"]) < 0.3, "contexts are known to sharded ranks, too"
     assert len(results["queue"]["waiting"]) == 32
