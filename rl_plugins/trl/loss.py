@@ -96,7 +96,7 @@ def no_loss(trainer: Trainer) -> Tensor:
     zero = torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
     if not trainer.is_deepspeed_enabled:
         return zero
-    return zero + sum(0.0 * p.sum() for p in trainer.model.parameters() if p.requires_grad)
+    return zero + sum(0.0 * p.sum() for p in trainer.model.parameters() if p.requires_grad and p.numel())  # DS
 
 
 def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
