@@ -92,11 +92,11 @@ def before_update(trainer: Trainer) -> float:
 
 
 def no_loss(trainer: Trainer) -> Tensor:
-    """A loss without any parameter. DeepSpeed wants gradients: there they are 0."""
+    """A loss without any parameter. DeepSpeed wants gradients of what a rank holds whole: there they are 0."""
     zero = torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
     if not trainer.is_deepspeed_enabled:
         return zero
-    return zero + sum(0.0 * p.sum() for p in trainer.model.parameters() if p.requires_grad and p.numel())  # DS
+    return zero + sum(0.0 * p.sum() for p in trainer.model.parameters() if p.requires_grad and p.numel())
 
 
 def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
