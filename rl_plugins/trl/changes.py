@@ -106,8 +106,10 @@ CHANGES = (
         "engine.TrlEngine",
     ),
     Change(
-        "sampler of the training dataloader: the orders of earlier passes are drawn from it, at a resume",
-        "TRL begins a resume with the order of the first pass, whatever pass the checkpoint is in",
+        "sampler of the training dataloader, at a resume: the orders of earlier passes are drawn from it; it is empty "
+        "if the run is at its end",
+        "TRL begins a resume with the order of the first pass, whatever pass the checkpoint is in, and trains a step "
+        "more of a finished run",
         "any method",
         "T11",
         "saved.skip_passes",

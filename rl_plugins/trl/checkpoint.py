@@ -179,7 +179,7 @@ class MethodsCallback(TrainerCallback):
         t = self.trainer
         passes = int(t.state.epoch or 0)
         if has_numbers(t.train_dataset):
-            skip_passes(loader, passes)
+            skip_passes(loader, passes, finished=t.state.global_step >= t.state.max_steps)
         elif passes:
             raise StateError(
                 f"The checkpoint {self.resume_from} is in pass {passes + 1} over a stream (epoch {t.state.epoch:.2f}), "

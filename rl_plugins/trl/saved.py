@@ -103,21 +103,28 @@ def is_marked(state: Any) -> bool:
     return isinstance(note, dict) and note.get("attributes") == {"step": state.global_step}
 
 
-def skip_passes(loader: Any, passes: int) -> None:
+def skip_passes(loader: Any, passes: int, finished: bool) -> None:
     """Brings the sampler of a new dataloader where it was after so many passes over the dataset.
 
     TRL's sampler draws each pass from a generator of its own, which nobody saves, and the host begins every resume with
     a new one: without this, a resume in a later pass has the order of the first.
+
+    Args:
+        loader: for training.
+        passes: over the dataset, that are over.
+        finished: the run is at its end, and gets no rows: the host looks at its limit after a step only, and would
+            make one step too many.
     """
-    sampler = loader.batch_sampler
-    while hasattr(sampler, "batch_sampler"):  # those that share a batch among ranks
-        sampler = sampler.batch_sampler
-    sampler = sampler.sampler
-    if hasattr(sampler, "set_epoch"):  # upstream seam (patches/trl/T11)
-        sampler.set_epoch(passes)
-        return
-    for _ in range(passes):
-        next(iter(sampler), None)  # a pass is drawn when its first row is asked for
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # those that share a batch among ranks
+        batches = batches.batch_sampler
+    if finished:
+        batches.sampler = ()
+    elif hasattr(batches.sampler, "set_epoch"):  # upstream seam (patches/trl/T11)
+        batches.sampler.set_epoch(passes)
+    else:
+        for _ in range(passes):
+            next(iter(batches.sampler), None)  # a pass is drawn when its first row is asked for
 
 
 def _folders(path: str) -> list[Path]:

@@ -59,16 +59,17 @@ def trained(batches: int) -> MethodStack:
     return stack
 
 
+def plain(value: Any) -> Any:
+    """Tensors as lists."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
 def seen(stack: MethodStack) -> str:
     """Everything the stack holds, as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return [str(value.dtype), value.tolist()]
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, list) else value
-
     return repr(plain(stack.state_dict(FINGERPRINT)))
 
 

@@ -7,6 +7,7 @@ import torch
 from harness import make, weights
 
 from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.errors import StateError
 
 pytestmark = pytest.mark.host
 
@@ -52,3 +53,17 @@ def test_a_resume_in_a_later_pass_has_the_prompts_of_an_uninterrupted_run(tmp_pa
         again, rest = run(tmp_path, methods, resume=str(tmp_path / f"out/checkpoint-{step}"), save_strategy="no")
         assert rest == {k: v for k, v in prompts.items() if k >= step} and len(rest) == STEPS - step
         assert torch.equal(weights(again), weights(whole)), step
+
+
+def test_a_stream_is_resumed_in_its_first_pass_and_refused_later(tmp_path):
+    def stream():
+        return build_dataset(24, seed=1).to_iterable_dataset()  # three steps
+
+    options = dict(max_steps=5, per_device_train_batch_size=64)
+    whole, prompts = run(tmp_path, ["filter"], dataset=stream(), **options)
+    first = {p for step in range(3) for p in prompts[step][0]}
+    assert len(first) == 24 and set(prompts[3][0]) < first, "the second pass"
+    again, rest = run(tmp_path, ["filter"], str(tmp_path / "out/checkpoint-2"), dataset=stream(), **options)
+    assert rest == {k: v for k, v in prompts.items() if k >= 2} and torch.equal(weights(again), weights(whole))
+    with pytest.raises(StateError, match=r"checkpoint-4 is in pass 2 over a stream .*first pass"):
+        run(tmp_path, ["filter"], str(tmp_path / "out/checkpoint-4"), dataset=stream(), **options)

@@ -119,6 +119,12 @@ def test_while_a_checkpoint_is_saved_it_is_unfinished_and_never_ours_alone(folde
     assert seen == [[True, False]] and unfinished(checkpoint, 1)
 
 
+def test_a_finished_run_that_is_started_again_trains_nothing(saved_run, folder):
+    t = run(folder, ["mc_grpo"], 5, resume=True)
+    assert t.state.global_step == 5 and torch.equal(weights(t), saved_run[1]) and t.methods.batch == 5
+    assert run(folder, ["mc_grpo"], 6, resume=True).state.global_step == 6
+
+
 # ---- lost state, and none
 
 
