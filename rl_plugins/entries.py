@@ -37,6 +37,11 @@ class Entries(Sequence[T]):
         """`values` themselves, if they are entries of this kind."""
         return values if isinstance(values, cls) and values.code == code else cls(values, code)
 
+    @classmethod
+    def of_array(cls, values: NDArray[Any], code: str) -> Entries[Any]:
+        """Of a numpy array of the type `code` stands for, copied in one piece."""
+        return _of_bytes(code, values.tobytes())
+
     @property
     def code(self) -> str:
         return getattr(self._store, "typecode", "")

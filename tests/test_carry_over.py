@@ -20,7 +20,7 @@ from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, se
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.state import load_state, save_state
+from rl_plugins.runtime.state import copy_plain, load_state, save_state
 
 
 class Admits(Method):
@@ -272,17 +272,24 @@ def test_a_group_survives_a_file_bit_for_bit(tmp_path: Path) -> None:
                 assert p == q or (math.isnan(p) and math.isnan(q))
 
 
-def test_the_saved_queue_is_a_copy() -> None:
+def test_later_batches_do_not_change_the_saved_queue() -> None:
+    """Groups are kept as they are, not copied; what hooks are given of them is theirs."""
     stack = MethodStack([Admits(all_first(4))])
     step(stack, [0, 1])
+    waiting = from_plain(stack.carried[0])
+    stack.carried[0] = to_plain(replace(waiting, row=waiting.row.replace(payload={"seen": []}, edit={"a": [1]})))
     saved = stack.state_dict("data")
-    tokens = saved["carried"][0]["rollouts"][0]["tokens"].clone()
-    stack.carried[0]["rollouts"][0]["tokens"] += 1
-    assert torch.equal(saved["carried"][0]["rollouts"][0]["tokens"], tokens)
+    before = copy_plain(saved)
+    assert saved["carried"] is not stack.carried and saved["carried"][0] is stack.carried[0]
+    groups = admit(stack, [0, 1], 2, 2, 100, None)
+    groups[0].row.payload["seen"].append(1)
+    groups[0].row.edit["a"].append(2)
+    settle_queue(stack, [replace(g, rollouts=tuple(t.force((1,)) for t in g.rollouts)) for g in groups], [0, 1], 2)
+    assert str(saved) == str(before)
     other = MethodStack([Admits(all_first(4))])
     other.load_state_dict(saved, "data")
-    assert [g["row"]["prompt_index"] for g in other.carried] == [g["row"]["prompt_index"] for g in stack.carried]
-    assert other.extra_prompts == stack.extra_prompts
+    assert [g["row"]["prompt_index"] for g in other.carried] == [g["row"]["prompt_index"] for g in before["carried"]]
+    assert other.extra_prompts == saved["extra_prompts"]
 
 
 def test_a_queue_is_not_resumed_without_its_method_or_dataset() -> None:
@@ -359,5 +366,25 @@ def test_a_group_is_saved_with_the_same_types_whatever_its_rollouts_hold() -> No
     for rollout in (Trajectory(()), Trajectory((3,)).add(Generated((5,), (0,), "eos", 1))):
         (saved,) = to_plain(Group(PlanRow(0, 0, 1), 0, (rollout,)))["rollouts"]
         types = {name: values.dtype for name, values in saved.items() if name != "finish"}
-        whole = dict.fromkeys(("prompt", "tokens", "kinds", "versions"), torch.int64)
-        assert types == {**whole, "logprobs": torch.float64}
+        whole = dict.fromkeys(("prompt", "tokens", "versions"), torch.int64)
+        assert types == {**whole, "kinds": torch.int8, "logprobs": torch.float64}
+
+
+def test_the_prompt_of_a_group_is_saved_once(tmp_path: Path) -> None:
+    start = Trajectory(tuple(range(500)))
+    group = Group(PlanRow(0, 0, 16), 0, tuple(start.force((k,)) for k in range(16)))
+    save_state(tmp_path, {"carried": [to_plain(group)]})
+    assert (tmp_path / "rl_plugins" / "state.safetensors").stat().st_size < 8 * 500 + 16 * 25 + 500
+    saved = load_state(tmp_path)
+    assert saved is not None and from_plain(saved["carried"][0]) == group
+
+
+def test_a_batch_costs_the_groups_it_admits() -> None:
+    """The others stay the objects they are: with 1,024 waiting groups each batch made all of them anew."""
+    stack = MethodStack([Admits(lambda q: Admission(0, (0, 1)))])
+    stack.carried = [to_plain(Group(PlanRow(i, i, 1), 0, (Trajectory((1, i)).force((i,)),))) for i in range(40)]
+    before = list(stack.carried)
+    groups = admit(stack, [], 2, 1, 100, None)
+    assert [g is b for g, b in zip(stack.carried, before[2:], strict=True)] == [True] * 38
+    settle_queue(stack, [replace(g, rollouts=(replace(g.rollouts[0], finish="eos"),)) for g in groups], [0, 1], 2)
+    assert all(g is b for g, b in zip(stack.carried, before[2:], strict=True))

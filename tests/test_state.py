@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickletools
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.errors import StateError
-from rl_plugins.runtime.state import FOLDER, copy_plain, load_state, save_state
+from rl_plugins.runtime.state import FOLDER, copy_plain, load_state, save_state, snapshot
 
 DTYPES = [
     torch.float64,
@@ -181,7 +182,7 @@ DAMAGE = {
     "no checksum": lambda j, t: edit(j, sha256=None),
     "no content": lambda j, t: edit(j, content=None),
     "no such tensor": lambda j, t: edit(j, content={"a": {"__tensor__": "9:a"}}),
-    "other format": lambda j, t: j.write_text(j.read_text().replace('"format": 2', '"format": 3', 1)),
+    "other format": lambda j, t: j.write_text(j.read_text().replace('"format": 3', '"format": 4', 1)),
     "older format": lambda j, t: edit(j, format=1),
     "json is a folder": lambda j, t: (j.unlink(), j.mkdir()),
 }
@@ -195,9 +196,9 @@ def test_damaged_and_foreign_files_are_refused(damage, tmp_path):
         load_state(tmp_path)
     assert str(tmp_path / FOLDER) in str(e.value)
     if damage == "other format":
-        assert "format 3, this version of rl-plugins reads 2" in str(e.value)
+        assert "format 4, this version of rl-plugins reads 3" in str(e.value)
     if damage == "older format":
-        assert "format 1, this version of rl-plugins reads 2" in str(e.value)
+        assert "format 1, this version of rl-plugins reads 3" in str(e.value)
 
 
 def test_the_two_files_of_different_saves_are_refused(tmp_path):
@@ -240,3 +241,70 @@ def test_a_copy_is_not_reached_by_later_changes():
     original["p"][1].zero_()
     assert copy["t"].tolist() == [0.0, 0.0] and copy["l"] == [1, {"x": [torch.ones(1)]}] and copy["s"] == "text"
     assert copy["p"][1].item() == 1.0
+
+
+def _numpy(x):
+    x.numpy()[3] = 7
+
+
+CHANGES = {
+    "an index": lambda x: x.__setitem__(3, 7),
+    "indices": lambda x: x.__setitem__(torch.tensor([1, 2]), 5.0),
+    "a mask": lambda x: x.__setitem__(x > 3, 0.0),
+    "add_": lambda x: x.add_(1),
+    "zero_": lambda x: x.zero_(),
+    "copy_": lambda x: x.copy_(torch.zeros(1000)),
+    "index_add_": lambda x: x.index_add_(0, torch.tensor([1]), torch.ones(1, dtype=torch.float64)),
+    "scatter_": lambda x: x.scatter_(0, torch.tensor([1]), 5.0),
+    "a view": lambda x: x.view(10, 100)[0].zero_(),
+    "data": lambda x: x.data.__setitem__(4, 1),
+    "out": lambda x: torch.add(x, 1, out=x),
+    "numpy": _numpy,
+    "asarray": lambda x: np.asarray(x).__setitem__(3, 8),
+    "dlpack": lambda x: torch.from_dlpack(x).__setitem__(3, 8),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("made_by", ["torch", "numpy", "a view of it made before", "a gradient"])
+def test_a_snapshot_is_not_reached_by_any_change(change, made_by):
+    x = torch.arange(1000, dtype=torch.float64)
+    if made_by == "numpy":
+        x = torch.from_numpy(np.arange(1000.0))
+    if made_by == "a gradient":
+        x.requires_grad_(True)
+    state = {"nested": [{"x": x}], "n": 1}
+    changed = x[:] if made_by == "a view of it made before" else x
+    first = snapshot(state)
+    with torch.no_grad():
+        CHANGES[change](changed.detach() if made_by == "a gradient" else changed)
+        second = snapshot(state)
+        after = x.detach().clone()
+        x.add_(3)
+    assert torch.equal(first["nested"][0]["x"], torch.arange(1000, dtype=torch.float64))
+    assert torch.equal(second["nested"][0]["x"], after) and not torch.equal(x, after)
+    state["nested"].append(2)
+    state["nested"][0]["y"] = 3
+    assert len(first["nested"]) == 1 and set(first["nested"][0]) == {"x"}
+
+
+def test_a_snapshot_copies_no_tensor():
+    """By the memory of the process: 64 MB of state, twenty boundaries."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    state = {"alpha": torch.ones(4_000_000, dtype=torch.float64), "beta": torch.ones(4_000_000, dtype=torch.float64)}
+    before = resident()
+    kept = [snapshot(state) for _ in range(20)]
+    assert float(state["alpha"].sum()) == float((state["beta"] * state["alpha"]).sum()) == len(state["alpha"])
+    assert resident() - before < 40e6, "one result of 32 MB"
+    assert len(kept) == 20
+
+
+def test_many_small_tensors_are_few_in_the_file(tmp_path):
+    content = {"queue": [{"tokens": torch.arange(k), "kinds": torch.ones(k, dtype=torch.int8)} for k in range(2000)]}
+    save_state(tmp_path, content)
+    size = (tmp_path / FOLDER / "state.safetensors").stat().st_size
+    assert size < 9 * 2000 * 1999 / 2 + 300, "the numbers and a short head"
+    assert equal(content, load_state(tmp_path))

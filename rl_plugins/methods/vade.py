@@ -123,7 +123,7 @@ class Vade(Method):
                 f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
                 f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
             )
-        p = torch.from_numpy(self.rng("prompts").beta(alpha.numpy() + 1, beta.numpy() + 1))
+        p = torch.from_numpy(self.rng("prompts").beta((alpha + 1).numpy(), (beta + 1).numpy()))
         information = p * (1 - p) ** 2 if self.params.score == "p(1-p)^2" else p * (1 - p)
         information[taken] = -1.0
         chosen: list[int] = torch.sort(information, descending=True, stable=True).indices[:n].tolist()

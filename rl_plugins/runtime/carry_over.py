@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_plugins.entries import Entries
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Trajectory
 from rl_plugins.rollouts import Carried, PlanRow, Queue
 from rl_plugins.runtime import gate
 from rl_plugins.runtime.plan import admitted_prompts
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import copy_plain
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,10 @@ class Group:
 
 def finished(trajectory: Trajectory) -> bool:
     """Whether a rollout needs no further token."""
-    return trajectory.finish not in ("", "abort")
+    return trajectory.finish not in UNFINISHED
+
+
+UNFINISHED = ("", "abort")  # why a rollout ended that goes on
 
 
 def admit(
@@ -67,7 +72,7 @@ def admit(
         MethodError: an illegal admission, fewer groups than the batch trains, or plan rows that cannot go on later.
     """
     method = stack.claims["admit"][0]
-    waiting = [from_plain(g) for g in stack.carried]
+    waiting = stack.carried
     queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.batch)
     answer = gate.admission(method, stack.one("admit", queue), len(waiting), groups)
     # while all that wait are still in the queue: no prompt is in a batch twice
@@ -81,8 +86,9 @@ def admit(
             f"the method that plans."
         )
     leaving = {*answer.resume, *answer.restart, *answer.drop}
-    stack.carried = [to_plain(g) for i, g in enumerate(waiting) if i not in leaving]
-    begun = [waiting[i] for i in answer.resume] + [Group(waiting[i].row, stack.batch) for i in answer.restart]
+    stack.carried = [g for i, g in enumerate(waiting) if i not in leaving]
+    begun = [from_plain(waiting[i]) for i in answer.resume]
+    begun += [Group(_row(waiting[i]), stack.batch) for i in answer.restart]
     begun += [Group(row, stack.batch) for row in rows]
     stack.metrics.add("rl_plugins/groups_dropped", len(answer.drop), "sum")
     return [replace(g, row=g.row.replace(group=i)) for i, g in enumerate(begun)]
@@ -124,7 +130,7 @@ def settle_queue(
     trained = sorted(order[:enough])
     stay = set(trained)
     rest = [g for i, g in enumerate(groups) if i not in stay]
-    stack.carried += [to_plain(g) for g in rest]
+    stack.carried = [*stack.carried, *(to_plain(g) for g in rest)]
     tokens = sum(len(t["tokens"]) for g in stack.carried for t in g["rollouts"])
     stack.metrics.add("rl_plugins/groups_waiting", len(stack.carried), "mean")
     stack.metrics.add("rl_plugins/tokens_waiting", tokens, "mean")
@@ -132,24 +138,37 @@ def settle_queue(
     return [replace(g, row=g.row.replace(group=k)) for k, g in enumerate(chosen)], rest
 
 
-def _seen(group: Group) -> Carried:
-    tokens = tuple(len(t) for t in group.rollouts)
+def _seen(group: Mapping[str, Any]) -> Carried:
+    """What `admit` is told of a waiting group, as `to_plain` made it."""
+    row, rollouts = group["row"], group["rollouts"]
     return Carried(
-        prompt_index=group.row.prompt_index,
-        size=group.size,
-        drawn=group.drawn,
-        tokens=tokens,
-        finished=tuple(finished(t) for t in group.rollouts),
-        versions=tuple(min((v for v in t.versions if v >= 0), default=-1) for t in group.rollouts),
+        prompt_index=row["prompt_index"],
+        size=row["n"] + row["spare"],
+        drawn=group["drawn"],
+        tokens=tuple(len(t["tokens"]) for t in rollouts),
+        finished=tuple(t["finish"] not in UNFINISHED for t in rollouts),
+        versions=tuple(_oldest(t["versions"].numpy()) for t in rollouts),
     )
+
+
+def _oldest(versions: Any) -> int:
+    """The oldest of the versions a policy made; -1 without one."""
+    made = versions[versions >= 0]
+    return int(made.min()) if len(made) else -1
 
 
 # ---- plain data, for checkpoints
 
 
 def to_plain(group: Group) -> dict[str, Any]:
-    """A group as plain data."""
+    """A group as plain data. Rollouts of one prompt share its tensor."""
     row = group.row
+    prompts: dict[bytes, Tensor] = {}
+
+    def shared(prompt: Sequence[int]) -> Tensor:
+        ids = _tensor(prompt, np.int64)
+        return prompts.setdefault(ids.numpy().tobytes(), ids)
+
     return {
         "row": {
             "prompt_index": row.prompt_index,
@@ -164,9 +183,9 @@ def to_plain(group: Group) -> dict[str, Any]:
         "drawn": group.drawn,
         "rollouts": [
             {
-                "prompt": _tensor(t.prompt, np.int64),
+                "prompt": shared(t.prompt),
                 "tokens": _tensor(t.tokens, np.int64),
-                "kinds": _tensor(t.kinds, np.int64),
+                "kinds": _tensor(t.kinds, np.int8),
                 "logprobs": _tensor(t.logprobs, np.float64),
                 "versions": _tensor(t.versions, np.int64),
                 "finish": t.finish,
@@ -182,19 +201,24 @@ def _tensor(values: Sequence[Any], dtype: type) -> Tensor:
 
 def from_plain(content: Mapping[str, Any]) -> Group:
     """What `to_plain` made."""
-    row = dict(content["row"])
     return Group(
-        PlanRow(**{**row, "prefix": tuple(row["prefix"])}),
+        _row(content),
         content["drawn"],
         tuple(
             Trajectory(
-                prompt=tuple(t["prompt"].tolist()),
-                tokens=tuple(t["tokens"].tolist()),
-                kinds=tuple(t["kinds"].tolist()),
-                logprobs=tuple(t["logprobs"].tolist()),
-                versions=tuple(t["versions"].tolist()),
+                prompt=Entries.of_array(t["prompt"].numpy(), "q"),
+                tokens=Entries.of_array(t["tokens"].numpy(), "q"),
+                kinds=Entries.of_array(t["kinds"].numpy(), "b"),
+                logprobs=Entries.of_array(t["logprobs"].numpy(), "d"),
+                versions=Entries.of_array(t["versions"].numpy(), "q"),
                 finish=t["finish"],
             )
             for t in content["rollouts"]
         ),
     )
+
+
+def _row(content: Mapping[str, Any]) -> PlanRow:
+    """The plan row of a group. Hooks see its payload and its columns, and what waits must not change with them."""
+    row = {name: copy_plain(value) for name, value in content["row"].items()}
+    return PlanRow(**{**row, "prefix": tuple(row["prefix"])})

@@ -142,7 +142,7 @@ _OF_ROW: dict[str, Any] = {
 _OF_ROLLOUT = {
     "prompt": torch.int64,
     "tokens": torch.int64,
-    "kinds": torch.int64,
+    "kinds": torch.int8,
     "logprobs": torch.float64,
     "versions": torch.int64,
 }

@@ -20,7 +20,7 @@ from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.metrics import Metrics
-from rl_plugins.runtime.state import copy_plain
+from rl_plugins.runtime.state import copy_plain, snapshot
 
 logger = logging.getLogger("rl_plugins")
 
@@ -50,7 +50,8 @@ class MethodStack(Context):
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         vocabulary: number of token ids of the policy, set by the adapter; None if it is not known.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
-        carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`); part of the saved state.
+        carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`): they are replaced, never
+            changed; part of the saved state.
         idle_batches: batches in a row that changed nothing (`rl_plugins.runtime.idle`); not saved.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
@@ -179,19 +180,20 @@ class MethodStack(Context):
     # ---------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self, fingerprint: str) -> dict[str, Any]:
-        """Everything that must survive, as plain data; a copy that later steps do not change."""
+        """Everything that must survive, as plain data that later steps do not change. Costs nothing that grows with the
+        tensors of a state or with the groups that wait."""
         return {
             "batch": self.batch,
             "extra_prompts": self.extra_prompts,
             "draw": self.draw,
-            "carried": copy_plain(self.carried),
+            "carried": list(self.carried),  # groups are replaced, never changed
             "stats": dict(self.stats),
             "fingerprint": fingerprint,
             "methods": {
                 m.name: {
                     "version": m.state_version,
                     "params": params_to_dict(m.params),
-                    "state": copy_plain(m._state),
+                    "state": snapshot(m._state),
                 }
                 for m in self.methods
             },
@@ -274,7 +276,7 @@ class MethodStack(Context):
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
         self.batch, self.extra_prompts, self.draw = saved["batch"], saved["extra_prompts"], saved["draw"]
-        self.carried = copy_plain(saved["carried"])
+        self.carried = list(saved["carried"])
         self.stats = dict(saved["stats"])
 
 

@@ -15,10 +15,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ logger = logging.getLogger("rl_plugins")
 
 FOLDER = "rl_plugins"
 WRITING, BEFORE = f"{FOLDER}.writing", f"{FOLDER}.before"
-FORMAT = 2
+FORMAT = 3
 MAX_DEPTH = 100  # of nested lists and dicts; a file within it can be read wherever in a program that is done
-_TENSOR = "__tensor__"  # in state.json, in place of a tensor: its name in state.safetensors
+_TENSOR = "__tensor__"  # in state.json, in place of a tensor: its dtype, its start among those, its shape
 _HEAD = '{\n "format": %d,\n "sha256": "%s",\n'  # of state.json; the checksum is that of all bytes behind
 _HEAD_READ = re.compile(rb'\{\n "format": (\d+),\n "sha256": "([0-9a-f]{64})",\n')
 
@@ -88,12 +89,12 @@ def _encode(content: Mapping[str, Any]) -> dict[str, bytes]:
     """The files, name -> bytes."""
     from safetensors.torch import save
 
-    tensors: dict[str, Any] = {}
+    tensors = _Tensors()
     structure = _flatten(content, "", tensors)
     try:
-        data = save({k: v.contiguous() for k, v in tensors.items()})
+        data = save(tensors.joined())
         body = {"safetensors_sha256": hashlib.sha256(data).hexdigest(), "content": structure}
-        text = json.dumps(body, indent=1)[len("{\n") :].encode()
+        text = json.dumps(body)[len("{") :].encode()
     except Exception as e:  # whatever safetensors says of a tensor, or json of a number
         raise StateError(f"The state cannot be written: {type(e).__name__}: {e}.") from e
     head = _HEAD % (FORMAT, hashlib.sha256(text).hexdigest())
@@ -162,16 +163,39 @@ def _flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def _flatten(value: Any, path: str, tensors: dict[str, Any], depth: int = 0) -> Any:
+class _Tensors:
+    """Tensors of a state, those of a dtype one behind the other: a queue has ten thousands of small ones. The same
+    object in several places is written once."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[Any]] = {}
+        self._length: dict[str, int] = {}
+        self._place: dict[int, tuple[Any, list[Any]]] = {}  # id -> the tensor, so that it stays, and its place
+
+    def place(self, value: Any) -> list[Any]:
+        """Where `value` is found again."""
+        if id(value) not in self._place:
+            dtype = str(value.dtype).removeprefix("torch.")
+            start = self._length.get(dtype, 0)
+            self._of.setdefault(dtype, []).append(value.detach().cpu().reshape(-1))
+            self._length[dtype] = start + value.numel()
+            self._place[id(value)] = value, [dtype, start, list(value.shape)]
+        return self._place[id(value)][1]
+
+    def joined(self) -> dict[str, Any]:
+        import torch
+
+        return {dtype: torch.cat(parts) for dtype, parts in self._of.items()}
+
+
+def _flatten(value: Any, path: str, tensors: _Tensors, depth: int = 0) -> Any:
     import numpy as np
     import torch
 
     if depth > MAX_DEPTH:
         raise StateError(f"The state at `{path[:60]}` is nested deeper than {MAX_DEPTH} levels, or contains itself.")
     if isinstance(value, torch.Tensor):
-        name = f"{len(tensors)}:{path}"  # two places may have one path: keys can contain dots
-        tensors[name] = value.detach().cpu().clone()
-        return {_TENSOR: name}
+        return {_TENSOR: tensors.place(value)}
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -195,19 +219,40 @@ def _flatten(value: Any, path: str, tensors: dict[str, Any], depth: int = 0) -> 
 def _restore(value: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
+            dtype, start, shape = value[_TENSOR]
+            return tensors[dtype][start : start + math.prod(shape)].reshape(shape)
         return {k: _restore(v, tensors) for k, v in value.items()}
     if isinstance(value, list):
         return [_restore(v, tensors) for v in value]
     return value
 
 
-def copy_plain(value: Any) -> Any:
-    """A copy of plain state data that later changes do not reach."""
+def copy_plain(value: Any, tensor: Callable[[Any], Any] = lambda x: x.clone()) -> Any:
+    """A copy of plain state data that later changes do not reach.
+
+    Args:
+        tensor: copies one.
+    """
     if hasattr(value, "clone"):
-        return value.clone()
+        return tensor(value)
     if isinstance(value, dict):
-        return {k: copy_plain(v) for k, v in value.items()}
+        return {k: copy_plain(v, tensor) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [copy_plain(v) for v in value]
+        return [copy_plain(v, tensor) for v in value]
     return value
+
+
+def snapshot(value: Any) -> Any:
+    """As `copy_plain`, but the bytes of a tensor are copied only when somebody writes to it: torch notices that, in
+    whichever of its functions it happens, also through views and through `numpy()` called afterwards. A tensor whose
+    memory torch does not own (`from_numpy`) is copied at once. Lists and dicts are copied."""
+    return copy_plain(value, _copied_on_write)
+
+
+def _copied_on_write(value: Any) -> Any:
+    import torch
+
+    try:
+        return torch._lazy_clone(value.detach())
+    except (AttributeError, RuntimeError, NotImplementedError):  # no such function, or not for this tensor
+        return value.clone()

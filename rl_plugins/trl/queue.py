@@ -63,9 +63,7 @@ def decode(
     tokens = trainer._tokenize_prompts([row_of(g.row)["prompt"] for g in fresh])[0] if fresh else []
     prompts = {id(g): tuple(ids) for g, ids in zip(fresh, tokens, strict=True)}
     begun = [
-        replace(g, rollouts=tuple(Trajectory(prompts[id(g)]).force(g.row.prefix) for _ in range(g.size)))
-        if id(g) in prompts
-        else g
+        replace(g, rollouts=(Trajectory(prompts[id(g)]).force(g.row.prefix),) * g.size) if id(g) in prompts else g
         for g in groups
     ]
     ready = sum(g.complete for g in begun)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+import probes
 import pytest
 import torch
 from harness import make, weights
@@ -92,10 +93,22 @@ def test_resume_of_the_first_methods(tmp_path):
     assert torch.equal(weights(runs["whole"]), weights(runs["parts"]))
 
 
-def test_last_save_inside_a_batch_is_written_and_marked(tmp_path):
+def test_last_save_inside_a_batch_is_written_and_marked(tmp_path, monkeypatch):
+    """The state in it is that of the boundary, though `counter` changes its tensor, list and number in place."""
+    after, observe = [], probes.Counter.observe
+
+    def watched(self, rollouts, tokens, stats):
+        observe(self, rollouts, tokens, stats)
+        self.state["seen"].numpy()[-1] += 1  # as a method may, too
+        after.append((self.state["seen"].clone(), list(self.state["stream"])))
+
+    monkeypatch.setattr(probes.Counter, "observe", watched)
     t = trainer(tmp_path, max_steps=5, num_iterations=2, save_steps=100)
     t.train()
     assert checkpoints(tmp_path) == [5]
+    state = load_state(tmp_path / "out" / "checkpoint-5")["methods"]["counter"]["state"]
+    assert torch.equal(state["seen"], after[1][0]) and not torch.equal(state["seen"], after[2][0])
+    assert state["stream"] == after[1][1] != after[2][1] == t.methods.methods[0].state["stream"]
     saved = load_state(tmp_path / "out" / "checkpoint-5")
     assert saved["inside_generation_batch"] and saved["batch"] == 2
     assert saved["methods"]["counter"]["state"]["steps"] == 2 and t.methods.methods[0].state["steps"] == 3
