@@ -158,6 +158,7 @@ class Method:
             is an error that shows both.
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
             `needs` must then name.
+        min_group_size: rollouts per prompt that the run must train at least; a run with fewer is refused.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
@@ -187,6 +188,7 @@ class Method:
     needs: frozenset[str] | set[str] = frozenset()
     host_options: Mapping[str, Mapping[str, Any]] = {}
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
+    min_group_size: int = 1
     rounds: ClassVar[bool] = False
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
@@ -206,6 +208,10 @@ class Method:
         self._place = "driver"
 
     # ---- hooks (optional)
+
+    def check(self, run: Run) -> None:
+        """Raises ConfigError for what does not fit the run. Called before the model is loaded and in dry runs, with
+        what is known then, and again before `start`. It keeps nothing."""
 
     def start(self, run: Run) -> None:
         """Called once on the driver before the first step; fills `self.state`. On resume the saved state follows."""

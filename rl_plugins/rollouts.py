@@ -197,14 +197,14 @@ class PromptPool:
 @renamed(generation_steps="total_batches")
 @dataclass(frozen=True)
 class Run:
-    """What `start` is told about the run.
+    """What `check` and `start` are told about the run.
 
     Args:
         host, host_version: "trl" or "verl".
-        dataset: the training dataset, None if it is a stream.
-        dataset_size: its rows, None for a stream.
+        dataset: the training dataset, None if it is a stream; in `check` also if it was not read yet.
+        dataset_size: its rows, None as of `dataset`.
         columns: its columns.
-        reward_names: names of the reward functions.
+        reward_names: names of the reward functions; none in `check` if they are not known yet.
         group_size: rollouts per prompt that are trained.
         total_steps: optimizer steps of the whole run.
         total_batches: generation batches of the whole run (rounded up).

@@ -595,6 +595,8 @@ def test_a_dry_run_of_plain_trl(run):
         ({"num_generations": 5}, "TRL refuses the config: generation_batch_size .16. must be divisible"),
         ({"methods": ["minpro"], "method_params": None}, "there is nothing to correct"),
         ({"methods": ["gdpo", "mc_grpo"]}, "both decide `advantages`"),
+        ({"methods": ["grpo_roc"], "method_params": {"grpo_roc": {"min_wrong": 3}}}, "`grpo_roc`: at least min_wrong"),
+        ({"methods": ["drpo"], "method_params": {"drpo": {"reward": "right"}}}, "`drpo`: the parameter `reward`"),
         ({"methods": ["gdpo"]}, "`mc_grpo`, which is not among the methods of this run"),
     ],
 )

@@ -10,6 +10,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
 from rl_plugins.runtime.preflight import HostFacts, moved, no_row_has, preflight, render_table, table
 from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.testing import make_run, start_stack
 
 
 def method(name: str, *hooks: str, **members: Any) -> Method:
@@ -58,6 +59,54 @@ def test_a_hook_the_host_does_not_serve_in_this_run():
         "`prune` changes `rollout`, and trl cannot do that here: this version of the trl adapter does not serve it."
     ]
     assert check(method("other", "shape"), hooks=hooks) == {}
+
+
+def run_with(**changes: Any) -> dict[str, Any]:
+    return {"run": make_run(host="trl", **changes), "group_option": "num_generations", "batch_rows": 8}
+
+
+def test_groups_that_are_too_small():
+    m = method("pairs", "shape", min_group_size=3)
+    assert problems(m, **run_with(group_size=2)) == [
+        "`pairs` needs groups of 3 rollouts or more, and the run has num_generations=2. Set num_generations to 3 or "
+        "more."
+    ]
+    assert check(m, **run_with(group_size=3)) == {} == check(m)
+
+
+def test_rows_of_rollouts_that_do_not_fit_into_the_batch():
+    m = method("agents", "shape", rows_per_rollout=3)
+    (text,) = problems(m, **run_with(group_size=4))
+    assert text.startswith("`agents` makes up to 3 rows of a rollout, so a group of 4 rollouts needs 12 rows, and the")
+    assert check(m, **run_with(group_size=2)) == {}
+    assert check(method("one", "shape"), **run_with(group_size=16)) == {}, "the host's own check, not ours"
+
+
+def test_what_methods_find_wrong_with_a_run_beside_all_else():
+    class Wants(Method):
+        name, fidelity = "wants", "paper"
+
+        def check(self, run):
+            if "other" not in run.reward_names:
+                raise ConfigError("there is no reward function `other`. Give one.")
+
+        def shape(self, rollouts, tokens):
+            return None
+
+    class Broken(Wants):
+        name = "broken"
+
+        def check(self, run):
+            raise KeyError("x" * 1000)
+
+    found = problems(Wants(), Broken(), method("pairs", "shape", min_group_size=9), **run_with(group_size=4))
+    assert found[0].startswith("`pairs` needs groups of 9") and len(found) == 3
+    assert found[1] == "`wants`: there is no reward function `other`. Give one."
+    assert found[2].startswith("`broken` failed in `check`: KeyError: 'xxx") and len(found[2]) < 300
+    stack = MethodStack([Wants()])
+    with pytest.raises(ConfigError, match="`wants`: there is no reward function"):
+        start_stack(Wants())
+    stack.check(make_run(reward_names=("other",)))
 
 
 def test_a_hook_in_evaluation():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
@@ -132,10 +132,10 @@ class April(Method):
             self.needs = {"prompt_index", "token_versions"}
         self.host_options = {"verl": options}
 
-    def start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         p = self.params
         if run.host == "verl" and p.max_staleness is not None and p.stale == "restart":
-            raise MethodError(
+            raise ConfigError(
                 "verl drops groups that are too old and cannot restart them. Set `stale: drop`, or leave "
                 "`max_staleness` out."
             )

@@ -95,6 +95,7 @@ class Brpo(Method):
         "Whether dropped groups are sampled again is not established; here they are not.",
     )
     needs = frozenset({"text", "column:prompt"})
+    min_group_size = 2
     example_params = {"judge": "rl_plugins.demo.judges:digits"}
 
     @dataclass(frozen=True)
@@ -163,24 +164,32 @@ class Brpo(Method):
         super().__init__(params)
         self.needs = frozenset({"text", f"column:{self.params.prompt_column}"})
 
-    def start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
+        self._endpoint()
+
+    def _endpoint(self) -> Endpoint | None:
+        """Who judges, if it is no function."""
         p = self.params
-        if p.judge is None:
-            endpoint = Endpoint(
-                p.judge_url,
-                p.judge_model,
-                p.judge_template,
-                SCORES,
-                reply=p.judge_reply,
-                keys=("a", "b"),
-                api_key_env=p.judge_key_env or "",
-                temperature=p.judge_temperature,
-                max_tokens=p.judge_max_tokens,
-                timeout=p.judge_timeout,
-            )
+        if p.judge is not None:
+            return None
+        return Endpoint(
+            p.judge_url,
+            p.judge_model,
+            p.judge_template,
+            SCORES,
+            reply=p.judge_reply,
+            keys=("a", "b"),
+            api_key_env=p.judge_key_env or "",
+            temperature=p.judge_temperature,
+            max_tokens=p.judge_max_tokens,
+            timeout=p.judge_timeout,
+        )
+
+    def start(self, run: Run) -> None:
+        p, endpoint = self.params, self._endpoint()
 
         def ask(asked: Any) -> Any:  # a question ends with the number of its vote, which only tells it from equal ones
-            if p.judge is None:
+            if endpoint is not None:
                 return endpoint(dict(zip(("prompt", "a", "b"), asked[:3], strict=True)))
             return p.judge(*asked[:3]) if p.judge_batch_size is None else p.judge([question[:3] for question in asked])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, above, param
@@ -88,6 +88,7 @@ class Drpo(Method):
         "it logs means nothing, because its log term is tau * x / stop_gradient(x).",
     )
     needs = frozenset({"old_logprobs", "current_logprobs"})
+    min_group_size = 2
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
     whole_groups = True
@@ -117,13 +118,15 @@ class Drpo(Method):
         )
         threshold: float | None = param(None, "reward from which a row is right; none: 1 is right and 0 is wrong")
 
-    def start(self, run: Run) -> None:
-        self._max_length = run.max_completion_length
-        if self.params.reward not in (None, *run.reward_names):
-            raise MethodError(
+    def check(self, run: Run) -> None:
+        if run.reward_names and self.params.reward not in (None, *run.reward_names):
+            raise ConfigError(
                 f"the parameter `reward` is {self.params.reward!r}, but the reward functions of this run are: "
                 f"{', '.join(run.reward_names)}. Name one of them, or none for their weighted sum."
             )
+
+    def start(self, run: Run) -> None:
+        self._max_length = run.max_completion_length
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         outcome, groups, length = self._outcome(rollouts), rollouts.groups, rollouts.length.double()

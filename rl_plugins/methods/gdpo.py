@@ -74,6 +74,7 @@ class Gdpo(Method):
         "The authors' verl fork has eps_group 1e-6, their TRL fork 1e-4 (default).",
     )
     needs = {"several_rewards"}
+    min_group_size = 2
     host_options = {"trl": {"multi_objective_aggregation": "sum_then_normalize"}}
 
     @dataclass(frozen=True)

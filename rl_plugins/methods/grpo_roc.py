@@ -178,12 +178,16 @@ class GrpoRoc(Method):
         elif not (self.params.use_error or self.params.use_format):
             self.needs = frozenset()
 
-    def start(self, run: Run) -> None:
-        self._check_group_size(run.group_size)
+    def check(self, run: Run) -> None:
+        p, size = self.params, run.group_size
+        if p.min_wrong + p.min_correct > size:
+            raise ConfigError(
+                f"at least min_wrong + min_correct = {p.min_wrong} + {p.min_correct} rollouts of a group stay, but the "
+                f"group size is {size}. Lower `min_wrong` or `min_correct`, or raise the group size."
+            )
 
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample * n) rollouts for every n that are trained."""
-        self._check_group_size(plan.group_size)
         rows, planned = [], dict[str, list[int]]()
         for row in plan.rows:
             ours = math.ceil(row.n * self.params.oversample - 1e-9) - row.n  # 50 * 1.1 is 55.00000000000001
@@ -229,14 +233,6 @@ class GrpoRoc(Method):
         whole = correct + wrong <= target
         k_correct, k_wrong = torch.where(whole, correct, k_correct), torch.where(whole, wrong, k_wrong)
         return torch.where(leaves, 0.0, k_correct), torch.where(leaves, 0.0, k_wrong)
-
-    def _check_group_size(self, size: int) -> None:
-        p = self.params
-        if p.min_wrong + p.min_correct > size:
-            raise ConfigError(
-                f"`grpo_roc` keeps at least min_wrong + min_correct = {p.min_wrong} + {p.min_correct} rollouts of a "
-                f"group, but the group size is {size}. Lower `min_wrong` or `min_correct`, or raise the group size."
-            )
 
     def _target(self, groups: Groups, left: Tensor) -> Tensor:
         """(count,) rollouts of each group that stay: those that are trained, and the spare ones of other methods, but

@@ -78,6 +78,7 @@ class McGrpo(Method):
         "this is not reproduced.",
     )
     full_batch = True  # the row that leaves is the one `plan` asked for in addition
+    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):

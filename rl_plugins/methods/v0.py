@@ -132,13 +132,15 @@ class V0(Method):
         self.prior = make_prior(self.params, 0.0, 1.0, guess_unseen=False)  # equal guesses would not give equal budgets
         self.needs = self.prior.needs
 
-    def start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         p = self.params
         if p.allocation != "uniform" and not p.min_rollouts <= run.group_size <= p.max_rollouts:
             raise ConfigError(
                 f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
                 f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."
             )
+
+    def start(self, run: Run) -> None:
         self.state = self.prior.start(run)
 
     def plan(self, plan: Plan) -> Plan | None:

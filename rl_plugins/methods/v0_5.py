@@ -142,13 +142,16 @@ class V05(Method):
         self.prior = make_prior(self.params, -torch.inf, torch.inf)
         self.needs = self.prior.needs
 
-    def start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         p = self.params
         if run.group_size < p.k_init:
             raise ConfigError(
                 f"the batch has room for {run.group_size} rollouts per prompt, and `k_init` is {p.k_init}. Raise the "
                 f"group size (to between k_init and k_max: what is above k_init is room for extra rollouts)."
             )
+
+    def start(self, run: Run) -> None:
+        p = self.params
         if run.group_size == p.k_init < p.k_max:
             self.warn(
                 f"the group size is k_init = {p.k_init}, so there is no room for extra rollouts; only the baseline is "

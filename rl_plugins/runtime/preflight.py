@@ -6,12 +6,13 @@ A flag never stays without effect: what cannot act is an error here, with the ch
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.rollouts import Run
 from rl_plugins.runtime.stack import MethodStack
 
 
@@ -32,6 +33,9 @@ class HostFacts:
             "option=value"; empty if none is on.
         options: the host's options as set by the user.
         defaults: the host's own defaults of the same options.
+        run: what is known of the run, None if nothing is.
+        group_option: the host's option for the rollouts per prompt.
+        batch_rows: rows a batch trains, None if that is not known.
     """
 
     name: str
@@ -45,6 +49,9 @@ class HostFacts:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     row_columns: bool = False
     importance_correction: str = ""
+    run: Run | None = None
+    group_option: str = ""
+    batch_rows: int | None = None
 
 
 def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
@@ -75,6 +82,13 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             problem = _set_option(m, option, value, host, options, wanted)
             if problem:
                 problems.append(problem)
+        if host.run is not None:
+            problems += _wrong_sizes(m, host.run, host)
+    if host.run is not None:
+        try:
+            stack.check(host.run)
+        except ConfigError as e:
+            problems.append(str(e))
     problems += _wrong_corrections(stack, host)
     rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
     for m in stack.claims["rollout"] if rounds else ():
@@ -85,6 +99,22 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n".join(problems))
     return options
+
+
+def _wrong_sizes(m: Method, run: Run, host: HostFacts) -> Iterator[str]:
+    """Groups and batches that are too small for a method."""
+    if run.group_size < m.min_group_size:
+        yield (
+            f"`{m.name}` needs groups of {m.min_group_size} rollouts or more, and the run has {host.group_option}="
+            f"{run.group_size}. Set {host.group_option} to {m.min_group_size} or more."
+        )
+    rows = m.rows_per_rollout * run.group_size
+    if m.rows_per_rollout > 1 and host.batch_rows is not None and rows > host.batch_rows:
+        yield (
+            f"`{m.name}` makes up to {m.rows_per_rollout} rows of a rollout, so a group of {run.group_size} rollouts "
+            f"needs {rows} rows, and the batch holds {host.batch_rows}. Make the batch larger, or the group or the "
+            f"number of rows of a rollout smaller."
+        )
 
 
 def _wrong_corrections(stack: MethodStack, host: HostFacts) -> list[str]:

@@ -307,7 +307,7 @@ def check_class(cls: Any, name: str, origin: str) -> None:
             raise refuse(f"`{cls.__name__}.{attribute}` is {shown(value)}; a hook must be a function.")
         if attribute.startswith("_") or not inspect.isfunction(value):
             continue
-        if attribute in HOOKS or attribute == "start":
+        if attribute in HOOKS or attribute in ("check", "start"):
             wanted = list(inspect.signature(getattr(Method, attribute)).parameters)
             given = list(inspect.signature(value).parameters)
             if len(given) != len(wanted):
@@ -342,6 +342,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "full_batch": (lambda v: isinstance(v, bool), "True or False"),
     "whole_groups": (lambda v: isinstance(v, bool), "True or False"),
     "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
+    "min_group_size": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "state_version": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "needs": (lambda v: _texts(v), 'a set of signals, e.g. frozenset({"text"})'),

@@ -160,6 +160,23 @@ class MethodStack(Context):
             f"Remove `{method.name}` from `methods` to go on without it."
         )
 
+    def check(self, run: Run) -> None:
+        """What methods find wrong with a run.
+
+        Raises:
+            ConfigError: with one paragraph per problem.
+        """
+        problems = []
+        for m in self.methods:
+            try:
+                m.check(run)
+            except ConfigError as e:
+                problems.append(f"`{m.name}`: {e}")
+            except Exception as e:
+                problems.append(f"`{m.name}` failed in `check`: {type(e).__name__}: {shortened(e)}. Remove the method.")
+        if problems:
+            raise ConfigError("\n".join(problems))
+
     def start(self, run: Run) -> None:
         for m in self.methods:
             self.call("start", m, run)

@@ -36,9 +36,10 @@ def make_run(**changes: Any) -> Run:
 
 
 def start_stack(*methods: Method, seed: int = 0, run: Run | None = None) -> MethodStack:
-    """A stack of these instances, started."""
-    stack = MethodStack(list(methods), seed)
-    stack.start(run or make_run())
+    """A stack of these instances, checked and started."""
+    stack, run = MethodStack(list(methods), seed), run or make_run()
+    stack.check(run)
+    stack.start(run)
     return stack
 
 

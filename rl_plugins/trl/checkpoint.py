@@ -57,6 +57,7 @@ class MethodsCallback(TrainerCallback):
             if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
                 raise ConfigError(problem)
             t.methods.vocabulary = len(tokenizer_of(t))
+            t.methods.check(run_of(known))  # again: now the reward functions of environments are known, too
             on_driver(t.accelerator, lambda: t.methods.start(run_of(known)))
             self._started = True
         if self.resume_from is not None:

@@ -103,7 +103,12 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
     dataset, streaming = _dataset(args, script_args, dataset_args, found)
     # A dataset that is not here is taken to be large enough for any plan; a stream has no rows to choose from.
     size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
-    return facts.KnownRun(args, dataset, size, tuple(rewards))
+    names = facts.reward_names(script_args.reward_model_name_or_path)
+    names += tuple(_OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
+    return facts.KnownRun(args, dataset, size, names)
+
+
+_OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
 
 
 def _missing_rewards(names: Sequence[str]) -> list[str]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 import trl
+from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
@@ -153,6 +155,19 @@ def known_of(trainer: Trainer) -> KnownRun:
     )
 
 
+def reward_names(functions: Any) -> tuple[str, ...]:
+    """Names that TRL gives to reward functions: a function's own, and of a model the last part of its path."""
+    given = functions if isinstance(functions, list) else [] if functions is None else [functions]
+    return tuple(
+        f.split("/")[-1]
+        if isinstance(f, str)
+        else str(get_config_model_id(f.config)).split("/")[-1]
+        if isinstance(f, torch.nn.Module)
+        else get_callable_name(f)
+        for f in given
+    )
+
+
 def run_of(known: KnownRun) -> Run:
     """What methods are told of the run."""
     return Run(
@@ -293,6 +308,10 @@ def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
             if args.use_vllm and args.vllm_importance_sampling_correction
             else ""
         ),
+        # the reward functions of an environment are not known before the trainer has made it
+        run=replace(run_of(known), reward_names=() if known.tools else known.rewards),
+        group_option="num_generations",
+        batch_rows=args.generation_batch_size,
     )
 
 

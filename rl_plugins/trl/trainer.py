@@ -102,14 +102,14 @@ class MethodsMixin(_Host):
             )
         self.host_loss = hosts.loss_of(type(self), config, MethodsMixin)
         self.seams = Seams(False, False) if self.host_loss.own else Seams.of(host)
-        functions, dataset = given.get("reward_funcs"), given.get("train_dataset")
+        dataset = given.get("train_dataset")
         environment = given.get("environment_factory") is not None
-        count = len(functions) if isinstance(functions, list) else int(functions is not None)
+        names = facts.reward_names(given.get("reward_funcs"))
         known = facts.KnownRun(
             args=config,
             dataset=dataset,
             size=len(dataset) if dataset is not None and has_numbers(dataset) else None,
-            rewards=("reward",) * (count + 2 * environment),  # an environment may bring some of its own
+            rewards=names + ("reward",) * 2 * environment,  # an environment may bring some of its own
             rollout_func=given.get("rollout_func") is not None,
             tools=bool(given.get("tools")) or environment,
             own_loss=self.host_loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +183,16 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
         importance_correction=_importance_correction(read),
         options={o: read(o) for o in asked if _exists(config, o)},
         defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
+        run=_early_run(read, settings),
+        group_option="actor_rollout_ref.rollout.n",
+        batch_rows=read("data.train_batch_size", 1) * read.group_size // read.batches_per_global_step,
     )
+
+
+def _early_run(read: Reader, settings: Settings) -> Run:
+    """What is known of a run before its dataset is read."""
+    known = Known(read, settings, None, 0, int(read("trainer.total_training_steps", 1)))
+    return replace(known.run(), dataset_size=None)
 
 
 def _makes_rollouts_itself(read: Reader) -> str | None:

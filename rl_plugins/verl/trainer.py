@@ -83,6 +83,7 @@ class MethodsTrainer(host.Trainer):
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
             self.methods.vocabulary = len(self.tokenizer)
             number_rows(self.train_dataset)
+            self.methods.check(self.known().run())  # again: now the dataset is known, too
             self.methods.start(self.known().run())
             if self.global_steps:
                 self._load_state()

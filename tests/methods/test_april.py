@@ -16,7 +16,7 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import ConfigError
 from rl_plugins.methods.april import CORRECTION, STRATEGY, THRESHOLD, WARMUP, April
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Carried, Queue, Tokens
@@ -578,6 +578,6 @@ def test_these_are_options_of_verl_with_these_defaults() -> None:
 def test_verl_cannot_restart() -> None:
     old = April(April.Params(max_staleness=2))
     start_stack(old, run=make_run(host="trl"))
-    with pytest.raises(MethodError, match="cannot restart them. Set `stale: drop`"):
+    with pytest.raises(ConfigError, match="cannot restart them. Set `stale: drop`"):
         start_stack(old, run=make_run(host="verl"))
     start_stack(april(max_staleness=2, stale="drop"), run=make_run(host="verl"))

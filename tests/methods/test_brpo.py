@@ -443,7 +443,7 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
 
 
 def test_an_endpoint_that_cannot_be_is_refused_at_the_start() -> None:
-    with pytest.raises(MethodError, match="must be a URL"):
+    with pytest.raises(ConfigError, match="must be a URL"):
         brpo_stack(None, judge_url="localhost", judge_model="m")
 
 

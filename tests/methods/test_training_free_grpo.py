@@ -658,13 +658,13 @@ def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
 
 
 def test_a_library_that_is_only_used_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(MethodError, match="there is no library"):
+    with pytest.raises(ConfigError, match="there is no library"):
         stack_of(None, learn=False, library=str(tmp_path / "nothing.json"))
 
 
 def test_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
-    with pytest.raises(MethodError, match="NO_SUCH_KEY"):
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY"):
         stack_of(None, llm_url="http://127.0.0.1:9/v1", llm_model="m", llm_key_env="NO_SUCH_KEY")
     stack = stack_of(None, llm_url="http://127.0.0.1:9/v1", llm_model="m")
     with pytest.raises(MethodError, match="ConnectError"):

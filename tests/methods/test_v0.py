@@ -378,5 +378,5 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
 
 def test_group_size_must_lie_between_the_limits() -> None:
     for params in ({"min_rollouts": 9}, {"max_rollouts": 7}):
-        with pytest.raises(MethodError, match="the group size is 8"):
+        with pytest.raises(ConfigError, match="the group size is 8"):
             v0_stack(**params)

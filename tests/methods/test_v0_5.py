@@ -455,7 +455,7 @@ def test_parameters_that_cannot_be(params: dict[str, Any], text: str) -> None:
 
 
 def test_the_group_size_must_hold_the_first_rollouts(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(MethodError, match="room for 3 rollouts per prompt, and `k_init` is 4"):
+    with pytest.raises(ConfigError, match="room for 3 rollouts per prompt, and `k_init` is 4"):
         v0_5_stack(group_size=3)
     v0_5_stack(group_size=5)
     assert not caplog.records

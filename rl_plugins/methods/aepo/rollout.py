@@ -96,6 +96,7 @@ class AepoRollout(Method):
             "`initial_rollouts`, or raise `beam_size`; chains of one turn never branch.",
         ),
     )
+    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -181,6 +181,7 @@ class EchoTree(Method):
         super().__init__(params)
         self.needs = frozenset({f"engine:logprobs={self.params.logprob_top_k}"})
         self.forces_tokens = self.params.max_branches > 1
+        self.min_group_size = 2 if self.params.max_branches > 1 else 1
 
     def rollout(self, prompt: Prompt) -> Program:
         top_k = self.params.logprob_top_k

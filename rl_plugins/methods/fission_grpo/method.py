@@ -130,13 +130,16 @@ class FissionGrpo(Method):
         self._service: Service | None = None
         self._dataset: Any = None
 
+    def check(self, run: Run) -> None:
+        name = self.params.correctness
+        if run.reward_names and name is not None and name not in run.reward_names:
+            raise ConfigError(
+                f"`correctness` is {name!r}, and the reward functions are {', '.join(run.reward_names)}. Name one of "
+                f"them, or none for the total reward."
+            )
+
     def start(self, run: Run) -> None:
         p = self.params
-        if p.correctness is not None and p.correctness not in run.reward_names:
-            raise ConfigError(
-                f"`correctness` is {p.correctness!r}, and the reward functions are {', '.join(run.reward_names)}. Name "
-                f"one of them, or none for the total reward."
-            )
         self._dataset = run.dataset
         if p.message is not None:
             self._service = Service(p.message, "`message` of fission_grpo", answer=_text, timeout=p.message_timeout)

@@ -66,13 +66,15 @@ class FissionReward(Method):
                     f"functions."
                 )
 
-    def start(self, run: Run) -> None:
+    def check(self, run: Run) -> None:
         missing = [n for n in self.params.names if n not in run.reward_names]
-        if missing:
+        if run.reward_names and missing:
             raise ConfigError(
                 f"there is no reward function {', '.join(f'`{n}`' for n in missing)}; the run has "
                 f"{', '.join(run.reward_names)}. Name yours with `format`, `correctness` and `length`."
             )
+
+    def start(self, run: Run) -> None:
         self._batches = max(1, run.total_batches)
 
     def rewards(self, rollouts: Rollouts) -> Tensor:

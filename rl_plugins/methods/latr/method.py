@@ -84,6 +84,7 @@ class Latr(Method):
         "countdown. The authors' count of batches starts at 1, here at 0.",
     )
     needs = frozenset({"engine:logprobs=2"})
+    min_group_size = 2
     forces_tokens = True
     idle = (
         Idle(

@@ -103,6 +103,7 @@ class MGrpo(Method):
             "at `parse` of m_grpo_rollout or your agent loop.",
         ),
     )
+    min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -202,8 +202,15 @@ class TrainingFreeGrpo(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         p = self.params
+        self.min_group_size = 2 if p.learn else 1
         columns = [p.prompt_column, *([p.answer_column] if p.answer_column else [])]
         self.needs = frozenset({"text", *(f"column:{name}" for name in columns)})
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if not p.learn and not Path(p.library).exists():
+            raise ConfigError(f"there is no library {p.library}, and `learn` is false. Name a file that exists.")
+        self._language_model()
 
     def start(self, run: Run) -> None:
         p = self.params
@@ -212,19 +219,23 @@ class TrainingFreeGrpo(Method):
         if p.library is not None and Path(p.library).exists():
             found = library.read_library(p.library)
             self.warn(f"begins with the {len(found)} experiences of {p.library}.")
-        elif not p.learn:
-            raise ConfigError(f"there is no library {p.library}, and `learn` is false. Name a file that exists.")
         self.state = {"experiences": list(found.values())}
         if p.learn:
-            ask = p.llm or ChatEndpoint(
-                p.llm_url,
-                p.llm_model,
-                api_key_env=p.llm_key_env or "",
-                temperature=p.llm_temperature,
-                max_tokens=p.llm_max_tokens,
-                timeout=p.llm_timeout,
-            )
-            self._advisor = Advisor(p, ask, self.log, self.warn)
+            self._advisor = Advisor(p, self._language_model(), self.log, self.warn)
+
+    def _language_model(self) -> Any:
+        """What is asked; None if nothing is learned."""
+        p = self.params
+        if not p.learn or p.llm is not None:
+            return p.llm
+        return ChatEndpoint(
+            p.llm_url,
+            p.llm_model,
+            api_key_env=p.llm_key_env or "",
+            temperature=p.llm_temperature,
+            max_tokens=p.llm_max_tokens,
+            timeout=p.llm_timeout,
+        )
 
     @property
     def experiences(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
 
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.host
 
 def refused(tmp_path, match, methods, **options):
     """The error must come before the model is loaded: there is no model at the path."""
-    args = config(tmp_path, methods, **{k: v for k, v in options.items() if k not in ("reward", "more", "columns")})
+    params = {k: v for k, v in options.items() if k in methods}
+    rest = {k: v for k, v in options.items() if k not in ("reward", "more", "columns", *methods)}
+    args = config(tmp_path, methods, method_params=params or None, **rest)
     from rl_plugins.trl import GRPOTrainer
 
     with pytest.raises(ConfigError, match=match) as e:
@@ -47,6 +50,50 @@ def test_names_and_parameters(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=match):
             make(tmp_path, methods, method_params=params, reward=[score, length])
+
+
+def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):
+    pair = dict(per_device_train_batch_size=8, num_generations=2)
+    refused(tmp_path, r"`grpo_roc`: at least min_wrong \+ min_correct = 2 \+ 2.*group size is 2", ["grpo_roc"], **pair)
+    refused(tmp_path, "`v0`: the group size is 2.*between `min_rollouts` = 3", ["v0"], **pair, v0={"min_rollouts": 3})
+    refused(tmp_path, "`v0_5`: the batch has room for 2", ["v0_5"], **pair)
+    refused(
+        tmp_path,
+        "up to 5 rows of a rollout, so a group of 8 rollouts needs 40 rows, and the batch holds 16",
+        ["m_grpo_rollout"],
+        per_device_train_batch_size=16,
+    )
+    names = "the reward functions of this run are: score, length, my_model"
+    rewards = [score, functools.partial(length), "somebody/my_model"]
+    refused(
+        tmp_path,
+        f"`drpo`: the parameter `reward` is 'right'.*{names}",
+        ["drpo"],
+        drpo={"reward": "right"},
+        reward=rewards,
+    )
+    refused(
+        tmp_path,
+        "`fission_grpo`: `correctness` is 'right', and the reward functions are score",
+        ["fission_grpo"],
+        fission_grpo={"correctness": "right"},
+    )
+    refused(
+        tmp_path,
+        "`fission_grpo_reward`: there is no reward function `format`",
+        ["fission_grpo_reward"],
+        reward=[score, length],
+    )
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    endpoint = {"judge_url": "http://localhost:1/v1", "judge_model": "m", "judge_key_env": "NO_SUCH_KEY"}
+    refused(tmp_path, "`brpo`: The environment variable NO_SUCH_KEY", ["brpo"], brpo=endpoint)
+    learned = {"llm_url": "localhost", "llm_model": "m"}
+    refused(
+        tmp_path,
+        "`training_free_grpo`: The endpoint is 'localhost'",
+        ["training_free_grpo"],
+        training_free_grpo=learned,
+    )
 
 
 def test_signals_options_and_hooks(tmp_path):

@@ -28,6 +28,7 @@ FINE = [
     "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "trainer.v1.trainer_mode=rl_plugins_sync",
+    "actor_rollout_ref.rollout.n=4",
 ]
 
 
@@ -93,6 +94,32 @@ REFUSED = {
         ["trainer.v1.trainer_mode=rl_plugins_separate_async", "actor_rollout_ref.hybrid_engine=False"],
         "noop",
         "patches/verl/V1",
+    ),
+    "a group of one": (
+        ["actor_rollout_ref.rollout.n=1"],
+        "mc_grpo",
+        "needs groups of 2 rollouts or more, and the run has actor_rollout_ref.rollout.n=1",
+    ),
+    "minimum numbers": (["actor_rollout_ref.rollout.n=3"], "grpo_roc", r"`grpo_roc`: .*min_correct = 2 \+ 2 rollouts"),
+    "limits of v0": (["actor_rollout_ref.rollout.n=1"], "v0", "`v0`: the group size is 1"),
+    "first rollouts of v0_5": (["actor_rollout_ref.rollout.n=2"], "v0_5", "`v0_5`: .*`k_init` is 4"),
+    "restarts": (
+        [
+            "trainer.v1.trainer_mode=rl_plugins_colocate_async",
+            "+rl_plugins.method_params.april.max_staleness=1",
+        ],
+        "april",
+        "`april`: verl drops groups that are too old and cannot restart them",
+    ),
+    "a reward nobody gives": (
+        ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.rewards.accuracy=1"],
+        "drpo",
+        "`drpo`: the parameter `reward` is 'right', but the reward functions of this run are: accuracy",
+    ),
+    "rows of a rollout": (
+        ["data.train_batch_size=2", "+rl_plugins.method_params.m_grpo_rollout.max_calls=8"],
+        "m_grpo_rollout",
+        "up to 9 rows of a rollout, so a group of 4 rollouts needs 36 rows, and the batch holds 8",
     ),
     "two methods, one hook": ([], "mc_grpo,one", "both decide `advantages`"),
 }
