@@ -95,6 +95,7 @@ SIGNALS: dict[str, str] = {
     "off_policy": "updates whose policy differs from the one that sampled",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
+    "chat_template": "a chat template of the tokenizer, with which it writes messages",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 

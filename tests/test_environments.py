@@ -237,3 +237,93 @@ def test_in_trls_trainer(tmp_path, monkeypatch):
     (logged,) = [entry for entry in trainer.state.log_history if "reward" in entry]
     assert logged["rewards/Scored/mean"] == 1.0
     assert logged["tools/call_frequency"] == 2.0 and logged["tools/failure_frequency"] == 0.0
+
+
+# ---- what is no environment
+
+
+class Talks(Counter):
+    """Answers with text, as many do that were written for other libraries."""
+
+    def reset(self, columns):  # type: ignore[override, no-untyped-def]
+        return "welcome " * 200
+
+
+class Annotated(Counter):
+    def act(self, action: str) -> str:  # type: ignore[override]
+        return "moved"
+
+
+class Silent(Counter):
+    def act(self, action):  # type: ignore[override, no-untyped-def]
+        return Observation(None)  # type: ignore[arg-type]
+
+
+class Unpaid(Counter):
+    def act(self, action):  # type: ignore[override, no-untyped-def]
+        return Observation("moved", reward=None)  # type: ignore[arg-type]
+
+
+class Late(Counter):
+    def act(self, action):  # type: ignore[override, no-untyped-def]
+        return ("moved", 1.0, False)
+
+
+TOLD_BEFORE = {
+    Annotated: "`act` of the environment Annotated says that it returns str. It must return an Observation(text",
+    dict: "the environment dict has no method reset and no method act and no method close",
+}
+
+
+@pytest.mark.parametrize("kind", TOLD_BEFORE)
+@pytest.mark.parametrize("name", ["turn_control", "cleaner", "aepo_rollout", "rtv_pdr"])
+def test_an_environment_that_says_it_is_none_is_refused_with_the_parameters(kind, name):
+    from rl_plugins.errors import ConfigError
+    from rl_plugins.runtime.registry import build, load
+
+    with pytest.raises(ConfigError, match=re.escape(TOLD_BEFORE[kind])):
+        build(load(name), {"environment": kind}, name)
+    build(load(name), {"environment": Counter}, name)
+    build(load(name), {"environment": Talks}, name)  # says nothing of what it returns
+    if kind is Annotated:
+        with pytest.raises(ConfigError, match="says that it returns str"):
+            as_tools(kind)
+
+
+WRONG_ANSWERS = {
+    Talks: "`reset` of the environment Talks returned 'welcome welcome",
+    Late: "`act` of the environment Late returned ('moved', 1.0, False) (tuple). It must return an Observation(",
+    Silent: "`act` of the environment Silent returned an Observation whose `text` is None; it must be a text.",
+    Unpaid: "`act` of the environment Unpaid returned an Observation whose `reward` is None; it must be a number",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ANSWERS)
+@pytest.mark.parametrize("name", ["turn_control", "cleaner", "aepo_rollout", "rtv_pdr"])
+def test_an_environment_that_answers_with_something_else_ends_the_run_and_is_named(kind, name):
+    """Without this: AttributeError: 'str' object has no attribute 'text', inside of a long trace."""
+    from rl_plugins.errors import MethodError
+    from rl_plugins.runtime.registry import build, load
+    from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
+
+    engine = TableEngine(lambda text: {EOS: 1.0} if text[-1] == "a" else {"a": 1.0})
+    method = build(load(name), {"environment": kind}, name)
+    with pytest.raises(MethodError) as e:
+        run_program(method, make_prompt(engine.chat, "go", columns={"target": 3}, n=2, max_tokens=60), engine)
+    text = str(e.value)
+    assert f"`{name}` failed in `rollout`" in text and WRONG_ANSWERS[kind] in text
+    assert text.count("welcome") < 40
+
+
+def test_tools_of_such_an_environment_end_the_run_too():
+    """TRL shows the agent what a tool raises and goes on, so the error comes again where TRL does not catch it."""
+    from rl_plugins.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="`reset` of the environment Talks returned"):
+        as_tools(Talks)().reset(target=1)
+    tools = as_tools(Late)()
+    tools.reset(target=1)
+    with pytest.raises(ConfigError, match="`act` of the environment Late returned"):
+        tools.act("up")
+    with pytest.raises(ConfigError, match="`act` of the environment Late returned"):
+        tools.reset(target=1)

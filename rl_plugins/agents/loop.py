@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.agents.environment import Environment, Observation
+from rl_plugins.agents.environment import Environment, Observation, observed
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Call, Called, Generate, Prompt, Trajectory
 from rl_plugins.services import prompt_text
@@ -55,11 +55,12 @@ def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0
 
     Raises:
         MethodError: the environment cannot be reset.
+        ConfigError: what it returned is no observation.
     """
     called: Called = yield Call(environment.reset, (dict(prompt.columns),), timeout, "reset of the environment")
     if called.error:
         raise MethodError(f"the environment {type(environment).__name__} cannot be reset: {called.error}.")
-    first = called.value
+    first = observed(environment, "reset", called.value)
     trajectory = prompt.start()
     said = "" if first.text in prompt_text(prompt.messages) else first.text
     if said or extra:
@@ -87,12 +88,17 @@ def act(prompt: Prompt, episode: Episode, trajectory: Trajectory, timeout: float
     `Episode` after it, whose trajectory has the turn, but not yet the observation (see `reply`).
 
     An environment that raises or hangs is broken: nobody knows its state, so the episode ends with an invalid turn.
+
+    Raises:
+        ConfigError: what it returned is no observation.
     """
     start = len(episode.trajectory)
     action = prompt.chat.decode(trajectory.tokens[start:])
     name = f"the environment {type(episode.environment).__name__}"
     called: Called = yield Call(episode.environment.act, (action,), timeout, name)
-    after: Observation = Observation(called.error, valid=False) if called.error else called.value
+    after = Observation(called.error, valid=False)
+    if not called.error:
+        after = observed(episode.environment, "act", called.value)
     if len(trajectory) > start:
         trajectory = trajectory.turn(start, episode.anchor, after.reward, after.valid)
     return Episode(episode.environment, trajectory, after, episode.turns + 1, called.error)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
+from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, above, param
@@ -100,6 +101,7 @@ class Cleaner(Method):
         "ratio of the grafted tokens starts at 1 although they are off-policy: a bias the method accepts. "
         "Corrections by rollout log-probs are refused beside it.",
     )
+    needs = frozenset({"chat_template"})
     forces_tokens = True
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["}
@@ -181,6 +183,7 @@ class Cleaner(Method):
                     "no `environment` is given: a class or function without arguments that makes what the agent acts "
                     "in, as module:attribute (the demo's: rl_plugins.demo.environments:Calculator)."
                 )
+            check_environment(self.environment)
             try:
                 self.note.format(retries=2)
             except (KeyError, IndexError, ValueError, AttributeError) as e:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from rl_plugins.agents import act, finish, generate, open_episode, reply
+from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, above, has_effect, param
@@ -95,7 +96,7 @@ class TurnControl(Method):
         "Wording and place of the reminder are those of related agents. What happens with episodes that were "
         "cut off is a reconstruction: the paper calibrates once, before anything is limited.",
     )
-    needs = frozenset({"column:turns", "column:stop_reason", "column:extended"})
+    needs = frozenset({"chat_template", "column:turns", "column:stop_reason", "column:extended"})
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
     example_params = {"environment": "rl_plugins.demo.environments:Grid"}
@@ -199,6 +200,7 @@ class TurnControl(Method):
                     "no `environment` is given: a class or function without arguments that makes what the agent acts "
                     "in, as module:attribute (the demo's: rl_plugins.demo.environments:Grid)."
                 )
+            check_environment(self.environment)
             if self.strategy != "unlimited" and self.how == "off" and self.limit is None:
                 raise ConfigError("`calibration` is off, so `limit` must be given; or choose freeze or rolling.")
             if has_effect(self, "last_percentile") and self.first_percentile > self.last_percentile:

@@ -2,10 +2,42 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError
+
+TEMPLATE_FILES = (
+    "tokenizer_config.json",
+    "processor_config.json",
+    "chat_template*",
+    "*_chat_templates/*",
+    "tekken.json",
+)
+"""Files of a model's folder that hold a chat template, or are a tokenizer's that brings its own."""
+
+NO_TEMPLATE = (
+    "the tokenizer of {model} has no chat template. Give it one (tokenizer.chat_template), or take a model that has it."
+)
+
+
+def has_template(folder: str | Path) -> bool | None:
+    """Whether the tokenizer saved in a folder has a chat template; None if there is no such tokenizer.
+
+    Args:
+        folder: of a model, or of the tokenizer alone, as transformers saves it.
+    """
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    others = [f for pattern in TEMPLATE_FILES[2:] for f in Path(folder).glob(pattern)]
+    try:
+        told = [json.loads(f.read_text(encoding="utf-8")) for f in Path(folder).glob("*_config.json")]
+    except (OSError, ValueError):
+        return None
+    return bool(others) or any(isinstance(t, dict) and t.get("chat_template") for t in told)
 
 
 class TokenizerChat:

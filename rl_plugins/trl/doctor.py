@@ -17,6 +17,7 @@ from datasets import load_dataset
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.rollouts import Plan
 from rl_plugins.runtime import preflight
+from rl_plugins.runtime.chat import has_template
 from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, script
@@ -85,7 +86,7 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
         {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
     )
     try:
-        script_args, args, _, dataset_args = script.parse(argv, planned)
+        script_args, args, model_args, dataset_args = script.parse(argv, planned)
     except ValueError as e:
         if "bf16" not in str(e):
             raise
@@ -94,7 +95,7 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
             found.notes.append(text)
         else:
             found.problems.append(f"{text} Or give --world-size of another.")
-        script_args, args, _, dataset_args = script.parse([*argv, "--bf16", "False"], planned)
+        script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], planned)
     rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     rewards += script_args.reward_funcs or []
     if not rewards:
@@ -105,7 +106,8 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
     size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
     names = facts.reward_names(script_args.reward_model_name_or_path)
     names += tuple(_OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
-    return facts.KnownRun(args, dataset, size, names)
+    model = model_args.model_name_or_path or "the model"
+    return facts.KnownRun(args, dataset, size, names, model=model, template=has_template(model))
 
 
 _OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it

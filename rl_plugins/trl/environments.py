@@ -8,7 +8,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from rl_plugins.agents.environment import ENDED, Environment, Observation, TurnRecord
+from rl_plugins.agents.environment import (
+    ENDED,
+    Environment,
+    Observation,
+    TurnRecord,
+    check_environment,
+    missing_methods,
+    observed,
+)
+from rl_plugins.errors import ConfigError
 
 
 class _Tools:
@@ -19,6 +28,7 @@ class _Tools:
     def __init__(self) -> None:
         self._environment = type(self)._factory()
         self._last = Observation("", done=True)
+        self._wrong: ConfigError | None = None  # TRL shows the agent whatever a tool raises, so it is raised again
         self.rl_plugins_turns: list[TurnRecord] = []
         weakref.finalize(self, self._environment.close)  # TRL keeps its environments and closes none
 
@@ -29,7 +39,9 @@ class _Tools:
             What TRL appends to the last message of the prompt: the first observation, or nothing where the prompt ends
             with it already.
         """
-        self._last = self._environment.reset(columns)
+        if self._wrong is not None:
+            raise self._wrong
+        self._last = observed(self._environment, "reset", self._environment.reset(columns))
         self.rl_plugins_turns = []
         return "" if _prompt_text(columns.get("prompt")).endswith(self._last.text) else self._last.text
 
@@ -39,9 +51,10 @@ class _Tools:
             self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
             return ENDED
         try:
-            self._last = self._environment.act(action)
-        except Exception:  # TRL shows its message to the agent
+            self._last = observed(self._environment, "act", self._environment.act(action))
+        except Exception as e:  # TRL shows its message to the agent
             self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
+            self._wrong = e if isinstance(e, ConfigError) else None
             raise
         self.rl_plugins_turns.append(TurnRecord(before.anchor, self._last.reward, self._last.valid))
         return self._last.text
@@ -50,6 +63,8 @@ class _Tools:
 class _ScoredTools(_Tools):
     def get_reward(self) -> float:
         """The reward of the episode so far."""
+        if self._wrong is not None:
+            raise self._wrong
         return float(self._environment.score())  # type: ignore[attr-defined]
 
 
@@ -67,6 +82,7 @@ def as_tools(factory: Callable[[], Environment]) -> type:
 
     Raises:
         TypeError: what it makes is no environment.
+        ConfigError: its methods say that they return no observation.
     """
     if isinstance(factory, type):
         kind = factory
@@ -75,13 +91,14 @@ def as_tools(factory: Callable[[], Environment]) -> type:
         kind = type(sample)
         if isinstance(sample, Environment):
             sample.close()
-    missing = [name for name in ("reset", "act", "close") if not callable(getattr(kind, name, None))]
+    missing = missing_methods(kind)
     if missing:
         raise TypeError(
             f"{kind.__name__} is no environment: it has no method {' and no method '.join(missing)}. An environment "
             "has reset(columns), act(action) and close(), see rl_plugins.agents.Environment."
         )
 
+    check_environment(kind)
     base: type[_Tools] = _ScoredTools if callable(getattr(kind, "score", None)) else _Tools
 
     class Tools(base):  # type: ignore[misc, valid-type]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import trl
+from huggingface_hub import snapshot_download
+from trl.data_utils import is_conversational
 from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
 from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
+from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.rounds import in_rounds
@@ -103,6 +107,8 @@ class KnownRun:
         size: its rows; None for a stream, and where an environment owns the data.
         rewards: names of the reward functions.
         rollout_func, tools: whether the trainer has one, tools or environments.
+        model: name of the model.
+        template: whether its tokenizer has a chat template; None if that is not known.
         total_steps: optimizer steps of the whole run; None: by the dataset and the arguments.
         own_loss: the loss that runs, if the trainer is known.
     """
@@ -113,6 +119,8 @@ class KnownRun:
     rewards: tuple[str, ...] = ("reward",)
     rollout_func: bool = False
     tools: bool = False
+    model: str = "the model"
+    template: bool | None = None
     total_steps: int | None = None
     own_loss: Loss | None = None
 
@@ -127,6 +135,15 @@ class KnownRun:
     @property
     def has_images(self) -> bool:
         return bool({"image", "images"} & set(self.columns or ()))
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether prompts are conversations; those of a stream are not looked at."""
+        return (
+            bool(self.size)
+            and self.dataset is not None
+            and is_conversational({"prompt": self.dataset[0].get("prompt")})
+        )
 
     @property
     def steps(self) -> int:
@@ -161,11 +178,35 @@ def reward_names(functions: Any) -> tuple[str, ...]:
     return tuple(
         f.split("/")[-1]
         if isinstance(f, str)
-        else str(get_config_model_id(f.config)).split("/")[-1]
+        else model_name(f).split("/")[-1]
         if isinstance(f, torch.nn.Module)
         else get_callable_name(f)
         for f in given
     )
+
+
+def model_name(model: Any) -> str:
+    """The name or folder a model was loaded from."""
+    return str(get_config_model_id(model.config))
+
+
+def template_of(model: str, processor: Any, revision: str | None = None) -> bool | None:
+    """Whether a run will have a chat template; None if that cannot be known before its tokenizer is loaded.
+
+    Args:
+        model: a folder, or a name on the Hugging Face Hub, from which a few small files are read.
+        processor: a tokenizer or processor that the trainer was given.
+    """
+    if processor is not None:
+        return any(getattr(p, "chat_template", None) for p in (processor, getattr(processor, "tokenizer", None)))
+    if not model:  # made in memory, and TRL will look for its tokenizer in vain
+        return None
+    if Path(model).is_dir():
+        return has_template(model)
+    try:
+        return has_template(snapshot_download(model, revision=revision, allow_patterns=list(TEMPLATE_FILES)))
+    except Exception:  # TRL says what is wrong with the model
+        return None
 
 
 def run_of(known: KnownRun) -> Run:
@@ -225,6 +266,8 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
     if not known.args.use_vllm:  # nothing reads them
         options = {name: value for name, value in options.items() if not name.startswith("vllm_")}
     problems += _loss_problems(stack, known.loss, known.args, seams)
+    if known.template is False and known.has_messages:
+        problems.append(f"The prompts of the dataset are conversations, and {NO_TEMPLATE.format(model=known.model)}")
     if in_rounds(stack):
         names = _names(m.name for m in stack.methods if m.rounds)
         if known.rollout_func or known.tools:
@@ -394,6 +437,8 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         )
     if known.rollout_func:
         missing["rollout_logprobs"] = "a rollout_func samples in its own way. Remove it."
+    if known.template is False:
+        missing["chat_template"] = NO_TEMPLATE.format(model=known.model)
     if args.beta == 0.0:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
     if not stack.claims["admit"]:

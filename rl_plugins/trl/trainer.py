@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -114,6 +115,11 @@ class MethodsMixin(_Host):
             tools=bool(given.get("tools")) or environment,
             own_loss=self.host_loss,
         )
+        if "chat_template" in self.methods.needs or known.has_messages:
+            model, options = given.get("model"), config.model_init_kwargs or {}
+            name = model if isinstance(model, str) else facts.model_name(model)
+            template = facts.template_of(name, given.get("processing_class"), options.get("revision"))
+            known = replace(known, model=name, template=template)
         self._method_options = facts.check(self.methods, known, self.seams)
         for name, value in self._method_options.items():
             setattr(config, name, value)

@@ -11,6 +11,7 @@ from typing import Any
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS
 from rl_plugins.rollouts import Plan, Run
+from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack
@@ -284,6 +285,15 @@ NESTED_COLUMNS = ("extra_info", "reward_model")
 """Columns of verl's data sets whose fields count as columns of their own."""
 
 
+def _no_template(read: Reader) -> str:
+    """What is wrong if a tokenizer on this machine has no chat template, with which verl writes every prompt."""
+    model = "actor_rollout_ref.model"
+    folder = read(f"{model}.tokenizer_path") or read(f"{model}.path") or ""
+    if read(f"{model}.custom_chat_template") or has_template(Path(folder).expanduser()) is not False:
+        return ""
+    return f"{NO_TEMPLATE.format(model=folder)} Or set {model}.custom_chat_template."
+
+
 def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> dict[str, str]:
     missing = {}
     rollout = "actor_rollout_ref.rollout"
@@ -321,6 +331,8 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
         missing["entropies"] = (
             "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
         )
+    if problem := _no_template(read):
+        missing["chat_template"] = problem
     if len(settings.rewards) < 2:
         missing["several_rewards"] = (
             "verl has one reward function. Let it return a dict and say which of its keys are rewards, with weights: "
@@ -369,6 +381,8 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"do not belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the "
             f"method."
         )
+    if "chat_template" not in stack.needs and not _own_agent_loop(read, columns) and (why := _no_template(read)):
+        yield f"verl writes every prompt as a conversation, and {why}"
     rewarding = ("plan", "select", "rewards", "advantages")
     if read("algorithm.use_kl_in_reward", False) and stack.claimed(*rewarding):
         yield (

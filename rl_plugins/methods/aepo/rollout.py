@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.agents import Episode, Subprogram, act, finish, open_episode, reply
+from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
@@ -149,10 +150,11 @@ class AepoRollout(Method):
                     "there is no environment to act in. Give the parameter `environment`, a class or function that "
                     "makes one, as module:attribute (the demo's: rl_plugins.demo.environments.calculator:Calculator)."
                 )
+            check_environment(self.environment)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.needs = frozenset({f"engine:logprobs={self.params.top_logprobs}"})
+        self.needs = frozenset({"chat_template", f"engine:logprobs={self.params.top_logprobs}"})
 
     def rollout(self, prompt: Prompt) -> Program:
         with ExitStack() as opened:  # closes every environment, copies too, however this ends

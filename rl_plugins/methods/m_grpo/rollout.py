@@ -50,6 +50,7 @@ class MGrpoRollout(Method):
         "A generation per turn of the main agent and per call; a rollout may take 1 + max_calls rows, so a batch holds "
         "that many times fewer rollouts. Any engine."
     )
+    needs = frozenset({"chat_template"})
     in_eval = ("rollout",)
 
     @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_plugins.agents import play
+from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.rtv_pdr import texts
@@ -144,11 +145,18 @@ class RtvPdr(Method):
         unparsable: Literal["discard", "first"] = param("discard", "fate of an unreadable vote (ours)")
 
         def check(self) -> None:
+            check_environment(self.environment)
             if self.training != "plain" and self.waves < 2:
                 raise ConfigError(
                     f"`training` is {self.training}, which needs a wave that reads summaries, and `waves` is "
                     f"{self.waves}. Set waves: 2, or training: plain."
                 )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        if p.environment or p.waves > 1 or p.summarizer is None or p.judge is None:
+            self.needs = frozenset({"chat_template"})
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params

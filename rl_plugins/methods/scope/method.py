@@ -171,7 +171,7 @@ class Scope(Method):
                 "Method `scope` needs `prm`, a function (messages, steps, columns) -> one score per reasoning step: a "
                 'process reward model. Give it as "module:attribute" or as the object itself.'
             )
-        solution = set() if self.params.corrector else {f"column:{self.params.solution_column}"}
+        solution = set() if self.params.corrector else {"chat_template", f"column:{self.params.solution_column}"}
         self.needs = frozenset({"column:scope"} | solution)
 
     # ---- generation

@@ -56,6 +56,7 @@ class UiS1Rollout(Method):
         "max_steps times fewer rollouts. Any engine."
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
+    needs = frozenset({"chat_template"})
     in_eval = ("rollout",)
     idle = (Idle({"patches": 0}, "no step was patched. Every step matched, `match` failed, or `max_patches` is 0."),)
 

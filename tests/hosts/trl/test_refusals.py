@@ -10,12 +10,15 @@ import inspect
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from harness import config, history, length, make, score, stub_sampling, weights
 from trl import TrlParser
 
+from rl_plugins.demo.environments import Calculator
+from rl_plugins.demo.policy import build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.trl import GRPOConfig, compat
+from rl_plugins.trl import GRPOConfig, GRPOTrainer, compat, facts
 from rl_plugins.trl.trainer import MethodsMixin
 
 pytestmark = pytest.mark.host
@@ -94,6 +97,42 @@ def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):
         ["training_free_grpo"],
         training_free_grpo=learned,
     )
+
+
+def test_a_missing_chat_template_is_told_before_the_model_is_loaded(tmp_path, monkeypatch):
+    folder = tmp_path / "model"  # there are no weights
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    talk = Dataset.from_list([{"prompt": [{"role": "user", "content": "a:1"}], "mood": ""}] * 64)
+    text = Dataset.from_list([{"prompt": "a:1", "mood": ""}] * 64)
+    agent = {"turn_control": {"environment": Calculator}}
+    bare = build_tokenizer()
+    bare.chat_template = None
+
+    def error(methods, dataset, model=str(folder), processor=None, **params):
+        args = config(tmp_path, methods, method_params=params or None)
+        with pytest.raises((ValueError, OSError)) as e:
+            GRPOTrainer(model=model, reward_funcs=score, args=args, train_dataset=dataset, processing_class=processor)
+        return e
+
+    for methods, dataset, params in ((["vade"], talk, {}), (["turn_control"], text, agent)):
+        assert error(methods, dataset, **params).type is not ConfigError, "the template is there, the model is not"
+    (folder / "chat_template.jinja").unlink()
+    conversations = (
+        "The prompts of the dataset are conversations, and the tokenizer of .* has no chat template. Give it"
+    )
+    writes = "`turn_control` needs a chat template of the tokenizer.*: the tokenizer of .* has no chat template"
+    assert error(["vade"], talk).match(conversations) and error(["vade"], talk, processor=bare).match(conversations)
+    assert error(["turn_control"], text, **agent).match(writes)
+    assert error(["vade"], text).type is not ConfigError
+    assert error(["turn_control"], text, processor=tokenizer, **agent).type is not ConfigError
+
+    asked = []
+    monkeypatch.setattr(
+        facts, "snapshot_download", lambda name, **k: asked.append((name, k["revision"])) or str(folder)
+    )
+    assert error(["vade"], talk, model="somebody/model").match("the tokenizer of somebody/model has no chat template")
+    assert asked == [("somebody/model", None)]
 
 
 def test_signals_options_and_hooks(tmp_path):

@@ -159,6 +159,20 @@ def test_refused_before_ray_starts(case: str) -> None:
         prepare(config(*overrides, methods=methods))
 
 
+def test_a_missing_chat_template_is_told_before_ray_starts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    model = [f"actor_rollout_ref.model.path={tmp_path}"]
+    agent = ["+rl_plugins.method_params.turn_control.environment='rl_plugins.demo.environments:Grid'"]
+    for methods, more in (("mc_grpo", []), ("turn_control", agent)):
+        (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+        prepare(config(*model, *more, methods=methods))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        with pytest.raises(ConfigError, match="the tokenizer of .* has no chat template.*custom_chat_template"):
+            prepare(config(*model, *more, methods=methods))
+        prepare(config(*model, *more, "actor_rollout_ref.model.custom_chat_template=x", methods=methods))
+    prepare(config("actor_rollout_ref.model.path=somebody/model"))
+
+
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as e:
         prepare(config("algorithm.use_kl_in_reward=True", "algorithm.filter_groups.enable=True", methods="mc_grpo"))
