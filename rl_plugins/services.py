@@ -294,9 +294,15 @@ class ChatEndpoint:
             raise ConfigError(f"The endpoint is {shown(url)}; it must be a URL such as http://localhost:8000/v1.")
         headers = {}
         if api_key_env:
-            if not os.environ.get(api_key_env):
+            key = os.environ.get(api_key_env, "").strip()  # a file often ends with a line break
+            if not key:
                 raise ConfigError(f"The environment variable {api_key_env}, which should hold the key, is not set.")
-            headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+            if not (key.isascii() and key.isprintable()):  # without the key, which messages must not repeat
+                raise ConfigError(
+                    f"The environment variable {api_key_env} holds characters that no key has (a line break, or "
+                    f"letters beyond ASCII). Set it to the key alone."
+                )
+            headers["Authorization"] = f"Bearer {key}"
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
         self._client = httpx.Client(headers=headers, timeout=timeout)  # may be used from several threads

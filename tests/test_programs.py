@@ -432,3 +432,19 @@ def test_run_needs_programs_at_their_end():
     assert running[0].rows is None and running[0].open == [0]
     run(running, engine)
     assert running[0].rows is not None and not running[0].open
+
+
+def test_what_a_tool_raises_is_told_shortly_whatever_it_is():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    def raising(error):
+        def tool():
+            raise error
+
+        return Call(tool)
+
+    mute, long = run_calls([raising(Mute()), raising(ValueError("x" * 10**6))])
+    assert mute.error == "Mute: <Mute whose text cannot be made>"
+    assert long.error.startswith("ValueError: xxx") and len(long.error) < 600

@@ -849,3 +849,30 @@ def test_a_group_that_is_no_number_is_a_failed_try(server: Server) -> None:
         server.replies = [(200, text)]
         with pytest.raises(ValueError, match="where a group is no number"):
             Endpoint(server.url, "m", "{x}", pattern, reply="last")({"x": 1})
+
+
+@pytest.mark.parametrize("key", ["sk-123\n456", "sk-s\u00e9cret"])
+def test_a_key_that_no_header_takes_is_refused_and_not_repeated(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigError, match="JUDGE_KEY holds characters that no key has") as e:
+        ChatEndpoint("http://h/v1", "m", api_key_env="JUDGE_KEY")
+    assert "sk-" not in str(e.value)
+
+
+def test_a_line_break_behind_a_key_is_left_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "secret\n")
+    server.replies = [(200, "yes")]
+    assert ChatEndpoint(server.url, "m", api_key_env="JUDGE_KEY")("x") == "yes"
+    assert server.seen[0][1]["Authorization"] == "Bearer secret"
+
+
+def test_an_exit_without_a_text_is_a_failure_at_once() -> None:
+    class Exit(BaseException):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def function(item: Any) -> float:
+        raise Exit
+
+    (failure,) = Service(function, "the judge", retries=0, timeout=60).ask([1], strict=False)
+    assert failure.error == "RuntimeError: Exit: <Exit whose text cannot be made>"

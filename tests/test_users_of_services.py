@@ -266,6 +266,33 @@ def test_every_way_into_the_library_is_cut() -> None:
     assert cut[3] == operations[3] and operations[0]["content"] == long  # what was given is not changed
 
 
+def test_what_a_language_model_writes_can_be_written_to_a_file(tmp_path) -> None:
+    """JSON may name half of a character, and lists in lists as deep as it likes; both would end the run later."""
+    deep = "[" * 900 + "]" * 900
+    found = library.parse_operations(
+        f'[{{"operation": "ADD", "content": "bad \\ud800 end", "id": "\\udfff", "more": {deep}, '
+        f'"from": ["G0", [1], 2], "n": 3, "o": {{"a": 1}}}}, 4]'
+    )
+    assert found == [{"operation": "ADD", "content": "bad ? end", "id": "?", "more": [], "from": ["G0"], "n": 3}]
+    library.write_library(tmp_path / "l.json", library.revise({}, found), 1, "practice")
+    assert library.read_library(tmp_path / "l.json") == {"G0": "bad ? end"}
+
+
+def test_a_library_somebody_wrote_is_cut_and_one_that_is_none_is_refused_in_few_words(tmp_path) -> None:
+    path = tmp_path / "library.json"
+    path.write_text(json.dumps({"format": 1, "experiences": {"a": "word " * 10**5, "b": "short"}}))
+    stack, _ = told(library=str(path), max_words=5)
+    assert stack.methods[0].state["experiences"] == ["word word word word word", "short"]
+    for content in (
+        '{"format": 1, "experiences": ' + "[" * 10**5 + "]" * 10**5 + "}",
+        '{"format": "' + "x" * 10**6 + '"}',
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match="the library .* cannot be read") as e:
+            library.read_library(path)
+        assert len(str(e.value)) < 600
+
+
 # ---- fission_grpo
 
 

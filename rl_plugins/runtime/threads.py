@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import MethodError, shortened
 from rl_plugins.requests import Call, Called
 
+LONGEST_ERROR = 500  # characters of what an exception says
 MAX_HANGING = 64  # calls of one `Threads` that never returned; each holds a thread until the process ends
 
 
@@ -60,7 +61,7 @@ class Threads:
                 result = function()
             except BaseException as e:
                 ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
-                error = e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
+                error = e if ordinary else RuntimeError(f"{type(e).__name__}: {shortened(e, LONGEST_ERROR)}")
             self._running.discard(thread)
             if error is None:
                 future.set_result(result)
@@ -109,7 +110,7 @@ def start_call(call: Call) -> concurrent.futures.Future[Called]:
             result: Any = call.function(*call.args)
             return Called(asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result)
         except BaseException as e:  # SystemExit of a tool must not end the thread without an answer
-            return Called(error=f"{type(e).__name__}: {e}")
+            return Called(error=f"{type(e).__name__}: {shortened(e, LONGEST_ERROR)}")
 
     return _calls.start(called, call.name)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, shortened
 
 FORMAT = 1
 CHARACTERS = 16  # a word of a text may have on average
@@ -25,7 +25,7 @@ Operation = Mapping[str, Any]
 
 def parse_operations(reply: str) -> list[dict[str, Any]]:
     """The JSON list of a reply: what stands in its last ```json block, or the whole reply if it has none. Entries that
-    are no objects are left out.
+    are no objects are left out, and of those that are, what is neither a text, a number nor a list of texts.
 
     Raises:
         ValueError: that is no JSON, or no list.
@@ -33,7 +33,18 @@ def parse_operations(reply: str) -> list[dict[str, Any]]:
     found = json.loads(reply.split("```json")[-1].split("```")[0])
     if not isinstance(found, list):
         raise ValueError(f"the JSON is a {type(found).__name__}, not a list.")
-    return [entry for entry in found if isinstance(entry, dict)]
+    return [
+        {_writable(name): _writable(value) for name, value in entry.items() if not isinstance(value, dict)}
+        for entry in found
+        if isinstance(entry, dict)
+    ]
+
+
+def _writable(value: Any) -> Any:
+    """Without what cannot be written as UTF-8 (JSON may name half of a character), and without lists of lists."""
+    if isinstance(value, list):
+        return [_writable(part) for part in value if isinstance(part, str)]
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def within(operations: Sequence[Operation], max_words: int) -> list[dict[str, Any]]:
@@ -177,8 +188,11 @@ def write_library(path: str | os.PathLike[str], experiences: Experiences, batche
     os.replace(scratch, target)
 
 
-def read_library(path: str | os.PathLike[str]) -> dict[str, str]:
+def read_library(path: str | os.PathLike[str], max_words: int | None = None) -> dict[str, str]:
     """The experiences of a file that `write_library` or a person wrote, renumbered.
+
+    Args:
+        max_words: of a text, which is cut as `within` says; None: texts are as they are.
 
     Raises:
         ConfigError: it cannot be read, or is none.
@@ -190,9 +204,11 @@ def read_library(path: str | os.PathLike[str]) -> dict[str, str]:
         texts = list(content["experiences"].values())
         if not all(_text(text) for text in texts):
             raise ValueError("an experience is no text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        if max_words is not None:
+            texts = [o["content"] for o in within([{"content": _writable(text)} for text in texts], max_words)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(
-            f"the library {os.fspath(path)} cannot be read: {type(e).__name__}: {e}. It must hold "
+            f"the library {os.fspath(path)} cannot be read: {type(e).__name__}: {shortened(e)}. It must hold "
             f'{{"format": {FORMAT}, "experiences": {{"G0": "text", ..}}}}; repair it, or name another file.'
         ) from e
     return {f"G{i}": text for i, text in enumerate(texts)}

@@ -217,7 +217,7 @@ class TrainingFreeGrpo(Method):
         self._dataset, self._group_size = run.dataset, run.group_size
         found = {}
         if p.library is not None and Path(p.library).exists():
-            found = library.read_library(p.library)
+            found = library.read_library(p.library, p.max_words)
             self.warn(f"begins with the {len(found)} experiences of {p.library}.")
         self.state = {"experiences": list(found.values())}
         if p.learn:
