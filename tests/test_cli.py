@@ -239,7 +239,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         problem = ""
         turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:
-            known = facts.KnownRun(args, data, len(data), ("a", "b"), tools=turns)
+            known = facts.KnownRun(args, data, len(data), ("correctness", "format"), tools=turns)
             facts.check(stack, known, Seams.of(trl.GRPOTrainer))
         except ConfigError as e:
             problem = str(e)

@@ -447,7 +447,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
-        settings = Settings((name,), {name: dict(found.example_params)}, rewards={"accuracy": 1.0, "format": 0.5})
+        settings = Settings((name,), {name: dict(found.example_params)}, rewards={"correctness": 1.0, "format": 0.5})
         facts.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
     offered = facts.verl_facts(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from one_method import acting
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import ConfigError
 from rl_plugins.method import Method
 from rl_plugins.methods.drpo import Drpo
 from rl_plugins.params import build_params
@@ -434,7 +434,7 @@ def test_a_named_reward_function_says_what_is_right() -> None:
     decision = one_step(drpo_stack(reward="accuracy"), withdrawn)
     assert decision.row_columns["drpo_outcome"].tolist() == [1, 0, -1, 0, -1]
     with pytest.raises(
-        MethodError, match="`reward` is 'acc', but the reward functions of this run are: accuracy, form"
+        ConfigError, match="`reward` is 'acc', but the reward functions of this run are: accuracy, form"
     ):
         drpo_stack(reward="acc")
 
