@@ -11,6 +11,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import METHODS_VARIABLE, facts
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
+from rl_plugins.verl.saved import check_tracker
 
 WORKERS = f"ray_kwargs.ray_init.runtime_env.env_vars.{METHODS_VARIABLE}"  # what verl hands to `ray.init`
 
@@ -37,6 +38,7 @@ def prepare(config: Any, trainer: type | None = None) -> Prepared | None:
 
     Raises:
         ConfigError: methods that would be ignored, or that cannot act as this run is configured.
+        StateError: verl could not tell from which checkpoint it is to resume.
     """
     settings = read_settings(config)
     check_mode(settings, config, trainer)
@@ -45,6 +47,7 @@ def prepare(config: Any, trainer: type | None = None) -> Prepared | None:
     stack = settings.stack()
     if stack:
         options = apply(stack, settings, config)
+        check_tracker(config)
         if trainer is None:
             print(describe(stack, options, config), flush=True)
     return Prepared(settings, stack)

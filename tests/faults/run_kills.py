@@ -42,7 +42,10 @@ RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "grpo_roc": (["grpo_roc"], {}),
     "v0_5": (["v0_5"], {}),
     "april": (["april"], {"method_params": {"april": {"over_sampling": 1.5}}, "max_completion_length": 12}),
-    "vade, two iterations": (["vade"], {"num_iterations": 2}),
+    "vade, two iterations": (
+        ["vade"],
+        {"num_iterations": 2, "max_steps": 8},
+    ),  # its last save is no save inside a batch
 }
 TIMES = ("time", "runtime", "_per_second")  # what is logged of them differs from run to run
 

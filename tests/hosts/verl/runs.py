@@ -199,3 +199,33 @@ def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
     code = run.wait()
     assert code == 0, run.log[-8000:]
     return run
+
+
+def check_groups(processes: Sequence[Run], resumed_from: Sequence[int], rows: int = SAMPLES) -> tuple[int, int]:
+    """The books of a run of several processes, each but the last of which was killed: no group is lost, none is trained
+    twice.
+
+    Args:
+        processes: in their order.
+        resumed_from: the step each but the first went on from.
+        rows: rollouts of a group.
+
+    Returns:
+        Groups that were trained, and groups that wait at the end.
+    """
+    begun, trained, waiting = [], [], set()
+    for run, last in zip(processes, [*resumed_from, None], strict=True):
+        for event in run.events:  # what came after the checkpoint the next one began with did not happen
+            if last is not None and event.get("step", 0) > last:
+                continue
+            if event["kind"] == "plan":
+                begun += event["groups"]
+            elif event["kind"] == "sampled":
+                counts = {group: event["groups"].count(group) for group in event["groups"]}
+                assert set(counts.values()) == {rows}, counts
+                trained += counts
+            elif event["kind"] == "saved":
+                waiting = set(event["waiting"])
+    assert len(set(begun)) == len(begun) and len(set(trained)) == len(trained), "a group was begun or trained twice"
+    assert set(begun) - set(trained) == waiting and set(trained) <= set(begun), "a group was lost"
+    return len(trained), len(waiting)

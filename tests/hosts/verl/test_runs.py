@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, Run, finished, start
+from runs import PROMPTS, SAMPLES, Run, check_groups, finished, start
 
 from rl_plugins.groups import Groups
 
@@ -334,7 +334,8 @@ def test_steps_do_not_cut_groups(ranks: Run) -> None:
 
 
 def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
-    """Killed in step 3 and resumed from step 2: what was in flight is trained, and the plans go on where they were."""
+    """Killed in the save of step 3 and resumed from step 2: what was in flight is trained, and the plans go on where
+    they were."""
     where = f"trainer.default_local_dir={tmp_path / 'checkpoints'}"
     common = ["+rl_plugins.methods=[vade,mc_grpo]", *COMMON[2:3], where, "trainer.save_freq=1"]
     killed = start(
@@ -344,11 +345,11 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
         RL_PLUGINS_TEST_SLOW="1",
     )
     try:
-        killed.wait_for("saved", step=2)
-        killed.wait_for("decided", step=3)
+        killed.wait_for("saving", step=3)
         killed.kill()
     finally:
         killed.clean_up()
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
     resumed = finished(
         tmp_path / "resumed",
         [*common, "trainer.total_training_steps=4", "trainer.resume_mode=auto"],
@@ -366,28 +367,43 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
     trained = [set(e["prompts"]) for e in (*killed.of("decided")[:2], *resumed.of("decided"))]
     in_flight = set(plans[0] + plans[1] + plans[2]) - trained[0] - trained[1]
     assert in_flight and in_flight <= trained[2] | trained[3], "nothing that was in flight is lost"
+    assert check_groups([killed, resumed], [2], rows=SAMPLES + 1) == (4 * PROMPTS, PROMPTS)
     assert resumed.metrics(4)["vade/seen"] > killed.metrics(2)["vade/seen"]
 
 
-def test_separate_async(tmp_path: Path) -> None:
-    run = finished(
-        tmp_path / "run",
-        [
-            "+rl_plugins.methods=[vade,minpro]",
-            "trainer.total_training_steps=2",
-            "trainer.v1.separate_async.parameter_sync_step=2",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
-            "actor_rollout_ref.rollout.nnodes=1",
-            "actor_rollout_ref.rollout.n_gpus_per_node=1",
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
-            "+ray_kwargs.ray_init.num_gpus=2",
-            "ray_kwargs.ray_init.num_cpus=16",
-        ],
-        trainer="watched_separate_async",
+def test_separate_async_with_a_kill(tmp_path: Path) -> None:
+    """Killed in the save of step 3 and resumed from step 2, while rollouts are made all the time."""
+    options = [
+        "+rl_plugins.methods=[vade,minpro]",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
+        "+ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "trainer.save_freq=1",
+        f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
+    ]
+    trainer = "watched_separate_async"
+    run = start(tmp_path / "killed", [*options, "trainer.total_training_steps=9"], trainer=trainer)
+    try:
+        run.wait_for("saving", step=3)
+        run.kill()
+    finally:
+        run.clean_up()
+    assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "2"
+    resumed = finished(
+        tmp_path / "resumed",
+        [*options, "trainer.total_training_steps=4", "trainer.resume_mode=auto"],
+        trainer=trainer,
     )
-    steps = run.steps()
+    trained, waiting = check_groups([run, resumed], [2])
+    assert trained == 4 * PROMPTS and waiting > 0
+    assert resumed.metrics(4)["vade/seen"] > run.metrics(2)["vade/seen"]
+    steps = run.steps()[:4]
     assert [len(s["decision"].rollouts) for s in steps] == [32] * 4, "two batches per weight synchronization"
-    assert [e["step"] for e in run.of("decided")] == [1, 1, 2, 2]
+    assert [e["step"] for e in run.of("decided")][:4] == [1, 1, 2, 2]
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
     assert logged["vade/seen"] > run.metrics(1)["vade/seen"]

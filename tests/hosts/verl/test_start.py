@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 import probes
 from registering import registered
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.verl import compat, facts
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.start import describe, prepare
@@ -187,6 +187,25 @@ def test_options_are_set_for_what_methods_need(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "rl-plugins: methods in effect, in this order" in printed
     assert "host options set: actor_rollout_ref.actor.calculate_entropy=True" in printed
+
+
+def test_a_tracker_file_that_names_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    """A kill leaves it empty where verl was writing it; verl would end with a ValueError, or silently begin anew."""
+    tracker, where = tmp_path / "latest_checkpointed_iteration.txt", f"trainer.default_local_dir={tmp_path}"
+    assert prepare(config(where)) is not None, "nothing was saved yet"
+    for step in (2, 4, 6):
+        (tmp_path / f"global_step_{step}").mkdir()
+        if step < 6:
+            (tmp_path / f"global_step_{step}" / "data.pt").touch()
+    wrong = {"": "holds '' in place of a step: a save was cut off", "8": "names step 8, and there is no"}
+    for text, problem in wrong.items():
+        tracker.write_text(text)
+        with pytest.raises(StateError, match=rf"{problem}.*before that file: 2, 4\. Write the step"):
+            prepare(config(where))
+        assert prepare(config(where, "trainer.resume_mode=disable")) is not None
+        assert prepare(config(where, "trainer.v1.trainer_mode=sync", methods=None)) is None, "verl alone"
+    tracker.write_text("4")
+    assert prepare(config(where)) is not None
 
 
 def test_host_options_of_methods() -> None:

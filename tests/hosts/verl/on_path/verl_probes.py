@@ -27,6 +27,7 @@ def _carousel(module: object) -> None:
     import dataclasses
 
     import torch
+    import transfer_queue as tq
     from verl.trainer.ppo.v1 import register_trainer
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -38,8 +39,19 @@ def _carousel(module: object) -> None:
         class Watched(cls):
             def _next_train_batch(self, num_prompts=None):
                 batch = super()._next_train_batch(num_prompts)
-                note("plan", step=self.global_steps, prompts=[r.prompt_index for r in self._submitted.values()])
+                note(
+                    "plan",
+                    step=self.global_steps,
+                    prompts=[r.prompt_index for r in self._submitted.values()],
+                    groups=[str(uid) for uid in batch["uid"]],
+                )
                 return batch
+
+            def _sample(self, global_steps, partition_id, batch_size):
+                batch, metrics = super()._sample(global_steps, partition_id, batch_size)
+                groups = [key.split("_")[0] for key in batch.keys]
+                note("sampled", step=global_steps, groups=groups)
+                return batch, metrics
 
             def _compute_advantage(self, batch, metrics):
                 result = super()._compute_advantage(batch, metrics)
@@ -66,8 +78,11 @@ def _carousel(module: object) -> None:
                 return result
 
             def _save_checkpoint(self):
+                note("saving", step=self.global_steps)
                 super()._save_checkpoint()
-                note("saved", step=self.global_steps)
+                prompts = (tq.kv_list("train") or {}).get("train", {})
+                waiting = [key for key, tag in prompts.items() if tag.get("is_prompt")]
+                note("saved", step=self.global_steps, waiting=waiting)
 
             def step(self, metrics, timing_raw):
                 batch = super().step(metrics, timing_raw)
