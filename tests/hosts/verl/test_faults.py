@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import Run, finished, start
+from runs import PROMPTS, Run, finished, start
 
 pytestmark = pytest.mark.host
 
@@ -18,7 +18,7 @@ STATEFUL = [
     "+rl_plugins.methods=[counter]",
     "actor_rollout_ref.rollout.top_k=1",  # greedy: rollouts depend on the weights alone
     "trainer.total_training_steps=5",
-    "trainer.save_freq=2",
+    "trainer.save_freq=3",
 ]
 
 
@@ -33,29 +33,33 @@ def state(folder: Path) -> dict[str, object]:
 
 
 def test_sigkill_of_the_driver_and_resume(tmp_path: Path) -> None:
-    """A run that is killed in step 4 and resumed from step 2 decides what an unbroken run decides."""
-    methods = ["+rl_plugins.methods=[counter]", *STATEFUL[1:]]
+    """A run that is killed in step 4 and resumed from step 3, in the second pass over the dataset, decides what an
+    unbroken run decides; in the third pass, too."""
+    methods = ["+rl_plugins.methods=[counter]", *STATEFUL[1:], f"data.train_max_samples={2 * PROMPTS}"]
     checkpoints = tmp_path / "checkpoints"
     unbroken = finished(tmp_path / "unbroken", [*methods, f"trainer.default_local_dir={tmp_path / 'whole'}"])
     where = f"trainer.default_local_dir={checkpoints}"
     killed = start(tmp_path / "killed", [*methods, where], RL_PLUGINS_TEST_SLOW="1")
     try:
-        killed.wait_for("decided", step=3)
+        killed.wait_for("decided", step=4)
         killed.kill()
     finally:
         killed.clean_up()
-    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
     resumed = finished(tmp_path / "resumed", [*methods, where, "trainer.resume_mode=auto"])
     whole, first, rest = decisions(unbroken), decisions(killed), decisions(resumed)
-    assert sorted(whole) == [1, 2, 3, 4, 5] and sorted(rest) == [3, 4, 5]
-    for step in (1, 2, 3):
+    assert sorted(whole) == [1, 2, 3, 4, 5] and sorted(rest) == [4, 5]
+    passes = [{p for step in steps for p in whole[step]["prompts"]} for steps in ((1, 2), (3, 4))]
+    assert passes[0] == passes[1] and len(passes[0]) == 2 * PROMPTS
+    assert len({tuple(whole[step]["prompts"]) for step in whole}) == 5, "every pass has an order of its own"
+    for step in (1, 2, 3, 4):
         assert first[step]["prompts"] == whole[step]["prompts"]
     for step in rest:
         assert rest[step]["prompts"] == whole[step]["prompts"], step
         assert rest[step]["rewards"] == whole[step]["rewards"], step
         assert rest[step]["advantages"] == whole[step]["advantages"], step
-    assert state(checkpoints / "global_step_4") == state(tmp_path / "whole" / "global_step_4")
-    norms = [[r.metrics(s)["actor/grad_norm"] for s in (3, 4, 5)] for r in (unbroken, resumed)]
+    assert state(checkpoints / "global_step_5") == state(tmp_path / "whole" / "global_step_5")
+    norms = [[r.metrics(s)["actor/grad_norm"] for s in (4, 5)] for r in (unbroken, resumed)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
