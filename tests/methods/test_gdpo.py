@@ -75,12 +75,14 @@ value = st.one_of(st.sampled_from([0.0, 1.0, 0.7, NAN]), st.integers(-40, 40).ma
     weights=st.tuples(*[st.sampled_from([1.0, 0.25, 2.0])] * 3),
     batch_stat=st.sampled_from(["row", "token"]),
     nan_policy=st.sampled_from(["exclude", "zero"]),
+    eps=st.sampled_from([(1e-4, 1e-4), (0.5, 1e-3), (1e-3, 0.5)]),
 )
-def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, weights, batch_stat, nan_policy):
+def test_equals_the_loop_on_ragged_interleaved_groups_with_nan(rows, weights, batch_stat, nan_policy, eps):
     rewards, group, lengths = [row[:3] for row in rows], [row[3] for row in rows], [row[4] for row in rows]
     rollouts = make_rollouts(rewards, group, weights=weights, lengths=lengths)
-    decision = one_step(start_stack(method(batch_stat=batch_stat, nan_policy=nan_policy)), rollouts)
-    expected = oracle(rewards, group, weights, lengths, batch_stat, nan_policy)
+    epsilons = {"eps_group": eps[0], "eps_batch": eps[1]}
+    decision = one_step(start_stack(method(batch_stat=batch_stat, nan_policy=nan_policy, **epsilons)), rollouts)
+    expected = oracle(rewards, group, weights, lengths, batch_stat, nan_policy, *eps)
     assert decision.row_advantages.tolist() == pytest.approx(expected, rel=1e-8, abs=1e-8)
     assert decision.trained.all()
 
