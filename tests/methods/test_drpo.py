@@ -497,3 +497,7 @@ def test_what_it_asks_of_the_host() -> None:
         preflight(stack, HostFacts("trl", "0", hooks - {"before_update"}, missing, (), {}, None, {correction: False}))
     with pytest.raises(ConfigError, match="both decide `advantages`"):
         build_stack("drpo, mc_grpo")
+
+
+def test_the_card_says_which_kl_of_the_authors_is_left_out() -> None:
+    assert any("low_var_kl" in d and "not offered" in d for d in Drpo.disagreements)
