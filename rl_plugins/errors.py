@@ -46,7 +46,9 @@ def shortened(text: Any, length: int = LONGEST) -> str:
     if not isinstance(text, str):
         try:
             text = str(text)
-        except Exception:  # an exception of somebody else whose text cannot be had
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # an exception of somebody else whose text cannot be had
             text = f"<{type(text).__name__} whose text cannot be made>"
     return text if len(text) <= length else f"{text[:length]} [cut]"
 
@@ -60,7 +62,9 @@ def _shown(value: Any, room: int, depth: int) -> str:
     if type(value) not in (dict, list, tuple, set, frozenset) or not value:
         try:
             return repr(value)
-        except Exception as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             return f"<{type(value).__name__} whose repr raises {type(e).__name__}>"
     parts: list[str] = []
     left = room if depth else 0

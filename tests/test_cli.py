@@ -527,6 +527,7 @@ def test_doctor_shows_the_plan_of_a_run(run):
         "rollouts": "5 (4 trained, 1 made to leave) per prompt",
         "rows generated": "40",
         "rows trained": "32 of 32",
+        "without a reward": "batches: 3 in a row are skipped, one more ends the run (max_unrewarded_batches)",
         "rows that leave": "mc_grpo may take rows out, depending on the rewards",
         "micro-batches": "2 of 8 rows on each of 2 processes per optimizer step",
         "optimizer steps": "1 per generation batch, of 32 rows each",

@@ -14,7 +14,7 @@ from rl_plugins.estimators import grpo_advantages
 from rl_plugins.rollouts import Shape, TurnTable
 from rl_plugins.runtime import gate
 from rl_plugins.runtime.decide import decide
-from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 
 NAN, INF = math.nan, math.inf
@@ -154,7 +154,9 @@ def test_rows_without_a_reward_get_advantage_0_whoever_makes_it():
 
 def test_an_infinite_reward_is_refused_with_the_function_that_gave_it():
     rewards = [[1.0, 0.0], [0.0, -INF]]
-    text = refused(lambda: run([], make_rollouts(rewards)), "A reward is infinite (reward_1)", "must be finite numbers")
+    text = refused(
+        lambda: run([], make_rollouts(rewards)), "A reward is infinite (reward_1)", "must be finite numbers within"
+    )
     assert "reward_0" not in text
     refused(
         lambda: run([method("hot", rewards=lambda r: [1.0, INF])], make_rollouts([1.0, 0.0])),
@@ -164,12 +166,49 @@ def test_an_infinite_reward_is_refused_with_the_function_that_gave_it():
 
 
 def test_not_one_reward_in_the_batch_is_refused():
-    text = refused(lambda: run([], make_rollouts([[NAN, NAN]] * 3)), "Not one of the 3 completions has a reward")
-    assert "reward_0, reward_1" in text
+    strict = MethodStack([], max_unrewarded_batches=0)
+    what = "Not one of the 3 completions has a reward"
+    text = refused(lambda: run([], make_rollouts([[NAN, NAN]] * 3), stack=strict), what)
+    assert "reward_0, reward_1" in text and "max_unrewarded_batches" in text
     refused(
         lambda: run([method("all", rewards=lambda r: [NAN] * 2)], make_rollouts([1.0, NAN])),
         "Method `all` returned something illegal from `rewards`: every reward is NaN, though 1 of 2 rows had one",
     )
+
+
+def test_batches_without_a_reward_are_skipped_up_to_a_limit(caplog):
+    """No hook behind `rewards` sees them, no row is trained, and they are counted; a rewarded batch begins the count of
+    those in a row anew, and a resumed run goes on with it."""
+    seen = []
+    hooks = {h: lambda *args, h=h: seen.append(h) for h in ("rewards", "select", "shape", "observe")}
+    m = method("m", **hooks, advantages=lambda r: seen.append("advantages") or r.reward)
+    stack = start_stack(m)
+    nothing, some = make_rollouts([NAN] * 4), make_rollouts([1.0, NAN, 0.0, NAN])
+
+    def logged():
+        return {name: value for name, (_, value, _) in stack.metrics.take().items()}
+
+    for count, (rollouts, in_a_row) in enumerate([(nothing, 1), (nothing, 2), (some, 0), (nothing, 1), (nothing, 2)]):
+        seen.clear()
+        d = run([], rollouts, host=HOST, stack=stack)
+        assert seen == (["rewards", "select", "advantages", "shape", "observe"] if rollouts is some else ["rewards"])
+        assert stack.unrewarded_in_a_row == in_a_row and stack.batch == count + 1 and stack.draw == 0
+        assert bool(d.trained.any()) == bool(d.stays.any()) == bool(d.keep_tokens.any()) == (rollouts is some)
+        assert logged()["rl_plugins/unrewarded_batches"] == [1, 2, 2, 3, 4][count]
+    assert caplog.text.count("Not one of the 4 completions has a reward: every reward function (reward_0)") == 4
+    assert "It is number 2 in a row, and at most 3 are skipped" in caplog.text and "Every row" not in caplog.text
+    resumed = start_stack(m)
+    resumed.load_state_dict(stack.state_dict("f"), "f")
+    assert (resumed.unrewarded, resumed.unrewarded_in_a_row) == (4, 2)
+    run([], nothing, stack=resumed)
+    said = ("Not one of the 4 completions has a reward", "in the 3 batches before (max_unrewarded_batches=3)")
+    refused(lambda: run([], nothing, stack=resumed), *said)
+
+
+def test_a_method_may_make_the_only_rewards():
+    """A judge, say, where the reward functions say nothing."""
+    d = run([method("judge", rewards=lambda r: [1.0, 0.0])], make_rollouts([NAN, NAN]))
+    assert d.trained.all() and d.row_advantages[0] > 0
 
 
 def test_the_one_who_made_a_reward_infinite_is_named():
@@ -178,12 +217,25 @@ def test_the_one_who_made_a_reward_infinite_is_named():
     refused(lambda: run([passing], make_rollouts([[1.0, 0.0], [0.0, INF]])), "A reward is infinite (reward_1)")
 
 
-@pytest.mark.parametrize("value", [1e39, -1e39, INF])
-def test_an_advantage_beyond_float32_is_refused(value):
-    refused(
-        lambda: run([method("hot", advantages=lambda r: torch.tensor([1.0, value]).double())], make_rollouts([1.0, 0])),
-        "Method `hot` returned something illegal from `advantages`: an advantage is infinite, or beyond what float32",
-    )
+@pytest.mark.parametrize("value", [1.1e16, -1e39, INF])
+def test_numbers_whose_squares_overflow_are_refused_with_who_made_them(value):
+    """In float32, in which hosts compute."""
+    hot = {"advantages": lambda r: torch.tensor([1.0, value]).double(), "rewards": lambda r: [1.0, value]}
+    for hook, function in hot.items():
+        made = f"Method `hot` returned something illegal from `{hook}`: a"
+        refused(lambda h=hook, f=function: run([method("hot", **{h: f})], make_rollouts([1.0, 0])), made, "1e+16")
+    by_function = make_rollouts([[1.0, 0.0], [1.0, value]])
+    refused(lambda: run([], by_function), "A reward is infinite (reward_1), or beyond 1e+16")
+    passing = method("passes", rewards=lambda r: r.reward)
+    refused(lambda: run([passing], by_function), "A reward is infinite (reward_1), or beyond 1e+16")
+
+
+def test_mc_grpo_says_when_its_advantages_overflow():
+    """A group of equal rewards but one has a median deviation of 0, and its rewards are divided by 0.001."""
+    mc_grpo = build_stack(["mc_grpo"])
+    rewards = [0.0, 0.0, 1e15, 0.0]
+    refused(lambda: run([], make_rollouts(rewards), stack=mc_grpo), "`mc_grpo`", "`advantages`", "an advantage is inf")
+    refused(lambda: run([], make_rollouts([0.0, 1e38, 0.0]), stack=mc_grpo), "A reward is infinite (reward_0), or bey")
 
 
 # ---- the data itself
@@ -653,7 +705,9 @@ def test_a_decision_ends_the_batch_and_the_count_of_its_plans():
 
 def test_texts_of_illegal_rewards_and_masks():
     infinite = method("odd", rewards=lambda r: [INF, 0.0])
-    refused(lambda: run([infinite], TWO), "a reward is infinite; NaN is what a row without a reward gets.")
+    refused(
+        lambda: run([infinite], TWO), "a reward is infinite, or beyond 1e+16; NaN is what a row without a reward gets."
+    )
     numbers = method("odd", select=lambda r: [1, 0])
     refused(lambda: run([numbers], TWO), "from `select`: the mask must be a bool tensor, it gave torch.int64.")
 

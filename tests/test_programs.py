@@ -391,7 +391,7 @@ def test_errors_of_a_program_name_its_method():
     for body, why in (
         (fails, r"(?s)`made` failed in `rollout`: ValueError: third wheel.*Remove `made`"),
         (asks_nonsense, "it yielded str. Yield Generate, Score or Call"),
-        (too_few, r"Generate\(n=0, max_tokens=None\): both must be at least 1"),
+        (too_few, r"Generate\(n=0\); it must be a whole number of 1 to 100000"),
         (many, "returned 5 rollouts for a prompt that asks for 1"),
         (stateful, "reads self.state in the generation place"),
     ):

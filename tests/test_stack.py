@@ -428,7 +428,8 @@ def test_what_was_saved_and_what_was_loaded_is_a_copy():
 
 def test_what_the_state_dict_holds():
     saved = counting(steps=1).state_dict("data")
-    assert set(saved) == {"batch", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"}
+    counts = {"batch", "extra_prompts", "draw", "unrewarded", "unrewarded_in_a_row"}
+    assert set(saved) == counts | {"carried", "stats", "fingerprint", "methods"}
     assert saved["batch"] == 1 and saved["fingerprint"] == "data"
     assert saved["methods"]["counter"]["params"] == {"decay": 0.5, "edges": [0.0, 1.0]}
     assert saved["methods"]["counter"]["version"] == 1 and saved["methods"]["stateless"]["state"] == {}

@@ -12,7 +12,15 @@ from rl_plugins.method import Method
 from rl_plugins.rollouts import Rows, Update
 from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
+from rl_plugins.runtime.update import (
+    MAX_SKIPPED,
+    SkippedSteps,
+    before_update,
+    check_gradient,
+    masked_sum,
+    regularizer,
+    surrogate,
+)
 from rl_plugins.testing import make_terms
 
 
@@ -209,3 +217,52 @@ def test_an_illegal_regularizer_is_refused_by_name():
     why = r"`second` returned something illegal from `regularize`: a tensor of shape \(4, 6\), one value per token"
     with pytest.raises(MethodError, match=why):
         regularizer(stack, make_terms())
+
+
+# ---- gradients that are not finite
+
+
+@pytest.mark.parametrize("where", ["trained", "masked"])
+@pytest.mark.parametrize(("ask", "hook"), [(surrogate, "policy_loss"), (regularizer, "regularize")])
+def test_a_gradient_that_is_not_finite_is_refused_with_the_hook(ask, hook, where):
+    """d sqrt(x) is infinite at 0, and infinity times the 0 of torch.where is NaN. The values are all finite."""
+    terms = make_terms()
+
+    def rooted(t):
+        chosen = t.mask > 0 if where == "masked" else t.mask == 0
+        return t.logprobs + torch.where(chosen, 0.0, (0 * t.logprobs).abs().sqrt())
+
+    terms = terms.replace(logprobs=terms.logprobs.detach().requires_grad_())
+    assert bool(rooted(terms).isfinite().all())
+    with pytest.raises(MethodError, match=f"`loses`.*`{hook}`: its gradient is NaN or infinite.*masked tokens too"):
+        ask(MethodStack([Loses(rooted)]), terms)
+
+
+def test_a_surrogate_of_another_graph_has_no_gradient():
+    terms, other = make_terms(), torch.ones(4, 6, requires_grad=True)
+    with pytest.raises(MethodError, match="`policy_loss`: it has no gradient"):
+        surrogate(MethodStack([Loses(lambda t: 2 * other)]), terms)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+def test_a_norm_that_is_not_finite_is_an_error_that_names_who_is_in_the_loss(norm):
+    loses = Loses(lambda terms: terms.logprobs)
+    check_gradient(MethodStack([loses]), 1e30)
+    with pytest.raises(MethodError, match=f"gradient is {norm}.*`loses` \\(policy_loss\\), `loses` \\(regularize\\)"):
+        check_gradient(MethodStack([loses]), norm)
+    with pytest.raises(MethodError, match="In the loss: `asks` \\(before_update\\)"):
+        check_gradient(MethodStack([Asks(None)]), norm)
+    made = type("Made", (Method,), {"name": "made", "advantages": lambda self, rollouts: rollouts.reward})
+    with pytest.raises(
+        MethodError, match="No method is in the loss; the advantages are made by `made` \\(advantages\\)"
+    ):
+        check_gradient(MethodStack([made()]), norm)
+
+
+def test_a_host_that_skips_steps_goes_on_until_it_does_nothing_else(caplog):
+    stack, skipped = MethodStack([Loses(None)]), SkippedSteps()
+    for share in [*[1.0] * (MAX_SKIPPED - 1), 0.5, *[1.0] * (MAX_SKIPPED - 1)]:
+        skipped.count(stack, share)
+    assert caplog.text.count("the host skips the step") == 1 and "`loses` (policy_loss)" in caplog.text
+    with pytest.raises(MethodError, match=f"NaN or infinite {MAX_SKIPPED} times in a row"):
+        skipped.count(stack, 1.0)

@@ -74,7 +74,9 @@ def admit(
     method = stack.claims["admit"][0]
     waiting = stack.carried
     queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.batch)
-    answer = gate.admission(method, stack.one("admit", queue), len(waiting), groups)
+    given = stack.one("admit", queue)
+    with gate.refusals(method, "admit"):
+        answer = gate.admission(method, given, len(waiting), groups)
     # while all that wait are still in the queue: no prompt is in a batch twice
     rows = admitted_prompts(stack, proposal, answer.fresh, group_size, pool_size, dataset)
     _check_rows(stack, rows)

@@ -6,6 +6,7 @@ Nothing here knows a host, so both hosts decide alike on the same rollouts.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from rl_plugins.method import Method
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
+
+logger = logging.getLogger("rl_plugins")
 
 Estimator = Callable[[Rollouts], Tensor]
 _TAKERS = ("plan", "admit", "rollout", "select", "shape")  # hooks that can leave a batch with fewer rows
@@ -64,10 +67,12 @@ class Selection:
     Attributes:
         rollouts: with the rewards to use, and `kept` as `select` left it.
         rewarded_by: as in `Decision`.
+        skipped: no completion has a reward, so no row stays, and no further hook sees the batch.
     """
 
     rollouts: Rollouts
     rewarded_by: dict[str, Tensor]
+    skipped: bool = False
 
 
 def decide(
@@ -99,34 +104,60 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     """`rewards` and `select`: what needs no token, so that a host can leave rows out before it computes log-probs.
 
     Raises:
-        MethodError: from a hook, for an illegal return value, for infinite rewards, or when no row has a reward.
+        MethodError: from a hook, for an illegal return value, for infinite rewards, or when no row has a reward, and
+            more batches in a row had none than `stack.max_unrewarded_batches`.
     """
     rewarded_by: dict[str, Tensor] = {}
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
         if new is not None:
-            reward = gate.rewards(m, new, rollouts)
+            with gate.refusals(m, "rewards"):
+                reward = gate.rewards(m, new, rollouts)
             rollouts = rollouts.replace(reward=reward)
             rewarded_by[m.name] = reward
-    if bool(torch.isinf(rollouts.reward).any()):
+    if bool(gate.too_large(rollouts.reward).any()):
         columns = zip(rollouts.reward_names, rollouts.rewards.unbind(1), strict=True)
-        names = ", ".join(name for name, column in columns if bool(torch.isinf(column).any()))
+        names = ", ".join(name for name, column in columns if bool(gate.too_large(column).any()))
         raise MethodError(
-            f"A reward is infinite ({names or 'their weighted sum'}); rewards must be finite numbers, or None/NaN "
-            f"where a row has none."
+            f"A reward is infinite ({names or 'their weighted sum'}), or beyond {gate.LARGEST:g}, so that sums of "
+            f"squares are infinite in float32; rewards must be finite numbers within that, or None/NaN where a row "
+            f"has none."
         )
     if len(rollouts) and bool(torch.isnan(rollouts.reward).all()):
-        raise MethodError(
-            f"Not one of the {len(rollouts)} completions has a reward: every reward function "
-            f"({', '.join(rollouts.reward_names)}) returned None or NaN for all of them. Nothing can be learned from "
-            f"this batch; check the reward functions and the columns they read."
-        )
+        _count_unrewarded(stack, rollouts)
+        return Selection(rollouts.replace(kept=torch.zeros(len(rollouts), dtype=torch.bool)), rewarded_by, skipped=True)
+    stack.unrewarded_in_a_row = 0
     keep = rollouts.kept
     for m in stack.claims["select"]:
         stays = stack.call("select", m, rollouts.replace(kept=keep))
         if stays is not None:
-            keep = keep & gate.mask(m, "select", "", stays, len(rollouts), "row")
+            with gate.refusals(m, "select"):
+                keep = keep & gate.mask(m, "select", "", stays, len(rollouts), "row")
     return Selection(rollouts.replace(kept=keep), rewarded_by)
+
+
+def _count_unrewarded(stack: MethodStack, rollouts: Rollouts) -> None:
+    """A batch without a reward is skipped, with a warning, or ends the run."""
+    in_a_row, most = stack.unrewarded_in_a_row + 1, stack.max_unrewarded_batches
+    what = (
+        f"Not one of the {len(rollouts)} completions has a reward: every reward function "
+        f"({', '.join(rollouts.reward_names)}) returned None or NaN for all of them."
+    )
+    if in_a_row > most:
+        before = f" So it was in the {most} batches before (max_unrewarded_batches={most})." if most else ""
+        raise MethodError(
+            f"{what}{before} Nothing can be learned from this batch. Check the reward functions, the services they "
+            f"ask and the columns they read, and resume; max_unrewarded_batches says how many such batches in a row "
+            f"are skipped."
+        )
+    stack.unrewarded, stack.unrewarded_in_a_row = stack.unrewarded + 1, in_a_row
+    logger.warning(
+        "%s Nothing is trained on this batch. It is number %d in a row, and at most %d are skipped "
+        "(max_unrewarded_batches).",
+        what,
+        in_a_row,
+        most,
+    )
 
 
 def settle(
@@ -148,16 +179,21 @@ def settle(
         MethodError: from a hook, for an illegal return value, or when more rows stay than the batch holds.
     """
     rollouts = selection.rollouts
+    if stack.unrewarded:
+        stack.metrics.add("rl_plugins/unrewarded_batches", stack.unrewarded, "max")
     keep = rollouts.kept
     inside = rollouts.subset(keep)  # what left is out of every statistic
     stay = keep[tokens.row]
     within = tokens.subset(stay, _renumbered(keep))
     if rollouts.turns is not None and within.turn is not None:
         within = within.replace(turn=_renumbered(keep[rollouts.turns.row])[within.turn])
-    if stack.claims["advantages"]:
-        m = stack.claims["advantages"][0]
+    claims = dict[str, list[Method]]() if selection.skipped else stack.claims
+    if claims.get("advantages"):
+        m = claims["advantages"][0]
         gate.turns_known(m, inside, within)
-        source, values = m.name, gate.advantages(m, stack.one("advantages", inside), inside, within)
+        made = stack.one("advantages", inside)
+        with gate.refusals(m, "advantages"):
+            source, values = m.name, gate.advantages(m, made, inside, within)
     elif host_advantages is not None:
         source, values = "host", host_advantages.double()[stay]
     else:
@@ -166,18 +202,25 @@ def settle(
     within = within.replace(advantages=torch.where(nothing, 0.0, values))
 
     shaping = _Shaping(within, torch.ones(len(inside), dtype=torch.bool))
-    for m in stack.claims["shape"]:
+    for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, shaping.tokens)
         if shaped is not None:
-            shaping.apply(m, shaped, inside)
+            with gate.refusals(m, "shape"):
+                shaping.apply(m, shaped, inside)
     within = shaping.tokens
 
-    for m in stack.claims["observe"]:
+    for m in claims.get("observe", ()):
         # rows that left have no tokens here; `row` and `turn` point into all rows and turns
         everywhere = within.replace(row=tokens.row[stay], turn=None if tokens.turn is None else tokens.turn[stay])
         stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
     _check_rows(shaping.stays(inside), inside, budget)
+    if len(rollouts) and not selection.skipped and not bool(shaping.stays(inside).any()):
+        names = dict.fromkeys(f"`{m.name}`" for m in [*stack.claims["select"], *stack.claims["shape"]])
+        stack.warn_once(
+            f"Every row of a batch left ({', '.join(names)}): nothing is trained on it, and the weights rest. The "
+            f"metric rl_plugins/rows_trained is 0 for such batches."
+        )
     return _decision(selection, inside, shaping, stay, source)
 
 
@@ -209,9 +252,10 @@ class _Shaping:
         tokens, rows, n = self.tokens, len(rollouts), len(self.tokens)
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
-            changes["advantages"] = gate.finite(m, "shape", "`advantages`", shaped.advantages, n, "token").double()
+            changes["advantages"] = gate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
         if shaped.old_logprobs is not None:
-            changes["old_logprobs"] = gate.finite(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token").float()
+            old = gate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
+            changes["old_logprobs"] = old.float()
             self.new_old_logprobs = True
         keep = tokens.keep
         if shaped.keep_rows is not None:
@@ -219,14 +263,14 @@ class _Shaping:
             self.keep_rows, keep = self.keep_rows & stays, keep & stays[tokens.row]
         if shaped.keep_tokens is not None:
             keep = keep & gate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
-        for columns, given, size, kind in (
-            (self.row_columns, shaped.row_columns, rows, "row"),
-            (self.token_columns, shaped.token_columns, n, "token"),
+        for known, what, given, size, kind in (
+            (self.row_columns, "`row_columns`", shaped.row_columns, rows, "row"),
+            (self.token_columns, "`token_columns`", shaped.token_columns, n, "token"),
         ):
-            for name, value in given.items():
+            for name, value in gate.columns(m, "shape", what, given, size, kind).items():
                 if name in self.row_columns or name in self.token_columns:
                     raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
-                columns[name] = gate.finite(m, "shape", f"`{name}`", value, size, kind)
+                known[name] = value
         self.tokens = tokens.replace(keep=keep, **changes)
 
     def live(self) -> Tensor:
@@ -262,6 +306,8 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
     Raises:
         MethodError: fewer stay, and every method that could take some out has `full_batch`.
     """
+    if bool(torch.isnan(decision.rollouts.reward).all()):
+        return  # the batch is skipped
     missing = rows - int(decision.stays.sum())
     takers = dict.fromkeys(m for hook in _TAKERS for m in stack.claims[hook])
     if missing > 0 and takers and all(m.full_batch for m in takers):

@@ -5,21 +5,28 @@ Every refusal names the method and the hook, what came, and what is allowed.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError, shown
+from rl_plugins.errors import MethodError, shortened, shown
 from rl_plugins.method import Method
 from rl_plugins.rollouts import Admission, Completion, Plan, PlanRow, PromptPool, Rollouts, Terms, Tokens, Update
 
-LARGEST = float(torch.finfo(torch.float32).max)  # hosts train in float32 or below
+# Hosts compute in float32, whose largest number is 3.4e38. Of values up to this one a million squares can be summed.
+LARGEST = 1e16
+LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
+LARGEST_LR_SCALE = 1e4
+MOST_GENERATED = 1000  # times the rows that are trained
+INT64 = 2**63
 
 
 def refusal(m: Method, hook: str, why: str) -> MethodError:
@@ -28,6 +35,17 @@ def refusal(m: Method, hook: str, why: str) -> MethodError:
         f"Method `{m.name}` returned something illegal from `{hook}`: {why} "
         f"Remove `{m.name}` from `methods` to go on without it."
     )
+
+
+@contextmanager
+def refusals(m: Method, hook: str) -> Iterator[None]:
+    """Whatever an answer raises when it is looked at is an error of its hook, too."""
+    try:
+        yield
+    except (MethodError, KeyboardInterrupt):
+        raise
+    except BaseException as e:
+        raise refusal(m, hook, f"it cannot be read ({type(e).__name__}: {shortened(e)}).") from e
 
 
 # ---- numbers
@@ -42,9 +60,13 @@ def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str) -
     """
     try:
         given = torch.as_tensor(value, device="cpu").detach()
-    except (TypeError, ValueError, RuntimeError) as e:
-        why = f"must be a tensor (or numbers that make one), it gave {type(value).__name__}: {e}."
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
+        why = f"must be a tensor (or numbers that make one), it gave {type(value).__name__}: {shortened(e)}."
         raise refusal(m, hook, f"{what or 'the answer'} {why}") from None
+    if given.layout != torch.strided:
+        raise refusal(m, hook, f"{what or 'the answer'} must be a dense tensor, it gave {given.layout}.")
     if given.shape != (n,):
         shape = tuple(given.shape)
         asked = f"{what} needs one entry per {kind} ({n}), it has {shape}."
@@ -63,22 +85,38 @@ def mask(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> T
 
 
 def finite(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> Tensor:
-    """(n,) without NaN and infinity."""
+    """(n,) without NaN, infinity, and what is infinite in float32."""
     given = numbers(m, hook, what, value, n, kind)
-    if given.is_floating_point() and not bool(torch.isfinite(given).all()):
-        raise refusal(m, hook, f"{what} has values that are not finite.")
+    if not bool((given.double().abs() <= LARGEST_FLOAT32).all()):
+        raise refusal(m, hook, f"{what} has values that are not finite, or beyond what float32 holds.")
     return given
 
 
 # ---- rewards and advantages
 
 
+def bounded(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> Tensor:
+    """(n,) float64, without NaN, infinity, and what is too large for statistics in float32."""
+    given = numbers(m, hook, what, value, n, kind).double()
+    if not bool((given.abs() <= LARGEST).all()):
+        raise refusal(m, hook, f"{what} has values that are not finite, or beyond {LARGEST:g}.")
+    return given
+
+
+def columns(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> dict[str, Tensor]:
+    """Names to (n,) each, that are finite in float32."""
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise refusal(m, hook, f"{what} is {type(value).__name__}; it maps names to one number per {kind}.")
+    return {name: finite(m, hook, f"the column `{name}`", given, n, kind) for name, given in value.items()}
+
+
 def rewards(m: Method, value: object, rollouts: Rollouts) -> Tensor:
     """(rows,) float64; NaN withdraws a row. At least one row keeps a reward if one had one."""
     reward = numbers(m, "rewards", "", value, len(rollouts), "row").double()
-    new = torch.isinf(reward) & ~torch.isinf(rollouts.reward)  # infinite ones it was given are not its own
+    new = too_large(reward) & ~too_large(rollouts.reward)  # those it was given are not its own
     if bool(new.any()):
-        raise refusal(m, "rewards", "a reward is infinite; NaN is what a row without a reward gets.")
+        why = f"a reward is infinite, or beyond {LARGEST:g}; NaN is what a row without a reward gets."
+        raise refusal(m, "rewards", why)
     had = ~torch.isnan(rollouts.reward)
     if bool(had.any()) and bool(torch.isnan(reward).all()):
         why = (
@@ -87,6 +125,11 @@ def rewards(m: Method, value: object, rollouts: Rollouts) -> Tensor:
         )
         raise refusal(m, "rewards", why)
     return reward
+
+
+def too_large(values: Tensor) -> Tensor:
+    """Which numbers are infinite, or so large that statistics of them are in float32. Not NaN."""
+    return values.abs() > LARGEST
 
 
 def turns_known(m: Method, rollouts: Rollouts, tokens: Tokens) -> None:
@@ -118,29 +161,39 @@ def advantages(m: Method, value: object, rollouts: Rollouts, tokens: Tokens) -> 
             "of `rollouts.groups` leave them out); where there is nothing to compare with, the advantage is 0."
         )
         raise refusal(m, "advantages", why)
-    if bool((given.abs() > LARGEST).any()):
-        raise refusal(m, "advantages", "an advantage is infinite, or beyond what float32 holds.")
+    if bool(too_large(given).any()):
+        why = (
+            f"an advantage is infinite, or beyond {LARGEST:g}: its square is infinite in float32. Look at the rewards."
+        )
+        raise refusal(m, "advantages", why)
     return given[place]
 
 
 # ---- plans and prompts
 
 
-def plan(m: Method, value: object, pool_size: int | None, vocabulary: int | None) -> Plan:
+def plan(m: Method, value: object, asked: Plan, pool_size: int | None, vocabulary: int | None) -> Plan:
     """A plan every row of which can be generated.
 
     Args:
+        asked: what the hook was given.
         pool_size: rows of the dataset, None for a stream.
         vocabulary: number of token ids of the policy, None if that is not known.
     """
     if not isinstance(value, Plan):
         raise refusal(m, "plan", f"{type(value).__name__} instead of a Plan.")
+    if (value.group_size, value.budget, value.round) != (asked.group_size, asked.budget, asked.round):
+        raise refusal(m, "plan", "it changed `group_size`, `budget` or `round`, which are the host's.")
     if not isinstance(value.rows, Sequence) or isinstance(value.rows, str):
         raise refusal(m, "plan", f"`rows` is {type(value.rows).__name__} instead of a tuple of PlanRow.")
     for row in value.rows:
         problem = _row_problem(row, pool_size, vocabulary)
         if problem:
             raise refusal(m, "plan", f"{problem}: {shown(row)}.")
+    most = MOST_GENERATED * max(asked.budget, asked.trained, asked.group_size)
+    if value.generated > most or len(value.rows) > most:
+        why = f"{value.generated} rollouts in {len(value.rows)} rows, and the batch trains {asked.budget}"
+        raise refusal(m, "plan", f"{why}; at most {MOST_GENERATED} times as many can be generated.")
     return value
 
 
@@ -150,13 +203,17 @@ def _row_problem(row: object, pool_size: int | None, vocabulary: int | None) -> 
         return f"{type(row).__name__} instead of a PlanRow"
     if not all(isinstance(v, Integral) for v in (row.prompt_index, row.group, row.n, row.spare)):
         return "`prompt_index`, `group`, `n` and `spare` must be whole numbers"
+    if not -INT64 <= row.group < INT64 or row.prompt_index >= INT64:
+        return "a number beyond 64 bits in `group` or `prompt_index`"
+    if isinstance(row.given, str) or not isinstance(row.given, Sequence):
+        return f"`given` is {type(row.given).__name__} instead of a tuple of Completion"
     if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
         return f"{row.n} + {row.spare} rollouts, {len(row.given)} given"
     if row.prompt_index < -1 or (pool_size is not None and row.prompt_index >= pool_size):
         return f"prompt {row.prompt_index} of a dataset of {'unknown' if pool_size is None else pool_size} rows"
     if row.prompt_index == -1 and not row.edit:
         return "a foreign prompt (-1) without columns in `edit`"
-    if row.max_tokens is not None and not (isinstance(row.max_tokens, int) and row.max_tokens >= 1):
+    if row.max_tokens is not None and not (isinstance(row.max_tokens, Integral) and row.max_tokens >= 1):
         return f"max_tokens={shown(row.max_tokens)}, which must be a whole number of at least 1"
     problem = _tokens_problem("`prefix`", row.prefix, vocabulary)
     for completion in row.given:
@@ -169,8 +226,11 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
         return f"`given` holds {type(completion).__name__} instead of a Completion"
     if not completion.tokens:
         return "a given completion without tokens"
-    if completion.logprobs is not None and len(completion.logprobs) != len(completion.tokens):
-        return "a given completion needs as many log-probs as tokens, or None"
+    if completion.logprobs is not None:
+        if len(completion.logprobs) != len(completion.tokens):
+            return "a given completion needs as many log-probs as tokens, or None"
+        if not all(isinstance(p, Real) and -math.inf < p <= 0 for p in completion.logprobs):
+            return "a log-prob of a given completion must be a finite number of at most 0"
     return _tokens_problem("a given completion", completion.tokens, vocabulary)
 
 
@@ -193,22 +253,24 @@ def _travel_problem(row: PlanRow) -> str | None:
         if value is not None:
             try:
                 pickle.dumps(value)
-            except Exception as e:
-                return f"`{what}` cannot travel to another process ({type(e).__name__}: {e})"
+            except KeyboardInterrupt:
+                raise
+            except BaseException as e:
+                return f"`{what}` cannot travel to another process ({type(e).__name__}: {shortened(e)})"
     return None
 
 
 def prompts(m: Method, value: object, pool: PromptPool, n: int) -> list[int]:
     """`n` different prompts of the pool that the batch does not have yet."""
     try:
-        chosen = [operator.index(i) for i in value]  # type: ignore[attr-defined]
+        chosen = [operator.index(i) for i in itertools.islice(value, n + pool.size)]  # type: ignore[call-overload]
     except TypeError:
         why = f"{n} dataset rows (integers) are needed, it gave {shown(value)}."
         raise refusal(m, "select_prompts", why) from None
     if len(chosen) != n or len(set(chosen)) != n or not all(0 <= i < pool.size for i in chosen):
         why = (
             f"{n} different prompts of 0..{pool.size - 1} were asked for, it gave {len(chosen)} "
-            f"({len(set(chosen))} different): {chosen[:20]}."
+            f"({len(set(chosen))} different): {shown(chosen[:20])}."
         )
         raise refusal(m, "select_prompts", why)
     again = sorted(set(chosen) & set(pool.taken))
@@ -233,6 +295,11 @@ def admission(m: Method, value: object, waiting: int, groups: int) -> Admission:
         why = f"{shown(value)}: each of the {waiting} waiting groups may be named once, and `fresh` is at least 0."
         raise refusal(m, "admit", why)
     started = len(resume) + len(restart) + fresh
+    if started > MOST_GENERATED * groups:
+        why = (
+            f"it starts {started} groups, and the batch trains {groups}; at most {MOST_GENERATED} times as many may be."
+        )
+        raise refusal(m, "admit", why)
     if started < groups:
         raise refusal(m, "admit", f"it starts {started} groups, and the batch trains {groups}.")
     return Admission(fresh, resume, restart, drop)
@@ -245,23 +312,17 @@ def update(m: Method, value: object, n: int) -> Update:
     """A factor that is finite and at least 0, and columns of (n,) float32."""
     if not isinstance(value, Update):
         raise refusal(m, "before_update", f"{type(value).__name__} instead of an Update.")
-    if not isinstance(value.columns, Mapping):
-        why = f"`columns` is {type(value.columns).__name__}; it maps names to one number per row."
-        raise refusal(m, "before_update", why)
     scale = math.nan
     if isinstance(value.lr_scale, Real) or (isinstance(value.lr_scale, Tensor) and value.lr_scale.numel() == 1):
         scale = float(value.lr_scale)
-    if not 0 <= scale < math.inf:
+    if not 0 <= scale <= LARGEST_LR_SCALE:
         why = (
-            f"`lr_scale` is {shown(value.lr_scale)}; it must be a finite number of at least 0 (1: the schedule's "
-            f"learning rate)."
+            f"`lr_scale` is {shown(value.lr_scale)}; it must be a finite number of at least 0 and at most "
+            f"{LARGEST_LR_SCALE:g} (1: the schedule's learning rate)."
         )
         raise refusal(m, "before_update", why)
-    columns = {
-        str(name): finite(m, "before_update", f"the column `{name}`", given, n, "row").float()
-        for name, given in value.columns.items()
-    }
-    return Update(scale, columns)
+    given = columns(m, "before_update", "`columns`", value.columns, n, "row")
+    return Update(scale, {name: values.float() for name, values in given.items()})
 
 
 def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool) -> Tensor:
@@ -275,9 +336,24 @@ def per_token(m: Method, hook: str, value: object, terms: Terms, gradient: bool)
         given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         why = f"a tensor of shape {shape}, one value per token, is needed; it gave {given}."
         raise refusal(m, hook, why)
+    if not value.is_floating_point() or value.device != terms.logprobs.device or value.layout != torch.strided:
+        what = f"{value.dtype}, {value.layout}, on {value.device}"
+        raise refusal(m, hook, f"a dense tensor of real numbers on {terms.logprobs.device} is needed; it gave {what}.")
     trained = terms.mask > 0
-    if gradient and terms.logprobs.requires_grad and not value.requires_grad and bool(trained.any()):
-        raise refusal(m, hook, "it has no gradient; it must depend on `terms.logprobs` without `detach`.")
-    if not bool(torch.isfinite(torch.where(trained, value.detach(), 0.0)).all()):
+    masked = torch.where(trained, value, 0.0)
+    if not bool(torch.isfinite(masked.detach()).all()):
         raise refusal(m, hook, "the value of a trained token is NaN or infinite, so the weights would become NaN.")
+    live = [x for x in (terms.logprobs, terms.entropies) if x is not None and x.requires_grad]
+    grads: Sequence[Tensor | None] = [None]
+    if live and value.requires_grad:  # of what the method made of the log-probs, not of the model
+        grads = torch.autograd.grad(masked.sum(), live, retain_graph=True, allow_unused=True)
+    if gradient and live and grads[0] is None and bool(trained.any()):
+        raise refusal(m, hook, "it has no gradient; it must depend on `terms.logprobs` without `detach`.")
+    if not all(g is None or bool(torch.isfinite(g).all()) for g in grads):
+        why = (
+            "its gradient is NaN or infinite, so the weights would become NaN. Look for a root, a logarithm or a "
+            "division at 0, at masked tokens too: torch.where has a NaN gradient where the value it does not take is "
+            "infinite."
+        )
+        raise refusal(m, hook, why)
     return value

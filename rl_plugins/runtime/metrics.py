@@ -31,7 +31,7 @@ class Metrics:
         partial: Partial = {}
         for name, (reduce, values) in self._values.items():
             numbers = [(float(v), float(w)) for v, w in values]
-            numbers = [(v, w) for v, w in numbers if not math.isnan(v) and w > 0]
+            numbers = [(v, w) for v, w in numbers if not math.isnan(v) and 0 < w < math.inf]
             if not numbers:
                 partial[name] = (reduce, 0.0, 0.0)
             elif reduce == "mean":
@@ -73,6 +73,8 @@ def _number(name: str, value: Any) -> Any:
         return float(value)
     if value.numel() != 1:
         raise MethodError(f"`{name}` is logged with a tensor of shape {tuple(value.shape)}; log one number.")
+    if value.is_complex():
+        raise MethodError(f"`{name}` is logged with a complex number; log a real one.")
     return value.detach()
 
 

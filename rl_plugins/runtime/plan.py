@@ -113,13 +113,14 @@ def _rollout_budget(
     return rollouts, () if pool_size is not None else proposal[: rollouts // group_size]
 
 
-def next_plan(stack: MethodStack, plan: Plan) -> Plan:
+def next_plan(stack: MethodStack, plan: Plan, pool_size: int | None = None) -> Plan:
     """The plan of a later round, from methods with `rounds = True`: empty when nobody asks for anything.
 
     Args:
         plan: empty rows, the round, the rewards so far, the rest of the budget.
+        pool_size: rows of the dataset, None for a stream.
     """
-    result = _chain_plan(stack, plan, [m for m in stack.claims["plan"] if m.rounds])
+    result = _chain_plan(stack, plan, [m for m in stack.claims["plan"] if m.rounds], pool_size)
     _check_size(result, plan.budget)
     return result
 
@@ -141,7 +142,8 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
         asked = Plan(tuple(result), size, sum(r.n for r in result), batch=stack.batch)
         new = _chain_plan(stack, asked, [m]).rows
         limits = any(r.prefix or r.max_tokens is not None for r in new) and not program
-        if [(r.group, r.n, r.spare) for r in new] != [(r.group, r.n, 0) for r in result] or limits:
+        asked_for = [(r.prompt_index, r.group, r.n, 0) for r in result]
+        if [(r.prompt_index, r.group, r.n, r.spare) for r in new] != asked_for or limits:
             raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
         if any(r.given for r in new):
             raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
@@ -153,8 +155,9 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
 
 
 _ONLY_EDITS = (
-    "plans an evaluation with other numbers of rollouts, given completions, prefixes or token limits. In evaluation a "
-    "plan may edit prompts and attach payloads (with a rollout program also prefixes and token limits), nothing else."
+    "plans an evaluation in `plan` with other prompts or numbers of rollouts, given completions, prefixes or token "
+    "limits. In evaluation a plan may edit prompts and attach payloads (with a rollout program also prefixes and token "
+    "limits), nothing else."
 )
 
 
@@ -178,7 +181,8 @@ def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_
     for m in methods:
         new = stack.call("plan", m, plan)
         if new is not None:
-            new = gate.plan(m, new, pool_size, stack.vocabulary)
+            with gate.refusals(m, "plan"):
+                new = gate.plan(m, new, plan, pool_size, stack.vocabulary)
             plan = new.replace(rows=tuple(r for r in new.rows if r.n + r.spare > 0))
     return plan
 
@@ -213,7 +217,9 @@ def _select(
             f"prompts, or make the batch smaller."
         )
     pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
-    return gate.prompts(m, stack.one("select_prompts", pool, n), pool, n)
+    chosen = stack.one("select_prompts", pool, n)
+    with gate.refusals(m, "select_prompts"):
+        return gate.prompts(m, chosen, pool, n)
 
 
 def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list[int]:

@@ -7,8 +7,9 @@ the same time becomes one batch for the engine; `drive` runs one of them on an a
 from __future__ import annotations
 
 import asyncio
+import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +27,8 @@ from rl_plugins.requests import (
     Trajectory,
     check_rows,
 )
+from rl_plugins.runtime.given import changes, watched
+from rl_plugins.runtime.program_gate import request_problem, row_problem
 from rl_plugins.runtime.threads import run_call, run_calls
 
 
@@ -59,20 +62,24 @@ class Running:
     Args:
         method: whose program it is.
         prompt: what it works on.
+        vocabulary: number of token ids of the policy, None if that is not known.
 
     Attributes:
         requests: what it waits for, those that need no engine answered already; empty when it has ended.
         rows: rows of each rollout, once it has ended.
     """
 
-    def __init__(self, method: Method, prompt: Prompt) -> None:
-        self.method, self.prompt = method, prompt
+    def __init__(self, method: Method, prompt: Prompt, vocabulary: int | None = None) -> None:
+        self.method, self.prompt, self.vocabulary = method, prompt, vocabulary
         self.rows: list[list[Trajectory]] | None = None
         self.requests: list[Request] = []
         self._results: dict[int, Any] = {}
         self._single = False
+        self._given = watched((prompt,))
         self._program = self._placed(lambda: method.rollout(prompt))
-        if not hasattr(self._program, "send"):
+        if not isinstance(self._program, Generator):
+            if inspect.iscoroutine(self._program):
+                self._program.close()
             raise self._error(
                 f"it returned {type(self._program).__name__} instead of a generator. A rollout program yields requests."
             )
@@ -97,13 +104,9 @@ class Running:
     def _advance(self, answer: Any) -> None:
         while True:
             self.requests, self._results = [], {}
-            try:
-                asked = self._placed(partial(self._program.send, answer))
-            except StopIteration as done:
-                try:
-                    self.rows = check_rows(done.value, self.prompt, self.method.rows_per_rollout)
-                except MethodError as e:
-                    raise self._error(str(e)) from None
+            asked, returned = self._placed(partial(_next, self._program, answer))
+            if asked is None:
+                self.rows = self._placed(partial(self._checked, returned))
                 return
             self._single = not isinstance(asked, list)
             self.requests = [asked] if self._single else list(asked)
@@ -112,6 +115,9 @@ class Running:
                     raise self._error(
                         f"it yielded {type(request).__name__}. Yield Generate, Score or Call, or a list of them."
                     )
+                problem = self._placed(partial(request_problem, request, self.vocabulary))
+                if problem:
+                    raise self._error(f"it yielded {problem}.")
                 if isinstance(request, Generate):
                     self._limit(i, request)
             if len(self._results) < len(self.requests):
@@ -121,8 +127,6 @@ class Running:
 
     def _limit(self, i: int, request: Generate) -> None:
         """Sets the limit of new tokens; where there is no room, the answer is known."""
-        if request.n < 1 or (request.max_tokens is not None and request.max_tokens < 1):
-            raise self._error(f"Generate(n={request.n}, max_tokens={request.max_tokens}): both must be at least 1.")
         room = self.prompt.room(request.trajectory)
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
         if limit < 1:
@@ -130,13 +134,26 @@ class Running:
             self._results[i] = [nothing] * request.n
         self.requests[i] = replace(request, max_tokens=max(limit, 1))
 
+    def _checked(self, returned: Any) -> list[list[Trajectory]]:
+        rollouts = check_rows(returned, self.prompt, self.method.rows_per_rollout)
+        for row in (row for rows in rollouts for row in rows):
+            problem = row_problem(row, self.prompt, self.vocabulary)
+            if problem:
+                raise MethodError(f"{problem}.")
+        changed = changes(self._given)
+        if changed:
+            raise MethodError(f"it changed what it was given: {', '.join(changed)}. Work on a copy.")
+        return rollouts
+
     def _placed(self, work: Callable[[], Any]) -> Any:
         """Runs a piece of the program in its place: without a state, errors with the method's name."""
         before, self.method._place = self.method._place, "generation"
         try:
             return work()
-        except (StopIteration, KeyboardInterrupt):
+        except KeyboardInterrupt:
             raise
+        except MethodError as e:
+            raise self._error(str(e)) from None
         except BaseException as e:
             trace = "".join(traceback.format_tb(e.__traceback__)[1:])
             raise self._error(f"{type(e).__name__}: {shortened(e, 2000)}\n{trace}") from e
@@ -148,6 +165,18 @@ class Running:
             f"Method `{self.method.name}` failed in `rollout`: {what}\n"
             f"Remove `{self.method.name}` from `methods` to go on without it."
         )
+
+
+def _next(program: Generator[Any, Any, Any], answer: Any) -> tuple[Any, Any]:
+    """What a program yields, and None; or None and what it returns. A program that yields None has `Nothing`."""
+    try:
+        asked = program.send(answer)
+    except StopIteration as done:
+        return None, done.value
+    return _NOTHING if asked is None else asked, None
+
+
+_NOTHING = type("NoneType", (), {})()  # yielded None: no request
 
 
 def run(programs: Sequence[Running], engine: Engine) -> None:

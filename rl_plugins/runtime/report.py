@@ -120,6 +120,9 @@ def plan_lines(stack: MethodStack, plan: Plan, rows: int, prompts: str) -> Itera
     yield "rollouts", f"{per_prompt(plan.rows)} per prompt{first}"
     yield "rows generated", f"{plan.generated}{first}"
     yield "rows trained", f"{plan.trained} of {rows}{first or (f'; {missing} stay empty' if missing else '')}"
+    most = stack.max_unrewarded_batches
+    skipped = f"{most} in a row are skipped, one more ends the run" if most else "the first ends the run"
+    yield "without a reward", f"batches: {skipped} (max_unrewarded_batches)"
     choosers = [m.name for m in stack.claims["select"] + stack.claims["shape"]]
     if choosers:
         yield "rows that leave", f"{', '.join(choosers)} may take rows out, depending on the rewards"

@@ -20,14 +20,17 @@ class Rounds:
         first: plan rows of round 0.
         group_size: rollouts per prompt that are trained.
         budget: rows the batch trains.
+        pool_size: rows of the dataset, None for a stream.
 
     Attributes:
         rows: plan rows of all rounds so far, with their payloads.
         number: rounds after the first.
     """
 
-    def __init__(self, stack: MethodStack, first: Sequence[PlanRow], group_size: int, budget: int) -> None:
-        self.stack, self.group_size, self.budget = stack, group_size, budget
+    def __init__(
+        self, stack: MethodStack, first: Sequence[PlanRow], group_size: int, budget: int, pool_size: int | None = None
+    ) -> None:
+        self.stack, self.group_size, self.budget, self.pool_size = stack, group_size, budget, pool_size
         self.rows = list(first)
         self.number = 0
 
@@ -44,7 +47,9 @@ class Rounds:
         first = {row.group: row for row in reversed(self.rows)}
         so_far = tuple(GroupSoFar(row, reward[group == g]) for g, row in sorted(first.items()))
         left = self.budget - sum(row.n for row in self.rows)
-        plan = next_plan(self.stack, Plan((), self.group_size, left, self.number, so_far, self.stack.batch))
+        plan = next_plan(
+            self.stack, Plan((), self.group_size, left, self.number, so_far, self.stack.batch), self.pool_size
+        )
         if plan.rows and self.number >= MAX_ROUNDS:
             names = ", ".join(f"`{m.name}`" for m in self.stack.methods if m.rounds)
             raise MethodError(f"{names} asked for more rollouts in {MAX_ROUNDS} rounds of one batch without an end.")

@@ -9,31 +9,51 @@ import logging
 import traceback
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import Tensor
-
-from rl_plugins.errors import ConfigError, MethodError, StateError, shortened
+from rl_plugins.errors import ConfigError, MethodError, StateError, shortened, shown
 from rl_plugins.method import HOOKS, Context, Method
 from rl_plugins.params import params_to_dict
-from rl_plugins.rollouts import Run
+from rl_plugins.rollouts import Rollouts, Run
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.given import changes, watched
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.state import copy_plain, snapshot
 
 logger = logging.getLogger("rl_plugins")
 
 
-def build_stack(methods: Any, method_params: Any = None, seed: int = 0) -> MethodStack:
+MAX_UNREWARDED_BATCHES = 3
+
+
+def build_stack(
+    methods: Any, method_params: Any = None, seed: int = 0, max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
+) -> MethodStack:
     """The methods a run names, with their parameters, as a stack.
+
+    Args:
+        max_unrewarded_batches: see `MethodStack`.
 
     Raises:
         ConfigError: see `registry.select`, `registry.build` and `MethodStack`.
     """
     selection = registry.select(methods, method_params)
     built = [registry.build(cls, selection.params[name], name) for name, cls in selection.classes.items()]
-    return MethodStack(built, seed, bundle_of=selection.bundle_of)
+    return MethodStack(built, seed, selection.bundle_of, max_unrewarded_batches)
+
+
+def check_max_unrewarded_batches(value: Any, name: str) -> int:
+    """The config word, under the name it has in a host.
+
+    Raises:
+        ConfigError: no whole number of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"{name}={shown(value)} is given; it must be a whole number of at least 0: how many batches in a row may "
+            f"have no reward. 0: the first of them ends the run."
+        )
+    return value
 
 
 class MethodStack(Context):
@@ -42,6 +62,8 @@ class MethodStack(Context):
     Args:
         methods: instances; an empty stack is falsy.
         seed: of the run; every `rng` derives from it.
+        max_unrewarded_batches: generation batches in a row in which no completion has a reward (the service that
+            makes them is down, say). They are skipped; one more ends the run.
 
     Attributes:
         claims: hook -> methods that override it, in order.
@@ -49,6 +71,8 @@ class MethodStack(Context):
         batch: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
         vocabulary: number of token ids of the policy, set by the adapter; None if it is not known.
+        unrewarded: batches of the run in which no completion had a reward; unrewarded_in_a_row: of them the last ones,
+            without a batch between. Part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.
         carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`): they are replaced, never
             changed; part of the saved state.
@@ -60,13 +84,21 @@ class MethodStack(Context):
         ConfigError: two methods claim the same exclusive hook.
     """
 
-    def __init__(self, methods: list[Method], seed: int = 0, bundle_of: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        methods: list[Method],
+        seed: int = 0,
+        bundle_of: Mapping[str, str] | None = None,
+        max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES,
+    ) -> None:
         self.methods = list(methods)
         self.seed = seed
         self.bundle_of = dict(bundle_of or {})
         self.batch = 0
         self.extra_prompts = 0
         self.draw = 0
+        self.max_unrewarded_batches = max_unrewarded_batches
+        self.unrewarded = self.unrewarded_in_a_row = 0
         self.vocabulary: int | None = None
         self.carried: list[dict[str, Any]] = []
         self.stats: dict[str, float] = {}
@@ -122,14 +154,18 @@ class MethodStack(Context):
 
         Raises:
             MethodError: whatever the hook raised, an exit included, with the method, the hook and the way to go on
-                without it; or the hook changed a tensor it was given.
+                without it; or the hook changed something it was given.
         """
         method._place = HOOKS[hook].place if hook in HOOKS else "driver"
-        before = _versions(args)
+        # statistics a hook asks a batch for stay in its own record, where a change of them reaches nobody
+        args = tuple(a.replace() if isinstance(a, Rollouts) else a for a in args)
+        before = watched(args)
         try:
             result = getattr(method, hook)(*args)
             if inspect.iscoroutine(result):
                 result = _finished(result)
+            if hook in ("start", "observe") and (inspect.isgenerator(result) or inspect.isasyncgen(result)):
+                raise TypeError("it has a `yield`, so nothing of it was run; this hook returns nothing")
         except KeyboardInterrupt:
             raise
         except BaseException as e:
@@ -140,9 +176,9 @@ class MethodStack(Context):
             ) from e
         finally:
             method._place = "driver"
-        changed = [name for name, version in _versions(args).items() if version != before.get(name, version)]
+        changed = changes(before)
         if changed:
-            names = ", ".join(f"`{name}`" for name in changed)
+            names = ", ".join(changed[:8])
             raise MethodError(
                 f"Method `{method.name}` changed what it was given in `{hook}`: {names}. "
                 f"A hook returns new values; work on a copy (`x.clone()`)."
@@ -203,6 +239,8 @@ class MethodStack(Context):
             "batch": self.batch,
             "extra_prompts": self.extra_prompts,
             "draw": self.draw,
+            "unrewarded": self.unrewarded,
+            "unrewarded_in_a_row": self.unrewarded_in_a_row,
             "carried": list(self.carried),  # groups are replaced, never changed
             "stats": dict(self.stats),
             "fingerprint": fingerprint,
@@ -223,7 +261,7 @@ class MethodStack(Context):
             StateError: of other methods, another version or parameters of a method that keeps state, or another
                 dataset, or not as `state_dict` makes it. Nothing is taken over then.
         """
-        missing = {"batch", "extra_prompts", "draw", "carried", "stats", "fingerprint", "methods"} - set(saved)
+        missing = {*_COUNTS, "carried", "stats", "fingerprint", "methods"} - set(saved)
         if missing:
             raise StateError(
                 f"The checkpoint's state lacks {', '.join(f'`{k}`' for k in sorted(missing))}; another version of "
@@ -292,20 +330,13 @@ class MethodStack(Context):
         for m in self.methods:
             if m.name in saved["methods"]:
                 m.state = copy_plain(saved["methods"][m.name]["state"])
-        self.batch, self.extra_prompts, self.draw = saved["batch"], saved["extra_prompts"], saved["draw"]
+        for name in _COUNTS:
+            setattr(self, name, saved[name])
         self.carried = list(saved["carried"])
         self.stats = dict(saved["stats"])
 
 
-def _versions(args: tuple[Any, ...]) -> dict[str, int]:
-    """How often each tensor in the records a hook is given was written to: torch counts that itself."""
-    return {
-        f"{type(record).__name__}.{f.name}": value._version
-        for record in args
-        if is_dataclass(record)
-        for f in fields(record)
-        if isinstance(value := getattr(record, f.name), Tensor) and not value.is_inference()
-    }
+_COUNTS = ("batch", "extra_prompts", "draw", "unrewarded", "unrewarded_in_a_row")  # attributes of the saved state
 
 
 def _field_problem(saved: Mapping[str, Any]) -> str | None:
@@ -314,7 +345,7 @@ def _field_problem(saved: Mapping[str, Any]) -> str | None:
     def found(name: str, value: Any) -> str:
         return f"`{name}` is {str(value)[:60]!r} ({type(value).__name__})"
 
-    for name in ("batch", "extra_prompts", "draw"):
+    for name in _COUNTS:
         if type(saved[name]) is not int or saved[name] < 0:
             return found(name, saved[name])
     for name, kind in {"carried": list, "stats": dict, "fingerprint": str, "methods": dict}.items():

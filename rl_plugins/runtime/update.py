@@ -6,15 +6,20 @@ batch; in the loss it calls `surrogate` and `regularizer`. What a hook returns i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
 from torch import Tensor
 
+from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import Rows, Terms, Update
 from rl_plugins.runtime import gate
 from rl_plugins.runtime.stack import MethodStack
+
+SKIPPED = "rl_plugins/steps_skipped"  # metric: share of optimizer steps whose gradient was not finite
+MAX_SKIPPED = 32  # a loss scale of 2**16 needs 16 to come down to 1
 
 
 def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Update:
@@ -41,7 +46,8 @@ def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Updat
         update = stack.call("before_update", m, rows)
         if update is None:
             continue
-        checked = gate.update(m, update, len(rows.length))
+        with gate.refusals(m, "before_update"):
+            checked = gate.update(m, update, len(rows.length))
         scale *= checked.lr_scale
         for name, values in checked.columns.items():
             full = torch.zeros(len(trained), dtype=torch.float32)
@@ -59,7 +65,9 @@ def surrogate(stack: MethodStack, terms: Terms) -> Tensor:
         MethodError: from the hook, or for an illegal return value.
     """
     m = stack.claims["policy_loss"][0]
-    return gate.per_token(m, "policy_loss", stack.call("policy_loss", m, terms), terms, gradient=True)
+    value = stack.call("policy_loss", m, terms)
+    with gate.refusals(m, "policy_loss"):
+        return gate.per_token(m, "policy_loss", value, terms, gradient=True)
 
 
 def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
@@ -70,9 +78,74 @@ def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
     """
     total = None
     for m in stack.claims["regularize"]:
-        term = gate.per_token(m, "regularize", stack.call("regularize", m, terms), terms, gradient=False)
+        value = stack.call("regularize", m, terms)
+        with gate.refusals(m, "regularize"):
+            term = gate.per_token(m, "regularize", value, terms, gradient=False)
         total = term if total is None else total + term
     return total
+
+
+def check_gradient(stack: MethodStack, norm: float) -> None:
+    """For a host that would make the optimizer step all the same, and have NaN weights then.
+
+    Args:
+        norm: of the gradient of an optimizer step.
+
+    Raises:
+        MethodError: it is NaN or infinite.
+    """
+    if not math.isfinite(norm):
+        raise MethodError(
+            f"The norm of the gradient is {norm}, so that nothing good can come of this optimizer step. Training ends "
+            f"here, and the last checkpoint is good. {_in_the_loss(stack)}"
+        )
+
+
+class SkippedSteps:
+    """For a host that itself skips optimizer steps whose gradient is not finite: says so, and ends training when it
+    does nothing else."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def count(self, stack: MethodStack, share: float) -> None:
+        """After the optimizer steps that a host makes at a time.
+
+        Args:
+            share: of them that were skipped.
+
+        Raises:
+            MethodError: for the last `MAX_SKIPPED` times all of them were.
+        """
+        self.in_a_row = self.in_a_row + 1 if share == 1 else 0
+        if self.in_a_row >= MAX_SKIPPED:
+            raise MethodError(
+                f"The gradient was NaN or infinite {self.in_a_row} times in a row. The host skipped these optimizer "
+                f"steps, so the weights are good, but nothing is learned. {_in_the_loss(stack)}"
+            )
+        if share:
+            stack.warn_once(
+                f"The gradient of an optimizer step is NaN or infinite, and the host skips the step. The metric "
+                f"{SKIPPED} is the share of such steps. {_in_the_loss(stack)}"
+            )
+
+
+def _in_the_loss(stack: MethodStack) -> str:
+    """Where to look."""
+    hooks = ("before_update", "policy_loss", "regularize")
+    found = [f"`{m.name}` ({hook})" for hook in hooks for m in stack.claims[hook]]
+    if not found:
+        makers = [f"`{m.name}` ({hook})" for hook in ("advantages", "shape") for m in stack.claims[hook]]
+        made = f"the advantages are made by {', '.join(makers)}" if makers else "nor makes one the advantages"
+        return (
+            f"No method is in the loss; {made}. Look at the size of the rewards, the learning rate, and the dtype of "
+            f"the model."
+        )
+    return (
+        f"In the loss: {', '.join(found)}. What they returned was finite, and so was its gradient: look at how large "
+        f"it is, at the learning rate, and at the dtype of the model. Remove the method from `methods` to go on "
+        f"without it."
+    )
 
 
 def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_row
     new["rlp_num_rows"] = torch.tensor(float(d.num_rows), device=device)
     if d.complete:
         return {**out, **new}
-    if d.num_rows != batch_rows or (d.keep_tokens is not None and not trainer.host_loss.like):
+    inexact = d.num_rows != batch_rows or (d.keep_tokens is not None and not trainer.host_loss.like)
+    if inexact and d.num_rows:  # without a row there is no loss
         refuse_inexact_loss(trainer)
     if d.keep_tokens is not None:
         mask = torch.ones(shape, dtype=torch.long, device=device)

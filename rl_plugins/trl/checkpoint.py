@@ -7,6 +7,7 @@ a resume from it repeats that batch.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
+from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.prompts import has_numbers
@@ -45,6 +47,7 @@ class MethodsCallback(TrainerCallback):
         self._boundary_state: dict[str, Any] = {}
         self._lr: list[Any] = []
         self._hooks: list[Any] = []  # on the optimizer
+        self._skipped = SkippedSteps()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, train_dataloader: Any = None, **kwargs: Any
@@ -112,6 +115,21 @@ class MethodsCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.lr_scale, self.idle = 1.0, False
+        if self.trainer.accelerator.scaler is not None:
+            skipped = float(self.trainer.accelerator.optimizer_step_was_skipped)
+            self.trainer._metrics["train"][SKIPPED].append(skipped)
+            self._skipped.count(self.trainer.methods, skipped)
+
+    def check_gradient(self) -> None:
+        """Before the Trainer clips it: ends training on every rank before the weights move (with DeepSpeed, whose step
+        is a part of the backward pass, right behind it). With a loss scale (fp16) infinite gradients are ordinary, and
+        the scaler skips the step."""
+        t = self.trainer
+        if t.accelerator.sync_gradients and t.accelerator.scaler is None:
+            # of all ranks, however parameters are split
+            norm = t.accelerator.clip_grad_norm_(t.model_wrapped.parameters(), math.inf)
+            if norm is not None:
+                check_gradient(t.methods, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
 
     # ---- state
 

@@ -66,6 +66,7 @@ PINNED = (
         optional=True,
     ),
     Pinned(_TRAINER, "_select_completions", None, "looked for: seam T5", optional=True),
+    Pinned(_TRAINER, "training_step", ("model", "inputs", "num_items_in_batch"), "overridden: the gradient is finite"),
     Pinned(_TRAINER, "compute_loss", ("model", "inputs"), "overridden: `before_update` before it, the surrogate in it"),
     Pinned(_TRAINER, "get_high_entropy_mask", ("entropies", "mask", "threshold"), "overridden: seen by the loss"),
     Pinned(

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with three more words: `methods`, `method_params` and `rollout_cache_gb`."""
+"""TRL's `GRPOConfig` with four more words: which methods, their parameters, and two limits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import trainer as hf_trainer
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
 
 
 @dataclass
@@ -21,6 +22,9 @@ class GRPOConfig(trl.GRPOConfig):
     Args:
         methods: names of methods, in the order in which they act, e.g. `[vade, mc_grpo]`. Empty: plain TRL.
         method_params: parameters, e.g. `{"mc_grpo": {"mad_eps": 1e-3}}`; on a command line as JSON text.
+        max_unrewarded_batches: with methods: generation batches in a row in which no completion may have a reward
+            (every reward function returned None or NaN: a service is down). They are skipped: no optimizer step, no
+            hook after `rewards`. One more ends the run. 0: the first one does.
         rollout_cache_gb: with methods that make rollouts by a program on `transformers` (no vLLM): GB (1e9 bytes) of
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
@@ -30,7 +34,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     Raises:
         ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
-            `rollout_cache_gb` that is negative or not finite.
+            `rollout_cache_gb` that is negative or not finite, a `max_unrewarded_batches` below 0.
     """
 
     methods: list[str] = field(
@@ -43,6 +47,13 @@ class GRPOConfig(trl.GRPOConfig):
     method_params: dict[str, Any] | str | None = field(
         default=None,
         metadata={"help": 'Parameters of the methods, e.g. \'{"mc_grpo": {"mad_eps": 0.001}}\'.'},
+    )
+    max_unrewarded_batches: int = field(
+        default=MAX_UNREWARDED_BATCHES,
+        metadata={
+            "help": "With methods: batches in a row in which no completion may have a reward. They are skipped; one "
+            "more ends the run."
+        },
     )
     rollout_cache_gb: float = field(
         default=4.0,
@@ -57,6 +68,7 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
+        check_max_unrewarded_batches(self.max_unrewarded_batches, "max_unrewarded_batches")
         self.methods = registry.parse_methods(self.methods)
         self.method_params = registry.parse_method_params(self.method_params)
         registry.select(self.methods, self.method_params)  # fail before anything expensive happens

@@ -159,7 +159,7 @@ class GenerationBatch:
         def more() -> tuple[PlanRow, ...]:
             if not books:
                 rows = self._first_plan()
-                books.append(Rounds(self.stack, rows, self.group_size, self.batch_rows))
+                books.append(Rounds(self.stack, rows, self.group_size, self.batch_rows, self.known.size))
             else:
                 group = torch.tensor([m.group for m in made])
                 reward = weighted_reward(torch.tensor([m.reward for m in made]).double(), weights)

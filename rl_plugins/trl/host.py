@@ -35,9 +35,13 @@ class Accelerator(Protocol):
     process_index: int
     is_main_process: bool
     device: torch.device
+    scaler: Any
+    sync_gradients: bool
+    optimizer_step_was_skipped: bool
 
     def gather(self, tensor: Tensor) -> Tensor: ...
     def unwrap_model(self, model: Any) -> Any: ...
+    def clip_grad_norm_(self, parameters: Any, max_norm: float) -> Any: ...
 
 
 class State(Protocol):

@@ -78,8 +78,7 @@ def before_update(trainer: Trainer) -> float:
     Returns:
         A factor on the learning rate.
     """
-    first = trainer._step % trainer.args.steps_per_generation
-    window = trainer._buffered_inputs[first : first + trainer.current_gradient_accumulation_steps]
+    window = _window(trainer)
     parts = gather(trainer.accelerator, _rows_of(trainer, window))
     asked = update.before_update(trainer.methods, parts, trainer.accelerator.process_index)
     for name, values in asked.columns.items():
@@ -91,12 +90,28 @@ def before_update(trainer: Trainer) -> float:
     return asked.lr_scale
 
 
+def nothing_trained(trainer: Trainer, inputs: HostBatch) -> bool:
+    """Whether rows left, and with them every token of the coming optimizer step, on all ranks. AdamW would move the
+    weights without a gradient, too."""
+    if "rlp_num_rows" not in inputs:
+        return False
+    tokens = torch.stack([loss_mask(b).sum() for b in _window(trainer)]).sum()
+    return int(inputs["num_items_in_batch"]) == 0 or int(trainer.accelerator.gather(tokens).sum()) == 0
+
+
 def no_loss(trainer: Trainer) -> Tensor:
-    """A loss without any parameter. DeepSpeed wants gradients of what a rank holds whole: there they are 0."""
+    """A loss without any parameter. A loss scale (fp16), and DeepSpeed of what a rank holds whole, want gradients: there
+    they are 0, and the optimizer does not see them either, see checkpoint.py."""
     zero = torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
-    if not trainer.is_deepspeed_enabled:
+    if trainer.accelerator.scaler is None and not trainer.is_deepspeed_enabled:
         return zero
     return zero + sum(0.0 * p.sum() for p in trainer.model.parameters() if p.requires_grad and p.numel())
+
+
+def _window(trainer: Trainer) -> list[HostBatch]:
+    """Micro-batches of the coming optimizer step, of this rank."""
+    first = trainer._step % trainer.args.steps_per_generation
+    return trainer._buffered_inputs[first : first + trainer.current_gradient_accumulation_steps]
 
 
 def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:

@@ -16,7 +16,7 @@ from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
-from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, MethodStack, build_stack
 from rl_plugins.trl import facts, hosts, logs, loss
 from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import MethodsCallback
@@ -52,6 +52,7 @@ class MethodsMixin(_Host):
     train_dataset: Any
     _generation_batch: GenerationBatch | None = None
     _loss_pass: loss.LossPass | None = None
+    _nothing_trained = False  # in the optimizer step that is being made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
@@ -89,7 +90,10 @@ class MethodsMixin(_Host):
         """
         config = given.get("args")
         self.methods = build_stack(
-            getattr(config, "methods", None), getattr(config, "method_params", None), getattr(config, "seed", 0)
+            getattr(config, "methods", None),
+            getattr(config, "method_params", None),
+            getattr(config, "seed", 0),
+            getattr(config, "max_unrewarded_batches", MAX_UNREWARDED_BATCHES),
         )
         if not self.methods:
             return contextlib.nullcontext()
@@ -228,16 +232,22 @@ class MethodsMixin(_Host):
 
     # ---- one optimizer step
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = super().training_step(*args, **kwargs)
+        if self.methods:
+            self._methods_callback.check_gradient()
+        return result
+
     def compute_loss(self, model: Any, inputs: HostBatch, *args: Any, **kwargs: Any) -> Any:
         host = super().compute_loss
         if not self.methods or not self.model.training:
             return host(model, inputs, *args, **kwargs)
         if self._step % self.current_gradient_accumulation_steps == 0:
-            if self.methods.claims["before_update"]:
+            self._nothing_trained = not self.methods.trains or loss.nothing_trained(self, inputs)
+            self._methods_callback.idle = self._nothing_trained
+            if self.methods.claims["before_update"] and not self._nothing_trained:
                 self._methods_callback.lr_scale *= loss.before_update(self)
-            empty = "rlp_num_rows" in inputs and int(inputs["num_items_in_batch"]) == 0
-            self._methods_callback.idle = empty or not self.methods.trains
-        if not self.methods.trains:
+        if self._nothing_trained:
             return loss.no_loss(self)
         seam = self.seams.transform_per_token_loss and self.methods.aggregation == "host"
         self._loss_pass = loss.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)

@@ -38,6 +38,7 @@ PINNED: tuple[Pinned, ...] = (
     Pinned(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
     Pinned(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
     Pinned(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
+    Pinned(_TRAINER, "_update_critic", _BATCH, "no optimizer step where nothing is trained"),
     Pinned(_TRAINER, "_update_actor", _BATCH, "no optimizer step where nothing is trained; logged values"),
     Pinned(
         f"{_V1}.replay_buffer:ReplayBuffer",

@@ -8,7 +8,12 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.stack import (
+    MAX_UNREWARDED_BATCHES,
+    MethodStack,
+    build_stack,
+    check_max_unrewarded_batches,
+)
 
 # Registered name -> the mode of verl it follows.
 MODES = {
@@ -16,7 +21,7 @@ MODES = {
     "rl_plugins_colocate_async": "colocate_async",
     "rl_plugins_separate_async": "separate_async",
 }
-KEYS = ("methods", "method_params", "rewards")
+KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,8 @@ class Settings:
         method_params: method -> parameter -> value.
         rewards: key of the reward function's answer -> weight: the reward functions that methods see. Their weighted
             sum is then the reward, in place of "score".
+        max_unrewarded_batches: generation batches in a row in which no completion may have a reward (a service is
+            down). They are skipped: no optimizer step, no hook after `rewards`. One more ends the run.
         seed: of the run (`data.seed`, 0 if it is not set).
     """
 
@@ -35,6 +42,7 @@ class Settings:
     method_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
+    max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
 
     def stack(self) -> MethodStack:
         """The methods, built anew.
@@ -42,7 +50,8 @@ class Settings:
         Raises:
             ConfigError: see `build_stack`.
         """
-        return build_stack(list(self.methods), {k: dict(v) for k, v in self.method_params.items()}, self.seed)
+        params = {k: dict(v) for k, v in self.method_params.items()}
+        return build_stack(list(self.methods), params, self.seed, self.max_unrewarded_batches)
 
 
 def read_settings(config: Any) -> Settings | None:
@@ -67,7 +76,14 @@ def read_settings(config: Any) -> Settings | None:
     methods = registry.parse_methods(plain.get("methods") or [])
     params = registry.parse_method_params(plain.get("method_params"))
     seed = OmegaConf.select(config, "data.seed")
-    return Settings(tuple(methods), params, _rewards(plain.get("rewards"), config), int(seed or 0))
+    most = plain.get("max_unrewarded_batches", MAX_UNREWARDED_BATCHES)
+    return Settings(
+        methods=tuple(methods),
+        method_params=params,
+        rewards=_rewards(plain.get("rewards"), config),
+        seed=int(seed or 0),
+        max_unrewarded_batches=check_max_unrewarded_batches(most, "rl_plugins.max_unrewarded_batches"),
+    )
 
 
 def _rewards(given: Any, config: Any) -> dict[str, float]:

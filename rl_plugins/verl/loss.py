@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.runtime.update import before_update, masked_sum, regularizer, surrogate
+from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
 from rl_plugins.verl.host import ActorConfig, Columns, TrainingEngine
@@ -191,10 +192,12 @@ class MethodsLoss:
         finally:
             for g, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
+        values: dict[str, float] = {}
         if self.stack.claimed("before_update", "policy_loss", "regularize"):
             values = combine(_gather(self.stack.metrics.take(), group))
-            if engine.is_mp_src_rank_with_outputs():
-                output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
+        if engine.is_mp_src_rank_with_outputs():
+            values[SKIPPED] = float(not math.isfinite(output["metrics"]["grad_norm"]))  # verl's engines leave it out
+            output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
         return output
 
     def _before_update(self, engine: TrainingEngine, data: Columns, group: Any) -> float:
@@ -293,7 +296,10 @@ def take_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     """Takes what methods logged in the workers out of verl's metrics."""
     prefix = f"actor/{METRIC}"
     found = [key for key in metrics if key.startswith(prefix)]
-    return {bytes.fromhex(key.removeprefix(prefix)).decode(): float(metrics.pop(key)) for key in sorted(found)}
+    values = {bytes.fromhex(key.removeprefix(prefix)).decode(): float(metrics.pop(key)) for key in sorted(found)}
+    if values.get(SKIPPED) == 0:
+        del values[SKIPPED]
+    return values
 
 
 def _names(data: Columns) -> list[str]:

@@ -24,6 +24,7 @@ from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.runtime.update import SKIPPED, SkippedSteps
 from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
     Decisions,
@@ -65,6 +66,7 @@ class MethodsTrainer(host.Trainer):
         self._settled: Settled | None = None
         self._first_balance, self._ranks = False, 1  # which balance of a batch this is, and ranks that train
         self._logged: list[dict[str, float]] = []
+        self._skipped = SkippedSteps()
         self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the batch that is generated
         self._planned_prompts = 0
         super().__init__(config)
@@ -178,7 +180,8 @@ class MethodsTrainer(host.Trainer):
     def _rounds(self, batch: host.Batch, global_steps: int) -> host.Batch:
         """The batch with the rollouts of all further rounds."""
         size = self._prompts.group_size
-        rounds = Rounds(self.methods, list(self._submitted.values()), size, self.config.data.train_batch_size * size)
+        budget = self.config.data.train_batch_size * size
+        rounds = Rounds(self.methods, list(self._submitted.values()), size, budget, len(self.train_dataset))
         while True:
             rows = fetch(batch)
             notes = notes_of(rows)
@@ -285,8 +288,6 @@ class MethodsTrainer(host.Trainer):
         self._logged.append(dict(settled.metrics))
         batch = settled.batch
         if settled.nothing:
-            names = ", ".join(f"`{n}`" for n in self.methods.names)
-            self.methods.warn_once(f"Every row of a batch left ({names}): no optimizer step was made for it.")
             return batch
         batch = super()._balance_batch(batch, metrics)
         if any(m.whole_groups for m in self.methods.methods):
@@ -300,12 +301,18 @@ class MethodsTrainer(host.Trainer):
         group = [None if is_padding(tag) else n for tag, n in zip(batch.tags, numbers, strict=True)]
         batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, self._ranks))
 
+    def _update_critic(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
+        if self._settled is not None and self._settled.nothing:
+            return batch
+        return super()._update_critic(batch, metrics)
+
     def _update_actor(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         if not self.methods.trains or (self._settled is not None and self._settled.nothing):
             return batch
         batch = super()._update_actor(batch, metrics)
         if self.methods:
             values = loss.take_metrics(metrics)
+            self._skipped.count(self.methods, values.get(SKIPPED, 0.0))
             self.methods.stats = values
             self._logged.append({f"actor/{name}": value for name, value in values.items()})
         return batch

@@ -420,6 +420,41 @@ class Unfilled(Probe):
         return torch.arange(len(rollouts)) != 3
 
 
+class Steep(Probe):
+    """A term that is finite, as its gradient is, which the model's is not, in the batches `first` to `last`."""
+
+    name = "steep"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        first: int = param(1, "batch")
+        last: int = param(1000, "batch")
+
+    def shape(self, rollouts, tokens):
+        batch = torch.full((len(rollouts),), rollouts.batch, dtype=torch.float64)
+        return Shape(row_columns={"batch": batch})
+
+    def regularize(self, terms):
+        batch = int(terms.columns["batch"].max())
+        scale = 1e37 if self.params.first <= batch <= self.params.last else 0.0
+        return scale * (terms.logprobs - terms.logprobs.detach())
+
+
+class Nearly(Probe):
+    """In the batch `empty` one row stays of all; in the one behind it none."""
+
+    name = "nearly"
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        empty: int = param(1, "batch")
+
+    def select(self, rollouts):
+        stay = torch.zeros(len(rollouts), dtype=torch.bool)
+        stay[0] = rollouts.batch == self.params.empty
+        return stay | (rollouts.batch < self.params.empty)
+
+
 class Versions(Probe):
     """Wants to know which policy made each token."""
 

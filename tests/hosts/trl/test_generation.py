@@ -7,6 +7,7 @@ import torch
 import trl
 from datasets import IterableDataset
 from harness import history, length, make, score, stub_sampling, weights
+from transformers import TrainerCallback
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError, MethodError
@@ -409,7 +410,65 @@ def test_no_reward_at_all_is_an_error(tmp_path):
         def score_nothing(completion_ids, **kwargs):
             return [None] * len(completion_ids)
 
-        run(tmp_path, ["noop"], reward=score_nothing)
+        run(tmp_path, ["noop"], reward=score_nothing, max_unrewarded_batches=0)
+
+
+class Outage:
+    """A reward service that is down in these generation batches."""
+
+    __name__ = "service"
+
+    def __init__(self, *batches):
+        self.batches = batches
+
+    def __call__(self, completion_ids, trainer_state=None, **kwargs):
+        down = trainer_state.global_step in self.batches
+        return [None] * len(completion_ids) if down else score(completion_ids)
+
+
+def test_an_outage_of_the_rewards_is_skipped_counted_and_resumed(tmp_path):
+    """Batches 2 and 3 of 6 have no reward: the weights rest, the method's state does not see them, and a run that is
+    resumed in the middle of the outage counts on. One batch more ends the run, and the checkpoint before it is good."""
+    weights_at = {}
+
+    class Watch(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            weights_at[state.global_step] = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    options = dict(
+        optim="adamw_torch", weight_decay=0.1, learning_rate=0.01, save_strategy="steps", save_steps=1, max_steps=6
+    )
+    t, _ = run(tmp_path, ["counter"], reward=Outage(2, 3), max_unrewarded_batches=2, callbacks=[Watch()], **options)
+    rests = [torch.equal(weights_at[k], weights_at[k + 1]) for k in range(1, 6)]
+    assert rests == [False, True, True, False, False]
+    assert history(t, "rl_plugins/unrewarded_batches") == [1.0, 2.0, 2.0, 2.0]
+    assert history(t, "rl_plugins/rows_trained") == [0.0, 0.0], "in the other batches it is TRL's own number"
+    assert t.methods.methods[0].state["steps"] == 4
+    checkpoint = str(tmp_path / "out" / "checkpoint-3")
+    with pytest.raises(MethodError, match="in the 2 batches before \\(max_unrewarded_batches=2\\)"), stub_sampling():
+        make(tmp_path, ["counter"], reward=Outage(2, 3, 4), max_unrewarded_batches=2, **options).train(checkpoint)
+    again = make(tmp_path, ["counter"], reward=Outage(2, 3), max_unrewarded_batches=2, **options)
+    with stub_sampling():
+        again.train(checkpoint)
+    assert (weights(again) - weights(t)).abs().max() < 1e-6
+    assert _same_state(again, t)
+
+
+def _same_state(a, b):
+    a, b = a.methods.state_dict(""), b.methods.state_dict("")
+    names = ("batch", "unrewarded", "unrewarded_in_a_row", "extra_prompts")
+    state = [s["methods"]["counter"]["state"] for s in (a, b)]
+    return [a[n] for n in names] == [b[n] for n in names] and torch.equal(state[0]["seen"], state[1]["seen"])
+
+
+@pytest.mark.parametrize("methods", ["probing", "talk", "april", "mc_grpo", "noop"])
+def test_a_batch_without_a_reward_is_skipped_however_it_was_made(tmp_path, methods):
+    """In rounds, by programs, from a queue, with spare rollouts; under a loss with which no row may leave otherwise."""
+    loss_type = "bnpo" if methods == "noop" else "dapo"
+    t, spy = run(tmp_path, [methods], stub=methods != "april", reward=Outage(0), max_steps=2, loss_type=loss_type)
+    assert history(t, "rl_plugins/unrewarded_batches") == [1.0, 1.0] and history(t, "grad_norm")[0] == 0.0
+    trained = [int(b.decided.decision.trained.sum()) for b in spy.batches_of_driver]
+    assert trained[0] == 0 and trained[1] > 32 and history(t, "grad_norm")[1] > 0
 
 
 def test_too_few_rewards_are_an_error(tmp_path):

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import history, length, make, score, stub_sampling, weights
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from rl_plugins.errors import MethodError
+from rl_plugins.runtime import update
 
 pytestmark = pytest.mark.host
 
@@ -209,6 +214,105 @@ def test_nothing_kept_moves_nothing(tmp_path, monkeypatch):
     t = run(tmp_path, ["half"], optim="adamw_torch", weight_decay=0.1)
     assert torch.equal(weights(t), weights(make(tmp_path)))
     assert history(t, "grad_norm") == [0.0, 0.0]
+
+
+class Steps(TrainerCallback):
+    """Weights before each optimizer step, and how many the optimizer has made of each parameter."""
+
+    def __init__(self):
+        self.weights, self.made = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        states = optimizer.optimizer.state.values()
+        self.made.append(max((int(s["step"]) for s in states), default=0))
+
+
+ADAM = dict(optim="adamw_torch", weight_decay=0.1, learning_rate=0.01)
+
+
+def test_a_step_without_a_row_is_none_for_the_optimizer(tmp_path, caplog):
+    """After two steps AdamW has momentum. Of the next batch, in two steps, one row stays; of the last none: the weights
+    rest in the steps without a token, and the optimizer does not count them."""
+    steps = Steps()
+    options = dict(steps_per_generation=2, gradient_accumulation_steps=1, max_steps=6, **ADAM)
+    t = run(tmp_path, ["nearly"], callbacks=[steps], **options)
+    after = [*steps.weights[1:], weights(t)]
+    rests = [torch.equal(a, b) for a, b in zip(steps.weights, after, strict=True)]
+    assert rests[:2] == [False, False] and sorted(rests[2:4]) == [False, True] and rests[4:] == [True, True]
+    assert steps.made[1] == 2 and steps.made[-1] == 3
+    assert history(t, "rl_plugins/rows_trained")[-2:] == [1.0, 0.0]
+    assert history(t, "grad_norm")[4:] == [0.0, 0.0] and history(t, "loss")[4:] == [0.0, 0.0]
+    assert caplog.text.count("Every row of a batch left (`nearly`)") == 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_weights_move(tmp_path, max_grad_norm):
+    """A method's term and its gradient are finite, that of the model is not. The last checkpoint is good."""
+    options = dict(max_grad_norm=max_grad_norm, save_strategy="steps", save_steps=1, max_steps=3, **ADAM)
+    made = []
+
+    def build(**params):
+        made.append(make(tmp_path, ["steep"], method_params={"steep": params}, **options))
+        return made[-1]
+
+    with stub_sampling():
+        with pytest.raises(MethodError, match=r"gradient is (nan|inf).*In the loss: `steep` \(regularize\)") as error:
+            build().train()
+        assert "Remove the method from `methods`" in str(error.value)
+        saved = load_file(tmp_path / "out" / "checkpoint-1" / "model.safetensors")
+        assert not (tmp_path / "out" / "checkpoint-2").exists()
+        for name, value in made[0].model.state_dict().items():
+            assert name not in saved or torch.equal(value, saved[name]), name
+        resumed = build(first=9)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert resumed.state.global_step == 3 and bool(weights(resumed).isfinite().all())
+    assert difference(resumed, made[0]) > 1e-4
+
+
+class LossScale(TrainerCallback):
+    """A loss scale as fp16 has it, on a CPU."""
+
+    def __init__(self, accelerator, scale):
+        self.accelerator, self.scaler = accelerator, torch.amp.GradScaler("cpu", init_scale=scale)
+        accelerator.scaler, accelerator.native_amp = self.scaler, True
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.accelerator.state._mixed_precision = "fp16"
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.accelerator.state._mixed_precision = "no"
+
+
+def scaled(tmp_path, methods, scale, **options):
+    t = make(tmp_path, methods, **{**ADAM, **options})
+    t.add_callback(LossScale(t.accelerator, scale))
+    try:
+        with stub_sampling():
+            t.train()
+    finally:
+        t.accelerator.state._mixed_precision = "no"
+    return t
+
+
+def test_an_overflow_of_a_loss_scale_ends_no_run(tmp_path, caplog):
+    """It is ordinary, and the scaler skips the step: that is counted. A step without a row is none there either."""
+    params = {"nearly": {"empty": 2}, "steep": {"first": 0, "last": 0}}
+    steps = Steps()
+    t = scaled(tmp_path, ["nearly", "steep"], 2.0**16, max_steps=4, method_params=params, callbacks=[steps])
+    assert history(t, "rl_plugins/steps_skipped") == [1.0, 0.0, 0.0, 0.0]
+    assert torch.equal(steps.weights[1], steps.weights[0]) and torch.equal(steps.weights[3], weights(t))
+    assert bool(weights(t).isfinite().all()) and moved(t, tmp_path) > 1e-4
+    assert caplog.text.count("the host skips the step") == 1
+
+
+def test_a_loss_scale_that_only_overflows_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(update, "MAX_SKIPPED", 3)
+    message = r"NaN or infinite 3 times in a row.*the weights are good.*`steep` \(regularize\)"
+    with pytest.raises(MethodError, match=message):
+        scaled(tmp_path, ["steep"], 2.0**16, max_steps=5, method_params={"steep": {"first": 0}})
 
 
 def test_several_rewards_and_none(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from rl_plugins.demo.policy import build_tokenizer, load_policy
 
 pytestmark = pytest.mark.host
 
-PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "ladder+mc_grpo", "ladder"]
+PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
+PLACES += ["ladder+mc_grpo", "ladder"]
 REWARD = [
     "reward.custom_reward_function.path=pkg://verl_programs",
     "reward.custom_reward_function.name=reward",
@@ -33,6 +35,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"+carousel=[{','.join(PLACES)}]",
             "+rl_plugins.methods=[ladder]",
             "+carousel_params.mc_grpo.mad_eps=0.1",
+            "+carousel_params.steep.first=0",
             f"trainer.total_training_steps={len(PLACES)}",
             f"trainer.test_freq={len(PLACES)}",
             "data.val_max_samples=4",
@@ -41,6 +44,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ],
         trainer="carousel",
         RL_PLUGINS_TEST_DUMP="1",
+        RL_PLUGINS_TEST_OUTAGE=str(PLACES.index("watch") + 1),
     )
 
 
@@ -64,13 +68,34 @@ def test_without_optimizer_steps_nothing_moves(carousel: Run) -> None:
     for number in (1, 2):
         logged = carousel.metrics(number)
         assert logged["rl_plugins/rows_generated"] == 64 and "actor/grad_norm" not in logged
-    assert [u["lr"] for u in carousel.updates()] == pytest.approx([6e-5 * k for k in range(6)])
+    assert [u["lr"] for u in carousel.updates()] == pytest.approx([6e-5 * k for k in range(7)])
 
 
 def test_a_batch_of_which_no_row_stays_makes_no_step(carousel: Run) -> None:
     s, logged = step(carousel, "gone"), carousel.metrics(PLACES.index("gone") + 1)
     assert not bool(s["decision"].trained.any()) and s["batch_rows"] == 1
     assert logged["gone/seen"] == 64 and logged["rl_plugins/rows_trained"] == 0 and "actor/grad_norm" not in logged
+
+
+def test_an_outage_of_the_rewards_is_skipped_and_counted(carousel: Run) -> None:
+    """verl itself would train on rewards that are NaN. No hook after `rewards` sees the batch."""
+    number = PLACES.index("watch")
+    s, logged = step(carousel, "watch"), carousel.metrics(number + 1)
+    assert bool(s["decision"].rollouts.reward.isnan().all()) and not bool(s["decision"].trained.any())
+    assert logged["rl_plugins/unrewarded_batches"] == 1 and logged["rl_plugins/rows_trained"] == 0
+    assert "actor/grad_norm" not in logged and not (carousel.folder / f"watch{number}.pt").exists()
+    assert "Not one of the 64 completions has a reward" in carousel.log
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(carousel: Run) -> None:
+    logged = carousel.metrics(PLACES.index("steep") + 1)
+    assert not math.isfinite(logged["actor/grad_norm"]) and logged["actor/rl_plugins/steps_skipped"] == 1.0
+    update, after = (
+        next(u for u in carousel.updates() if u["methods"] == m) for m in (["steep"], ["ladder", "mc_grpo"])
+    )
+    assert not math.isfinite(update["grad_norm"]) and update["optimizer_steps"] == after["optimizer_steps"]
+    assert all(torch.equal(update["weights"][name], value) for name, value in after["weights"].items())
+    assert "the host skips the step" in carousel.log and "In the loss: `steep` (regularize)" in carousel.log
 
 
 # ---- an agent whose turns are compared
@@ -203,8 +228,8 @@ def test_calls_that_hang_and_raise(carousel: Run) -> None:
 
 def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
     updates = carousel.updates()
-    assert [u["methods"] for u in updates] == [p.split("+") for p in PLACES if p not in ("idle", "gone")]
-    for update in updates:
+    assert [u["methods"] for u in updates] == [p.split("+") for p in PLACES if p not in ("idle", "gone", "watch")]
+    for update in [u for u in updates if u["methods"] != ["steep"]]:
         norm, rows = reference([update])
         assert update["global_batch_size"] == rows == 64, update["methods"]
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), update["methods"]

@@ -291,6 +291,17 @@ def test_step_without_a_token_moves_nothing(engine, rows, methods, empty):
     assert only.metrics["actor/grad_norm"] == 0.0 and only.metrics["actor/loss"] == 0.0 and not only.methods
 
 
+def test_a_step_whose_gradient_is_not_finite_moves_nothing_and_is_counted(engine, rows):
+    """verl's engine leaves it out with a line in the log of the worker; the step before it counts as it is."""
+    batches = [r.but(row_columns={"batch": float(i >= 8)}) for i, r in enumerate(rows)]
+    case = Case(batches, ("steep",), steps=2, optimizer="AdamW", lr=0.01)
+    result = engine.train(case)
+    assert torch.equal(result.weights, engine.train(case.but(rows=batches[:8], steps=1)).weights)
+    assert result.methods == {"rl_plugins/steps_skipped": 0.5}
+    assert not math.isfinite(result.metrics["actor/grad_norm"]) and bool(result.weights.isfinite().all())
+    assert engine.train(case.but(rows=batches[:8], steps=1)).methods == {}
+
+
 # ---- metrics
 
 

@@ -38,6 +38,8 @@ def _carousel(module: object) -> None:
 
         class Watched(cls):
             def _next_train_batch(self, num_prompts=None):
+                down = str(self.global_steps) in os.environ.get("RL_PLUGINS_TEST_OUTAGE", "").split(",")
+                (OUT / "outage").touch() if down else (OUT / "outage").unlink(missing_ok=True)
                 batch = super()._next_train_batch(num_prompts)
                 note(
                     "plan",

@@ -40,6 +40,8 @@ class Ladder:
 def reward(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     """The environment's score where the program noted one, else the share of odd digits."""
     note("scored", text=solution_str)
+    if (OUT / "outage").exists():
+        return {"score": math.nan, "length": 0.0, "had_score": 0.0, "edited": 0.0}
     noted = extra_info.get("score")
     if noted is None or math.isnan(noted):
         noted = sum(c in "13579" for c in solution_str) / 10
