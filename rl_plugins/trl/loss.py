@@ -100,8 +100,8 @@ def nothing_trained(trainer: Trainer, inputs: HostBatch) -> bool:
 
 
 def no_loss(trainer: Trainer) -> Tensor:
-    """A loss without any parameter. A loss scale (fp16) wants gradients, and DeepSpeed of what a rank holds whole: there
-    they are 0, and the optimizer does not see them either, see checkpoint.py."""
+    """A loss without any parameter. A loss scale (fp16) and DeepSpeed want gradients of what a rank holds whole:
+    there they are 0, and the optimizer does not see them either, see checkpoint.py."""
     zero = torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
     if trainer.accelerator.scaler is None and not trainer.is_deepspeed_enabled:
         return zero
