@@ -23,7 +23,7 @@ from rl_plugins.rollouts import Shape
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run
-from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.runtime.stack import MethodStack, build_stack, check_max_unrewarded_batches
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.simulation import Simulation
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
@@ -791,3 +791,12 @@ def test_a_built_stack_knows_of_which_bundle_a_method_is():
 
 def test_a_stack_is_built_with_the_seed_0_unless_told():
     assert build_stack(["vade"]).seed == MethodStack([]).seed == 0
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "3", None])
+def test_the_limit_of_batches_without_a_reward_is_a_whole_number(value):
+    with pytest.raises(
+        ConfigError, match="max_unrewarded_batches=.* is given; it must be a whole number of at least 0"
+    ):
+        check_max_unrewarded_batches(value, "max_unrewarded_batches")
+    assert check_max_unrewarded_batches(0, "max_unrewarded_batches") == 0
