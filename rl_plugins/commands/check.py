@@ -27,12 +27,17 @@ def check_and_print(target: str, params: str | None = None) -> int:
         ConfigError: no such method, or it cannot be imported.
     """
     from rl_plugins.testing.contract import check_method
+    from rl_plugins.testing.contract.effects import idle_parameters
 
     given = _mapping(params)
     failed = False
     for cls in _classes(target):
         try:
             print(check_method(cls, **given))
+            for name, tried in idle_parameters(cls, **given).items():
+                if tried:  # texts and functions cannot be guessed
+                    values = shortened(", ".join(shown(value, 40) for value in tried), 120)
+                    print(f"  note         parameter `{name}` changed nothing on generated inputs; tried: {values}")
         except AssertionError as e:
             print(e)
             failed = True

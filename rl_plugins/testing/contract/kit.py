@@ -37,6 +37,7 @@ class Kit:
 
     def __init__(self, cls: type[Method], params: Mapping[str, Any], prepare: Any) -> None:
         self.cls, self.params, self.prepare = cls, dict(params), prepare
+        self.facts: dict[str, Any] = {}  # of the run, see `make_run`
         self.problems: dict[str, list[str]] = {}  # what is wrong -> where it was seen
         self.place = ""
         self.usable = True  # False: it does not run at all; further checks would repeat the same error
@@ -78,7 +79,8 @@ class Kit:
         stack = _QuietStack([*before, method])
         data = self.dataset
         columns = tuple(data.column_names)
-        stack.start(make_run(dataset=data, dataset_size=PROMPTS, columns=columns, group_size=GROUP_SIZE))
+        facts = dict(dataset=data, dataset_size=PROMPTS, columns=columns, group_size=GROUP_SIZE) | self.facts
+        stack.start(make_run(**facts))
         self.calls = []
         return stack
 

@@ -1,0 +1,379 @@
+"""Every parameter of every method changes something, and where it is declared to change nothing it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from test_contract import BUILT_IN, PARAMS, PREPARE
+
+from rl_plugins.agents import Observation
+from rl_plugins.commands.check import check_and_print
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Bundle, Method
+from rl_plugins.params import MethodParams, param
+from rl_plugins.runtime import registry
+from rl_plugins.testing.contract.effects import Beside, World, idle_parameters
+from rl_plugins.testing.engine import EOS
+
+
+def draw(*what: Any) -> float:
+    """A number in [0, 1) that depends on these alone."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4], "big") / 2**32
+
+
+def writes(*turns: str) -> Callable[[str], Mapping[str, float]]:
+    """A model that writes one of these texts in each turn, sure of it but where they part."""
+
+    def model(text: str) -> Mapping[str, float]:
+        place = text.rindex(">") + 1
+        begun, chances = text[place:], dict[str, float]()
+        for i, turn in enumerate(turns):
+            if turn.startswith(begun):
+                letter = turn[len(begun) : len(begun) + 1] or EOS
+                chances[letter] = chances.get(letter, 0.0) + 0.05 + draw(text[:place], i)
+        return chances or {EOS: 1.0}
+
+    return model
+
+
+class Bench:
+    """An environment whose answers depend on the action and on how many came before."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def reset(self, columns: Any) -> Observation:
+        return Observation("go", state="start")
+
+    def act(self, action: str) -> Observation:
+        self.taken += 1
+        chance = draw(action, self.taken)
+        text = "NameError" if chance > 0.6 else "ok" if chance > 0.3 else "Tool call success"
+        return Observation(text, chance, done=chance < 0.15, valid=chance < 0.35, state=self.taken % 3)
+
+    def score(self) -> float:
+        return float(self.taken)
+
+    def close(self) -> None:
+        pass
+
+
+class Desk(Bench):
+    """Another one."""
+
+    def act(self, action: str) -> Observation:
+        return super().act(f"{action}!")
+
+
+def several_rewards(names: Sequence[str]) -> Callable[[Any], Any]:
+    def prepare(r: Any) -> Any:
+        others = [torch.tensor([float(draw(n, i, g) < 0.5) for i, g in enumerate(r.group.tolist())]) for n in names[1:]]
+        rewards = torch.stack([r.reward, *(o.double() for o in others)], dim=1)
+        return r.replace(rewards=rewards, reward_names=tuple(names), reward_weights=torch.ones(len(names)).double())
+
+    return prepare
+
+
+def tool_texts(r: Any) -> Any:
+    def text(i: int, g: int) -> str:
+        parts = [f"<tool_response>{'Error' if draw(i, g, k) < 0.5 else 'fine'}</tool_response>" for k in range(i % 4)]
+        parts += ["<answer>1</answer>"] * (1 + (draw(g, i) < 0.4))
+        return "".join([*parts, "<|im_end|><|im_start|>assistant<|im_end|>" * (i % 2)])
+
+    return r.replace(raw_text=[text(i, g) for i, g in zip(r.rollout.tolist(), r.group.tolist(), strict=True)])
+
+
+def long_anchors(r: Any) -> Any:
+    """Texts of 300 letters of which the first differs, and short ones."""
+
+    def anchor(i: int) -> str:
+        if i % 2:
+            return f"room number {i % 5}"
+        return f"{i % 3}" + "".join("abcdefgh"[int(8 * draw(k))] for k in range(299))
+
+    return r.replace(turns=r.turns.replace(anchor=[anchor(i) for i in range(len(r.turns.row))]))
+
+
+def graded_turns(r: Any) -> Any:
+    keys = list(zip(r.turns.row.tolist(), r.turns.turn.tolist(), strict=True))
+    reward = torch.tensor([draw("reward", r.batch, *k) for k in keys], dtype=torch.float64)
+    return r.replace(turns=r.turns.replace(reward=reward, valid=torch.tensor([draw("valid", *k) < 0.8 for k in keys])))
+
+
+def episodes(r: Any) -> Any:
+    turns = [n + r.batch for n in r.length.tolist()]
+    reasons = [("done", "limit", "length", "error")[int(4 * draw(r.batch, i)) ** 2 // 3] for i in range(len(r))]
+    return r.replace(meta={"turns": turns, "stop_reason": reasons, "extended": [False] * len(r)})
+
+
+def head_features(r: Any) -> Any:
+    size = 14
+
+    def note(i: int) -> dict[str, Any]:
+        return {"features": [draw(r.batch, i, k) for k in range(size)], "keep": 0.05 + 0.95 * draw(i), "q": None}
+
+    return r.replace(meta={**r.meta, "arrol": [note(i) for i in range(len(r))]})
+
+
+def judge(prompt: Any, a: Any, b: Any) -> tuple[float, float]:
+    return draw(a, b, 1), draw(b, a, 2)  # it prefers places
+
+
+def advice(question: str) -> str:
+    text = f"{draw(question):.12f}"
+    operations = [
+        {"operation": "ADD", "content": text, "option": "add", "experience": text},
+        {"option": "merge", "merged_from": ["C0"]},
+    ]
+    return f"<Experiences>{text}</Experiences> ```json\n{json.dumps(operations)}\n```"
+
+
+NOWHERE = "http://127.0.0.1:9/v1"
+THREE = ("accuracy", "format", "length", "other")
+TURNS = ('x{"arguments": "ab"}', 'yy{"arguments": "ac"}', 'x{"name": "d", "arguments": "ab"}', "stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How the parameters of a method are tried, where generated inputs and guessed values do not do."""
+
+    world: World = dataclasses.field(default_factory=World)
+    values: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    settings: Sequence[Mapping[str, Any]] = ({},)
+    params: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES: dict[str, Case] = {
+    "aepo_rollout": Case(
+        World(model=writes("ab", "cd", "ce", "caba"), n=8, max_tokens=80),
+        {"environment": [Desk]},
+        params={"environment": Bench, "vocabulary": 8, "top_logprobs": 3},
+    ),
+    "arrol": Case(
+        World(prepare=head_features, n=8),
+        {"features": [lambda contexts: [[draw(c, k) for k in range(14)] for c in contexts]]},
+        ({"detect_tokens": 4},),
+        {"cold_start": 1, "min_keep": 1},
+    ),
+    "brpo": Case(
+        World(),
+        {"judge": [lambda prompt, a, b: "A"], "judge_url": ["http://127.0.0.1:8/v1"], "judge_key_env": ["PATH"]}
+        | {"judge_template": ["{prompt}{a}{b}"], "judge_batch_size": [2]},
+        ({}, {"judge": None, "judge_url": NOWHERE, "judge_model": "m", "judge_retries": 0}),
+        {"judge": judge},
+    ),
+    "cleaner": Case(
+        World(model=writes(*TURNS), max_tokens=600),
+        {
+            "role": ["assistant"],
+            "environment": [Desk],
+            "marker": ['"'],
+            "success_marker": ["ok"],
+            "patterns": [("Name",)],
+        },
+        ({}, {"marker": '{"'}, {"gamma": 0.8}),
+        {"environment": Bench, "marker": "{"},
+    ),
+    "drpo": Case(
+        World(prepare=several_rewards(THREE), facts={"reward_names": THREE}),
+        {"reward": ["format"]},
+        params=PARAMS["drpo"],
+    ),
+    "echo_labels": Case(values={"extract": [len]}),
+    "echo_tree": Case(
+        World(n=8),
+        {"max_branches": [2]},
+        (
+            {"entropy_delta_threshold": -1.0},
+            {"entropy_delta_threshold": -1.0, "branch_threshold": 1.0},
+            {"entropy_delta_threshold": -1.0, "alpha": 4.0},
+            {"delta_upper": 0.2, "delta_rise_steps": 1},
+            {"prune_threshold": 2.0},
+            {"tail_threshold": 2.0, "tail_decline_steps": 1},
+        ),
+        {"logprob_top_k": 5, "confidence_top_k": 2, "entropy_high": 0.9, "entropy_low": 0.3}
+        | {"branch_threshold": 1.5, "min_depth": 1, "alpha": 0.5, "max_branches": 5},
+    ),
+    "fission_grpo": Case(
+        World(
+            prepare=lambda r: several_rewards(THREE)(
+                r.replace(meta={**r.meta, "prompt": [[{"role": "user", "content": str(p)}] for p in r.meta["prompt"]]})
+            ),
+            facts={"reward_names": THREE},
+        ),
+        {"trigger": [50], "correctness": ["format"], "message": [lambda facts: "wrong"]},
+    ),
+    "fission_grpo_reward": Case(
+        World(prepare=several_rewards(THREE), facts={"reward_names": THREE}),
+        {"format": ["other"], "correctness": ["other"], "length": ["length"]},
+        params=PARAMS["fission_grpo_reward"],
+    ),
+    "gigpo": Case(World(prepare=long_anchors), {"similarity": [0.9]}),
+    "grpo_roc": Case(
+        World(prepare=tool_texts),
+        {"penalty": [lambda r: r.length]},
+        ({}, {"reject_equal_reward": False}),
+    ),
+    "latr": Case(
+        World(model=lambda text: {"a": 0.5, "b": 0.5} if draw(text) < 0.1 else {"c": 1.0}, n=6),
+        {"eta_steps": [(0, 1, 2, 3, 4)]},
+        ({"eta": (1.0,), "eta_steps": (0,)}, {}),
+        {"tau_abs": 0.1, "tau_rel": 0.9, "lookahead": (2, 4)},
+    ),
+    "m_grpo": Case(World(prepare=PREPARE["m_grpo"]), {"main_agent": ["sub"]}),
+    "m_grpo_rollout": Case(
+        World(model=writes("call a", "call bb", "end"), max_tokens=200),
+        {"parse": [lambda text: [text, text] if "call" in text else []]},
+        params={"parse": lambda text: [text] if "call" in text else []},
+    ),
+    "rtv_pdr": Case(
+        World(model=writes("Best: 1", "Best: 2", "1 or 2", "aa"), max_tokens=100),
+        {
+            "environment": [Bench],
+            "summarizer": [lambda problem, attempt: attempt[::-1]],
+            "judge": [lambda problem, summaries: 1 + len(summaries[0]) % 2],
+        },
+        ({}, {"training": "refined"}, {"training": "hard"}),
+    ),
+    "scope": Case(
+        World(
+            prepare=PREPARE["scope"],
+            model=writes("aa;bb;cc;dd", "ab;ba;ca", "aa;cb;d;e", "ba;bc;bd", "bb;cc;dd", "ca;cc;aa;bb;dd"),
+            reward=lambda text, columns: float(draw(text) < 0.4 or "right" in text),
+            columns={"solution": "right;end"},
+            max_tokens=60,
+            n=8,
+        ),
+        {
+            "prm": [lambda messages, steps, columns: [draw(s, 1) for s in steps]],
+            "corrector": [lambda messages, text, columns: "right;end"],
+            "separator": ["c"],
+            "solution_column": ["answer"],
+        },
+        ({}, {"min_correct": 9}, {"success_threshold": 2.0, "threshold": 0.3}),
+        {"prm": lambda messages, steps, columns: [draw(s) for s in steps], "separator": ";", "min_prefix": 0.1}
+        | {"min_step": 1},
+    ),
+    "training_free_grpo": Case(
+        World(),
+        {
+            "llm": [lambda text: advice(text + " ")],
+            "llm_url": ["http://127.0.0.1:8/v1"],
+            "llm_key_env": ["PATH"],
+            "library": [],  # files of the test
+            "learn": [],
+        },
+        ({}, {"llm": None, "llm_url": NOWHERE, "llm_model": "m", "llm_retries": 0}),
+        {"llm": advice},
+    ),
+    "turn_control": Case(
+        World(model=writes(*TURNS), prepare=episodes, max_tokens=400),
+        {"environment": [Desk], "limit": [2], "should_extend": [lambda environment: environment.taken % 2 == 0]}
+        | {
+            "window": [4],
+            "min_turns": [9],
+            "last_percentile": [52],
+            "role": ["assistant"],
+            "reminder": ["{remaining}"],
+            "extension_text": ["{extension}"],
+        },
+        (
+            {"calibration_episodes": 4},
+            {"calibration_episodes": 4, "calibration": "rolling", "update_every": 1},
+            {"limit": 2, "remind_from": 1},
+            {"limit": 2, "strategy": "dynamic", "extension": 2},
+        ),
+        {"environment": Bench},
+    ),
+    "ui_s1": Case(World(prepare=graded_turns), settings=({}, {"filter_by": "none"})),
+    "ui_s1_rollout": Case(
+        World(
+            model=writes("yes", "no", "perhaps"),
+            columns={"expert": [["a", "yes"], ["b", "no"], ["c", "yes"]], "other": [["a", "no"], ["b", "no"]]},
+        ),
+        {
+            "column": ["other"],
+            "match": [lambda response, wanted, columns: (response[0] == "y", 0.5)],
+            "write": [lambda messages, history, seen: [*messages, {"role": "user", "content": f"{len(history)}"}]],
+        },
+    ),
+    "v0": Case(
+        values={"prior": [lambda prompts, context: [draw(p) for p in prompts]], "prior_column": ["score"]},
+        settings=({}, {"prior": "column", "prior_column": "rate"}),
+        params={"max_rollouts": 5},
+    ),
+    "v0_5": Case(
+        values={"prior": [lambda prompts, context: [draw(p) for p in prompts]], "prior_column": ["score"]}
+        | {"prior_value": [0.25], "k_max": [3], "increment": [2]},
+        settings=(
+            {},
+            {"prior": "column", "prior_column": "rate"},
+            {"prior": "constant", "prior_value": 0.9},
+        ),
+        params={"k_init": 2, "k_max": 4, "cost": 0.0},
+    ),
+}
+
+
+def case_of(name: str, folder: Any) -> Case:
+    case = CASES.get(name, Case(World(prepare=PREPARE.get(name)), params=PARAMS.get(name, {})))
+    if name == "training_free_grpo":
+        path = folder / "library.json"
+        path.write_text(json.dumps({"format": 1, "experiences": {"G0": "look twice"}}))
+        learn = [Beside(False, {"llm": None, "library": str(path)})]
+        case = dataclasses.replace(case, values={**case.values, "library": [str(path)], "learn": learn})
+    return case
+
+
+METHODS = [name for name in BUILT_IN if not isinstance(registry.load(name), Bundle)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_parameter_changes_something(name: str, tmp_path: Any) -> None:
+    case = case_of(name, tmp_path)
+    cls: Any = registry.load(name)
+    assert idle_parameters(cls, case.world, case.values, case.settings, **case.params) == {}
+
+
+# ---- the search itself, and what `rl-plugins check` says
+
+
+@dataclasses.dataclass(frozen=True)
+class ToyParams(MethodParams):
+    scale: float = param(1.0, "of the advantages", gt=0)
+    unread: float = param(1.0, "of nothing", gt=0)
+    power: int = param(1, "of the scale", ge=1, only_if={"scale": 1.0})
+
+
+class Toy(Method):
+    name = "toy"
+    Params = ToyParams
+
+    def advantages(self, rollouts: Any) -> Any:
+        return self.params.scale**self.params.power * rollouts.reward.nan_to_num(nan=0.0)
+
+
+def test_a_parameter_that_nobody_reads_is_found() -> None:
+    idle = idle_parameters(Toy)
+    assert list(idle) == ["unread", "power"]  # 1 to any power is 1: the condition says the opposite of what is true
+    assert len(idle["unread"]) > 3 and 2.0 in idle["unread"] and len(idle["power"]) > 1
+
+
+def test_a_setting_that_cannot_be_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="`power` has no effect"):
+        idle_parameters(Toy, settings=({"scale": 2.0, "power": 2},))
+
+
+def test_check_notes_parameters_that_changed_nothing(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rl_plugins.commands.check._classes", lambda target: [Toy])
+    monkeypatch.setattr("rl_plugins.testing.contract.check_method", lambda cls, **params: "toy keeps the contract")
+    assert check_and_print("toy") == 0
+    out = capsys.readouterr().out
+    assert "note         parameter `unread` changed nothing on generated inputs; tried: 0.05, 2.0, " in out
+    assert "`scale`" not in out
