@@ -17,7 +17,7 @@ from typing import Any
 import trl
 from trl.scripts import grpo
 
-from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean, shown
+from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean, shortened, shown
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl.changes import changed
@@ -80,7 +80,7 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
         if argument.startswith("-") and name not in launch:
             _unknown(name, known, in_file=argument in of_file)
     if rest and not rest[0].startswith("-"):
-        raise ConfigError(f"The argument {rest[0]!r} belongs to no option. Write `--option value`.")
+        raise ConfigError(f"The argument {shown(rest[0])} belongs to no option. Write `--option value`.")
     return Arguments(
         script=_without(argv, rest),
         launch=rest,
@@ -157,10 +157,12 @@ def _config_file(argv: Sequence[str]) -> dict[str, Any]:
     path = next(iter(argv[argv.index("--config") + 1 :]), "")
     content = read_yaml(Path(path), f"The config {shown(path)}")
     if not isinstance(content, dict):
-        raise ConfigError(f"The config {path!r} holds no `key: value` lines. Give a YAML file with options of TRL.")
+        raise ConfigError(
+            f"The config {shown(path)} holds no `key: value` lines. Give a YAML file with options of TRL."
+        )
     variables = content.pop("env", None) or {}
     if not isinstance(variables, dict):
-        raise ConfigError(f"`env` in the config {path!r} is {variables!r}; it must map variables to values.")
+        raise ConfigError(f"`env` in the config {shown(path)} is {shown(variables)}; it must map variables to values.")
     os.environ.update({str(k): str(v) for k, v in variables.items()})
     return content
 
@@ -211,6 +213,7 @@ def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
 
 
 def _unknown(name: str, known: set[str], in_file: bool) -> None:
+    name = shortened(name, 80)
     bare = name.lstrip("-")
     what = f"The config file has the key `{bare}`" if in_file else f"The command line has the option `{name}`"
     hint = did_you_mean(bare, known)
@@ -223,7 +226,7 @@ def _unknown(name: str, known: set[str], in_file: bool) -> None:
 
 
 def _refuse(message: str) -> None:
-    raise ConfigError(f"The arguments cannot be read: {message}. See `rl-plugins trl grpo --help`.")
+    raise ConfigError(f"The arguments cannot be read: {shortened(message, 300)}. See `rl-plugins trl grpo --help`.")
 
 
 def _status(code: int) -> int:

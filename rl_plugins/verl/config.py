@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.errors import ConfigError, did_you_mean
+from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.config_text import DEEPEST, MOST_VALUES
 from rl_plugins.runtime.stack import (
     MAX_UNREWARDED_BATCHES,
     MethodStack,
@@ -65,13 +66,14 @@ def read_settings(config: Any) -> Settings | None:
     node = OmegaConf.select(config, "rl_plugins")
     if node is None:
         return None
-    plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    plain = plain_values(node)
     if not isinstance(plain, dict):
-        raise ConfigError(f"rl_plugins={plain!r} is given; it has the keys {', '.join(KEYS)}.")
+        raise ConfigError(f"rl_plugins={shown(plain)} is given; it has the keys {', '.join(KEYS)}.")
     for key in plain:
         if key not in KEYS:
+            named = shortened(key if isinstance(key, str) else shown(key), 80)
             raise ConfigError(
-                f"rl_plugins.{key} does not exist; allowed: {', '.join(KEYS)}.{did_you_mean(str(key), KEYS)}"
+                f"rl_plugins.{named} does not exist; allowed: {', '.join(KEYS)}.{did_you_mean(str(key), KEYS)}"
             )
     methods = registry.parse_methods(plain.get("methods") or [])
     params = registry.parse_method_params(plain.get("method_params"))
@@ -86,6 +88,36 @@ def read_settings(config: Any) -> Settings | None:
     )
 
 
+def plain_values(node: Any) -> Any:
+    """A node of OmegaConf as plain lists and mappings, interpolations followed one by one, for they can stand for more
+    than any memory holds.
+
+    Raises:
+        ConfigError: too many values or levels, or an interpolation that cannot be followed.
+    """
+    from omegaconf import DictConfig, ListConfig
+    from omegaconf.errors import OmegaConfBaseException
+
+    count = 0
+
+    def plain(value: Any, depth: int) -> Any:
+        nonlocal count
+        count += 1
+        if count > MOST_VALUES or depth > DEEPEST:
+            raise ConfigError(
+                f"The node `rl_plugins` of the config has more than {MOST_VALUES} values or {DEEPEST} levels, "
+                f"interpolations followed. Write out what the methods need."
+            )
+        if isinstance(value, DictConfig):
+            return {key: plain(value[key], depth + 1) for key in value}
+        return [plain(part, depth + 1) for part in value] if isinstance(value, ListConfig) else value
+
+    try:
+        return plain(node, 1)
+    except (OmegaConfBaseException, RecursionError) as e:
+        raise ConfigError(f"The node `rl_plugins` of the config cannot be read: {shortened(e, 300)}.") from None
+
+
 def _rewards(given: Any, config: Any) -> dict[str, float]:
     """Weights of reward components: ours, else those of verl's own GDPO estimator."""
     from omegaconf import OmegaConf
@@ -98,7 +130,7 @@ def _rewards(given: Any, config: Any) -> dict[str, float]:
         return {str(name): float(weight) for name, weight in dict(given).items()}
     except (TypeError, ValueError):
         raise ConfigError(
-            f"rl_plugins.rewards={given!r} is given; it maps keys of the reward function's answer to weights: "
+            f"rl_plugins.rewards={shown(given)} is given; it maps keys of the reward function's answer to weights: "
             f"+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
         ) from None
 
@@ -122,6 +154,7 @@ def compose(overrides: Sequence[str]) -> Any:
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
 
     folder = Path(verl_folder()) / "trainer" / "config"
     current = GlobalHydra.instance()
@@ -129,8 +162,9 @@ def compose(overrides: Sequence[str]) -> Any:
     try:
         with initialize_config_dir(config_dir=str(folder), version_base=None):
             return hydra_compose("ppo_trainer", overrides=list(overrides))
-    except HydraException as e:
-        raise ConfigError(f"hydra refuses the command line: {e}") from e
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, RecursionError) as e:
+        # an integer of thousands of digits, a name that fits into no path, 300 levels: hydra raises what it comes upon
+        raise ConfigError(f"hydra refuses the command line: {shortened(e, 500)}") from e
     finally:
         current.hydra = running
 

@@ -1,0 +1,42 @@
+"""Arguments of `rl-plugins trl grpo` that no run can have: a short ConfigError, whatever they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.trl.script import sort_arguments
+
+LONG = "x" * 20_000
+FILES = {
+    "a bomb": (
+        "a: &a [x, x]\n" + "".join(f"{n}: &{n} [{f'*{o}, ' * 90}]\n" for o, n in zip("abc", "bcd", strict=True)),
+        "more than",
+    ),
+    "digits": ("method_params: {mc_grpo: {mad_eps: " + "9" * 5000 + "}}", "is not readable as YAML"),
+    "levels": ("methods: " + "[" * 100_000, "levels"),
+    "an integer as key": ("1: 2", "the key 1 (int) is no text"),
+    "a long env": (f"env: {LONG}", "it must map variables to values"),
+    "a long key": (f"{LONG[:900]}: 1", "which neither `trl grpo` nor `accelerate launch` knows"),
+    "a list": ("[1, 2]", "holds no `key: value` lines"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_file_that_cannot_be(name: str, tmp_path: Path) -> None:
+    text, why = FILES[name]
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError) as e:
+        sort_arguments(["--config", str(tmp_path / "run.yaml")])
+    assert why in str(e.value) and len(str(e.value)) < 800
+
+
+@pytest.mark.parametrize(
+    "argv", [[LONG], [f"--{LONG}", "1"], ["--learning_rate", LONG]], ids=("word", "option", "value")
+)
+def test_a_command_line_that_cannot_be(argv: list[str]) -> None:
+    with pytest.raises(ConfigError) as e:
+        sort_arguments(argv)
+    assert len(str(e.value)) < 800
