@@ -587,7 +587,10 @@ def test_a_dry_run_of_plain_trl(run):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"loss_type": "bnpo"}, "`vade`, `mc_grpo` cannot be exact|`mc_grpo` cannot be exact"),
+        (
+            {"loss_type": "bnpo", "methods": ["v0_5"], "method_params": None},
+            "`v0_5` cannot be exact with it",
+        ),
         ({"dataset_streaming": True}, "`vade` needs a stable dataset row"),
         ({"reward_funcs": None}, "the run has no reward"),
         ({"reward_funcs": ["rl_plugins.demo.rewards.nothing"]}, "`rl_plugins.demo.rewards.nothing` cannot be loaded"),
@@ -608,7 +611,7 @@ def test_a_dry_run_names_what_would_fail(run, changes, problem):
 
 
 def test_a_dry_run_lists_all_problems(run):
-    config = run(loss_type="bnpo", reward_funcs=["no_module.reward"])
+    config = run(loss_type="bnpo", reward_funcs=["no_module.reward"], methods=["v0_5"], method_params=None)
     text = rl_plugins("doctor", "--config", config, status=1)
     assert "2 problems:" in text and "`no_module.reward`" in text and "loss_type='bnpo'" in text
 
@@ -759,15 +762,71 @@ def test_the_status_of_the_processes_is_passed_on(run, monkeypatch):
 
 
 def test_the_number_of_processes_of_a_dry_run(run, tmp_path, monkeypatch):
-    from rl_plugins.trl.script import launched_processes
+    from rl_plugins.trl.script import Launch, planned_launch
 
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none.yaml"))
-    assert launched_processes(sort_arguments("--num_processes", "3")) == 3
-    assert launched_processes(sort_arguments("--config", run(num_processes=5))) == 5
-    assert launched_processes(sort_arguments("--accelerate_config", "multi_gpu")) == 8
-    assert launched_processes(sort_arguments("--cpu")) == 1
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 6)
-    assert launched_processes(sort_arguments()) == 6
+    gpus = 1
+
+    def processes(*argv):
+        return planned_launch(sort_arguments(*argv)).processes
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 1)
+    assert processes("--num_processes", "3") == 1  # accelerate starts several on GPUs only, unless it is told how
+    assert processes("--config", run(num_processes=5)) == processes("--cpu", "--num_processes", "2") == 1
+    assert processes("--num_processes", "3", "--multi_gpu") == 3
+    assert processes("--accelerate_config", "multi_gpu") == processes("--accelerate_config", "fsdp2") == 8
+    assert processes("--accelerate_config", "fsdp2", "--num_processes", "2") == 2
+    assert planned_launch(sort_arguments("--accelerate_config", "zero3")) == Launch(8, deepspeed=True)
+    gpus = 6
+    assert processes() == 6 and processes("--num_processes", "3") == 3 and processes("--cpu") == 1
+    with pytest.raises(ConfigError, match="`accelerate launch` refuses its options: .*at least 2 processes"):
+        processes("--multi_gpu", "--num_processes", "1")
+
+
+@pytest.mark.host
+def test_a_dry_run_reports_as_many_processes_as_start(run, tmp_path):
+    """On a machine without GPUs `--num_processes 2` starts one."""
+    config = run(output_dir=str(tmp_path / "out"))
+    found = values(rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--dry-run"))
+    done = process("-m", "rl_plugins.cli", "trl", "grpo", "--config", config, "--num_processes", "2")
+    assert done.returncode == 0, done.stderr
+    assert "on each of 1 process per" in found["micro-batches"]
+    logged = dict(re.findall(r"'rl_plugins/rows_(\w+)': '(\d+)'", done.stdout))
+    assert logged["generated"] == found["rows generated"]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--use_vllm", "True"], "use_vllm=True needs the package vllm, which is not installed here"),
+        (["--accelerate_config", "zero3"], "the config of accelerate needs the package deepspeed"),
+        (["--use_peft", "--load_in_4bit"], "a quantized model needs the package bitsandbytes"),
+    ],
+)
+def test_a_dry_run_names_packages_that_are_missing(run, monkeypatch, options, problem):
+    """An error here, a note about another machine."""
+    here = importlib.util.find_spec
+    absent = ("vllm", "deepspeed", "bitsandbytes")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name in absent else here(name, *a))
+    config = run(use_cpu=False, bf16=False)
+    text = rl_plugins("trl", "grpo", "--config", config, *options, "--dry-run", status=1)
+    assert problem in text[text.rindex("problem") :], text
+
+
+def test_a_package_that_is_missing_here_is_a_note_about_another_machine(run):
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed here")
+    text = rl_plugins("doctor", "--config", run(use_vllm=True), "--world-size", "2")
+    assert "use_vllm=True needs the package vllm" in text[text.index("Notes") :]
+
+
+def test_an_option_of_vllm_is_not_shown_as_set_without_it(run):
+    config = run(methods=["minpro"], method_params=None, num_iterations=2)
+    assert "host options set" not in rl_plugins("doctor", "--config", config)
+    text = rl_plugins("doctor", "--config", run(methods=["minpro"], method_params=None, use_vllm=True),
+                      "--world-size", "1")  # fmt: skip
+    assert "host options set: vllm_importance_sampling_correction=False" in text
 
 
 def test_options_of_the_launcher_after_the_script_are_refused(run):
@@ -814,7 +873,15 @@ def test_a_real_run_started_by_the_command(run, tmp_path):
 
 @pytest.mark.host
 def test_a_real_run_that_is_refused_ends_with_one_paragraph(run):
-    done = process("-m", "rl_plugins.cli", "trl", "grpo", "--config", run(loss_type="bnpo"), "--cpu")
+    done = process(
+        "-m",
+        "rl_plugins.cli",
+        "trl",
+        "grpo",
+        "--config",
+        run(loss_type="bnpo", methods=["v0_5"], method_params=None),
+        "--cpu",
+    )
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and "rl-plugins: loss_type='bnpo' divides by the tokens" in done.stderr
 

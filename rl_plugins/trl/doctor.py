@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -48,11 +49,15 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
         stack = build_stack(arguments.methods, arguments.method_params)
     except ConfigError as e:
         return [str(e)]
-    processes = world_size or script.launched_processes(arguments)
     found = Findings()
     try:
-        known = _known_of(arguments.script, processes, world_size is not None, found)
-    except (ValueError, TypeError) as e:
+        launch = script.planned_launch(arguments)
+    except ConfigError as e:
+        return [str(e)]
+    processes = world_size or launch.processes
+    try:
+        known = _known_of(arguments.script, processes, world_size is not None, launch.deepspeed, found)
+    except (ValueError, TypeError, ImportError) as e:
         return [f"TRL refuses the config: {e}"]
     options: dict[str, Any] = {}
     try:
@@ -78,7 +83,7 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
     return found.problems
 
 
-def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findings) -> facts.KnownRun:
+def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings) -> facts.KnownRun:
     """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
     planned = type(
         "GRPOConfig",
@@ -96,6 +101,11 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
         else:
             found.problems.append(f"{text} Or give --world-size of another.")
         script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], planned)
+    missing = _missing_packages(args, model_args, deepspeed)
+    if elsewhere:
+        found.notes.extend(missing)
+    else:
+        found.problems.extend(missing)
     rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     rewards += script_args.reward_funcs or []
     if not rewards:
@@ -111,6 +121,24 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, found: Findi
 
 
 _OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
+
+
+def _missing_packages(args: GRPOConfig, model_args: Any, deepspeed: bool) -> list[str]:
+    """Packages that options ask for and that are not installed here."""
+    wanted = (
+        (args.use_vllm, "use_vllm=True", "vllm", "trl[vllm]"),
+        (deepspeed, "the config of accelerate", "deepspeed", "deepspeed"),
+        (args.deepspeed, "the option deepspeed", "deepspeed", "deepspeed"),
+        (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel", "liger-kernel"),
+        (model_args.use_peft, "use_peft=True", "peft", "peft"),
+        (model_args.load_in_4bit or model_args.load_in_8bit, "a quantized model", "bitsandbytes", "bitsandbytes"),
+    )
+    return [
+        f"{option} needs the package {module}, which is not installed here. Install it (pip install '{package}'), or "
+        f"remove the option."
+        for asked, option, module, package in wanted
+        if asked and importlib.util.find_spec(module) is None
+    ]
 
 
 def _missing_rewards(names: Sequence[str]) -> list[str]:

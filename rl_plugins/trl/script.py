@@ -6,6 +6,7 @@ The same script runs under any other launcher: `accelerate launch -m rl_plugins.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -137,18 +138,30 @@ def run(argv: Sequence[str]) -> None:
         grpo.main(*parsed)
 
 
-def launched_processes(arguments: Arguments) -> int:
-    """How many processes `accelerate launch` would start."""
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+@dataclass(frozen=True)
+class Launch:
+    """What `accelerate launch` would start: how many processes, and whether they are DeepSpeed's."""
 
-    options = _launch_namespace(arguments)
-    if options.num_processes is not None:
-        return int(options.num_processes)
-    if options.config_file is not None or (os.path.isfile(default_config_file) and not options.cpu):
-        return max(1, int(load_config_from_file(options.config_file).num_processes))
-    import torch
+    processes: int
+    deepspeed: bool
 
-    return 1 if options.cpu else max(1, torch.cuda.device_count())
+
+def planned_launch(arguments: Arguments) -> Launch:
+    """What `accelerate launch` would start.
+
+    Raises:
+        ConfigError: it would refuse its options.
+    """
+    from accelerate.commands import launch as accelerate_launch
+
+    with changed(logging.getLogger(accelerate_launch.__name__), disabled=True):  # it lists every default it takes
+        try:
+            options, *_ = accelerate_launch._validate_launch_command(_launch_namespace(arguments))
+        except (ValueError, OSError) as e:
+            raise ConfigError(f"`accelerate launch` refuses its options: {shown(str(e))}") from None
+    kinds = (options.use_deepspeed, options.use_fsdp, options.use_megatron_lm, options.multi_gpu, options.tpu)
+    several = any(kinds) and not options.cpu  # else it starts one process, whatever `num_processes` says
+    return Launch(int(options.num_processes) if several else 1, bool(options.use_deepspeed and not options.cpu))
 
 
 def _config_file(argv: Sequence[str]) -> dict[str, Any]:
