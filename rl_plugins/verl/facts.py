@@ -247,6 +247,13 @@ def without_effect(stack: MethodStack, config: Any) -> list[str]:
             default = default or Reader(_default_config())
             if now(name) != default(name):
                 found.append(f"{name}={now(name)} ({stack.claims[hook][0].name})")
+    actor = "actor_rollout_ref.actor"
+    alone = not now(f"{actor}.use_kl_loss", False) and not now(f"{actor}.entropy_coeff", 0)
+    if stack.claims["policy_loss"] and stack.aggregation == "sum" and alone:
+        name = f"{actor}.loss_agg_mode"
+        default = default or Reader(_default_config())
+        if now(name) != default(name):
+            found.append(f"{name}={now(name)} ({stack.claims['policy_loss'][0].name} brings its own sum)")
     return found
 
 

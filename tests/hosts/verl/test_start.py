@@ -226,6 +226,22 @@ def test_options_without_effect_are_listed() -> None:
     assert "host options without effect: actor_rollout_ref.actor.clip_ratio_high=0.28 (minpro)" in text
 
 
+def test_the_average_has_no_effect_on_a_sum_of_a_methods_own() -> None:
+    """Unless verl adds a term of its own, which it averages."""
+    agg = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean"
+    for more, methods, told in (
+        ([], "drpo", True),
+        ([], "minpro", False),
+        (["actor_rollout_ref.actor.use_kl_loss=True"], "drpo", False),
+        (["actor_rollout_ref.actor.entropy_coeff=0.1"], "drpo", False),
+    ):
+        c = config(agg, *more, methods=methods)
+        settings = read_settings(c)
+        assert settings is not None
+        text = describe(settings.stack(), {}, c)
+        assert (f"without effect: {agg} (drpo brings its own sum)" in text) == told
+
+
 def test_without_the_node_nothing_is_touched() -> None:
     c = compose(["algorithm.adv_estimator=grpo"])
     before = OmegaConf.to_yaml(c)
