@@ -739,8 +739,17 @@ def test_nothing_is_launched_when_something_is_wrong(run, launched):
     assert "Accelerate config nowhere" in rl_plugins(
         "trl", "grpo", "--config", run(), "--accelerate_config", "nowhere", status=2
     )
-    rl_plugins("trl", "grpo", "--config", run(), "--dry-run")
     assert launched == []
+
+
+def test_a_dry_run_starts_no_process(run, monkeypatch):
+    def starts(*args, **kwargs):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", starts)
+    monkeypatch.setattr("torch.distributed.run.run", starts)
+    for options in ([], ["--accelerate_config", "multi_gpu"], ["--accelerate_config", "fsdp2"]):
+        assert "One generation batch" in rl_plugins("trl", "grpo", "--config", run(), *options, "--dry-run")
 
 
 def test_the_status_of_the_processes_is_passed_on(run, monkeypatch):

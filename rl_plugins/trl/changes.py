@@ -36,6 +36,13 @@ CHANGES = (
         "script.launch",
     ),
     Change(
+        "the launchers in `accelerate.commands.launch`, while it is asked which it would call",
+        "as many processes are reported as would start",
+        "a dry run",
+        "none",
+        "script.planned_launch",
+    ),
+    Change(
         "`__init__` of `trl.GRPOTrainer`, while one of our trainers is made",
         "its arguments are seen as TRL gets them, whatever the constructors before it look like",
         "a config that names methods, or that the constructor makes itself",

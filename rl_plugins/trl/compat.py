@@ -85,12 +85,6 @@ PINNED = (
         "called: whether keys and values of a model can be kept",
     ),
     Pinned(
-        "accelerate.commands.launch",
-        "_validate_launch_command",
-        ("args",),
-        "called: what accelerate makes of its options and its config file, for the dry run",
-    ),
-    Pinned(
         "argparse:ArgumentParser", "_option_string_actions", None, "read: options of TRL's and accelerate's parsers"
     ),
 )

@@ -10,7 +10,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,21 +147,28 @@ class Launch:
 
 
 def planned_launch(arguments: Arguments) -> Launch:
-    """What `accelerate launch` would start.
+    """What `accelerate launch` would start: it is asked, with launchers that only note how they are called.
 
     Raises:
         ConfigError: it would refuse its options.
     """
     from accelerate.commands import launch as accelerate_launch
 
-    with changed(logging.getLogger(accelerate_launch.__name__), disabled=True):  # it lists every default it takes
+    called: list[tuple[str, Any]] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda *args: called.append((name, args[-1]))
+
+    launchers = {name: noting(name) for name in vars(accelerate_launch) if name.endswith("_launcher")}
+    log = logging.getLogger(accelerate_launch.__name__)  # it lists every default it takes
+    with changed(accelerate_launch, **launchers), changed(log, disabled=True):
         try:
-            options, *_ = accelerate_launch._validate_launch_command(_launch_namespace(arguments))
+            accelerate_launch.launch_command(_launch_namespace(arguments))
         except (ValueError, OSError) as e:
             raise ConfigError(f"`accelerate launch` refuses its options: {shown(str(e))}") from None
-    kinds = (options.use_deepspeed, options.use_fsdp, options.use_megatron_lm, options.multi_gpu, options.tpu)
-    several = any(kinds) and not options.cpu  # else it starts one process, whatever `num_processes` says
-    return Launch(int(options.num_processes) if several else 1, bool(options.use_deepspeed and not options.cpu))
+    ((name, options),) = called
+    # the simple launcher starts one process, whatever `num_processes` says
+    return Launch(1 if name == "simple_launcher" else int(options.num_processes), name == "deepspeed_launcher")
 
 
 def _config_file(argv: Sequence[str]) -> dict[str, Any]:
