@@ -125,6 +125,11 @@ def judge(prompt: Any, a: Any, b: Any) -> tuple[float, float]:
     return draw(a, b, 1), draw(b, a, 2)  # it prefers places
 
 
+def last_is_worst(messages: Any, steps: Sequence[str], columns: Any) -> list[float]:
+    """The longer the right part, the lower the mean."""
+    return [0.6] * (len(steps) - 1) + [-float(len(steps) ** 2)]
+
+
 def advice(question: str) -> str:
     text = f"{draw(question):.12f}"
     operations = [
@@ -256,7 +261,7 @@ CASES: dict[str, Case] = {
             "separator": ["c"],
             "solution_column": ["answer"],
         },
-        ({}, {"min_correct": 9}, {"success_threshold": 2.0, "threshold": 0.3}),
+        ({}, {"min_correct": 9}, {"success_threshold": 2.0, "prm": last_is_worst}),
         {"prm": lambda messages, steps, columns: [draw(s) for s in steps], "separator": ";", "min_prefix": 0.1}
         | {"min_step": 1},
     ),
