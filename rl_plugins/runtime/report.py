@@ -24,7 +24,7 @@ TESTED: dict[str, tuple[str, str | None]] = {
     "TransferQueue": ("0.1.10", None),
     "vllm": ("0.22", "0.32"),
 }
-VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED")
+VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED", "RL_PLUGINS_SECONDS")
 
 
 def print_versions(names: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -34,6 +34,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
@@ -181,14 +182,15 @@ class TrlEngine:
             else:
                 watch.cuts = _cuts(config, model.generation_config)
             watch.start = kwargs["input_ids"].size(1)
-            out = self.contexts.generate(
-                host,
-                model,
-                config,
-                logits_processor=LogitsProcessorList([watch]),
-                stopping_criteria=StoppingCriteriaList([_Stop(watch, race, t.eos_token_ids)]),
-                **kwargs,
-            )
+            with SECONDS.part("programs"):
+                out = self.contexts.generate(
+                    SECONDS.timed("")(host),
+                    model,
+                    config,
+                    logits_processor=LogitsProcessorList([watch]),
+                    stopping_criteria=StoppingCriteriaList([_Stop(watch, race, t.eos_token_ids)]),
+                    **kwargs,
+                )
             watch.finish(out)
             return out
 
@@ -284,6 +286,7 @@ class _Watch(LogitsProcessor):  # type: ignore[misc]
         self._top: list[tuple[Tensor, Tensor]] = []
         self._table: list[Any] = []  # when all is over: log-probs, top values, top tokens of all rows
 
+    @SECONDS.timed("programs")
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._take(input_ids)
         logits = scores.float()
@@ -344,6 +347,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
         self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
         self.ended = self.done.clone()
 
+    @SECONDS.timed("programs")
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         w = self.watch
         made = input_ids.size(1) - w.start

@@ -23,6 +23,7 @@ from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.changes import changed
@@ -185,7 +186,8 @@ class GenerationBatch:
         inputs = self._inputs()
         self.serving = True
         prompts = [x["prompt"] for x in inputs]
-        new = HostRows.of(t._generate(prompts))
+        with SECONDS.part(""):
+            new = HostRows.of(t._generate(prompts))
         rewards = t._calculate_rewards(inputs, prompts, new.completions, new.ids).double().tolist()
         t.state.num_input_tokens_seen = seen
         t._metrics["train"].clear()
@@ -344,7 +346,8 @@ class GenerationBatch:
             rows, regular = len(self.work.flat), self.work.regular
             logs.correct(self.trainer, decided.decision, rows, regular, decided.lengths, decided.metrics or {})
         self.decided = decided
-        return apply_decision(self.trainer, out, decided.local[self.accelerator.process_index], self.batch_rows)
+        with SECONDS.part("split"):
+            return apply_decision(self.trainer, out, decided.local[self.accelerator.process_index], self.batch_rows)
 
     def _with_columns(self, out: HostBatch) -> tuple[HostBatch, dict[str, Tensor]]:
         """TRL's batch with log-probs somebody needs and TRL did not compute (one pass at the weights that generated);
@@ -418,7 +421,8 @@ class GenerationBatch:
             decision = decide(self.stack, seen.rollouts, seen.tokens, regular, self._estimator, self.batch_rows)
             check_full(self.stack, decision, self.batch_rows)
             sizes = [len(r) for r in self.work.rows]
-            cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
+            with SECONDS.part("split"):
+                cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
             read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion
             lengths = seen.completion_length if read else decision.rollouts.length
             logged = combine([*of_programs, self.stack.metrics.take()])

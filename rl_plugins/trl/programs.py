@@ -10,6 +10,7 @@ from typing import Any
 from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.programs import Running, run
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
 from rl_plugins.trl.ranks import gather, rows_each
@@ -60,6 +61,7 @@ def _outline(trajectory: Trajectory) -> Trajectory:
     return replace(trajectory, prompt=(), tokens=(), kinds=(), logprobs=(), versions=(), turns=())
 
 
+@SECONDS.timed("programs")
 def start_programs(
     trainer: Trainer, plan: Sequence[PlanRow], rows: Sequence[DatasetRow], training: bool
 ) -> list[Running]:

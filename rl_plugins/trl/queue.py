@@ -9,6 +9,7 @@ from rl_plugins.requests import Generate, Prompt, Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
 from rl_plugins.runtime.plan import check_length
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow
 from rl_plugins.trl.prompts import Prompts
@@ -50,6 +51,7 @@ def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
     return [ProgramRow(g.row, g.row.group, n, 0, t) for g in trained for n, t in enumerate(g.rollouts)]
 
 
+@SECONDS.timed("programs")
 def decode(
     trainer: Trainer, groups: Sequence[Group], enough: int, row_of: Callable[[PlanRow], DatasetRow]
 ) -> tuple[list[Group], list[int]]:

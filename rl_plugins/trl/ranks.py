@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rl_plugins.errors import MethodError, RLPluginsError
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.host import Accelerator
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
                 raise
             box = [("error", (MethodError, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"))]
     if accelerator.num_processes > 1:
-        broadcast_object_list(box)
+        with SECONDS.part("gather"):
+            broadcast_object_list(box)
     kind, content = box[0]
     if kind == "error":
         raise content[0](content[1])
@@ -48,7 +50,8 @@ def gather(accelerator: Accelerator, part: T) -> list[T]:
         return [part]
     from accelerate.utils import gather_object
 
-    parts: list[T] = gather_object([part])
+    with SECONDS.part("gather"):
+        parts: list[T] = gather_object([part])
     return parts
 
 

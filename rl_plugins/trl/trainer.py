@@ -16,6 +16,7 @@ from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, MethodStack, build_stack
 from rl_plugins.trl import facts, hosts, logs, loss
 from rl_plugins.trl.changes import arguments_of, changed
@@ -194,15 +195,18 @@ class MethodsMixin(_Host):
                 out: HostBatch = host(rows)
             logs.extend_own_columns(self, len(inputs) * self.accelerator.num_processes, {})
             return out
-        self._methods_callback.batch_begins()
-        self._generation_batch = batch = GenerationBatch(self, inputs)
         try:
-            batch.plan()
-            with batch.host_view() as rows:
-                out = host(rows)
-            return batch.finish(out)
+            with SECONDS.part("driver"):
+                self._methods_callback.batch_begins()
+                self._generation_batch = batch = GenerationBatch(self, inputs)
+                batch.plan()
+                with batch.host_view() as rows, SECONDS.part(""):
+                    out = host(rows)
+                return batch.finish(out)
         finally:
             self._generation_batch = None
+            for name, value in SECONDS.take().items():
+                self._metrics["train"][name].append(value)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
@@ -214,21 +218,32 @@ class MethodsMixin(_Host):
         host, batch = super()._generate_single_turn, self._generation_batch
         if batch is None or not batch.serving:
             return host(*args, **kwargs)
-        return batch.generate(host, *args, **kwargs)
+        with SECONDS.part("driver"):
+            return batch.generate(SECONDS.timed("")(host), *args, **kwargs)
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> TrlEngine:
         """TRL's own generation and reward functions, for rollout programs."""
-        return TrlEngine(self, super()._generate_single_turn, super()._calculate_rewards, row_of)
+        generate, score = (
+            SECONDS.timed("")(super()._generate_single_turn),
+            SECONDS.timed("")(super()._calculate_rewards),
+        )
+        return TrlEngine(self, generate, score, row_of)
 
     def _calculate_rewards(self, *columns: Any, **named: Any) -> Any:
         host, batch = super()._calculate_rewards, self._generation_batch
-        return host(*columns, **named) if batch is None else batch.score(host, *columns, **named)
+        if batch is None:
+            return host(*columns, **named)
+        with SECONDS.part("driver"):
+            return batch.score(SECONDS.timed("")(host), *columns, **named)
 
     def _transform_advantages(self, advantages: Tensor) -> Tensor:
         """Upstream seam (patches/trl/T2): decides before TRL logs and slices, if no per-token column is needed."""
         advantages = super()._transform_advantages(advantages)
         batch = self._generation_batch
-        return advantages if batch is None or batch.columns_wanted else batch.decide_in_host(advantages)
+        if batch is None or batch.columns_wanted:
+            return advantages
+        with SECONDS.part("driver"):
+            return batch.decide_in_host(advantages)
 
     # ---- one optimizer step
 

@@ -24,6 +24,7 @@ from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps
 from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
@@ -140,10 +141,11 @@ class MethodsTrainer(host.Trainer):
         batch = super()._next_train_batch(num_prompts)
         if not self.methods:
             return batch
-        proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
-        plan = known.plan(self.methods, proposal)
-        known.check_plan(self.methods, plan, len(proposal))
-        planned, uids = self._build(plan.rows)
+        with SECONDS.part("driver"):
+            proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
+            plan = known.plan(self.methods, proposal)
+            known.check_plan(self.methods, plan, len(proposal))
+            planned, uids = self._build(plan.rows)
         if num_prompts is None:
             self._submitted, self._planned_prompts = uids, len(uids)
         else:  # verl refills what it evicted
@@ -262,7 +264,8 @@ class MethodsTrainer(host.Trainer):
         self._settled = None
         if not self.methods:
             return super()._balance_batch(batch, metrics, *args, **kwargs)
-        self._selected = self._decisions().select(batch)
+        with SECONDS.part("driver"):
+            self._selected = self._decisions().select(batch)
         self._first_balance = not self.use_critic
         try:
             return super()._balance_batch(self._selected.batch, metrics, *args, **kwargs)
@@ -283,9 +286,10 @@ class MethodsTrainer(host.Trainer):
         batch = super()._compute_advantage(batch, metrics)
         if self._selected is None:
             return batch
-        settled = self._decisions().settle(batch, self._selected)
+        with SECONDS.part("driver"):
+            settled = self._decisions().settle(batch, self._selected)
         self._selected, self._settled = None, settled
-        self._logged.append(dict(settled.metrics))
+        self._logged += [dict(settled.metrics), SECONDS.take()]
         batch = settled.batch
         if settled.nothing:
             return batch

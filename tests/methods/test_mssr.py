@@ -589,3 +589,25 @@ def test_a_stream_and_a_smaller_dataset_are_refused() -> None:
 def test_parameters_out_of_range(method: str, values: dict[str, Any], wrong: str) -> None:
     with pytest.raises(ConfigError, match=f"Method `{method}`: .*{wrong}"):
         build_stack(method, {method: values})
+
+
+def test_a_value_column_is_read_whole() -> None:
+    """Not row by row: with a million rows that took a minute."""
+    import datasets
+
+    class Watched(datasets.Dataset):
+        def __getitem__(self, key: object) -> object:
+            assert not isinstance(key, int), "a row was read"
+            return super().__getitem__(key)
+
+    from rl_plugins.priors import Column
+
+    values = [0.25, float("nan"), 1.0, 0.1 + 0.2]
+    for column in (values, [0, 1, 1, 0]):
+        rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c", "d"], "rate": column}).select([3, 0, 1, 2])
+        prior = Column("rate")
+        prior._dataset = rows
+        one_by_one = [prior.predict({}, torch.tensor([i])) for i in range(4)]
+        prior._dataset = Watched(rows.data, rows.info, rows.split, rows._indices)
+        whole = prior.predict({}, torch.arange(4))
+        assert torch.equal(whole.nan_to_num(7), torch.cat(one_by_one).nan_to_num(7)) and whole.dtype == torch.float64
