@@ -30,7 +30,7 @@ class Entries(Sequence[T]):
     def __init__(self, values: Iterable[T] = (), code: str = "") -> None:
         self._store: Any = array(code, values) if code else list(values)  # type: ignore[arg-type,type-var]
         self._length = len(self._store)
-        self._end = [True]  # whoever takes it may append; taking is atomic, so threads need no lock
+        self._end = bytearray(1)  # whoever pops it may append; popping is atomic, so threads need no lock
 
     @classmethod
     def of(cls, values: Iterable[T], code: str = "") -> Entries[T]:
@@ -57,7 +57,7 @@ class Entries(Sequence[T]):
             store = store[: self._length]
         store.extend(new)
         grown: Entries[T] = object.__new__(Entries)
-        grown._store, grown._length, grown._end = store, self._length + len(new), [True]
+        grown._store, grown._length, grown._end = store, self._length + len(new), bytearray(1)
         return grown
 
     def tolist(self) -> list[T]:
