@@ -25,11 +25,12 @@ class Entries(Sequence[T]):
         code: of the numbers as `array` has it ("q" int64, "b" int8, "d" float64); "": any objects.
     """
 
-    __slots__ = ("_end", "_length", "_store")
+    __slots__ = ("_end", "_length", "_seen", "_store")
 
     def __init__(self, values: Iterable[T] = (), code: str = "") -> None:
         self._store: Any = array(code, values) if code else list(values)  # type: ignore[arg-type,type-var]
         self._length = len(self._store)
+        self._seen: tuple[int, Any, Any] = (0, None, None)  # of how many the smallest and the largest are known
         self._end = bytearray(1)  # whoever pops it may append; popping is atomic, so threads need no lock
 
     @classmethod
@@ -58,7 +59,24 @@ class Entries(Sequence[T]):
         store.extend(new)
         grown: Entries[T] = object.__new__(Entries)
         grown._store, grown._length, grown._end = store, self._length + len(new), bytearray(1)
+        grown._seen = self._seen
         return grown
+
+    def bounds(self) -> tuple[T, T]:
+        """The smallest and the largest of numbers. Those it grew from are not looked at again.
+
+        Raises:
+            ValueError: there is none.
+        """
+        seen, low, high = self._seen
+        if seen < self._length:
+            new = self._store[seen : self._length]
+            low = min(new) if low is None else min(low, min(new))
+            high = max(new) if high is None else max(high, max(new))
+            self._seen = self._length, low, high
+        if low is None:
+            raise ValueError("no entries")
+        return low, high
 
     def tolist(self) -> list[T]:
         """The values as a list."""

@@ -186,3 +186,15 @@ def test_a_trajectory_pickles_as_bytes():
     data = pickle.dumps(t)
     back = pickle.loads(data)
     assert (back.tokens, back.logprobs, back.kinds) == (t.tokens, t.logprobs, t.kinds) and len(data) / len(t) < 26
+
+
+def test_bounds_look_at_what_is_new(monkeypatch):
+    monkeypatch.setattr(entries, "array", CountingArray)
+    e = Entries((5, 3, 9), "q")
+    assert e.bounds() == (3, 9)
+    CountingArray.copied = 0
+    longer = e.grown((4, 11))
+    assert longer.bounds() == longer.bounds() == (3, 11) and CountingArray.copied == 4, "two appended, two read"
+    assert e.grown((1,)).bounds() == (1, 9) and e.bounds() == (3, 9)
+    with pytest.raises(ValueError, match="no entries"):
+        Entries((), "q").bounds()

@@ -113,6 +113,9 @@ def _context_problem(trajectory: Trajectory, vocabulary: int | None) -> str:
 
 
 def _within(values: Any, low: int, end: int | None) -> bool:
-    """Whether all are at least `low` and below `end`. A trajectory's columns are arrays, so it takes no time."""
-    found = np.asarray(values)
-    return not found.size or (int(found.min()) >= low and (end is None or int(found.max()) < end))
+    """Whether all of a trajectory's column are at least `low` and below `end`. Each is looked at once, however often a
+    growing trajectory is asked with."""
+    if not len(values):
+        return True
+    smallest, largest = values.bounds()
+    return bool(smallest >= low and (end is None or largest < end))
