@@ -208,6 +208,12 @@ class Groups:
         return by_value[torch.sort(self.index[by_value], stable=True).indices], start
 
 
+def places(size: Tensor) -> Tensor:
+    """(blocks,) sizes -> (sum of them,) int64: the place of each entry in its block, from 0."""
+    start = torch.cumsum(size, 0) - size
+    return torch.arange(int(size.sum()), device=size.device) - torch.repeat_interleave(start, size)
+
+
 def joint(first: Tensor, *others: Tensor) -> Tensor:
     """(n,) int64: equal numbers, from 0, where all keys are equal. Numbers follow the order of the keys' values."""
     index = Groups(first).index

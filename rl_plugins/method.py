@@ -82,6 +82,7 @@ HOOKS: dict[str, Hook] = {
 
 # Signals a method may ask for in `needs`; "column:NAME" (a dataset column) and "engine:logprobs=N" come on top.
 SIGNALS: dict[str, str] = {
+    "tokens": "every token of the batch in `shape` and `observe`: its row, place and advantage",
     "old_logprobs": "log-probs of the policy at the start of the step",
     "rollout_logprobs": "log-probs of the distribution the engine sampled from",
     "ref_logprobs": "log-probs of the reference policy",
@@ -98,6 +99,9 @@ SIGNALS: dict[str, str] = {
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
+
+# Those that are one value per token.
+TOKEN_SIGNALS = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_versions"})
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,8 @@ class Method:
         raise MethodError(self._unclaimed("advantages"))
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
-        """Acts after any estimator, the host's included: returns what changes."""
+        """Acts after any estimator, the host's included: returns what changes. Reading `tokens`, here and in `observe`,
+        takes "tokens" in `needs`; a stack that decides by rows never gathers them."""
         raise MethodError(self._unclaimed("shape"))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:

@@ -14,12 +14,14 @@ from rl_plugins.params import MethodParams, has_effect
 
 
 def method(name: str = "m", **members: Any) -> Method:
-    """An instance of a new class; functions are hooks, everything else class attributes."""
+    """An instance of a new class; functions are hooks, everything else class attributes. It reads tokens, unless it
+    says what it needs."""
     hooks = {
         k: (lambda f: lambda self, *args: f(*args))(v) if callable(v) and not isinstance(v, type) else v
         for k, v in members.items()
     }
-    return type(name.title(), (Method,), {"name": name, **hooks})()
+    reads = frozenset({"tokens"} if {"shape", "observe"} & set(members) else ())
+    return type(name.title(), (Method,), {"name": name, "needs": reads, **hooks})()
 
 
 def refused(call, *parts: str) -> str:

@@ -207,13 +207,6 @@ def test_an_interrupt_is_not_an_error_of_the_method():
         one_step(stack, make_rollouts([1.0]))
 
 
-def test_refuse_names_method_hook_and_reason():
-    m = method("m")
-    assert str(MethodStack([m]).refuse(m, "plan", "three.")) == (
-        "Method `m` returned something illegal from `plan`: three. Remove `m` from `methods` to go on without it."
-    )
-
-
 # ---- asynchronous hooks
 
 
@@ -571,6 +564,7 @@ def test_what_has_no_state_may_change_over_a_resume():
 def test_a_method_that_first_fills_its_state_later_gets_it_back():
     class Late(Counter):
         name = "counter"
+        needs = frozenset({"tokens"})
 
         def start(self, run):
             pass

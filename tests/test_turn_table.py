@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl_plugins.agents.turns import Turns
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Turn
-from rl_plugins.runtime.turn_table import spans, token_turns, turn_table, with_turns
+from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.testing import make_rollouts, make_tokens
 
 
@@ -65,7 +65,8 @@ def test_turns_are_numbered_along_their_rollout(data):
             if isinstance(v, torch.Tensor)
         }
     ).replace(row=row, position=position)
-    filled, shaped = with_turns(rollouts, tokens, turns)
+    filled = rollouts.replace(turns=turn_table(rollouts, turns))
+    shaped = tokens.replace(turn=token_turns(row, position, turns))
     number = 0
     for r in range(n):
         for k, t in enumerate(turns[r]):

@@ -155,6 +155,7 @@ PARTS: dict[str, Part] = {
     tokens = testing.make_tokens(rollouts, advantages=torch.tensor([1.0, -1.0]))
     assert METHOD().shape(rollouts, tokens).advantages.tolist() == [1.0, -0.5, -0.5]
 """,
+        needs=("tokens",),
         names=("Rollouts", "Shape", "Tokens"),
     ),
     "observe": Part(

@@ -94,7 +94,7 @@ class April(Method):
         " it goes on; here they are saved, as token ids.",
         "`max_staleness` is ours.",
     )
-    needs: frozenset[str] | set[str] = frozenset({"prompt_index"})
+    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
     host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
         Idle(
@@ -126,10 +126,10 @@ class April(Method):
         if p.max_staleness is not None:
             options[STRATEGY] = "drop"
         if p.correction == "token_tis":
-            self.needs = {"prompt_index", "old_logprobs", "rollout_logprobs"}
+            self.needs = {"prompt_index", "tokens", "old_logprobs", "rollout_logprobs"}
             options[CORRECTION] = None  # the same weight twice
         elif p.correction == "mask":
-            self.needs = {"prompt_index", "token_versions"}
+            self.needs = {"prompt_index", "tokens", "token_versions"}
         self.host_options = {"verl": options}
 
     def check(self, run: Run) -> None:

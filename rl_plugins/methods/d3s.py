@@ -75,7 +75,7 @@ class D3s(Method):
         "The ablation without line 2 (D1S in the paper) is `batch_rows_start: none`.",
         "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
     )
-    needs = frozenset({"entropies"})
+    needs = frozenset({"tokens", "entropies"})
     idle = (
         Idle(
             {"rows_kept": 1, "tokens_kept": 1},

@@ -7,9 +7,9 @@ Nothing here knows a host, so both hosts decide alike on the same rollouts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,9 +36,9 @@ class Decision:
         stays: (rows,) bool, False for rows a method took out. A row the host itself masked (no tokens) stays: it is
             the host's, which may count it in a mean over rows.
         trained: (rows,) bool, rows that stay and have a token in the update.
-        keep_tokens: (tokens,) bool, tokens that stay in the update.
-        advantages: (tokens,) float64; 0 for tokens that left.
-        row_advantages: (rows,) float64, mean over the row's tokens, for the logs.
+        keep_tokens: (tokens,) bool, tokens that stay in the update; None: those of every trained row.
+        advantages: (tokens,) float64; 0 for tokens that left; None: every token has that of its row.
+        row_advantages: (rows,) float64, mean over the row's tokens; 0 for rows that are not trained.
         uniform: every row's tokens have one advantage.
         old_logprobs: (tokens,) or None.
         row_columns, token_columns: for the loss.
@@ -49,8 +49,8 @@ class Decision:
     rollouts: Rollouts
     stays: Tensor
     trained: Tensor
-    keep_tokens: Tensor
-    advantages: Tensor
+    keep_tokens: Tensor | None
+    advantages: Tensor | None
     row_advantages: Tensor
     uniform: bool
     old_logprobs: Tensor | None
@@ -78,7 +78,7 @@ class Selection:
 def decide(
     stack: MethodStack,
     rollouts: Rollouts,
-    tokens: Tokens,
+    tokens: Tokens | None,
     host_advantages: Tensor | None,
     estimator: Estimator,
     budget: int,
@@ -86,7 +86,8 @@ def decide(
     """Rewards, selection, advantages, shaping and observation, in this order, for a host that has everything at once.
 
     Args:
-        rollouts, tokens: all generated rows; fillers of the host must not be among them.
+        rollouts: all generated rows; fillers of the host must not be among them.
+        tokens: theirs, row by row; None, if the stack does not read them (`MethodStack.reads_tokens`).
         host_advantages: (rows,) the host's own, valid if nothing changed groups or rewards; else None.
         estimator: ours, equal to the host's on equal groups, for when the host's numbers mean nothing.
         budget: rows the host's batch holds.
@@ -96,8 +97,10 @@ def decide(
     """
     selection = select_rows(stack, rollouts)
     unchanged = bool(selection.rollouts.kept.all()) and not selection.rewarded_by
-    of_tokens = host_advantages[tokens.row] if host_advantages is not None and unchanged else None
-    return settle(stack, selection, tokens, of_tokens, estimator, budget)
+    theirs = host_advantages if unchanged else None
+    if theirs is not None and tokens is not None:
+        theirs = theirs[tokens.row]
+    return settle(stack, selection, tokens, theirs, estimator, budget)
 
 
 def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
@@ -163,16 +166,18 @@ def _count_unrewarded(stack: MethodStack, rollouts: Rollouts) -> None:
 def settle(
     stack: MethodStack,
     selection: Selection,
-    tokens: Tokens,
-    host_advantages: Tensor | None,
+    tokens: Tokens | None,
+    host_advantages: Tensor | Literal["unread"] | None,
     estimator: Estimator,
     budget: int,
 ) -> Decision:
     """Advantages, shaping and observation of what `select` left.
 
     Args:
-        tokens: of all rows, or of those that `select` left; `row` points into all rows.
-        host_advantages: (tokens,) the host's own, None if they mean nothing for these rows.
+        tokens: of all rows, or of those that `select` left, row by row; `row` points into all rows. None, if the stack
+            does not read them: the decision is then made and told per row, and equal to the one made with them.
+        host_advantages: the host's own, (tokens,), or (rows,) without tokens; "unread": they stand where they are, and
+            nobody here looks at them; None: they mean nothing for these rows.
         estimator, budget: as in `decide`.
 
     Raises:
@@ -183,36 +188,25 @@ def settle(
         stack.metrics.add("rl_plugins/unrewarded_batches", stack.unrewarded, "max")
     keep = rollouts.kept
     inside = rollouts.subset(keep)  # what left is out of every statistic
-    stay = keep[tokens.row]
-    within = tokens.subset(stay, _renumbered(keep))
-    if rollouts.turns is not None and within.turn is not None:
-        within = within.replace(turn=_renumbered(keep[rollouts.turns.row])[within.turn])
+    places = None if tokens is None else _Places.of(tokens, rollouts)
+    within = None if tokens is None or places is None else places.within(tokens, rollouts)
+    if isinstance(host_advantages, Tensor):
+        host_advantages = host_advantages[keep] if places is None else places.inside(host_advantages)
     claims = dict[str, list[Method]]() if selection.skipped else stack.claims
-    if claims.get("advantages"):
-        m = claims["advantages"][0]
-        gate.turns_known(m, inside, within)
-        made = stack.one("advantages", inside)
-        with gate.refusals(m, "advantages"):
-            source, values = m.name, gate.advantages(m, made, inside, within)
-    elif host_advantages is not None:
-        source, values = "host", host_advantages.double()[stay]
-    else:
-        source, values = "rl_plugins", estimator(inside)[within.row]
-    nothing = torch.isnan(values) | torch.isnan(inside.reward)[within.row]
-    within = within.replace(advantages=torch.where(nothing, 0.0, values))
-
+    source, values = _advantages(stack, claims, inside, within, host_advantages, estimator)
+    if within is not None:
+        within = within.replace(advantages=values)
     shaping = _Shaping(within, torch.ones(len(inside), dtype=torch.bool))
     for m in claims.get("shape", ()):
-        shaped = stack.call("shape", m, inside, shaping.tokens)
+        shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
             with gate.refusals(m, "shape"):
                 shaping.apply(m, shaped, inside)
-    within = shaping.tokens
-
     for m in claims.get("observe", ()):
-        # rows that left have no tokens here; `row` and `turn` point into all rows and turns
-        everywhere = within.replace(row=tokens.row[stay], turn=None if tokens.turn is None else tokens.turn[stay])
-        stack.call("observe", m, rollouts, everywhere, dict(stack.stats))
+        seen = shaping.tokens
+        if seen is not None and tokens is not None and places is not None:
+            seen = places.everywhere(seen, tokens)
+        stack.call("observe", m, rollouts, _seen_by(m, seen), dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
     _check_rows(shaping.stays(inside), inside, budget)
     if len(rollouts) and not selection.skipped and not bool(shaping.stays(inside).any()):
@@ -221,7 +215,108 @@ def settle(
             f"Every row of a batch left ({', '.join(names)}): nothing is trained on it, and the weights rest. The "
             f"metric rl_plugins/rows_trained is 0 for such batches."
         )
-    return _decision(selection, inside, shaping, stay, source)
+    if shaping.tokens is None or places is None:
+        return _decision_by_rows(selection, inside, shaping, values, source)
+    return _decision_by_tokens(selection, inside, shaping, shaping.tokens, places, source)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Tokens of the rows that `select` left, among all that were given.
+
+    Attributes:
+        stay: (tokens,) bool; None: all of them stay.
+    """
+
+    stay: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Tokens, rollouts: Rollouts) -> _Places:
+        if bool(rollouts.kept.all()):
+            return cls(None)
+        stay = rollouts.kept[tokens.row]
+        return cls(None if bool(stay.all()) else stay)
+
+    def inside(self, values: Tensor) -> Tensor:
+        return values if self.stay is None else values[self.stay]
+
+    def back(self, values: Tensor) -> Tensor:
+        """0 for tokens that left."""
+        return values if self.stay is None else _back(values, self.stay)
+
+    def within(self, tokens: Tokens, rollouts: Rollouts) -> Tokens:
+        """Those tokens, pointing at the rows and turns that stayed."""
+        keep = rollouts.kept
+        if bool(keep.all()):
+            return tokens
+        row = self.inside(tokens.row)
+        within = (tokens if self.stay is None else tokens.subset(self.stay)).replace(row=_renumbered(keep)[row])
+        if rollouts.turns is not None and within.turn is not None:
+            within = within.replace(turn=_renumbered(keep[rollouts.turns.row])[within.turn])
+        return within
+
+    def everywhere(self, within: Tokens, tokens: Tokens) -> Tokens:
+        """Those tokens, pointing at all rows and turns again."""
+        turn = None if tokens.turn is None else self.inside(tokens.turn)
+        return within.replace(row=self.inside(tokens.row), turn=turn)
+
+
+def _advantages(
+    stack: MethodStack,
+    claims: Mapping[str, list[Method]],
+    inside: Rollouts,
+    within: Tokens | None,
+    host: Tensor | Literal["unread"] | None,
+    estimator: Estimator,
+) -> tuple[str, Tensor]:
+    """Who made the advantages, and (tokens,), or (rows,) without tokens; 0 where a row has no reward."""
+    scored = ~torch.isnan(inside.reward)
+    if claims.get("advantages"):
+        m = claims["advantages"][0]
+        gate.turns_known(m, inside, within)
+        made = stack.one("advantages", inside)
+        with gate.refusals(m, "advantages"):
+            values = gate.advantages(m, made, inside)
+        if within is not None and within.turn is not None and m.advantages_per == "turn":
+            return m.name, values[within.turn]
+        return m.name, values if within is None else values[within.row]
+    if isinstance(host, Tensor):
+        return "host", _zero_unless(scored if within is None else scored[within.row], host.double())
+    if host == "unread":
+        return "host", torch.zeros(len(inside), dtype=torch.float64)
+    values = _zero_unless(scored, estimator(inside))
+    return "rl_plugins", values if within is None else values[within.row]
+
+
+def _zero_unless(scored: Tensor, values: Tensor) -> Tensor:
+    """A host's NaN is an advantage it could not make."""
+    return torch.where(scored & ~torch.isnan(values), values, 0.0)
+
+
+class _Unasked:
+    """Stands in a hook for the tokens its method did not ask for."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def _refuse(self) -> NoReturn:
+        raise MethodError(
+            f'`{self._method}` reads `tokens`, and does not ask for them. Add "tokens" to its `needs`; without it the '
+            f"tokens of a batch are not gathered."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for some
+            raise AttributeError(name)
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+
+def _seen_by(m: Method, tokens: Tokens | None) -> Any:
+    """The tokens for a method that asks for them."""
+    return tokens if "tokens" in m.needs and tokens is not None else _Unasked(m.name)
 
 
 @dataclass
@@ -229,13 +324,13 @@ class _Shaping:
     """What the `shape` hooks made so far of the rows that `select` left.
 
     Attributes:
-        tokens: with the advantages, `keep` and old log-probs to use.
+        tokens: with the advantages, `keep` and old log-probs to use; None where nobody reads them.
         keep_rows: (rows,) bool.
         row_columns, token_columns: for the loss.
         new_old_logprobs: some hook gave old log-probs.
     """
 
-    tokens: Tokens
+    tokens: Tokens | None
     keep_rows: Tensor
     row_columns: dict[str, Tensor] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
@@ -249,7 +344,20 @@ class _Shaping:
         """
         if not isinstance(shaped, Shape):
             raise gate.refusal(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
-        tokens, rows, n = self.tokens, len(rollouts), len(self.tokens)
+        rows = len(rollouts)
+        if shaped.keep_rows is not None:
+            self.keep_rows = self.keep_rows & gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
+        self._add(m, self.row_columns, shaped.row_columns, rows, "row")
+        per_token = (shaped.advantages, shaped.old_logprobs, shaped.keep_tokens)
+        gives = any(x is not None for x in per_token) or bool(shaped.token_columns)
+        if gives and (self.tokens is None or "tokens" not in m.needs):
+            why = 'it gave values per token, and the class does not ask for tokens. Add "tokens" to its `needs`.'
+            raise gate.refusal(m, "shape", why)
+        if self.tokens is not None:
+            self._apply_to_tokens(m, shaped, self.tokens)
+
+    def _apply_to_tokens(self, m: Method, shaped: Shape, tokens: Tokens) -> None:
+        n, keep = len(tokens), tokens.keep
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
             changes["advantages"] = gate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
@@ -257,30 +365,25 @@ class _Shaping:
             old = gate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
             changes["old_logprobs"] = old.float()
             self.new_old_logprobs = True
-        keep = tokens.keep
         if shaped.keep_rows is not None:
-            stays = gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
-            self.keep_rows, keep = self.keep_rows & stays, keep & stays[tokens.row]
+            keep = keep & torch.as_tensor(shaped.keep_rows)[tokens.row]
         if shaped.keep_tokens is not None:
             keep = keep & gate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
-        for known, what, given, size, kind in (
-            (self.row_columns, "`row_columns`", shaped.row_columns, rows, "row"),
-            (self.token_columns, "`token_columns`", shaped.token_columns, n, "token"),
-        ):
-            for name, value in gate.columns(m, "shape", what, given, size, kind).items():
-                if name in self.row_columns or name in self.token_columns:
-                    raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
-                known[name] = value
+        self._add(m, self.token_columns, shaped.token_columns, n, "token")
         self.tokens = tokens.replace(keep=keep, **changes)
 
-    def live(self) -> Tensor:
-        """(tokens,) advantages, NaN for tokens that left."""
-        return torch.where(self.tokens.keep, self.tokens.advantages, torch.nan)
+    def _add(self, m: Method, columns: dict[str, Tensor], given: Any, n: int, kind: str) -> None:
+        for name, value in gate.columns(m, "shape", f"`{kind}_columns`", given, n, kind).items():
+            if name in self.row_columns or name in self.token_columns:
+                raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
+            columns[name] = value
 
     def stays(self, rollouts: Rollouts) -> Tensor:
-        """(rows,) bool. A row whose every token left is gone, too."""
+        """(rows,) bool. A row whose every token left is gone, too; one that never had a token stays."""
+        if self.tokens is None:
+            return self.keep_rows
         of_row = Groups(self.tokens.row, count=len(rollouts))
-        return self.keep_rows & ((of_row.n(self.live()) > 0) | (of_row.size == 0))
+        return self.keep_rows & ((of_row.sum(self.tokens.keep.double()) > 0) | (of_row.size == 0))
 
 
 def _check_rows(stays: Tensor, rollouts: Rollouts, budget: int) -> None:
@@ -319,43 +422,68 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
         )
 
 
-def _decision(selection: Selection, inside: Rollouts, shaping: _Shaping, stay: Tensor, source: str) -> Decision:
-    """Back to the coordinates of all rows and tokens.
+def _decision_by_rows(
+    selection: Selection, inside: Rollouts, shaping: _Shaping, values: Tensor, source: str
+) -> Decision:
+    """Back to the coordinates of all rows.
 
     Args:
         inside: the rows `select` left, which `shaping` is about.
-        stay: (tokens,) bool, tokens of those rows among all that were given.
+        values: (rows of `inside`,) advantages.
+        source: who made them.
+    """
+    kept = selection.rollouts.kept
+    trained = shaping.keep_rows & (inside.length > 0)
+    return Decision(
+        rollouts=selection.rollouts,
+        stays=_back(shaping.keep_rows, kept),
+        trained=_back(trained, kept),
+        keep_tokens=None,
+        advantages=None,
+        row_advantages=_back(torch.where(trained, values, 0.0), kept),
+        uniform=True,
+        old_logprobs=None,
+        row_columns={k: _back(v, kept) for k, v in shaping.row_columns.items()},
+        token_columns={},
+        rewarded_by=selection.rewarded_by,
+        estimator=source,
+    )
+
+
+def _decision_by_tokens(
+    selection: Selection, inside: Rollouts, shaping: _Shaping, within: Tokens, places: _Places, source: str
+) -> Decision:
+    """Back to the coordinates of all rows and tokens.
+
+    Args:
+        within: the tokens of `inside`, as `shaping` left them.
+        places: of those among all that were given.
         source: who made the advantages.
     """
-    rollouts, within = selection.rollouts, shaping.tokens
-
-    def back(x: Tensor, into: Tensor) -> Tensor:
-        full = torch.zeros(len(into), dtype=x.dtype)
-        full[into] = x
-        return full
-
-    def rows_back(x: Tensor) -> Tensor:
-        return back(x, rollouts.kept)
-
-    def tokens_back(x: Tensor) -> Tensor:
-        return back(x, stay)
-
-    of_row, live = Groups(within.row, count=len(inside)), shaping.live()
+    kept, tokens_back = selection.rollouts.kept, places.back
+    of_row, live = Groups(within.row, count=len(inside)), torch.where(within.keep, within.advantages, torch.nan)
     old = within.old_logprobs if shaping.new_old_logprobs else None
     return Decision(
-        rollouts=rollouts,
-        stays=rows_back(shaping.stays(inside)),
-        trained=rows_back(of_row.n(live) > 0),
+        rollouts=selection.rollouts,
+        stays=_back(shaping.stays(inside), kept),
+        trained=_back(of_row.sum(within.keep.double()) > 0, kept),
         keep_tokens=tokens_back(within.keep),
         advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
-        row_advantages=rows_back(torch.nan_to_num(of_row.mean(live), nan=0.0)),
+        row_advantages=_back(torch.nan_to_num(of_row.mean(live), nan=0.0), kept),
         uniform=not bool((of_row.max(live) > of_row.min(live)).any()),
         old_logprobs=None if old is None else tokens_back(old),
-        row_columns={k: rows_back(v) for k, v in shaping.row_columns.items()},
+        row_columns={k: _back(v, kept) for k, v in shaping.row_columns.items()},
         token_columns={k: tokens_back(v) for k, v in shaping.token_columns.items()},
         rewarded_by=selection.rewarded_by,
         estimator=source,
     )
+
+
+def _back(values: Tensor, stayed: Tensor) -> Tensor:
+    """Values of those that stayed -> values of all, 0 for those that left."""
+    full = torch.zeros(len(stayed), dtype=values.dtype)
+    full[stayed] = values
+    return full
 
 
 def _renumbered(keep: Tensor) -> Tensor:

@@ -51,12 +51,13 @@ def refusals(m: Method, hook: str) -> Iterator[None]:
 # ---- numbers
 
 
-def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str) -> Tensor:
+def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str, source: str = "") -> Tensor:
     """(n,) on the CPU, without gradient.
 
     Args:
         what: how messages call a field of the answer: "`keep_rows`"; empty: it is the whole answer.
         kind: what there must be one of per entry: "row".
+        source: who says so, for the message.
     """
     try:
         given = torch.as_tensor(value, device="cpu").detach()
@@ -70,7 +71,7 @@ def numbers(m: Method, hook: str, what: str, value: object, n: int, kind: str) -
     if given.shape != (n,):
         shape = tuple(given.shape)
         asked = f"{what} needs one entry per {kind} ({n}), it has {shape}."
-        raise refusal(m, hook, asked if what else f"one number per {kind} ({n}) is needed; it gave {shape}.")
+        raise refusal(m, hook, asked if what else f"one number per {kind} ({n}) is needed{source}; it gave {shape}.")
     if given.is_complex():
         raise refusal(m, hook, f"{what or 'the answer'} has complex numbers.")
     return given
@@ -132,9 +133,9 @@ def too_large(values: Tensor) -> Tensor:
     return values.abs() > LARGEST
 
 
-def turns_known(m: Method, rollouts: Rollouts, tokens: Tokens) -> None:
+def turns_known(m: Method, rollouts: Rollouts, tokens: Tokens | None) -> None:
     """Refuses a batch that does not say what its turns are, if `m` makes one advantage per turn."""
-    if m.advantages_per == "turn" and (rollouts.turns is None or tokens.turn is None):
+    if m.advantages_per == "turn" and (rollouts.turns is None or tokens is None or tokens.turn is None):
         raise MethodError(
             f"Method `{m.name}` makes one advantage per turn, and this batch does not say what its turns are "
             f"({'rollouts.turns' if rollouts.turns is None else 'tokens.turn'} is None). Hosts tell that to "
@@ -142,20 +143,16 @@ def turns_known(m: Method, rollouts: Rollouts, tokens: Tokens) -> None:
         )
 
 
-def advantages(m: Method, value: object, rollouts: Rollouts, tokens: Tokens) -> Tensor:
-    """(tokens,) float64 advantages of the row or turn each token belongs to, as `m.advantages_per` says; NaN only
-    where the row has no reward."""
-    n, place, row = len(rollouts), tokens.row, torch.arange(len(rollouts))
+def advantages(m: Method, value: object, rollouts: Rollouts) -> Tensor:
+    """(rows,) or (turns,) float64, as `m.advantages_per` says; 0 where the row has no reward, and never NaN."""
+    reward = rollouts.reward
     if m.advantages_per == "turn":
-        assert rollouts.turns is not None and tokens.turn is not None  # see `turns_known`
-        n, place, row = len(rollouts.turns.row), tokens.turn, rollouts.turns.row
-    try:
-        given = numbers(m, "advantages", "", value, n, m.advantages_per).double()
-    except MethodError as e:
-        said = f'one number per {m.advantages_per} ({n}) is needed, as the class says with advantages_per = "'
-        said += f'{m.advantages_per}"; it'
-        raise MethodError(str(e).replace(f"one number per {m.advantages_per} ({n}) is needed; it", said)) from None
-    if bool((torch.isnan(given) & ~torch.isnan(rollouts.reward[row])).any()):
+        assert rollouts.turns is not None  # see `turns_known`
+        reward = reward[rollouts.turns.row]
+    source = f', as the class says with advantages_per = "{m.advantages_per}"'
+    given = numbers(m, "advantages", "", value, len(reward), m.advantages_per, source).double()
+    scored = ~torch.isnan(reward)
+    if bool((torch.isnan(given) & scored).any()):
         why = (
             "an advantage is NaN, and its row has a reward. Rows without a reward stay out of every statistic (those "
             "of `rollouts.groups` leave them out); where there is nothing to compare with, the advantage is 0."
@@ -166,7 +163,7 @@ def advantages(m: Method, value: object, rollouts: Rollouts, tokens: Tokens) -> 
             f"an advantage is infinite, or beyond {LARGEST:g}: its square is infinite in float32. Look at the rewards."
         )
         raise refusal(m, "advantages", why)
-    return given[place]
+    return torch.where(scored, given, 0.0)
 
 
 # ---- plans and prompts

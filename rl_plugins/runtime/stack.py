@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError, StateError, shortened, shown
-from rl_plugins.method import HOOKS, Context, Method
+from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method
 from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Rollouts, Run
 from rl_plugins.runtime import registry
@@ -133,6 +133,20 @@ class MethodStack(Context):
         return any(self.claims[h] for h in hooks)
 
     @property
+    def reads_tokens(self) -> bool:
+        """Whether the driver needs the tokens of a batch: some hook reads them, or advantages are those of turns."""
+        return bool(self._token_readers) or any(m.advantages_per == "turn" for m in self.claims["advantages"])
+
+    @property
+    def token_columns(self) -> frozenset[str]:
+        """Signals per token that the driver needs."""
+        return frozenset().union(*(m.needs for m in self._token_readers)) & TOKEN_SIGNALS
+
+    @property
+    def _token_readers(self) -> list[Method]:
+        return [m for m in self.claims["shape"] + self.claims["observe"] if "tokens" in m.needs]
+
+    @property
     def rows_per_rollout(self) -> int:
         """Rows a rollout may become in the batch."""
         return max((m.rows_per_rollout for m in self.methods), default=1)
@@ -188,13 +202,6 @@ class MethodStack(Context):
     def one(self, hook: str, *args: Any) -> Any:
         """The exclusive claimant's answer."""
         return self.call(hook, self.claims[hook][0], *args)
-
-    def refuse(self, method: Method, hook: str, why: str) -> MethodError:
-        """An error for an illegal return value."""
-        return MethodError(
-            f"Method `{method.name}` returned something illegal from `{hook}`: {why} "
-            f"Remove `{method.name}` from `methods` to go on without it."
-        )
 
     def check(self, run: Run) -> None:
         """What methods find wrong with a run.

@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import joint
 from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
+from rl_plugins.rollouts import Rollouts, TurnTable
 
 
 def spans(mask: Sequence[int], observations: Sequence[Any] = (), rewards: Sequence[float] = ()) -> tuple[Turn, ...]:
@@ -31,21 +31,6 @@ def spans(mask: Sequence[int], observations: Sequence[Any] = (), rewards: Sequen
         Turn(a, b, observations[k] if k < known else None, float(rewards[k]) if k < given else math.nan)
         for k, (a, b) in enumerate(zip(starts, stops, strict=True))
     )
-
-
-def with_turns(rollouts: Rollouts, tokens: Tokens, turns: Sequence[Sequence[Turn]]) -> tuple[Rollouts, Tokens]:
-    """Fills `rollouts.turns` and `tokens.turn`.
-
-    Turns are numbered along their rollout: those of its first row, then those of its second, and so on.
-
-    Args:
-        turns: of every row, in order.
-
-    Raises:
-        MethodError: a token that is trained belongs to no turn, or to two.
-    """
-    table = turn_table(rollouts, turns)
-    return rollouts.replace(turns=table), tokens.replace(turn=token_turns(tokens.row, tokens.position, turns))
 
 
 def turn_table(rollouts: Rollouts, turns: Sequence[Sequence[Turn]]) -> TurnTable:

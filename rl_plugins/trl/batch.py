@@ -6,6 +6,7 @@ numbers of the whole generation batch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import Tokens
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.trl.facts import refuse_inexact_loss, refuse_token_advantages
 from rl_plugins.trl.host import HostBatch, Trainer
@@ -28,9 +28,8 @@ class LocalDecision:
 
     Attributes:
         trained: (rows,) bool.
-        row_advantages: (rows,).
-        row, position: (tokens,) of the local rows.
-        advantages: (tokens,), None if every row has one advantage.
+        row_advantages: (rows,) float32.
+        advantages: (tokens,) float32, None if every row has one advantage.
         keep_tokens: (tokens,) bool, None if only whole rows left.
         old_logprobs: (tokens,) or None.
         row_columns, token_columns: by name.
@@ -42,8 +41,6 @@ class LocalDecision:
 
     trained: Tensor
     row_advantages: Tensor
-    row: Tensor
-    position: Tensor
     advantages: Tensor | None
     keep_tokens: Tensor | None
     old_logprobs: Tensor | None
@@ -56,41 +53,44 @@ class LocalDecision:
     kept_per_rank: list[int]
 
 
-def local_decisions(
-    decision: Decision, tokens: Tokens, rows_per_rank: Sequence[int], batch_rows: int
-) -> list[LocalDecision]:
-    """Cuts a decision into the parts of the ranks. Real rows come first in rank order, fillers are the rest."""
+def local_decisions(decision: Decision, rows_per_rank: Sequence[int], batch_rows: int) -> list[LocalDecision]:
+    """Cuts a decision into the parts of the ranks. Real rows come first in rank order, fillers are the rest; tokens lie
+    row by row, so a rank's are a slice."""
     n, out, start = len(decision.trained), [], 0
-    only_rows = bool((decision.keep_tokens == decision.trained[tokens.row]).all())
+    length = decision.rollouts.length
+    first = torch.nn.functional.pad(torch.cumsum(length, 0), (1, 0)).tolist()  # token each row begins with
+    num_tokens = int(length[decision.trained].sum())
+    only_rows, keep = True, decision.keep_tokens
+    if keep is not None:
+        # a row that stays but for some tokens has fewer than its length; a row that left has none
+        only_rows, num_tokens = int(keep.sum()) == num_tokens, int(keep.sum())
     staying = int(decision.stays.sum())
-    kept = [
-        int(decision.trained[sum(rows_per_rank[:k]) : sum(rows_per_rank[: k + 1])].sum())
-        for k in range(len(rows_per_rank))
-    ]
+    kept = [int(part.sum()) for part in _split(decision.trained, rows_per_rank)]
     complete = only_rows and staying == n == batch_rows
+    advantages = None if decision.uniform or decision.advantages is None else decision.advantages.float()
+    row_advantages = decision.row_advantages.float()
     for size in rows_per_rank:
-        stop = min(start + size, n)
-        mine = slice(min(start, n), stop)
-        here = (tokens.row >= start) & (tokens.row < stop)
+        mine = slice(min(start, n), min(start + size, n))
+        here = slice(first[mine.start], first[mine.stop])
 
         def rows(x: Tensor, fill: float = 0, mine: slice = mine, size: int = size) -> Tensor:
-            part = x[mine]
-            return torch.cat([part, torch.full((size - len(part),), fill, dtype=x.dtype)])
+            return torch.nn.functional.pad(x[mine], (0, size - (mine.stop - mine.start)), value=fill)
+
+        def of_tokens(x: Tensor | None, here: slice = here) -> Tensor | None:
+            return None if x is None else x[here].clone()  # a view would travel with all the others
 
         out.append(
             LocalDecision(
                 trained=rows(decision.trained),
-                row_advantages=rows(decision.row_advantages),
-                row=tokens.row[here] - start,
-                position=tokens.position[here],
-                advantages=None if decision.uniform else decision.advantages[here],
-                keep_tokens=None if only_rows else decision.keep_tokens[here],
-                old_logprobs=None if decision.old_logprobs is None else decision.old_logprobs[here],
+                row_advantages=rows(row_advantages),
+                advantages=of_tokens(advantages),
+                keep_tokens=None if only_rows else of_tokens(keep),
+                old_logprobs=of_tokens(decision.old_logprobs),
                 row_columns={k: rows(v) for k, v in decision.row_columns.items()},
-                token_columns={k: v[here] for k, v in decision.token_columns.items()},
+                token_columns={k: v[here].float() for k, v in decision.token_columns.items()},
                 group=rows(decision.rollouts.group, -1),
                 num_rows=staying,
-                num_tokens=int(decision.keep_tokens.sum()),
+                num_tokens=num_tokens,
                 complete=complete,
                 kept_per_rank=kept,
             )
@@ -99,11 +99,18 @@ def local_decisions(
     return out
 
 
-def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_rows: int) -> HostBatch:
+def _split(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Runs of the given sizes; the last ones are shorter, or empty, where `x` ends."""
+    stops = list(itertools.accumulate(sizes))
+    return [x[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+
+
+def apply_decision(trainer: Trainer, out: HostBatch, inside: Tensor, d: LocalDecision, batch_rows: int) -> HostBatch:
     """TRL's batch with a decision in it, of the size TRL expects.
 
     Args:
         out: the batch TRL returned.
+        inside: (rows without fillers, time) bool, where their tokens are.
         batch_rows: rows the batch trains, of all ranks.
     """
     ids, device = out["completion_ids"], out["completion_ids"].device
@@ -111,12 +118,12 @@ def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_row
 
     def padded(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         full = torch.zeros(shape, dtype=dtype)
-        full[d.row, d.position] = values.to(dtype)
+        full[: inside.shape[0], : inside.shape[1]][inside] = values.to(dtype)
         return full.to(device)
 
     if d.advantages is not None:
         refuse_token_advantages(trainer)
-    new = {"advantages": d.row_advantages.float().to(device) if d.advantages is None else padded(d.advantages)}
+    new = {"advantages": d.row_advantages.to(device) if d.advantages is None else padded(d.advantages)}
     if d.old_logprobs is not None:
         new["old_per_token_logps"] = padded(d.old_logprobs)
     new |= {ROW_COLUMN + name: values.float().to(device) for name, values in d.row_columns.items()}
@@ -133,8 +140,7 @@ def apply_decision(trainer: Trainer, out: HostBatch, d: LocalDecision, batch_row
     if inexact and d.num_rows:  # without a row there is no loss
         refuse_inexact_loss(trainer)
     if d.keep_tokens is not None:
-        mask = torch.ones(shape, dtype=torch.long, device=device)
-        mask[d.row.to(device), d.position.to(device)] = d.keep_tokens.long().to(device)
+        mask = 1 - padded(~d.keep_tokens, torch.long)
         new["tool_mask"] = out.get("tool_mask", torch.ones_like(out["completion_mask"])) * mask
     # Of the whole generation batch, like TRL's own: tokens of rows that left do not count.
     new["num_items_in_batch"] = torch.tensor(d.num_tokens, device=device)

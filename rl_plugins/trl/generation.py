@@ -32,7 +32,7 @@ from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTu
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
-from rl_plugins.trl.ranks import deal, gather, on_driver
+from rl_plugins.trl.ranks import deal, gather, on_driver, on_driver_for_each, to_driver
 from rl_plugins.trl.rows import FILLER, Row, Work, collect, flat, rollouts_of
 
 
@@ -48,10 +48,10 @@ class RoundRow:
 
 @dataclass(frozen=True)
 class Decided:
-    """What the driver decided. local: of each rank. The rest is on the driver only: the decision on all rows, the
+    """What the driver decided. mine: of this rank. The rest is on the driver only: the decision on all rows, the
     tokens of each as TRL counts them, what the methods logged."""
 
-    local: list[LocalDecision]
+    mine: LocalDecision
     decision: Decision | None = None
     lengths: Tensor | None = None
     metrics: dict[str, float] | None = None
@@ -68,6 +68,7 @@ class GenerationBatch:
         work: what is generated; of the current round while there are rounds.
         generated: what TRL made of it.
         rewards: (rows of all ranks, functions), NaN for fillers.
+        inside: (rows without fillers, time) bool, where tokens are that may carry a gradient.
         decided: what became of it.
     """
 
@@ -85,6 +86,7 @@ class GenerationBatch:
         self.work = Work()
         self.generated: HostRows | None = None
         self.rewards: Tensor | None = None
+        self.inside: Tensor | None = None
         self.decided: Decided | None = None
 
     @property
@@ -346,8 +348,9 @@ class GenerationBatch:
             rows, regular = len(self.work.flat), self.work.regular
             logs.correct(self.trainer, decided.decision, rows, regular, decided.lengths, decided.metrics or {})
         self.decided = decided
+        assert self.inside is not None
         with SECONDS.part("split"):
-            return apply_decision(self.trainer, out, decided.local[self.accelerator.process_index], self.batch_rows)
+            return apply_decision(self.trainer, out, self.inside, decided.mine, self.batch_rows)
 
     def _with_columns(self, out: HostBatch) -> tuple[HostBatch, dict[str, Tensor]]:
         """TRL's batch with log-probs somebody needs and TRL did not compute (one pass at the weights that generated);
@@ -399,10 +402,15 @@ class GenerationBatch:
         """Decides while TRL's own method runs: advantages of all ranks' rows in, those to use out."""
         start = self.accelerator.process_index * len(self.mine)
         self.decided = self._decide(advantages[start : start + len(self.mine)], {})
-        return torch.cat([d.row_advantages for d in self.decided.local]).to(advantages)
+        used = torch.zeros_like(advantages)  # those of other ranks are known, and logged, by the driver alone
+        if self.decided.decision is not None:
+            used[: len(self.decided.decision.rollouts)] = self.decided.decision.row_advantages.to(used)
+        else:
+            used[start : start + len(self.mine)] = self.decided.mine.row_advantages.to(used)
+        return used
 
     def _decide(self, host_advantages: Tensor, columns: dict[str, Tensor]) -> Decided:
-        """Gathers every rank's rows to the driver, lets it decide, and hands each rank its part.
+        """The driver gets every rank's rows and decides; each rank gets its part of the decision.
 
         Args:
             host_advantages: (local rows,) TRL's own.
@@ -410,28 +418,27 @@ class GenerationBatch:
         """
         assert self.generated is not None and self.rewards is not None
         rewards = self.rewards
-        local = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
-        parts = gather(self.accelerator, local)
+        local, self.inside = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
+        parts = to_driver(self.accelerator, local)
         of_programs = gather(self.accelerator, self.stack.metrics.take()) if self.programs else []
-        on_this_rank: list[Decided] = []
+        on_driver_only: dict[str, Any] = {}
 
-        def run() -> tuple[list[LocalDecision], int]:
+        def run() -> list[tuple[LocalDecision, int]]:
             seen = rollouts_of(self.trainer, self.work, self.prompts, rewards, parts)
             regular = seen.advantages if self.work.regular else None
             decision = decide(self.stack, seen.rollouts, seen.tokens, regular, self._estimator, self.batch_rows)
             check_full(self.stack, decision, self.batch_rows)
             sizes = [len(r) for r in self.work.rows]
-            with SECONDS.part("split"):
-                cut = local_decisions(decision, seen.tokens, sizes, self.batch_rows)
             read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion
             lengths = seen.completion_length if read else decision.rollouts.length
             logged = combine([*of_programs, self.stack.metrics.take()])
             look_for_idle(self.stack, decision, logged)
-            on_this_rank.append(Decided(cut, decision, lengths, logged))
-            return cut, self.stack.batch
+            on_driver_only.update(decision=decision, lengths=lengths, metrics=logged)
+            with SECONDS.part("split"):
+                return [(part, self.stack.batch) for part in local_decisions(decision, sizes, self.batch_rows)]
 
-        cut, self.stack.batch = on_driver(self.accelerator, run)
-        return on_this_rank[0] if on_this_rank else Decided(cut)
+        mine, self.stack.batch = on_driver_for_each(self.accelerator, run)
+        return Decided(mine, **on_driver_only)
 
     def _estimator(self, rollouts: Rollouts) -> Tensor:
         """TRL's estimator for groups of any size."""

@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from rl_plugins.errors import MethodError, RLPluginsError
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.host import Accelerator
@@ -22,26 +24,48 @@ def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
     """
     from accelerate.utils import broadcast_object_list
 
-    box: list[Any] = [None]
+    if accelerator.num_processes == 1:
+        return decide()
+    box: list[Any] = [_outcome(decide) if accelerator.is_main_process else None]
+    with SECONDS.part("gather"):
+        broadcast_object_list(box)
+    return _opened(box[0])
+
+
+def on_driver_for_each(accelerator: Accelerator, decide: Callable[[], Sequence[T]]) -> T:
+    """As `on_driver`, for a `decide` that returns a result for each rank; every rank gets its own and no other.
+
+    Raises:
+        RLPluginsError: as `on_driver`.
+    """
+    if accelerator.num_processes == 1:
+        return decide()[0]
+    boxes: list[Any] | None = None
     if accelerator.is_main_process:
-        try:
-            box = [("done", decide())]
-        except RLPluginsError as e:
-            if accelerator.num_processes == 1:
-                raise
-            box = [("error", (type(e), str(e)))]
-        except Exception as e:
-            if accelerator.num_processes == 1:
-                raise
-            box = [("error", (MethodError, f"{type(e).__name__}: {e}\n{traceback.format_exc()}"))]
-    if accelerator.num_processes > 1:
-        with SECONDS.part("gather"):
-            broadcast_object_list(box)
-    kind, content = box[0]
+        kind, content = _outcome(decide)
+        ranks = accelerator.num_processes
+        boxes = [(kind, part) for part in content] if kind == "done" else [(kind, content)] * ranks
+    mine: list[Any] = [None]
+    with SECONDS.part("gather"):
+        torch.distributed.scatter_object_list(mine, boxes, src=0)
+    return _opened(mine[0])
+
+
+def _outcome(decide: Callable[[], T]) -> tuple[str, Any]:
+    """What every rank is told: the result, or the class and text of the error."""
+    try:
+        return "done", decide()
+    except RLPluginsError as e:
+        return "error", (type(e), str(e))
+    except Exception as e:
+        return "error", (MethodError, f"{type(e).__name__}: {e}\n{traceback.format_exc()}")
+
+
+def _opened(outcome: tuple[str, Any]) -> Any:
+    kind, content = outcome
     if kind == "error":
         raise content[0](content[1])
-    result: T = content
-    return result
+    return content
 
 
 def gather(accelerator: Accelerator, part: T) -> list[T]:
@@ -53,6 +77,16 @@ def gather(accelerator: Accelerator, part: T) -> list[T]:
     with SECONDS.part("gather"):
         parts: list[T] = gather_object([part])
     return parts
+
+
+def to_driver(accelerator: Accelerator, part: T) -> list[T]:
+    """The parts of all ranks, in rank order, in the main process; nothing elsewhere."""
+    if accelerator.num_processes == 1:
+        return [part]
+    parts: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    with SECONDS.part("gather"):
+        torch.distributed.gather_object(part, parts, dst=0)
+    return parts or []
 
 
 def rows_each(count: int, ranks: int, at_least: int) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rl_plugins.groups import places
 from rl_plugins.requests import Kind, Trajectory, Turn
 from rl_plugins.rollouts import Completion, PlanRow, Rollouts, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
-from rl_plugins.runtime.turn_table import spans, with_turns
+from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
 from rl_plugins.trl.programs import ProgramRow, host_turns
 from rl_plugins.trl.prompts import Prompts
@@ -78,15 +79,30 @@ class Work:
 
 
 @dataclass(frozen=True)
+class LocalTokens:
+    """Tokens of one rank's rows, row by row; what the lengths of the rows say is left out.
+
+    Args:
+        position: (tokens,) int32; None: they are the first of each row.
+        forced: (tokens,) bool; None: none is.
+        version: (tokens,) of programs.
+        columns: signal -> (tokens,).
+    """
+
+    position: Tensor | None
+    forced: Tensor | None
+    version: Tensor | None
+    columns: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class LocalRows:
-    """One rank's rows without fillers, unpadded: what ranks exchange. Tokens are those that may carry a gradient.
+    """One rank's rows without fillers, unpadded: what the driver gets. Tokens are those that may carry a gradient.
 
     Args:
         length: (rows,) tokens. completion_length: with those that were read.
-        truncated: (rows,). advantages: (rows,) TRL's own.
-        position, forced: (tokens,).
-        columns: signal -> (tokens,).
-        version: (tokens,) of programs.
+        truncated: (rows,). advantages: (rows,) TRL's own. version: (rows,) the oldest of its tokens.
+        tokens: of these rows, where somebody reads them.
         meta, turns, text, raw_text, messages: of each row, where somebody needs them.
     """
 
@@ -94,10 +110,8 @@ class LocalRows:
     completion_length: Tensor
     truncated: Tensor
     advantages: Tensor
-    position: Tensor
-    forced: Tensor
-    columns: Mapping[str, Tensor]
-    version: Tensor | None = None
+    version: Tensor
+    tokens: LocalTokens | None = None
     meta: list[dict[str, Any]] | None = None
     turns: list[tuple[Turn, ...]] | None = None
     text: list[str] | None = None
@@ -107,18 +121,19 @@ class LocalRows:
 
 @dataclass(frozen=True)
 class AllRows:
-    """What the driver decides on. completion_length: (rows,) with tokens that were read. advantages: (rows,) TRL's."""
+    """What the driver decides on. tokens: where somebody reads them. completion_length: (rows,) with tokens that were
+    read. advantages: (rows,) TRL's."""
 
     rollouts: Rollouts
-    tokens: Tokens
+    tokens: Tokens | None
     advantages: Tensor
     completion_length: Tensor
 
 
 def collect(
     trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
-) -> LocalRows:
-    """This rank's rows.
+) -> tuple[LocalRows, Tensor]:
+    """This rank's rows; and (rows, time) bool, where their tokens are.
 
     Args:
         made: what TRL generated of them.
@@ -141,10 +156,18 @@ def collect(
         inside &= ~truncated[:, None]
     elif programs:
         truncated = torch.tensor([t.finish in ("length", "abort") for t in trajectories], dtype=torch.bool)
-    row, position = inside.nonzero(as_tuple=True)
-    kinds = [_forced(rows[i], len(ids[i])) for i in real]
-    forced = torch.nn.utils.rnn.pad_sequence([place < 0, *kinds], batch_first=True)[1:]
-    turns = None
+    versions = None  # (rows, time)
+    if programs:
+        versions = _versions(trajectories, inside, trainer.state.global_step)
+    tokens = turns = None
+    if trainer.methods.reads_tokens:
+        whole = made.tool_mask is None and not trainer.mask_truncated_completions
+        tokens = LocalTokens(
+            position=None if whole else inside.nonzero()[:, 1].int(),
+            forced=_forced_tokens([rows[i] for i in real], length, inside),
+            version=None if versions is None else versions[inside],
+            columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
+        )
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
         marked = [tuple(t.turns) or spans(t.trained) for t in trajectories]
         turns = marked if programs else host_turns(trainer, real, made.tool_mask, ids)
@@ -157,21 +180,36 @@ def collect(
         )
         return texts
 
-    return LocalRows(
+    local = LocalRows(
         length=inside.sum(1),
         completion_length=length,
         truncated=truncated,
         advantages=advantages.detach().cpu()[real],
-        position=position,
-        forced=forced[row, position],
-        columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
-        version=_versions(trajectories, inside, trainer.state.global_step) if programs else None,
+        version=_oldest(versions, inside, trainer.state.global_step),
+        tokens=tokens,
         meta=[dict(t.meta) for t in trajectories] if programs else None,
         turns=turns,
         text=decoded("text", False),
         raw_text=decoded("raw_text", True),
         messages=[made.completions[i] for i in real] if "messages" in needs else None,
     )
+    return local, inside
+
+
+def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tensor | None:
+    """(tokens,) bool; None if no row has such tokens."""
+    if not any(r.made is not None or r.plan is None or r.plan.given or r.plan.prefix for r in rows):
+        return None
+    kinds = [_forced(row, n) for row, n in zip(rows, length.tolist(), strict=True)]
+    width = inside.shape[1]
+    return torch.nn.utils.rnn.pad_sequence([torch.zeros(width, dtype=torch.bool), *kinds], batch_first=True)[1:][inside]
+
+
+def _oldest(versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
+    """(rows,) the oldest version of each row's tokens."""
+    if versions is None or not inside.shape[1]:
+        return torch.full((len(inside),), now, dtype=torch.int64)
+    return torch.where(inside, versions, now).amin(1)
 
 
 def _forced(row: Row, length: int) -> Tensor:
@@ -184,12 +222,12 @@ def _forced(row: Row, length: int) -> Tensor:
 
 
 def _versions(trajectories: Sequence[Trajectory], inside: Tensor, now: int) -> Tensor:
-    """(tokens,) optimizer step of the policy that made each token; of tokens no policy made, this one."""
+    """(rows, time) optimizer step of the policy that made each token; of tokens no policy made, this one."""
     versions = torch.full(inside.shape, now, dtype=torch.int64)
     for k, t in enumerate(trajectories):
         own = torch.tensor(t.versions, dtype=torch.int64)
         versions[k, : len(own)] = torch.where(own < 0, now, own)
-    return versions[inside]
+    return versions
 
 
 def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor, parts: Sequence[LocalRows]) -> AllRows:
@@ -208,9 +246,6 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
     weights = trainer.reward_weights.double().cpu()
     made = [r.made for r in rows if r.made is not None]
     group = [m.group for m in made] if made else [p.group for p in plans]
-    now = torch.full((len(rows),), trainer.state.global_step, dtype=torch.int64)
-    row = torch.repeat_interleave(torch.arange(len(rows)), length)
-    version = None if parts[0].version is None else torch.cat([p.version for p in parts if p.version is not None])
     rollouts = Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
         prompt_index=torch.tensor([p.prompt_index if prompts.numbered else -1 for p in plans], dtype=torch.int64),
@@ -223,7 +258,7 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         length=length,
         truncated=torch.cat([p.truncated for p in parts]),
         kept=torch.ones(len(rows), dtype=torch.bool),
-        version=now if version is None or not len(row) else now.scatter_reduce(0, row, version, "amin"),  # the oldest
+        version=torch.cat([p.version for p in parts]),
         text=_listed([p.text for p in parts]),
         raw_text=_listed([p.raw_text for p in parts]),
         messages=_listed([p.messages for p in parts]),
@@ -233,20 +268,42 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         payload=work.payload,
         batch=stack.batch,
     )
-    tokens = Tokens(
-        row=row,
-        position=torch.cat([p.position for p in parts]),
-        advantages=torch.zeros(len(row), dtype=torch.float64),
-        keep=torch.ones(len(row), dtype=torch.bool),
-        forced=torch.cat([p.forced for p in parts]),
-        version=version,
-        **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
-    )
+    tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None])
     turns = _listed([p.turns for p in parts])
     if turns is not None:
-        rollouts, tokens = with_turns(rollouts, tokens, turns)
+        rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
+        if tokens is not None:
+            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, turns))
     advantages = torch.cat([p.advantages for p in parts])
     return AllRows(rollouts, tokens, advantages, torch.cat([p.completion_length for p in parts]))
+
+
+def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens]) -> Tokens | None:
+    """All ranks' tokens, row by row.
+
+    Args:
+        lengths: (rows,) of each rank.
+        parts: of each rank; empty if nobody reads tokens.
+    """
+    if not parts:
+        return None
+    length = torch.cat(list(lengths))
+    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    counts = [int(n.sum()) for n in lengths]
+
+    def joined(given: Sequence[Tensor | None], missing: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return torch.cat([missing(k, lengths[k]) if x is None else x for k, x in enumerate(given)])
+
+    versions = [p.version for p in parts if p.version is not None]
+    return Tokens(
+        row=row,
+        position=joined([p.position for p in parts], lambda _, n: places(n)).long(),
+        advantages=torch.zeros(len(row), dtype=torch.float64),
+        keep=torch.ones(len(row), dtype=torch.bool),
+        forced=joined([p.forced for p in parts], lambda k, _: torch.zeros(counts[k], dtype=torch.bool)),
+        version=torch.cat(versions) if versions else None,
+        **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
+    )
 
 
 def flat(parts: Sequence[Sequence[T]]) -> list[T]:

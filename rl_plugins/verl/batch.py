@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transfer_queue as tq
@@ -31,6 +31,7 @@ from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
+from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
 from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN, Ranges
 from rl_plugins.verl.rows import (
@@ -198,11 +199,12 @@ class Decisions:
             groups_of_verl=len(groups) == len(set(uids)) == len(rollouts.groups.ids),
         )
 
-    def _selection_columns(self) -> list[str] | None:
-        if any(n.startswith("column:") for n in self.stack.needs):
-            return None  # a dataset column may be anywhere
+    def _selection_columns(self) -> list[str]:
+        names = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
+        anywhere = [*names, *NESTED_COLUMNS] if names else []
         prompts = ["prompts"] if "turns" in self.stack.needs else []
-        return [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts]
+        read = [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
+        return list(dict.fromkeys(read))
 
     def _write_rewards(self, batch: Batch, rows: Columns, selection: Selection) -> None:
         """What verl computes with from here on: named rewards, those of the hooks, and 0 where a row has none."""
@@ -210,7 +212,7 @@ class Decisions:
         if not self.rewards and not selection.rewarded_by and not bool(torch.isnan(reward).any()):
             return
         of = Ragged.of(rows["rm_scores"])
-        values = torch.zeros(len(of.row))
+        values = torch.zeros(int(of.offsets[-1]))
         values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
         put(batch, {"rm_scores": of.nested(values)})
 
@@ -221,23 +223,30 @@ class Decisions:
             batch: as verl's passes left it, with the rows verl added.
         """
         batch = without(batch, [not is_padding(t) for t in batch.tags])
-        wanted = self.stack.needs & set(TOKEN_COLUMNS)
+        wanted = set(self.stack.token_columns & set(TOKEN_COLUMNS))
+        # rejection sampling of verl takes tokens out after the selection; lengths then no longer say what is trained
+        correction = self.config.algorithm.get("rollout_correction", None) or {}
+        reads = self.stack.reads_tokens or bool(correction.get("rollout_rs"))
         estimator = functools.partial(self._estimator, selected)
         if selected.nothing:
-            tokens = no_tokens(wanted, selected.turns is not None)
+            tokens = no_tokens(wanted, selected.turns is not None) if reads else None
             decision = settle(self.stack, selected.selection, tokens, None, estimator, self.rows)
             return Settled(batch, True, decision, (), self._metrics(selected, decision))
-        fields = ["response_mask", "loss_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)]
-        rows = fetch(batch, fields)
         number = torch.tensor([selected.number[key] for key in batch.keys])
-        tokens, of, live = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys])
-        if selected.turns is not None:
-            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, selected.turns))
-        host = flat(rows["advantages"])[live] if self._host_counts(selected) else None
+        counts = self._host_counts(selected)
+        mask = tokens = None
+        host: Tensor | Literal["unread"] | None = "unread" if counts else None
+        if reads:
+            rows = fetch(batch, ["response_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)])
+            mask = rows["response_mask"]
+            tokens = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys])
+            if selected.turns is not None:
+                tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, selected.turns))
+            host = flat(rows["advantages"])[flat(mask).bool()] if counts else None
         # verl's own agent loops may give any number of rows per rollout
         budget = sys.maxsize if selected.several_rows_of_verl else self.rows
         decision = settle(self.stack, selected.selection, tokens, host, estimator, budget)
-        columns = self._columns(rows, decision, number, of, live)
+        columns = self._columns(batch, decision, number, mask)
         put(batch, columns)
         batch, nothing = all_but_one_leave(batch, decision.stays[number].tolist())
         own = [c for c in columns if c.startswith("rl_plugins")]
@@ -279,32 +288,42 @@ class Decisions:
         values[last] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
         return once.rows.rows(values[once.last])
 
-    def _columns(
-        self, rows: Columns, decision: Decision, number: Tensor, of: Ragged, live: Tensor
-    ) -> dict[str, Tensor]:
-        """What a decision says, as columns of verl."""
+    def _columns(self, batch: Batch, decision: Decision, number: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+        """What a decision says, as columns of verl.
 
-        def everywhere(values: Tensor) -> Tensor:
-            full = torch.zeros(len(live))
-            full[live] = values.float()
-            return of.nested(full)
+        Args:
+            number: of each row of the batch in the decision.
+            mask: the column of the tokens that are trained, if it was read.
+        """
 
         def per_row(values: Tensor) -> Tensor:
             return values[number].float()[:, None]
 
         columns = {REAL: torch.ones(len(number), 1)}
-        if decision.estimator != "host" or self.stack.claimed("shape"):
-            columns["advantages"] = columns["returns"] = everywhere(decision.advantages)
-        if not bool(decision.keep_tokens.all()):
-            left = torch.zeros(len(live), dtype=torch.bool)
-            left[live] = ~decision.keep_tokens
-            for name in ("response_mask", "loss_mask"):  # the loss reads one, the token count the other
-                columns[name] = of.nested(torch.where(left, 0, flat(rows[name])))
-        if decision.old_logprobs is not None:
-            columns["old_log_probs"] = everywhere(decision.old_logprobs)
         if self.stack.claimed("before_update"):
             columns[GROUP] = per_row(decision.rollouts.group)
         columns |= {ROW_COLUMN + k: per_row(v) for k, v in decision.row_columns.items()}
+        new = decision.estimator != "host" or (decision.advantages is not None and self.stack.claimed("shape"))
+        if not new and decision.keep_tokens is None:
+            return columns
+        if mask is None:
+            mask = fetch(batch, ["response_mask"])["response_mask"]
+        of, live = Ragged.of(mask), flat(mask).bool()
+
+        def everywhere(values: Tensor) -> Tensor:
+            return of.nested(torch.zeros(len(live)).masked_scatter_(live, values.float()))
+
+        if decision.advantages is None:
+            spread = torch.repeat_interleave(decision.row_advantages[number].float(), of.length)
+            columns["advantages"] = columns["returns"] = of.nested(torch.where(live, spread, 0.0))
+        elif new:
+            columns["advantages"] = columns["returns"] = everywhere(decision.advantages)
+        if decision.keep_tokens is not None and not bool(decision.keep_tokens.all()):
+            left = torch.zeros(len(live), dtype=torch.bool).masked_scatter_(live, ~decision.keep_tokens)
+            rows = fetch(batch, ["response_mask", "loss_mask"])  # the loss reads one, the token count the other
+            columns |= {n: of.nested(torch.where(left, 0, flat(rows[n]))) for n in ("response_mask", "loss_mask")}
+        if decision.old_logprobs is not None:
+            columns["old_log_probs"] = everywhere(decision.old_logprobs)
         columns |= {TOKEN_COLUMN + k: everywhere(v) for k, v in decision.token_columns.items()}
         return columns
 

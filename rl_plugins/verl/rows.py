@@ -7,13 +7,14 @@ decision says is written back as columns of the same raggedness.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.groups import places
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
@@ -36,24 +37,38 @@ TOKEN_COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
 class Ragged:
-    """Where the values of a ragged column belong: (values,) row of each value and place in its row."""
+    """Where the values of a ragged column belong.
 
-    row: Tensor
-    position: Tensor
-    offsets: Tensor
+    Attributes:
+        offsets: (rows + 1,) where each row begins in the values, and their number.
+        length: (rows,) values of each row.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        self.offsets, self.length = offsets, offsets.diff()
 
     @classmethod
     def of(cls, column: Tensor) -> Ragged:
-        offsets: Tensor = column.offsets().cpu()  # type: ignore[attr-defined]
-        length = offsets.diff()
-        row = torch.repeat_interleave(torch.arange(len(length)), length)
-        return cls(row, torch.arange(len(row)) - offsets[:-1][row], offsets)
+        return cls(column.offsets().cpu())  # type: ignore[attr-defined]
+
+    @cached_property
+    def row(self) -> Tensor:
+        """(values,) row of each value."""
+        return torch.repeat_interleave(torch.arange(len(self.length)), self.length)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """(values,) place of each value in its row."""
+        return places(self.length)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """(values,) -> (rows,) float64."""
+        return torch.segment_reduce(values.double(), "sum", lengths=self.length, initial=0.0)
 
     def marked(self, ranges: Sequence[Ranges]) -> Tensor:
         """(values,) bool: True inside of the ranges [start, stop) of each row."""
-        marks = torch.zeros(len(self.row), dtype=torch.bool)
+        marks = torch.zeros(int(self.offsets[-1]), dtype=torch.bool)
         for first, of_row in zip(self.offsets.tolist(), ranges, strict=False):
             for start, stop in of_row:
                 marks[first + start : first + stop] = True
@@ -62,7 +77,7 @@ class Ragged:
     def nested(self, values: Tensor) -> Tensor:
         """(values,) -> ragged column."""
         return torch.nested.as_nested_tensor(
-            list(torch.split(values, self.offsets.diff().tolist())),
+            list(torch.split(values, self.length.tolist())),
             layout=torch.jagged,  # as verl itself makes them
         )
 
@@ -148,9 +163,9 @@ def read_rollouts(
     mask = rows["response_mask"]
     n = len(batch)
     of = Ragged.of(mask)
-    score = torch.zeros(n, dtype=torch.float64).index_add(0, of.row, flat(rows["rm_scores"]).double())
+    score = of.sums(flat(rows["rm_scores"]))
     group, rollout, index = _numbers(batch.keys, notes, extra)
-    responses = [r.tolist() for r in rows["responses"].unbind()]
+    responses = rows["responses"].unbind()
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
     each = _components(extra, rewards) if rewards else score[:, None]
@@ -164,7 +179,7 @@ def read_rollouts(
         reward_names=tuple(rewards) or ("score",),
         reward_weights=weights,
         reward=weighted_reward(each, weights),
-        length=torch.bincount(of.row[flat(mask).bool()], minlength=n),
+        length=of.sums(flat(mask)).long(),
         truncated=torch.tensor([_truncated(e, r, ends) for e, r in zip(extra, responses, strict=True)]),
         kept=torch.ones(n, dtype=torch.bool),
         version=torch.tensor([_version(tag) for tag in batch.tags], dtype=torch.int64),
@@ -203,10 +218,10 @@ def _numbers(
     return numbers
 
 
-def _truncated(extra: Mapping[str, Any], response: Sequence[int], ends: set[int]) -> bool:
+def _truncated(extra: Mapping[str, Any], response: Tensor, ends: set[int]) -> bool:
     if MADE in extra:
         return extra[MADE]["finish"] in ("length", "abort")
-    return not response or response[-1] not in ends
+    return not len(response) or int(response[-1]) not in ends
 
 
 def read_turns(rows: Columns, tokenizer: Tokenizer) -> list[tuple[Turn, ...]]:
@@ -287,9 +302,7 @@ def no_tokens(columns: set[str], turns: bool) -> Tokens:
     )
 
 
-def read_tokens(
-    rows: Columns, columns: set[str], row_number: Tensor, forced: Sequence[Ranges]
-) -> tuple[Tokens, Ragged, Tensor]:
+def read_tokens(rows: Columns, columns: set[str], row_number: Tensor, forced: Sequence[Ranges]) -> Tokens:
     """Flat tokens of rows.
 
     Args:
@@ -297,18 +310,19 @@ def read_tokens(
         columns: signals to read.
         row_number: (rows,) what `tokens.row` is to say for each of these rows.
         forced: of each row the ranges of forced tokens.
-
-    Returns:
-        The tokens, the raggedness of the responses, and (values,) which values are tokens.
     """
-    of = Ragged.of(rows["response_mask"])
-    live = flat(rows["response_mask"]).bool()
-    tokens = Tokens(
-        row=row_number[of.row[live]],
-        position=of.position[live],
-        advantages=torch.zeros(int(live.sum()), dtype=torch.float64),
-        keep=torch.ones(int(live.sum()), dtype=torch.bool),
-        forced=of.marked(forced)[live],
-        **{name: flat(rows[TOKEN_COLUMNS[name]]).float()[live] for name in sorted(columns)},
+    of, mask = Ragged.of(rows["response_mask"]), flat(rows["response_mask"]).bool()
+    all_live = bool(mask.all())
+
+    def live(values: Tensor) -> Tensor:
+        return values if all_live else values[mask]
+
+    n = int(mask.sum())
+    return Tokens(
+        row=live(torch.repeat_interleave(row_number, of.length)),
+        position=live(of.position),
+        advantages=torch.zeros(n, dtype=torch.float64),
+        keep=torch.ones(n, dtype=torch.bool),
+        forced=live(of.marked(forced)),
+        **{name: live(flat(rows[TOKEN_COLUMNS[name]]).float()) for name in sorted(columns)},
     )
-    return tokens, of, live

@@ -249,6 +249,7 @@ def test_only_tokens_and_rows_that_are_still_in_the_update_are_candidates() -> N
         """The best row leaves, and the first token of all others."""
 
         name = "first"
+        needs = frozenset({"tokens"})
 
         def shape(self, rollouts, tokens):
             return Shape(keep_rows=rollouts.reward < 3, keep_tokens=tokens.position > 0)

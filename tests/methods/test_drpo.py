@@ -266,6 +266,7 @@ def test_rows_and_tokens_that_left_are_out_of_everything() -> None:
         """The first row and every third token leave."""
 
         name = "leave"
+        needs = frozenset({"tokens"})
 
         def shape(self, rollouts, tokens):
             rows = torch.arange(len(rollouts)) > 0

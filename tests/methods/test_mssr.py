@@ -397,8 +397,8 @@ def test_no_bonus_without_entropy_or_advantage() -> None:
 
 
 def test_only_what_the_entropy_needs_is_asked_for() -> None:
-    assert shaping().needs == {"old_logprobs"} and shaping(entropy="full").needs == {"entropies"}
-    assert MssrBaseline().needs == {"prompt_index", "old_logprobs", "ref_logprobs"}
+    assert shaping().needs == {"tokens", "old_logprobs"} and shaping(entropy="full").needs == {"tokens", "entropies"}
+    assert MssrBaseline().needs == {"prompt_index", "tokens", "old_logprobs", "ref_logprobs"}
     assert baseline_stack(rho=0.9).needs == {"prompt_index"}
     hooks = {"plan", "advantages", "observe", "shape"}
     host = HostFacts("trl", "0", hooks, {}, (), {"ref_logprobs": "Set beta > 0."}, None, {})

@@ -54,7 +54,7 @@ class AepoAdvantages(Method):
         "here z is 0 in both cases.",
         CODE_READ,
     )
-    needs = frozenset({"entropies"})
+    needs = frozenset({"tokens", "entropies"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -95,7 +95,7 @@ class EchoShaping(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         signals = {"entropies": self.params.alpha, "old_logprobs": self.params.beta}
-        self.needs = frozenset(name for name, weight in signals.items() if weight)
+        self.needs = frozenset({"tokens"} | {name for name, weight in signals.items() if weight})
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         p, before = self.params, tokens.advantages

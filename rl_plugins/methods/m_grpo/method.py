@@ -131,7 +131,7 @@ class MGrpo(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.needs = frozenset({f"column:{self.params.agent_column}"})
+        self.needs = frozenset({"tokens", f"column:{self.params.agent_column}"})
         self.rows_per_rollout = 1 + self.params.sub_per_rollout
 
     def rewards(self, rollouts: Rollouts) -> Tensor | None:

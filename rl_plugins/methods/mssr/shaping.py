@@ -63,7 +63,7 @@ class MssrShaping(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        self.needs = frozenset({"old_logprobs" if self.params.entropy == "sampled" else "entropies"})
+        self.needs = frozenset({"tokens", "old_logprobs" if self.params.entropy == "sampled" else "entropies"})
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         entropy = tokens.entropies

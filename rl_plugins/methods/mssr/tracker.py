@@ -67,7 +67,7 @@ class Tracked(Method):
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
-        kl = {"old_logprobs", "ref_logprobs"} if self.params.rho is None else set()
+        kl = {"tokens", "old_logprobs", "ref_logprobs"} if self.params.rho is None else set()
         column = {f"column:{self.params.value_column}"} if self.params.value_column else set()
         self.needs = frozenset({"prompt_index"} | kl | column)
 

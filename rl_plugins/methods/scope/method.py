@@ -172,7 +172,7 @@ class Scope(Method):
                 'process reward model. Give it as "module:attribute" or as the object itself.'
             )
         solution = set() if self.params.corrector else {"chat_template", f"column:{self.params.solution_column}"}
-        self.needs = frozenset({"column:scope"} | solution)
+        self.needs = frozenset({"tokens", "column:scope"} | solution)
 
     # ---- generation
 

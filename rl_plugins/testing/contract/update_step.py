@@ -26,6 +26,7 @@ class UpdateStep:
         rollouts = kit.rollouts(np.random.default_rng(3).random(len(group)).round(2), group)
         tokens = kit.tokens(rollouts)
         decision = kit.decide(self.stack, rollouts, tokens)
+        assert decision.keep_tokens is not None and decision.advantages is not None  # there are tokens
         everything = make_tokens(rollouts)  # the update has log-probs whether the driver asked for them or not
         live = decision.keep_tokens
         trained = rollouts.subset(decision.trained)

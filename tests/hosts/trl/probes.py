@@ -215,7 +215,7 @@ class Given(Probe):
     """Every kind of row a plan can ask for."""
 
     name = "given"
-    needs = frozenset({"rollout_logprobs", "text", "column:level", "old_logprobs"})
+    needs = frozenset({"tokens", "rollout_logprobs", "text", "column:level", "old_logprobs"})
 
     def plan(self, plan):
         rows = list(plan.rows)
@@ -374,6 +374,7 @@ class PerToken(Probe):
     """Token advantages, and every third token leaves."""
 
     name = "per_token"
+    needs = frozenset({"tokens"})
 
     def shape(self, rollouts, tokens):
         return Shape(advantages=tokens.advantages * (1 + tokens.position % 2), keep_tokens=tokens.position % 3 != 2)
@@ -459,7 +460,7 @@ class Versions(Probe):
     """Wants to know which policy made each token."""
 
     name = "versions"
-    needs = {"token_versions"}
+    needs = {"tokens", "token_versions"}
 
     def observe(self, rollouts, tokens, stats):
         pass

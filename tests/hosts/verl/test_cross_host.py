@@ -62,7 +62,7 @@ class Reshaped(probes.Probe):
     """Columns per row and per token reach the loss."""
 
     name = "reshaped"
-    needs = frozenset({"old_logprobs", "entropies", "rollout_logprobs"})
+    needs = frozenset({"tokens", "old_logprobs", "entropies", "rollout_logprobs"})
 
     def shape(self, rollouts, tokens):
         from rl_plugins.rollouts import Shape

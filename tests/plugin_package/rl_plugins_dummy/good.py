@@ -52,6 +52,7 @@ class DummyShift(Method):
     """
 
     name = "dummy_shift"
+    needs = frozenset({"tokens"})
     paper = PAPER
     fidelity = "paper"
     use_when = "Testing."

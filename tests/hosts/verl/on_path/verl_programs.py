@@ -58,7 +58,7 @@ class Agent(Program):
     """Plays the ladder."""
 
     name = "ladder"
-    needs = frozenset({"column:score", "column:turns", "column:level", "text", "raw_text"})
+    needs = frozenset({"tokens", "column:score", "column:turns", "column:level", "text", "raw_text"})
     in_eval = ("rollout", "plan")
 
     def plan(self, plan):
@@ -83,7 +83,7 @@ class TurnsApart(Program):
 
     name = "turns_apart"
     rows_per_rollout = 2
-    needs = frozenset({"column:place", "turns"})
+    needs = frozenset({"tokens", "column:place", "turns"})
 
     def rollout(self, prompt):
         first = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)
@@ -104,7 +104,7 @@ class Grafting(Program):
 
     name = "grafting"
     forces_tokens = True
-    needs = frozenset({"engine:logprobs=3", "old_logprobs"})
+    needs = frozenset({"tokens", "engine:logprobs=3", "old_logprobs"})
 
     def plan(self, plan):
         rows = [r.replace(payload={"number": i}) for i, r in enumerate(plan.rows)]
@@ -151,7 +151,7 @@ class Sleepy(Program):
     """A tool that hangs, one that raises and one that works; each error becomes a column."""
 
     name = "sleepy"
-    needs = frozenset({"column:errors"})
+    needs = frozenset({"tokens", "column:errors"})
 
     def rollout(self, prompt):
         made = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)
@@ -191,7 +191,7 @@ class Gone(probes.Probe):
     """No row stays."""
 
     name = "gone"
-    needs = frozenset({"old_logprobs"})
+    needs = frozenset({"tokens", "old_logprobs"})
 
     def select(self, rollouts):
         return torch.zeros(len(rollouts), dtype=torch.bool)
@@ -204,7 +204,7 @@ class Watch(probes.Probe):
     """Only looks: what a step generated, in a file of its own."""
 
     name = "watch"
-    needs = frozenset({"raw_text"})
+    needs = frozenset({"tokens", "raw_text"})
 
     def observe(self, rollouts, tokens, stats):
         torch.save((rollouts, tokens), OUT / f"watch{rollouts.batch}.pt")
