@@ -63,6 +63,12 @@ class Groups:
             return torch.full_like(self.ids, self.width)
         return torch.bincount(self.index, minlength=self.count)
 
+    @cached_property
+    def _blocks(self) -> Tensor | None:
+        """`size`, if the groups lie one behind the other in ascending order; else None."""
+        in_order = len(self.index) > 0 and bool((self.index[1:] >= self.index[:-1]).all())
+        return self.size if in_order else None
+
     def rows(self, statistic: Tensor) -> Tensor:
         """(count,) -> (rows,): every row gets the value of its group."""
         return statistic.repeat_interleave(self.width, 0) if self.width else statistic.index_select(0, self.index)
@@ -185,13 +191,17 @@ class Groups:
             x = x.view(self.count, self.width)
             return x.sum(1) if finite else x.nansum(1)
         x = x if finite else x.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+        if self._blocks is not None:
+            return torch.segment_reduce(x, "sum", lengths=self._blocks, initial=0.0)
         return x.new_zeros(self.count).scatter_add_(0, self.index, x)
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
         x, finite = self._checked(x)
         empty = torch.inf if reduce == "amin" else -torch.inf
         filled = x if finite else x.nan_to_num(nan=empty, posinf=torch.inf, neginf=-torch.inf)
-        if self.width:
+        if self._blocks is not None and not self.width:
+            out = torch.segment_reduce(filled, reduce[1:], lengths=self._blocks, initial=empty)
+        elif self.width:
             out = getattr(filled.view(self.count, self.width), reduce)(1)
         else:
             out = torch.full((self.count,), empty, dtype=torch.float64, device=x.device)

@@ -199,7 +199,8 @@ ALL_HOOKS = {
 
 def toy(**members) -> type[Method]:
     """A class with these hooks and attributes, otherwise without a fault."""
-    return type("Toy", (Method,), {**GOOD, **members})
+    reads = {"needs": frozenset({"tokens"})} if {"shape", "observe"} & set(members) else {}
+    return type("Toy", (Method,), {**GOOD, **reads, **members})
 
 
 def problems(cls, **options) -> str:

@@ -120,6 +120,7 @@ def test_chains_run_in_the_order_of_the_flag_each_on_what_the_one_before_made():
             plan=hook(lambda plan: plan.replace(rows=tuple(r.replace(spare=r.spare * factor + x) for r in plan.rows))),
             rewards=hook(lambda rollouts: rollouts.reward * factor + x),
             shape=hook(lambda rollouts, tokens: Shape(advantages=tokens.advantages * factor + x)),
+            needs=frozenset({"tokens"}),
         )
 
     a, b = adder("a", 1, 2), adder("b", 5, 3)

@@ -526,9 +526,9 @@ def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
 
 
 def test_signals_are_asked_for_only_where_they_are_used() -> None:
-    assert april().needs == {"prompt_index"}
-    assert april(correction="mask").needs == {"prompt_index", "token_versions"}
-    assert april(correction="token_tis").needs == {"prompt_index", "old_logprobs", "rollout_logprobs"}
+    assert april().needs == {"prompt_index", "tokens"}
+    assert april(correction="mask").needs == {"prompt_index", "tokens", "token_versions"}
+    assert april(correction="token_tis").needs == {"prompt_index", "tokens", "old_logprobs", "rollout_logprobs"}
 
 
 @pytest.mark.parametrize(

@@ -730,8 +730,9 @@ def test_a_batch_of_one_token_and_one_of_unscorable_rows() -> None:
 
 
 def test_shaping_needs_what_it_reads() -> None:
-    assert EchoShaping().needs == {"entropies", "old_logprobs"}
-    assert built(EchoShaping, beta=0).needs == {"entropies"} and built(EchoShaping, alpha=0).needs == {"old_logprobs"}
+    assert EchoShaping().needs == {"tokens", "entropies", "old_logprobs"}
+    assert built(EchoShaping, beta=0).needs == {"tokens", "entropies"}
+    assert built(EchoShaping, alpha=0).needs == {"tokens", "old_logprobs"}
     rollouts = make_rollouts([1.0, 0, 0, 1])
     for params, missing in (({"beta": 0}, "old_logprobs"), ({"alpha": 0}, "entropies")):
         tokens = make_tokens(rollouts, advantages=rollouts.reward).replace(**{missing: None})
@@ -868,7 +869,7 @@ def test_parameters_out_of_range(name: str, params: dict[str, Any]) -> None:
 def test_the_bundle() -> None:
     stack = build_stack("echo")
     assert stack.names == list(ECHO.parts)
-    assert stack.needs == {"text", "entropies", "old_logprobs", "off_policy", "engine:logprobs=10"}
+    assert stack.needs == {"text", "tokens", "entropies", "old_logprobs", "off_policy", "engine:logprobs=10"}
     assert [m.name for m in stack.claims["shape"]] == ["echo_shaping", "echo_clip"]
     assert build_stack(["echo", "-echo_tree"]).names == ["echo_labels", "echo_shaping", "echo_clip"]
 
