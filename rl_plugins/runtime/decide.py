@@ -176,8 +176,8 @@ def settle(
     Args:
         tokens: of all rows, or of those that `select` left, row by row; `row` points into all rows. None, if the stack
             does not read them: the decision is then made and told per row, and equal to the one made with them.
-        host_advantages: the host's own, (tokens,), or (rows,) without tokens; "unread": they stand where they are, and
-            nobody here looks at them; None: they mean nothing for these rows.
+        host_advantages: the host's own, (tokens,), or (rows,) without tokens; "unread": they stand where they are,
+            and are those of `estimator`; None: they mean nothing for these rows.
         estimator, budget: as in `decide`.
 
     Raises:
@@ -282,10 +282,8 @@ def _advantages(
         return m.name, values if within is None else values[within.row]
     if isinstance(host, Tensor):
         return "host", _zero_unless(scored if within is None else scored[within.row], host.double())
-    if host == "unread":
-        return "host", torch.zeros(len(inside), dtype=torch.float64)
     values = _zero_unless(scored, estimator(inside))
-    return "rl_plugins", values if within is None else values[within.row]
+    return "rl_plugins" if host is None else "host", values if within is None else values[within.row]
 
 
 def _zero_unless(scored: Tensor, values: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def look_for_idle(stack: MethodStack, decision: Decision, logged: Mapping[str, f
         logged: what the methods logged of it, over all ranks, as `<method>/<name>`. A method that did not log all signs
             of its `Idle` tells nothing of this batch.
     """
-    if stack.trains and _count(stack, "rewards", not bool((decision.advantages != 0).any())):
+    advantages = decision.row_advantages if decision.advantages is None else decision.advantages
+    if stack.trains and _count(stack, "rewards", not bool((advantages != 0).any())):
         stack.warn_once(_nothing_learned(stack, decision))
     for m in stack.methods:
         for number, idle in enumerate(m.idle):

@@ -224,9 +224,10 @@ class Decisions:
         """
         batch = without(batch, [not is_padding(t) for t in batch.tags])
         wanted = set(self.stack.token_columns & set(TOKEN_COLUMNS))
-        # rejection sampling of verl takes tokens out after the selection; lengths then no longer say what is trained
+        # Rewards tell verl's GRPO, and lengths which rows are trained, unless its rejection sampling takes tokens out.
         correction = self.config.algorithm.get("rollout_correction", None) or {}
-        reads = self.stack.reads_tokens or bool(correction.get("rollout_rs"))
+        told = self.config.algorithm.adv_estimator == "grpo" and not correction.get("rollout_rs")
+        reads = self.stack.reads_tokens or not told
         estimator = functools.partial(self._estimator, selected)
         if selected.nothing:
             tokens = no_tokens(wanted, selected.turns is not None) if reads else None

@@ -1,0 +1,143 @@
+"""What the driver of TRL does with one generation batch, by size: gather, decide, split.
+
+    python benchmarks/scale_driver.py                       # the table of benchmarks/README.md
+    python benchmarks/scale_driver.py --rows 1024 --tokens 8192 --methods gdpo,vade
+
+No model: rows of random lengths are collected as a rank does, joined and decided as the driver does, and cut for 64
+ranks. CPU time of one thread, the least of three batches; every case in a process of its own, for its peak memory.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import typer
+
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.rollouts import PlanRow, Run
+from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.trl.batch import local_decisions
+from rl_plugins.trl.rows import Row, Work, collect, rollouts_of
+
+RANKS, GROUP = 64, 8
+BY_ROWS = ("gdpo", "vade", "mc_grpo")
+BY_TOKENS = ("mssr_shaping", "d3s", "aepo_advantages")
+SIZES = ((1024, 1024), (1024, 8192), (4096, 8192))
+
+
+class Batch:
+    """One generation batch as the ranks of TRL have it.
+
+    Args:
+        names: methods.
+        rows: of all ranks.
+        tokens: of a row on average; lengths lie between a half and one and a half of it.
+        ranks: processes.
+    """
+
+    def __init__(self, names: list[str], rows: int, tokens: int, ranks: int = RANKS) -> None:
+        self.stack: MethodStack = build_stack(names)
+        self.rows, self.ranks = rows, ranks
+        draw = torch.Generator().manual_seed(0)
+        self.length = torch.randint(tokens // 2, tokens * 3 // 2 + 1, (rows,), generator=draw)
+        self.rewards = torch.rand(rows, 2, generator=draw).round()
+        plans = [PlanRow(g, g, GROUP) for g in range(rows // GROUP)]
+        flat = [Row(p, i) for p in plans for i in range(GROUP)]
+        each = rows // ranks
+        self.work = Work([flat[k * each : (k + 1) * each] for k in range(ranks)], regular=True, payload=[None] * rows)
+        self.trainer: Any = SimpleNamespace(
+            methods=self.stack,
+            eos_token_ids=[1],
+            processing_class=SimpleNamespace(pad_token_id=0),
+            mask_truncated_completions=False,
+            state=SimpleNamespace(global_step=1),
+            reward_weights=torch.ones(2),
+            reward_func_names=["right", "short"],
+        )
+        self.prompts: Any = SimpleNamespace(numbered=True)
+        size = rows // GROUP
+        self.stack.start(Run("trl", "1.16", None, size, (), ("right", "short"), GROUP, 10, 10, 2 * tokens))
+
+    def part(self, rank: int) -> Any:
+        """What a rank gives the driver."""
+        each = self.rows // self.ranks
+        length = self.length[rank * each : (rank + 1) * each].tolist()
+        made: Any = SimpleNamespace(ids=[range(2, n + 2) for n in length], tool_mask=None, completions=[None] * each)
+        names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"} & self.stack.token_columns
+        columns = {n: -torch.rand(each, max(length), generator=torch.Generator().manual_seed(rank)) for n in names}
+        return collect(self.trainer, self.work.rows[rank], made, torch.zeros(each), columns)[0]
+
+    def joined(self, parts: list[Any]) -> Any:
+        return rollouts_of(self.trainer, self.work, self.prompts, self.rewards, parts)
+
+    def decided(self, seen: Any) -> Any:
+        return decide(self.stack, seen.rollouts, seen.tokens, None, grpo_advantages, self.rows)
+
+    def split(self, decision: Any) -> Any:
+        return local_decisions(decision, [self.rows // self.ranks] * self.ranks, self.rows)
+
+
+def measure(names: list[str], rows: int, tokens: int) -> dict[str, Any]:
+    """Seconds, bytes and peak memory of one case, in this process."""
+    torch.set_num_threads(1)
+    batch = Batch(names, rows, tokens)
+    parts = [batch.part(k) for k in range(RANKS)]
+    gathered = max(len(pickle.dumps(p)) for p in parts)
+    took: dict[str, list[float]] = {"join": [], "decide": [], "split": []}
+
+    def timed(what: str, call: Any, *args: Any) -> Any:
+        start = time.process_time()
+        out = call(*args)
+        took[what].append(time.process_time() - start)
+        return out
+
+    back: list[Any] = []
+    for _ in range(3):
+        seen = timed("join", batch.joined, parts)
+        back = timed("split", batch.split, timed("decide", batch.decided, seen))
+    count = int(batch.length.sum())
+    found = {
+        "methods": "+".join(names),
+        "rows": rows,
+        "tokens": tokens,
+        **{what: min(values) for what, values in took.items()},
+        "bytes_to_driver_per_rank": gathered,
+        "bytes_back_per_rank": max(len(pickle.dumps(p)) for p in back),
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
+    if batch.stack.reads_tokens:  # row, position, advantages, keep, forced, and the columns
+        per_token = 8 + 8 + 8 + 1 + 1 + 4 * len(batch.stack.token_columns)
+        memory = torch.ones(count * per_token // 8, dtype=torch.float64)
+        start = time.process_time()
+        memory.clone()
+        found |= {"bytes_per_token": per_token, "copy": time.process_time() - start}
+    return found
+
+
+def main(rows: int = 0, tokens: int = 0, methods: str = "", out: Path = Path("benchmarks/scale_driver.json")) -> None:
+    """Without options: all sizes and methods, each in a process of its own, into `out`."""
+    if methods and rows and tokens:
+        print(json.dumps(measure(methods.split("+"), rows, tokens)))
+        return
+    found = []
+    for size in SIZES:
+        for name in (*BY_ROWS, *BY_TOKENS):
+            options = ["--rows", str(size[0]), "--tokens", str(size[1]), "--methods", name]
+            done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=True)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+            print(found[-1], flush=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
