@@ -49,7 +49,7 @@ class Talk(Probe):
     """Two turns: what it says, a tool's answer of two tokens, what it says then. The first rollout has a hint."""
 
     name = "talk"
-    needs = {"turns", "column:mood"}
+    needs = {"tokens", "turns", "column:mood"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -197,7 +197,7 @@ class Over(Probe):
     """Begins `factor` times as many groups as are trained; everything that waits goes on first."""
 
     name = "over_begin"
-    needs = {"rollout_logprobs", "old_logprobs"}
+    needs = {"tokens", "rollout_logprobs", "old_logprobs"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
