@@ -142,7 +142,7 @@ def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
 @pytest.mark.parametrize("signal", ["entropy", "text:raw", "columns:answer", ""])
 def test_a_signal_that_does_not_exist(signal):
     (problem,) = problems(method("m", needs={signal}))
-    assert problem.startswith(f"`m` needs `{signal}`: there is no such signal; known: old_logprobs, ")
+    assert problem.startswith(f"`m` needs `{signal}`: there is no such signal; known: tokens, ")
     assert problem.endswith("column:NAME, engine:logprobs=N.")
 
 
