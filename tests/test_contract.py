@@ -25,7 +25,7 @@ from rl_plugins.testing.contract.documents import section_problems
 PARAMS: dict[str, dict[str, Any]] = {
     "fission_grpo_reward": {"format": "format", "correctness": "accuracy"},
     "scope": {"prm": lambda messages, steps, columns: [1.0] * len(steps)},
-    "aepo_rollout": {"environment": dict},
+    "aepo_rollout": {"environment": "rl_plugins.demo.environments:Calculator"},
     "arrol": {"cold_start": 1},
     "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
     "drpo": {"threshold": 0.5},
@@ -179,7 +179,9 @@ GOOD: dict[str, Any] = {
     "fidelity": "paper",
     "use_when": "You test the test.",
     "avoid_when": "You train.",
-    "needs": frozenset({"entropies", "old_logprobs", "current_logprobs", "current_entropies", "prompt_index"}),
+    "needs": frozenset(
+        {"tokens", "entropies", "old_logprobs", "current_logprobs", "current_entropies", "prompt_index"}
+    ),
     "Params": ToyParams,
 }
 ALL_HOOKS = {
@@ -199,8 +201,7 @@ ALL_HOOKS = {
 
 def toy(**members) -> type[Method]:
     """A class with these hooks and attributes, otherwise without a fault."""
-    reads = {"needs": frozenset({"tokens"})} if {"shape", "observe"} & set(members) else {}
-    return type("Toy", (Method,), {**GOOD, **reads, **members})
+    return type("Toy", (Method,), {**GOOD, **members})
 
 
 def problems(cls, **options) -> str:
@@ -428,7 +429,7 @@ BROKEN = [
     (dict(advantages=by_order), "depend on the order of the rows (`advantages`)"),
     (dict(select=first_leaves), "how many rows of each group and reward stay depends on the order"),
     (dict(select=lambda self, r: torch.ones(len(r))), "bool tensor"),
-    (dict(shape=undeclared, needs=set()), "failed in `shape`: TypeError"),
+    (dict(shape=undeclared, needs=set()), "`toy` reads `tokens`, and does not ask for them"),
     (dict(advantages=unseeded), "two runs with the same seed and data differ"),
     (dict(policy_loss=mean_loss), "`policy_loss` depends on the split into micro-batches"),
     (dict(policy_loss=scalar_loss), "it must be (rows, time), one value per token"),
