@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import trl
 from trl.scripts import grpo
 
@@ -136,6 +137,8 @@ def run(argv: Sequence[str]) -> None:
     parsed = parse(arguments.script)
     with changed(trl, GRPOTrainer=GRPOTrainer) if parsed[1].methods else contextlib.nullcontext():
         grpo.main(*parsed)
+    if torch.distributed.is_initialized():  # without this gloo sometimes aborts a process that is done ("terminate ..")
+        torch.distributed.destroy_process_group()
 
 
 @dataclass(frozen=True)

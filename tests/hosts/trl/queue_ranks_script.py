@@ -67,3 +67,5 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    if torch.distributed.is_initialized():  # else gloo sometimes aborts a process that is done
+        torch.distributed.destroy_process_group()

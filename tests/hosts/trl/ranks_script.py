@@ -164,3 +164,5 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         raise
+    if torch.distributed.is_initialized():  # else gloo sometimes aborts a process that is done
+        torch.distributed.destroy_process_group()
