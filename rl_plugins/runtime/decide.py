@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -196,28 +197,29 @@ def settle(
     source, values = _advantages(stack, claims, inside, within, host_advantages, estimator)
     if within is not None:
         within = within.replace(advantages=values)
-    shaping = _Shaping(within, torch.ones(len(inside), dtype=torch.bool))
+    shaping = _Shaping(inside, within, torch.ones(len(inside), dtype=torch.bool))
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
             with gate.refusals(m, "shape"):
-                shaping.apply(m, shaped, inside)
+                shaping.apply(m, shaped)
     for m in claims.get("observe", ()):
         seen = shaping.tokens
         if seen is not None and tokens is not None and places is not None:
             seen = places.everywhere(seen, tokens)
         stack.call("observe", m, rollouts, _seen_by(m, seen), dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
-    _check_rows(shaping.stays(inside), inside, budget)
-    if len(rollouts) and not selection.skipped and not bool(shaping.stays(inside).any()):
+    stays = shaping.stays  # of all hooks
+    _check_rows(stays, inside, budget)
+    if len(rollouts) and not selection.skipped and not bool(stays.any()):
         names = dict.fromkeys(f"`{m.name}`" for m in [*stack.claims["select"], *stack.claims["shape"]])
         stack.warn_once(
             f"Every row of a batch left ({', '.join(names)}): nothing is trained on it, and the weights rest. The "
             f"metric rl_plugins/rows_trained is 0 for such batches."
         )
     if shaping.tokens is None or places is None:
-        return _decision_by_rows(selection, inside, shaping, values, source)
-    return _decision_by_tokens(selection, inside, shaping, shaping.tokens, places, source)
+        return _decision_by_rows(selection, shaping, values, source)
+    return _decision_by_tokens(selection, shaping, shaping.tokens, places, source)
 
 
 @dataclass(frozen=True)
@@ -322,19 +324,21 @@ class _Shaping:
     """What the `shape` hooks made so far of the rows that `select` left.
 
     Attributes:
+        rollouts: those rows.
         tokens: with the advantages, `keep` and old log-probs to use; None where nobody reads them.
         keep_rows: (rows,) bool.
         row_columns, token_columns: for the loss.
         new_old_logprobs: some hook gave old log-probs.
     """
 
+    rollouts: Rollouts
     tokens: Tokens | None
     keep_rows: Tensor
     row_columns: dict[str, Tensor] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
     new_old_logprobs: bool = False
 
-    def apply(self, m: Method, shaped: Any, rollouts: Rollouts) -> None:
+    def apply(self, m: Method, shaped: Any) -> None:
         """Takes over what one hook returned.
 
         Raises:
@@ -342,7 +346,7 @@ class _Shaping:
         """
         if not isinstance(shaped, Shape):
             raise gate.refusal(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
-        rows = len(rollouts)
+        rows = len(self.rollouts)
         if shaped.keep_rows is not None:
             self.keep_rows = self.keep_rows & gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
         self._add(m, self.row_columns, shaped.row_columns, rows, "row")
@@ -376,12 +380,22 @@ class _Shaping:
                 raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
             columns[name] = value
 
-    def stays(self, rollouts: Rollouts) -> Tensor:
-        """(rows,) bool. A row whose every token left is gone, too; one that never had a token stays."""
-        if self.tokens is None:
-            return self.keep_rows
-        of_row = Groups(self.tokens.row, count=len(rollouts))
-        return self.keep_rows & ((of_row.sum(self.tokens.keep.double()) > 0) | (of_row.size == 0))
+    @cached_property
+    def of_row(self) -> Groups:
+        """The tokens of each row."""
+        assert self.tokens is not None
+        return Groups(self.tokens.row, count=len(self.rollouts))
+
+    @cached_property
+    def left(self) -> Tensor:
+        """(rows,) tokens of each row that stay, when all hooks have run."""
+        return self.rollouts.length if self.tokens is None else self.of_row.sum(self.tokens.keep.double())
+
+    @cached_property
+    def stays(self) -> Tensor:
+        """(rows,) bool, when all hooks have run. A row whose every token left is gone, too; one that never had a token
+        stays."""
+        return self.keep_rows if self.tokens is None else self.keep_rows & ((self.left > 0) | (self.of_row.size == 0))
 
 
 def _check_rows(stays: Tensor, rollouts: Rollouts, budget: int) -> None:
@@ -420,21 +434,18 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
         )
 
 
-def _decision_by_rows(
-    selection: Selection, inside: Rollouts, shaping: _Shaping, values: Tensor, source: str
-) -> Decision:
+def _decision_by_rows(selection: Selection, shaping: _Shaping, values: Tensor, source: str) -> Decision:
     """Back to the coordinates of all rows.
 
     Args:
-        inside: the rows `select` left, which `shaping` is about.
-        values: (rows of `inside`,) advantages.
+        values: (rows that `select` left,) advantages.
         source: who made them.
     """
     kept = selection.rollouts.kept
-    trained = shaping.keep_rows & (inside.length > 0)
+    trained = shaping.keep_rows & (shaping.left > 0)
     return Decision(
         rollouts=selection.rollouts,
-        stays=_back(shaping.keep_rows, kept),
+        stays=_back(shaping.stays, kept),
         trained=_back(trained, kept),
         keep_tokens=None,
         advantages=None,
@@ -449,22 +460,22 @@ def _decision_by_rows(
 
 
 def _decision_by_tokens(
-    selection: Selection, inside: Rollouts, shaping: _Shaping, within: Tokens, places: _Places, source: str
+    selection: Selection, shaping: _Shaping, within: Tokens, places: _Places, source: str
 ) -> Decision:
     """Back to the coordinates of all rows and tokens.
 
     Args:
-        within: the tokens of `inside`, as `shaping` left them.
+        within: the tokens of the rows that `select` left, as `shaping` left them.
         places: of those among all that were given.
         source: who made the advantages.
     """
     kept, tokens_back = selection.rollouts.kept, places.back
-    of_row, live = Groups(within.row, count=len(inside)), torch.where(within.keep, within.advantages, torch.nan)
+    of_row, live = shaping.of_row, torch.where(within.keep, within.advantages, torch.nan)
     old = within.old_logprobs if shaping.new_old_logprobs else None
     return Decision(
         rollouts=selection.rollouts,
-        stays=_back(shaping.stays(inside), kept),
-        trained=_back(of_row.sum(within.keep.double()) > 0, kept),
+        stays=_back(shaping.stays, kept),
+        trained=_back(shaping.left > 0, kept),
         keep_tokens=tokens_back(within.keep),
         advantages=tokens_back(torch.where(within.keep, within.advantages, 0.0)),
         row_advantages=_back(torch.nan_to_num(of_row.mean(live), nan=0.0), kept),

@@ -238,7 +238,8 @@ class Decisions:
         mask = tokens = None
         host: Tensor | Literal["unread"] | None = "unread" if counts else None
         if reads:
-            rows = fetch(batch, ["response_mask", "advantages", *(TOKEN_COLUMNS[n] for n in wanted)])
+            read = ["advantages"] if counts else []
+            rows = fetch(batch, ["response_mask", *read, *(TOKEN_COLUMNS[n] for n in wanted)])
             mask = rows["response_mask"]
             tokens = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys])
             if selected.turns is not None:

@@ -407,7 +407,7 @@ def test_rounds_see_rewards_in_the_order_of_the_plan(queue: MemoryQueue, monkeyp
     trainer = object.__new__(MethodsSync)
     trainer.config, trainer.methods, trainer.tokenizer = config("data.train_batch_size=3"), MethodStack([Asks()]), None
     trainer.tokenizer, trainer.settings, trainer._selected = Tokenizer(), Settings(()), None
-    trainer._prompts = PromptBatches(Dataset(), trainer.config)
+    trainer._prompts, trainer.train_dataset = PromptBatches(Dataset(), trainer.config), [None] * 20
     trainer._submitted = {"a": PlanRow(10, 0, 2), "b": PlanRow(11, 1, 2)}
     asked: list[Any] = []
 
