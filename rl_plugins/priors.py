@@ -106,11 +106,11 @@ class Column(Prior):
         self.needs = Prior.needs | {f"column:{name}"}
 
     def start(self, run: Run) -> dict[str, Any]:
-        self._dataset = _dataset(run)
+        self._dataset, self._size = _dataset(run), run.dataset_size
         return {}
 
     def predict(self, state: Mapping[str, Any], prompts: Tensor) -> Tensor:
-        if len(prompts) == len(self._dataset):
+        if len(prompts) == self._size:
             whole = _whole_column(self._dataset, self.name)
             if whole is not None:
                 return torch.where(prompts < 0, torch.nan, whole[prompts.clamp(min=0)])

@@ -401,8 +401,10 @@ def test_rewards_that_the_run_names_are_those_of_the_methods():
     run = [*RUN[:6], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
     train = ["trainer.total_training_steps=3"]
     assert examine(*run, *named, *train).endswith("No problem found.\n")
-    found = section(examine(*run, *train), "The run")
-    assert "accuracy" in found["plan"], "without the names there is no such reward"
+    found = section(examine(*run, *train, status=1), "The run")
+    assert found, "the run is told all the same"
+    told = examine(*run, *train, status=1).split("1 problem:")[1]
+    assert "accuracy" in told and "reward functions of this run are: score" in told
 
 
 def test_methods_that_read_the_data_set_find_it(tmp_path):

@@ -95,7 +95,7 @@ def nothing_trained(trainer: Trainer, inputs: HostBatch) -> bool:
     weights without a gradient, too."""
     if "rlp_num_rows" not in inputs:
         return False
-    tokens = torch.stack([loss_mask(b).sum() for b in _window(trainer)]).sum()
+    tokens = torch.stack([loss_mask(b).sum() for b in _window(trainer) or [inputs]]).sum()
     return int(inputs["num_items_in_batch"]) == 0 or int(trainer.accelerator.gather(tokens).sum()) == 0
 
 
@@ -109,7 +109,9 @@ def no_loss(trainer: Trainer) -> Tensor:
 
 
 def _window(trainer: Trainer) -> list[HostBatch]:
-    """Micro-batches of the coming optimizer step, of this rank."""
+    """Micro-batches of the coming optimizer step, of this rank; none outside of training."""
+    if trainer._buffered_inputs is None:
+        return []
     first = trainer._step % trainer.args.steps_per_generation
     return trainer._buffered_inputs[first : first + trainer.current_gradient_accumulation_steps]
 

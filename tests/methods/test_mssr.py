@@ -606,8 +606,8 @@ def test_a_value_column_is_read_whole() -> None:
     for column in (values, [0, 1, 1, 0]):
         rows = datasets.Dataset.from_dict({"prompt": ["a", "b", "c", "d"], "rate": column}).select([3, 0, 1, 2])
         prior = Column("rate")
-        prior._dataset = rows
+        prior._size, prior._dataset = 4, rows
         one_by_one = [prior.predict({}, torch.tensor([i])) for i in range(4)]
-        prior._dataset = Watched(rows.data, rows.info, rows.split, rows._indices)
+        prior._size, prior._dataset = 4, Watched(rows.data, rows.info, rows.split, rows._indices)
         whole = prior.predict({}, torch.arange(4))
         assert torch.equal(whole.nan_to_num(7), torch.cat(one_by_one).nan_to_num(7)) and whole.dtype == torch.float64

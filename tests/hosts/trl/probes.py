@@ -384,6 +384,7 @@ class ByPosition(Probe):
     """Token advantages alone."""
 
     name = "by_position"
+    needs = frozenset({"tokens"})
 
     def shape(self, rollouts, tokens):
         return Shape(advantages=tokens.advantages * (1 + tokens.position % 2))
@@ -393,6 +394,7 @@ class Thinned(Probe):
     """Every third token leaves."""
 
     name = "thinned"
+    needs = frozenset({"tokens"})
 
     def shape(self, rollouts, tokens):
         return Shape(keep_tokens=tokens.position % 3 != 2)

@@ -384,6 +384,7 @@ BODIES = {
     "get_high_entropy_mask": "ce6e86287bac",
     "get_off_policy_mask": "8ee1e1964611",
     "get_train_dataloader": "2bffe5a57c53",
+    "training_step": "9e18632f7dd8",
 }
 
 
@@ -420,10 +421,10 @@ def test_an_untested_version_is_refused(monkeypatch):
     compat.check_trl_version()
 
 
-def test_the_config_adds_three_fields_and_changes_none():
+def test_the_config_adds_four_fields_and_changes_none():
     own = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     stock = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
-    assert set(own) - set(stock) == {"methods", "method_params", "rollout_cache_gb"}
+    assert set(own) - set(stock) == {"methods", "method_params", "rollout_cache_gb", "max_unrewarded_batches"}
     assert all(own[k] == v for k, v in stock.items())
 
 

@@ -30,6 +30,7 @@ from rl_plugins.demo.rewards import score as won
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.methods.training_free_grpo import read_library
 from rl_plugins.requests import Generate, Kind, Trajectory
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl import generation as module
 from rl_plugins.trl.engine import TrlEngine
 
@@ -94,6 +95,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
     requests: list[Generate] = []
     run_programs, decide, finish = module.run_programs, module.decide, module.GenerationBatch.finish
     generate, plan = TrlEngine.generate, module.GenerationBatch.plan
+
+    monkeypatch.setattr(MethodStack, "reads_tokens", True)  # these tests look at tokens, whatever the method
 
     def watched_plan(self: Any) -> None:
         batches.append(Batch(model=copy_of(self.trainer.model)))
@@ -749,7 +752,7 @@ def test_fission_turns_errors_into_prompts(train):
         assert text == f"<user>{asked}<asst>{failed[asked]}<eos><user>no {len(failed[asked])}.<asst>"
     wanted = host_advantages(rollouts)
     assert torch.allclose(second.decision.row_advantages, wanted, atol=1e-5), "advantages within each group of its own"
-    assert seen.log("fission_grpo/served") == [2.0]
+    assert seen.log("fission_grpo/served") == [0.0, 2.0]
     assert seen.log("fission_grpo/reward")[0] == pytest.approx(float(rollouts.reward[foreign].mean()))
 
 

@@ -229,7 +229,7 @@ def test_several_rows_of_a_rollout(tmp_path):
 
 
 def test_a_batch_too_small_for_the_rows_of_a_group_is_refused(tmp_path):
-    with pytest.raises(MethodError, match="a group of 8 rollouts needs 16 rows, and the batch holds 8"):
+    with pytest.raises(ConfigError, match="a group of 8 rollouts needs 16 rows, and the batch holds 8"):
         run(tmp_path, "rows", per_device_train_batch_size=8)
 
 

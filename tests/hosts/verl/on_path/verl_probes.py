@@ -218,7 +218,7 @@ def _methods():
         """Every kind of row a plan can ask for."""
 
         name = "verl_given"
-        needs = frozenset({"rollout_logprobs", "text", "column:level", "old_logprobs"})
+        needs = frozenset({"tokens", "rollout_logprobs", "text", "column:level", "old_logprobs"})
 
         def plan(self, plan):
             rows = list(plan.rows)
