@@ -110,10 +110,8 @@ def no_loss(trainer: Trainer) -> Tensor:
 
 def _window(trainer: Trainer) -> list[HostBatch]:
     """Micro-batches of the coming optimizer step, of this rank; none outside of training."""
-    if trainer._buffered_inputs is None:
-        return []
     first = trainer._step % trainer.args.steps_per_generation
-    return trainer._buffered_inputs[first : first + trainer.current_gradient_accumulation_steps]
+    return (trainer._buffered_inputs or [])[first : first + trainer.current_gradient_accumulation_steps]
 
 
 def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
