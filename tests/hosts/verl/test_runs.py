@@ -343,6 +343,7 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
         [*common, "trainer.total_training_steps=9"],
         trainer="watched_colocate_async",
         RL_PLUGINS_TEST_SLOW="1",
+        RL_PLUGINS_TEST_HOLD="3",
     )
     try:
         killed.wait_for("saving", step=3)
@@ -386,7 +387,9 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
         f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
     ]
     trainer = "watched_separate_async"
-    run = start(tmp_path / "killed", [*options, "trainer.total_training_steps=9"], trainer=trainer)
+    run = start(
+        tmp_path / "killed", [*options, "trainer.total_training_steps=9"], trainer=trainer, RL_PLUGINS_TEST_HOLD="3"
+    )
     try:
         run.wait_for("saving", step=3)
         run.kill()

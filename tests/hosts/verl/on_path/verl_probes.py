@@ -80,7 +80,18 @@ def _carousel(module: object) -> None:
                 return result
 
             def _save_checkpoint(self):
-                note("saving", step=self.global_steps)
+                if os.environ.get("RL_PLUGINS_TEST_HOLD") == str(
+                    self.global_steps
+                ):  # in the middle, to be killed there
+                    workers = self.actor_rollout_wg
+                    save = workers.save_checkpoint
+
+                    def held(*args, **kwargs):
+                        save(*args, **kwargs)
+                        note("saving", step=self.global_steps)
+                        time.sleep(600)
+
+                    workers.save_checkpoint = held
                 super()._save_checkpoint()
                 prompts = (tq.kv_list("train") or {}).get("train", {})
                 waiting = [key for key, tag in prompts.items() if tag.get("is_prompt")]
