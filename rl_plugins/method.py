@@ -86,14 +86,16 @@ SIGNALS: dict[str, str] = {
     "old_logprobs": "log-probs of the policy at the start of the step",
     "rollout_logprobs": "log-probs of the distribution the engine sampled from",
     "ref_logprobs": "log-probs of the reference policy",
-    "token_versions": "which policy made each token, where rollouts go on in a later batch",
+    "token_versions": "the published weights that made each token, in `shape`, `observe` and the loss",
+    "token_ids": "token ids of every row's prompt and whole completion, and which of them were only read",
     "entropies": "entropy of the policy at every token, at the start of the step",
     "text": "completions as text, special tokens removed",
     "raw_text": "completions as text, special tokens kept",
     "messages": "completions as the host's list of messages",
     "prompt_index": "a stable dataset row for every prompt (a dataset with random access, not a stream)",
     "several_rewards": "two or more reward functions",
-    "off_policy": "updates whose policy differs from the one that sampled",
+    "off_policy": "tokens that another policy sampled than the one that is updated",
+    "several_updates": "several optimizer steps between one pass of old log-probs and the next",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
@@ -169,6 +171,12 @@ class Method:
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
             missing nevertheless.
         rows_per_rollout: rows one rollout becomes (agents, turns).
+        corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
+            rollout log-probs). The host's own such correction and a second such method are refused beside it: the
+            weight would count twice.
+        proximal_old_logprobs: its loss needs old log-probs of a policy of their own, at the start of the step; a host
+            that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused beside it.
+        replays: its plans give completions that an older policy sampled, so updates are off-policy.
         forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
             model), so no importance weight of the sampling policy exists for them; corrections that would need one are
             refused beside it.
@@ -197,6 +205,9 @@ class Method:
     rounds: ClassVar[bool] = False
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
+    corrects_sampling: bool = False
+    proximal_old_logprobs: bool = False
+    replays: bool = False
     forces_tokens: bool = False
     in_eval: ClassVar[Sequence[str]] = ()
     trains: ClassVar[bool] = True
@@ -281,6 +292,10 @@ class Method:
     @property
     def state(self) -> dict[str, Any]:
         """Plain data (numbers, strings, lists, dicts, tensors), saved in the host's checkpoint. Driver hooks only.
+
+        Tensors may be changed in place with torch's functions, also through views and numpy arrays made from them in
+        the same generation batch. An array kept from an earlier batch may write past the copy that a checkpoint saves,
+        and `resize_` is not allowed: take them from the state anew in every batch.
 
         Raises:
             MethodError: in the generation or update place, where no state exists.

@@ -62,7 +62,7 @@ class Generated:
         logprobs: of each, under the distribution it was sampled from, temperature included.
         finish: "eos", "stop" (one of the texts of the request), "length" (limit of the request, of the completion or of
             the context) or "abort" (the engine was interrupted; the tokens so far are good).
-        version: optimizer step of the policy that made the last token.
+        version: published weights that made the last token.
         top: for every token the most likely tokens in its place with their log-probs at temperature 1, as
             ((token, logprob), ..), most likely first; empty unless asked for.
         sampled: False if the tokens are the argmax, not a sample.
@@ -140,7 +140,7 @@ class Trajectory:
         tokens: everything after it.
         kinds: `Kind` of each token.
         logprobs: of each token, NaN unless it was sampled in this very context.
-        versions: optimizer step of the policy that made each token, -1 for those no policy made.
+        versions: published weights that made each token, -1 for those no policy made.
         finish: why the last generation ended; "" if there was none.
         turns: of an agent, in order.
         rewards: of the run's reward functions, if `Score` computed them: they are not computed again.

@@ -36,13 +36,22 @@ class Replaceable:
 class Completion(Replaceable):
     """A completion that is given instead of generated (replayed, foreign, corrected).
 
+    With log-probs it is a sample: the importance weight of its tokens exists. Without them its tokens are `forced`.
+
     Args:
         tokens: its token ids, at least one.
-        logprobs: log-probs of the distribution it was sampled from, or None where that is not known.
+        logprobs: of each token, of the distribution it was sampled from; those of observed tokens are not read. None
+            where that distribution is not known.
+        versions: published weights that made each token, as in `Tokens.version`; None: it counts as made now.
+        rewards: of each reward function by name, NaN where it gave none; it is then not scored again. None: it is.
+        observed: of each token, True if it was only read (a tool's output): it is not trained. None: none was.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
+    versions: tuple[int, ...] | None = None
+    rewards: Mapping[str, float] | None = None
+    observed: tuple[bool, ...] | None = None
 
 
 @renamed(prompt="prompt_index")
@@ -127,7 +136,7 @@ class Carried:
         drawn: generation batch in which it was begun.
         tokens: of each rollout so far.
         finished: of each rollout, whether it needs no further token.
-        versions: of each rollout, optimizer step of the policy that made its oldest token; -1 without a token.
+        versions: of each rollout, published weights that made its oldest token; -1 without a token.
     """
 
     prompt_index: int
@@ -245,6 +254,22 @@ class TurnTable(Replaceable):
     valid: Tensor
 
 
+@dataclass(frozen=True)
+class TokenIds:
+    """Prompt and whole completion of every row, as the engine saw and made them. Text that is tokenized again is
+    another rollout.
+
+    Args:
+        prompt: of each row, int64.
+        completion: of each row, int64: `Tokens.position` is a place in it.
+        observed: of each row, bool like `completion`: tokens that were only read and are not trained.
+    """
+
+    prompt: tuple[Tensor, ...]
+    completion: tuple[Tensor, ...]
+    observed: tuple[Tensor, ...]
+
+
 @renamed(step="batch", steps="turns")
 @dataclass(frozen=True)
 class Rollouts(Replaceable):
@@ -262,7 +287,12 @@ class Rollouts(Replaceable):
         length: (rows,) int64 tokens that may carry a gradient.
         truncated: (rows,) bool, stopped by the length limit.
         kept: (rows,) bool. False: left by `select`. All True in every hook but `observe` and a later `select`.
-        version: (rows,) int64 optimizer step of the policy that generated the row.
+        version: (rows,) int64 published weights that made the row's oldest token. Weights are counted from 0, those
+            the run begins with; in TRL every optimizer step publishes, in verl every `update_weights`.
+        newest_version: (rows,) that made its newest token; as `version` where a row was made in one go.
+        current_version: the newest published weights at the start of this step: those being trained, but for
+            `steps_since_published`, the optimizer steps made since.
+        token_ids: if a method needs them.
         text, raw_text, messages: decoded completions without and with special tokens, and as the host's list of
             messages; present if a method needs them.
         meta: dataset columns asked for with `needs = {"column:NAME"}`, and the host's per-row extras: lists.
@@ -290,9 +320,23 @@ class Rollouts(Replaceable):
     payload: Sequence[Any] | None = None
     turns: TurnTable | None = None
     batch: int = 0
+    newest_version: Tensor = None  # type: ignore[assignment]  # as `version`
+    current_version: int = 0
+    steps_since_published: int = 0
+    token_ids: TokenIds | None = None
+
+    def __post_init__(self) -> None:
+        if self.newest_version is None:
+            object.__setattr__(self, "newest_version", self.version)
 
     def __len__(self) -> int:
         return len(self.group)
+
+    @property
+    def staleness(self) -> Tensor:
+        """(rows,) int64 published weights between the row's oldest token and now; of a token:
+        `rollouts.current_version - tokens.version`."""
+        return self.current_version - self.version
 
     @cached_property
     def groups(self) -> Groups:
@@ -327,6 +371,7 @@ class Rollouts(Replaceable):
             "truncated",
             "kept",
             "version",
+            "newest_version",
             "text",
             "raw_text",
             "messages",
@@ -334,6 +379,9 @@ class Rollouts(Replaceable):
         )
         changes = {name: pick(getattr(self, name)) for name in per_row}
         changes["meta"] = {name: pick(values) for name, values in self.meta.items()}
+        if self.token_ids is not None:
+            ids = self.token_ids
+            changes["token_ids"] = TokenIds(*(tuple(pick(x)) for x in (ids.prompt, ids.completion, ids.observed)))
         if self.turns is not None:
             stay = keep[self.turns.row]
             new_row = torch.cumsum(keep, 0) - 1
@@ -425,8 +473,9 @@ class Tokens(Replaceable):
         row: (tokens,) int64 row of the rollouts passed along.
         position: (tokens,) int64 place in the completion.
         turn: (tokens,) int64 entry of `rollouts.turns`, or None.
-        forced: (tokens,) bool, put in the policy's place (prefix, given completion) instead of sampled.
-        version: (tokens,) int64 optimizer step of the policy that made each token; None where nobody knows.
+        forced: (tokens,) bool, put in the policy's place (prefix, completion given without log-probs) instead of
+            sampled.
+        version: (tokens,) int64 published weights that made each token, as in `Rollouts.version`.
         advantages: (tokens,) float64.
         keep: (tokens,) bool, False for tokens an earlier `shape` took out of the update.
         old_logprobs: (tokens,) float32 of the policy at the start of the step.
@@ -493,6 +542,8 @@ class Rows(Replaceable):
         logprobs, old_logprobs, rollout_logprobs: (rows,) sums over those tokens: at the current weights (one pass
             without gradient, if `needs` has "current_logprobs"), at the start of the step, of the behaviour policy.
         columns: row columns of `shape`.
+        version, newest_version: (rows,) int64 as in `Rollouts`.
+        current_version, steps_since_published: as in `Rollouts`, of this optimizer step.
     """
 
     group: Tensor
@@ -501,6 +552,10 @@ class Rows(Replaceable):
     old_logprobs: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    version: Tensor | None = None
+    newest_version: Tensor | None = None
+    current_version: int = 0
+    steps_since_published: int = 0
 
 
 @dataclass(frozen=True)
@@ -526,6 +581,8 @@ class Terms(Replaceable):
         columns: own columns: (rows, time), and (rows, 1) for those given per row.
         num_tokens, num_rows: tokens and rows of the whole optimizer step, all ranks, without those that left.
         max_length: the configured completion length.
+        versions: int64 published weights that made each token; None unless `needs` has "token_versions".
+        current_version, steps_since_published: as in `Rollouts`, of this optimizer step.
     """
 
     mask: Tensor
@@ -539,3 +596,6 @@ class Terms(Replaceable):
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
+    versions: Tensor | None = None
+    current_version: int = 0
+    steps_since_published: int = 0

@@ -823,9 +823,9 @@ def test_a_dry_run_names_packages_that_are_missing(run, monkeypatch, options, pr
     assert problem in text[text.rindex("problem") :], text
 
 
-def test_a_package_that_is_missing_here_is_a_note_about_another_machine(run):
-    if importlib.util.find_spec("vllm") is not None:
-        pytest.skip("vLLM is installed here")
+def test_a_package_that_is_missing_here_is_a_note_about_another_machine(run, monkeypatch):
+    here = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "vllm" else here(name, *a))
     text = rl_plugins("doctor", "--config", run(use_vllm=True), "--world-size", "2")
     assert "use_vllm=True needs the package vllm" in text[text.index("Notes") :]
 

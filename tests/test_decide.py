@@ -16,9 +16,11 @@ from rl_plugins.runtime import gate
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
+from rl_plugins.testing.data import make_token_ids
 
 NAN, INF = math.nan, math.inf
 PER_ROW = {"group", "prompt_index", "rollout", "index", "rewards", "reward", "length", "truncated", "kept", "version"}
+PER_ROW |= {"newest_version"}
 
 # ---- decisions
 
@@ -256,6 +258,7 @@ def test_a_subset_of_rows_takes_every_field_along():
     n, listed = 4, {"text", "raw_text", "messages", "payload"}
     rollouts = make_rollouts([0.0] * n).replace(turns=agent_batch([1, 2, 0, 1])[0].turns)
     numbers = {f.name: torch.arange(n) for f in dataclasses.fields(rollouts) if f.name in PER_ROW}
+    rollouts = rollouts.replace(token_ids=make_token_ids(rollouts))
     full = rollouts.replace(**numbers, **{name: list("abcd") for name in listed}, meta={"answer": list("abcd")})
     keep = torch.tensor([False, True, False, True])
     part = full.subset(keep)
@@ -264,7 +267,11 @@ def test_a_subset_of_rows_takes_every_field_along():
     assert part.turns.anchor == ["3.0", "1.1", "1.0"] and part.turns.row.tolist() == [1, 0, 0]
     assert part.turns.turn.tolist() == [0, 1, 0] and part.turns.reward.tolist() == [30.0, 11.0, 10.0]
     assert len(part.turns.valid) == 3 and len(part) == 2 and part.groups.size.tolist() == [1, 1]
+    ids = (part.token_ids.prompt, part.token_ids.completion, part.token_ids.observed)
+    for taken, given in zip(ids, dataclasses.astuple(full.token_ids), strict=True):
+        assert [x.tolist() for x in taken] == [given[1].tolist(), given[3].tolist()]
     whole = {"reward_names", "reward_weights", "meta", "turns", "batch"}
+    whole |= {"current_version", "steps_since_published", "token_ids"}
     assert {f.name for f in dataclasses.fields(rollouts)} == PER_ROW | listed | whole  # a new field joins one of them
     assert full.subset(torch.ones(n, dtype=torch.bool)) is full
 
@@ -544,17 +551,19 @@ def test_more_rows_than_the_batch_holds_is_an_error_with_the_sizes_of_the_groups
 def test_nothing_that_was_given_is_changed():
     rollouts = make_rollouts([1.0, 0.0, 2.0, 5.0])
     tokens = make_tokens(rollouts)
-    copies = {n: v.clone() for o in (rollouts, tokens) for n, v in vars(o).items() if isinstance(v, torch.Tensor)}
+    fields_of = {
+        key: {n: v for n, v in vars(o).items() if isinstance(v, torch.Tensor)}
+        for key, o in (("r", rollouts), ("t", tokens))
+    }
+    copies = {(o, n): v.clone() for o in "rt" for n, v in fields_of[o].items()}
     m = method(
         rewards=lambda r: r.reward + 1,
         select=lambda r: r.reward > 1,
         shape=lambda r, t: Shape(advantages=t.advantages * 0 + 1, keep_tokens=t.position == 0),
     )
     run([m], rollouts, tokens)
-    for o in (rollouts, tokens):
-        for n, v in vars(o).items():
-            if isinstance(v, torch.Tensor):
-                assert torch.equal(v, copies[n]), n
+    for (o, n), before in copies.items():
+        assert torch.equal(fields_of[o][n], before), n
 
 
 def test_what_a_hook_returns_keeps_no_graph():

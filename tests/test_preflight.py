@@ -233,11 +233,11 @@ def test_tokens_that_nobody_sampled_are_not_weighted_by_a_probability():
         f"{WHY}: `weighs` needs it. Remove one of the two.",
         f"{WHY}: `too` needs it. Remove one of the two.",
     ]
-    assert problems(forces, importance_correction="correct=True") == [
+    assert problems(forces, importance_weights={"correct": True}) == [
         f"{WHY}: correct=True asks for that. Turn it off, or remove `forces`."
     ]
     assert check(forces, method("other", "shape", needs={"text"})) == {}
-    assert check(*weighs, importance_correction="correct=True") == {}
+    assert check(*weighs, importance_weights={"correct": True}) == {}
 
 
 def test_rows_may_bring_a_column_the_dataset_lacks():
@@ -285,3 +285,35 @@ def test_a_column_may_have_a_colon_in_its_name():
     assert check(m, columns=("a:b",)) == {}
     (problem,) = problems(m, columns=("b",))
     assert problem.startswith("`m` needs `column:a:b`: the dataset has no column `a:b` ")
+
+
+def test_the_weight_of_the_sampling_policy_counts_once():
+    holds = [method(name, "policy_loss" if name == "a" else "shape", corrects_sampling=True) for name in "ab"]
+    assert problems(*holds) == [
+        "`a` holds the weight of the policy that sampled, and so does `b`: it would count twice. Remove one of them."
+    ]
+    assert problems(holds[0], importance_weights={"is": "token"}) == [
+        "`a` holds the weight of the policy that sampled, and so does is=token: it would count twice. Turn that off."
+    ]
+    assert check(holds[0], sampling_probabilities={"rs": "token"}, rollout_as_old="bypass=True") == {}
+    sets = method("sets", "shape", corrects_sampling=True)
+    sets.host_options = {"trl": {"is": False}}
+    on = dict(importance_weights={"is": True}, options={"is": True}, defaults={"is": True})
+    assert check(sets, **on) == {"is": False}  # it is off when the run starts
+
+
+def test_old_log_probs_of_a_policy_of_their_own():
+    proximal = method("p", "policy_loss", proximal_old_logprobs=True)
+    assert problems(proximal, rollout_as_old="bypass=True") == [
+        "`p` needs log-probs of the policy at the start of the step beside those of the policy that sampled, and "
+        "bypass=True makes them the same. Turn it off, or remove `p`."
+    ]
+    assert check(proximal) == {}
+
+
+def test_groups_begun_before_make_updates_off_policy():
+    needs = method("needs", "policy_loss", needs={"off_policy"})
+    missing = {"off_policy": "nothing to correct."}
+    assert "nothing to correct" in problems(needs, missing_signals=missing)[0]
+    assert check(needs, method("replay", "plan", replays=True), missing_signals=missing) == {}
+    assert check(needs, method("carry", "admit"), missing_signals=missing) == {}

@@ -81,7 +81,7 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "num_generations_eval": 1,
     }
     needs = _needs(methods)
-    if "off_policy" in needs:
+    if needs & {"off_policy", "several_updates"}:
         values["num_iterations"] = 2
     if "ref_logprobs" in needs:
         values["beta"] = 0.04

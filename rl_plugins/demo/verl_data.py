@@ -186,7 +186,7 @@ def suited(methods: Iterable[str]) -> list[str]:
     for name, weight in zip(REWARDS, weights, strict=True):
         lines.append(f"+rl_plugins.rewards.{name}={weight}")
     classes = [cls for name in methods for cls in registry.select([name]).classes.values()]
-    if any("off_policy" in cls.needs for cls in classes):
+    if any({"off_policy", "several_updates"} & set(cls.needs) for cls in classes):
         lines.append("actor_rollout_ref.actor.ppo_epochs=2")
     return lines
 

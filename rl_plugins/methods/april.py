@@ -35,28 +35,27 @@ class April(Method):
     Tokens a group brings from earlier batches are off-policy. The authors train on them as they are, with old log-probs
     computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
 
-        mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
+        mask        tokens of older weights leave the update (their reward still counts for the group)
         token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
 
     A group begun more than `max_staleness` batches ago is begun anew (`stale: restart`) or given up (`drop`), complete
     or not. Without a limit every rollout is trained in the end.
 
     Symbols: tokens (tokens,) flat, over rows; lp^old of the policy before the update, lp^rollout of the sampling one,
-    float32, nats; advantages float64. Versions are optimizer steps.
+    float32, nats; advantages float64. Versions are published weights: in TRL every optimizer step publishes.
 
     Special cases: groups beyond N that are complete when decoding stops wait, complete, and are trained and scored
-    next. Where all groups of a batch waited complete, their newest tokens count as its own. A token whose rollout
-    log-prob is not known has weight 1.
+    next, with tokens that are stale then. A token whose rollout log-prob is not known has weight 1.
 
     State: none of its own (the queue is the driver's and is saved with it).
 
     Logs: `resumed`, `restarted`, `dropped`, `fresh`, groups of the batch; `waiting`, groups before it; `stale_rows`,
-    share of rows with a token that is not of the newest policy; `staleness`, largest age of a row's oldest token in
-    optimizer steps; where tokens' versions are known `stale_tokens` (share) and `token_age` (their mean); `masked`,
+    share of rows with a token that is not of the present weights; `staleness`, largest age of a row's oldest token in
+    published weights; `stale_tokens` (share) and `token_age` (their mean); `masked`,
     share of the tokens; `weight` (mean), `weight_stale` (mean over stale tokens), `capped` (share).
 
     Raises:
-        ConfigError: a parameter out of range; `mask` on verl, which tells policies of whole rollouts only.
+        ConfigError: a parameter out of range.
         MethodError: verl with `stale: restart`.
 
     Source: arXiv 2509.18521; RLsys-Foundation/APRIL slime/rollout/sglang_example.py and slime/ray/buffer.py (commit
@@ -94,7 +93,7 @@ class April(Method):
         " it goes on; here they are saved, as token ids.",
         "`max_staleness` is ours.",
     )
-    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
+    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens", "token_versions"})
     host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
         Idle(
@@ -126,10 +125,9 @@ class April(Method):
         if p.max_staleness is not None:
             options[STRATEGY] = "drop"
         if p.correction == "token_tis":
-            self.needs = {"prompt_index", "tokens", "old_logprobs", "rollout_logprobs"}
+            self.corrects_sampling = True
+            self.needs = self.needs | {"old_logprobs", "rollout_logprobs"}
             options[CORRECTION] = None  # the same weight twice
-        elif p.correction == "mask":
-            self.needs = {"prompt_index", "tokens", "token_versions"}
         self.host_options = {"verl": options}
 
     def check(self, run: Run) -> None:
@@ -168,25 +166,21 @@ class April(Method):
         p = self.params
         if not len(tokens):
             return None
-        newest = int(rollouts.version.max() if tokens.version is None else tokens.version.max())
-        age = newest - rollouts.version
-        self.log("stale_rows", (age > 0).double().mean())
-        self.log("staleness", age.max(), reduce="max")
-        stale = None
-        if tokens.version is not None:
-            stale = tokens.version < newest
-            self.log("stale_tokens", stale.double().mean())
-            self.log("token_age", _mean((newest - tokens.version).double(), stale))
+        assert tokens.version is not None  # in `needs`
+        self.log("stale_rows", (rollouts.staleness > 0).double().mean())
+        self.log("staleness", rollouts.staleness.max(), reduce="max")
+        age = rollouts.current_version - tokens.version
+        stale = age > 0
+        self.log("stale_tokens", stale.double().mean())
+        self.log("token_age", _mean(age.double(), stale))
         if p.correction == "mask":
-            assert stale is not None  # in `needs`
             self.log("masked", stale.double().mean())
             return Shape(keep_tokens=~stale)
         if p.correction == "token_tis":
             weight = self._weight(tokens)
             self.log("weight", weight.mean())
             self.log("capped", (weight >= p.tis_cap * (1 - 1e-9)).double().mean())
-            if stale is not None:
-                self.log("weight_stale", _mean(weight, stale))
+            self.log("weight_stale", _mean(weight, stale))
             return Shape(advantages=tokens.advantages * weight)
         return None
 

@@ -73,6 +73,7 @@ class Minpro(Method):
     )
     needs = frozenset({"rollout_logprobs", "off_policy"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
+    corrects_sampling = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):

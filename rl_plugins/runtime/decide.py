@@ -190,7 +190,7 @@ def settle(
     keep = rollouts.kept
     inside = rollouts.subset(keep)  # what left is out of every statistic
     places = None if tokens is None else _Places.of(tokens, rollouts)
-    within = None if tokens is None or places is None else places.within(tokens, rollouts)
+    within = None if places is None else places.within()
     if isinstance(host_advantages, Tensor):
         host_advantages = host_advantages[keep] if places is None else places.inside(host_advantages)
     claims = dict[str, list[Method]]() if selection.skipped else stack.claims
@@ -205,8 +205,8 @@ def settle(
                 shaping.apply(m, shaped)
     for m in claims.get("observe", ()):
         seen = shaping.tokens
-        if seen is not None and tokens is not None and places is not None:
-            seen = places.everywhere(seen, tokens)
+        if seen is not None and places is not None:
+            seen = places.everywhere(seen)
         stack.call("observe", m, rollouts, _seen_by(m, seen), dict(stack.stats))
     stack.batch, stack.draw = stack.batch + 1, 0
     stays = shaping.stays  # of all hooks
@@ -227,17 +227,21 @@ class _Places:
     """Tokens of the rows that `select` left, among all that were given.
 
     Attributes:
+        tokens: all that were given.
+        rollouts: all rows.
         stay: (tokens,) bool; None: all of them stay.
     """
 
+    tokens: Tokens
+    rollouts: Rollouts
     stay: Tensor | None
 
     @classmethod
     def of(cls, tokens: Tokens, rollouts: Rollouts) -> _Places:
         if bool(rollouts.kept.all()):
-            return cls(None)
+            return cls(tokens, rollouts, None)
         stay = rollouts.kept[tokens.row]
-        return cls(None if bool(stay.all()) else stay)
+        return cls(tokens, rollouts, None if bool(stay.all()) else stay)
 
     def inside(self, values: Tensor) -> Tensor:
         return values if self.stay is None else values[self.stay]
@@ -246,21 +250,22 @@ class _Places:
         """0 for tokens that left."""
         return values if self.stay is None else _back(values, self.stay)
 
-    def within(self, tokens: Tokens, rollouts: Rollouts) -> Tokens:
+    def within(self) -> Tokens:
         """Those tokens, pointing at the rows and turns that stayed."""
-        keep = rollouts.kept
+        keep = self.rollouts.kept
         if bool(keep.all()):
-            return tokens
-        row = self.inside(tokens.row)
-        within = (tokens if self.stay is None else tokens.subset(self.stay)).replace(row=_renumbered(keep)[row])
-        if rollouts.turns is not None and within.turn is not None:
-            within = within.replace(turn=_renumbered(keep[rollouts.turns.row])[within.turn])
+            return self.tokens
+        row = self.inside(self.tokens.row)
+        within = self.tokens if self.stay is None else self.tokens.subset(self.stay)
+        within = within.replace(row=_renumbered(keep)[row])
+        if self.rollouts.turns is not None and within.turn is not None:
+            within = within.replace(turn=_renumbered(keep[self.rollouts.turns.row])[within.turn])
         return within
 
-    def everywhere(self, within: Tokens, tokens: Tokens) -> Tokens:
+    def everywhere(self, within: Tokens) -> Tokens:
         """Those tokens, pointing at all rows and turns again."""
-        turn = None if tokens.turn is None else self.inside(tokens.turn)
-        return within.replace(row=self.inside(tokens.row), turn=turn)
+        turn = None if self.tokens.turn is None else self.inside(self.tokens.turn)
+        return within.replace(row=self.inside(self.tokens.row), turn=turn)
 
 
 def _advantages(
@@ -346,9 +351,10 @@ class _Shaping:
         """
         if not isinstance(shaped, Shape):
             raise gate.refusal(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
-        rows = len(self.rollouts)
+        rows, keep_rows = len(self.rollouts), None
         if shaped.keep_rows is not None:
-            self.keep_rows = self.keep_rows & gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
+            keep_rows = gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
+            self.keep_rows = self.keep_rows & keep_rows
         self._add(m, self.row_columns, shaped.row_columns, rows, "row")
         per_token = (shaped.advantages, shaped.old_logprobs, shaped.keep_tokens)
         gives = any(x is not None for x in per_token) or bool(shaped.token_columns)
@@ -356,9 +362,9 @@ class _Shaping:
             why = 'it gave values per token, and the class does not ask for tokens. Add "tokens" to its `needs`.'
             raise gate.refusal(m, "shape", why)
         if self.tokens is not None:
-            self._apply_to_tokens(m, shaped, self.tokens)
+            self._apply_to_tokens(m, shaped, self.tokens, keep_rows)
 
-    def _apply_to_tokens(self, m: Method, shaped: Shape, tokens: Tokens) -> None:
+    def _apply_to_tokens(self, m: Method, shaped: Shape, tokens: Tokens, keep_rows: Tensor | None) -> None:
         n, keep = len(tokens), tokens.keep
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
@@ -367,8 +373,8 @@ class _Shaping:
             old = gate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
             changes["old_logprobs"] = old.float()
             self.new_old_logprobs = True
-        if shaped.keep_rows is not None:
-            keep = keep & torch.as_tensor(shaped.keep_rows)[tokens.row]
+        if keep_rows is not None:
+            keep = keep & keep_rows[tokens.row]
         if shaped.keep_tokens is not None:
             keep = keep & gate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
         self._add(m, self.token_columns, shaped.token_columns, n, "token")

@@ -228,6 +228,22 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
             return "a given completion needs as many log-probs as tokens, or None"
         if not all(isinstance(p, Real) and -math.inf < p <= 0 for p in completion.logprobs):
             return "a log-prob of a given completion must be a finite number of at most 0"
+    for name in ("versions", "observed"):
+        values = getattr(completion, name)
+        if values is not None and len(values) != len(completion.tokens):
+            return f"a given completion needs as many `{name}` as tokens, or None"
+    if completion.versions is not None and not all(isinstance(v, Integral) and v >= 0 for v in completion.versions):
+        return "`versions` of a given completion must be whole numbers of at least 0"
+    if completion.observed is not None:
+        if not all(isinstance(x, bool) for x in completion.observed):
+            return "`observed` of a given completion must be True or False for each token"
+        if all(completion.observed):
+            return "every token of a given completion was only read, so none is trained"
+    if completion.rewards is not None and not (
+        isinstance(completion.rewards, Mapping)
+        and all(isinstance(k, str) and isinstance(v, Real) for k, v in completion.rewards.items())
+    ):
+        return "`rewards` of a given completion must be numbers by name of the reward function"
     return _tokens_problem("a given completion", completion.tokens, vocabulary)
 
 

@@ -29,8 +29,9 @@ class HostFacts:
         columns: columns of the dataset, None if they are not known before the first row.
         row_columns: rollouts may bring columns of their own (programs, agent loops), so one that is not in the dataset
             shows only in the first batch.
-        importance_correction: host options that weight tokens by the probability they were sampled with, as
-            "option=value"; empty if none is on.
+        importance_weights: host options that are on and weight tokens by the probability they were sampled with.
+        sampling_probabilities: further ones that read that probability (a rejection of tokens, say).
+        rollout_as_old: the one by which rollout log-probs stand in for old ones; empty if it is off.
         options: the host's options as set by the user.
         defaults: the host's own defaults of the same options.
         run: what is known of the run, None if nothing is.
@@ -48,7 +49,9 @@ class HostFacts:
     options: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     row_columns: bool = False
-    importance_correction: str = ""
+    importance_weights: Mapping[str, Any] = field(default_factory=dict)
+    sampling_probabilities: Mapping[str, Any] = field(default_factory=dict)
+    rollout_as_old: str = ""
     run: Run | None = None
     group_option: str = ""
     batch_rows: int | None = None
@@ -66,6 +69,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     problems: list[str] = []
     options: dict[str, Any] = {}
     wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
+    older = bool(stack.claims["admit"]) or any(m.replays for m in stack.methods)  # groups that were begun before
     for m in stack.methods:
         for hook in m.claims():
             if hook not in host.hooks:
@@ -75,7 +79,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             if hook not in host.eval_hooks:
                 problems.append(f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve.")
         for signal in sorted(m.needs):
-            why_not = _missing(signal, host)
+            why_not = None if signal == "off_policy" and older else _missing(signal, host)
             if why_not:
                 problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")
         for option, value in m.host_options.get(host.name, {}).items():
@@ -89,7 +93,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             stack.check(host.run)
         except ConfigError as e:
             problems.append(str(e))
-    problems += _wrong_corrections(stack, host)
+    problems += _wrong_corrections(stack, host, options)
     rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
     for m in stack.claims["rollout"] if rounds else ():
         problems.append(
@@ -117,21 +121,54 @@ def _wrong_sizes(m: Method, run: Run, host: HostFacts) -> Iterator[str]:
         )
 
 
-def _wrong_corrections(stack: MethodStack, host: HostFacts) -> list[str]:
-    """Importance weights of tokens that nobody sampled."""
+def _wrong_corrections(stack: MethodStack, host: HostFacts, options: Mapping[str, Any]) -> list[str]:
+    """Importance weights that count twice, and those of tokens that nobody sampled.
+
+    Args:
+        options: those that methods set.
+    """
+    weights = _still_on(host.importance_weights, options)
+    problems = _counted_twice(stack, weights)
+    for m in stack.methods:
+        if m.proximal_old_logprobs and host.rollout_as_old:
+            problems.append(
+                f"`{m.name}` needs log-probs of the policy at the start of the step beside those of the policy that "
+                f"sampled, and {host.rollout_as_old} makes them the same. Turn it off, or remove `{m.name}`."
+            )
     forcing = next((m.name for m in stack.methods if m.forces_tokens), None)
     if forcing is None:
-        return []
+        return problems
     why = (
         f"`{forcing}` puts tokens into rollouts that were not sampled in their place, so no sampling probability of "
         f"them exists, and a weight made of one would be wrong"
     )
-    problems = [
+    problems += [
         f"{why}: `{m.name}` needs it. Remove one of the two." for m in stack.methods if "rollout_logprobs" in m.needs
     ]
-    if host.importance_correction:
-        problems.append(f"{why}: {host.importance_correction} asks for that. Turn it off, or remove `{forcing}`.")
+    if weights or host.sampling_probabilities:
+        asking = _listed({**weights, **host.sampling_probabilities})
+        problems.append(f"{why}: {asking} asks for that. Turn it off, or remove `{forcing}`.")
     return problems
+
+
+def _counted_twice(stack: MethodStack, weights: Mapping[str, Any]) -> list[str]:
+    """More than one weight of the sampling policy."""
+    first, *others = [m.name for m in stack.methods if m.corrects_sampling] or [""]
+    if not first:
+        return []
+    why = f"`{first}` holds the weight of the policy that sampled"
+    problems = [f"{why}, and so does `{other}`: it would count twice. Remove one of them." for other in others]
+    if weights:
+        problems.append(f"{why}, and so does {_listed(weights)}: it would count twice. Turn that off.")
+    return problems
+
+
+def _still_on(weights: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in weights.items() if options.get(k, True)}
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in options.items())
 
 
 def no_row_has(column: str, methods: Sequence[str]) -> MethodError:

@@ -254,5 +254,5 @@ def _copied_on_write(value: Any) -> Any:
 
     try:
         return torch._lazy_clone(value.detach())
-    except (AttributeError, RuntimeError, NotImplementedError):  # no such function, or not for this tensor
+    except (AttributeError, RuntimeError):  # an older torch has no such function; memory that torch does not own
         return value.clone()

@@ -153,6 +153,9 @@ def masked_sum(per_token: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask > 0, per_token, 0.0).sum()
 
 
+_NOT_ROWS = ("columns", "current_version", "steps_since_published")  # fields of `Rows` that are not a tensor of rows
+
+
 def _joined(parts: Sequence[Rows]) -> Rows:
     """The rows of all ranks, in rank order."""
 
@@ -160,13 +163,13 @@ def _joined(parts: Sequence[Rows]) -> Rows:
         given = [v for v in values if v is not None]
         return torch.cat(given) if given else None
 
-    names = [f.name for f in fields(Rows) if f.name != "columns"]
+    names = [f.name for f in fields(Rows) if f.name not in _NOT_ROWS]
     columns = {k: torch.cat([p.columns[k] for p in parts]) for k in parts[0].columns}
     return parts[0].replace(**{n: cat([getattr(p, n) for p in parts]) for n in names}, columns=columns)
 
 
 def _taken(rows: Rows, keep: Tensor) -> Rows:
-    names = [f.name for f in fields(Rows) if f.name != "columns" and getattr(rows, f.name) is not None]
+    names = [f.name for f in fields(Rows) if f.name not in _NOT_ROWS and getattr(rows, f.name) is not None]
     return rows.replace(
         **{n: getattr(rows, n)[keep] for n in names}, columns={k: v[keep] for k, v in rows.columns.items()}
     )

@@ -13,7 +13,18 @@ from torch import Tensor
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Rows, Run, Terms, Tokens, TurnTable, weighted_reward
+from rl_plugins.rollouts import (
+    Plan,
+    PlanRow,
+    Rollouts,
+    Rows,
+    Run,
+    Terms,
+    TokenIds,
+    Tokens,
+    TurnTable,
+    weighted_reward,
+)
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.stack import MethodStack
 
@@ -160,11 +171,23 @@ def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
     order, changes = rows.tolist(), {}
     for f in dataclasses.fields(rollouts):
         value = getattr(rollouts, f.name)
-        if f.name in ("reward_names", "reward_weights", "meta", "turns") or isinstance(value, int):
+        if f.name in ("reward_names", "reward_weights", "meta", "turns", "token_ids") or isinstance(value, int):
             continue
         changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
     meta = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
-    return rollouts.replace(**changes, meta=meta, turns=None)
+    return rollouts.replace(**changes, meta=meta, turns=None, token_ids=None)
+
+
+def make_token_ids(rollouts: Rollouts, seed: int = 0) -> TokenIds:
+    """Prompts of 2 tokens and completions of `rollouts.length`, the first of which was only read in every third row."""
+    rng = np.random.default_rng(seed)
+    read = [int(i % 3 == 2) for i in range(len(rollouts))]
+    sizes = [n + r for n, r in zip(rollouts.length.tolist(), read, strict=True)]
+    return TokenIds(
+        prompt=tuple(torch.from_numpy(rng.integers(10, 90, 2)) for _ in sizes),
+        completion=tuple(torch.from_numpy(rng.integers(10, 90, n)) for n in sizes),
+        observed=tuple(torch.arange(n) < r for n, r in zip(sizes, read, strict=True)),
+    )
 
 
 def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = None, **changes: Any) -> Tokens:
@@ -189,6 +212,7 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
         rollout_logprobs=old + 0.1 * logprobs(1.0),
         ref_logprobs=old + 0.1 * logprobs(1.0),
         entropies=-logprobs(0.7),
+        version=rollouts.version[row],
     )
     return Tokens(**{**values, **changes})
 
@@ -239,6 +263,7 @@ def make_terms(
         num_rows=(mask.sum(1) > 0).sum().float(),
         max_length=time,
         columns=dict(columns or {}),
+        versions=torch.zeros(rows, time, dtype=torch.int64),
     )
     return Terms(**{**values, **changes})
 
@@ -257,6 +282,10 @@ def make_rows(
         rollout_logprobs=behavior,
         logprobs=old - drift * rollouts.length,
         columns=dict(columns or {}),
+        version=rollouts.version,
+        newest_version=rollouts.newest_version,
+        current_version=rollouts.current_version,
+        steps_since_published=rollouts.steps_since_published,
     )
 
 

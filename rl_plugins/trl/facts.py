@@ -346,11 +346,9 @@ def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
         options=vars(args),
         defaults=_defaults(),
         row_columns=bool(stack.claims["rollout"]),
-        importance_correction=(
-            "vllm_importance_sampling_correction=True"
-            if args.use_vllm and args.vllm_importance_sampling_correction
-            else ""
-        ),
+        importance_weights={"vllm_importance_sampling_correction": True}
+        if args.use_vllm and args.vllm_importance_sampling_correction
+        else {},
         # the reward functions of an environment are not known before the trainer has made it
         run=replace(run_of(known), reward_names=() if known.tools else known.rewards),
         group_option="num_generations",
@@ -450,12 +448,18 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
             f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "
             f"the answer and one for the format."
         )
-    if optimizer_steps_per_batch(args) <= 1 and not args.use_vllm:
-        missing["off_policy"] = (
-            "every generation batch is used for one optimizer step and sampled by the trained model itself, so there "
-            "is nothing to correct. Set num_iterations=2 or more, or steps_per_generation to a multiple of "
-            "gradient_accumulation_steps, or use_vllm."
+    if optimizer_steps_per_batch(args) <= 1:
+        several = "Set num_iterations=2 or more, or steps_per_generation to a multiple of gradient_accumulation_steps"
+        missing["several_updates"] = (
+            f"every generation batch is used for one optimizer step, so the ratio of current to old log-probs is 1. "
+            f"{several}."
         )
+        if not args.use_vllm:
+            missing["off_policy"] = (
+                f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "
+                f"there is nothing to correct. {several}, or use_vllm, or name a method that carries or replays "
+                f"groups."
+            )
     return missing
 
 

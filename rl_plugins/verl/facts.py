@@ -24,6 +24,8 @@ TESTED_ENGINES = ("fsdp", "fsdp2")
 SINGLE_TURN = "single_turn_agent"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
+CORRECTION = "algorithm.rollout_correction"
+EXACT_ENGINES = ("hf_cpu",)  # rollout.name whose log-probs are those of the trained weights
 TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
 
 
@@ -53,7 +55,7 @@ class Reader:
 
     @property
     def bypass(self) -> bool:
-        return bool(self("algorithm.rollout_correction.bypass_mode", False))
+        return bool(self(f"{CORRECTION}.bypass_mode", False))
 
     @property
     def group_size(self) -> int:
@@ -181,7 +183,9 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
         missing_signals=_missing_signals(stack, settings, read),
         columns=columns,
         row_columns=stack.claimed("rollout") or _own_agent_loop(read, columns),
-        importance_correction=_importance_correction(read),
+        importance_weights=_corrections(read, "rollout_is"),
+        sampling_probabilities=_corrections(read, "rollout_rs", "bypass_mode"),
+        rollout_as_old=f"{CORRECTION}.bypass_mode=True" if read.bypass else "",
         options={o: read(o) for o in asked if _exists(config, o)},
         defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
         run=_early_run(read, settings),
@@ -222,11 +226,10 @@ def _own_agent_loop(read: Reader, columns: Sequence[str] | None) -> bool:
     return named or (columns is not None and "agent_name" in columns)
 
 
-def _importance_correction(read: Reader) -> str:
-    """Options of verl that weight or take out tokens by the probability they were sampled with."""
-    names = ("rollout_is", "rollout_rs", "bypass_mode")
-    given = {n: read(f"algorithm.rollout_correction.{n}") for n in names}
-    return ", ".join(f"algorithm.rollout_correction.{n}={v}" for n, v in given.items() if v)
+def _corrections(read: Reader, *names: str) -> dict[str, Any]:
+    """Those of verl's options that are on: they weight or take out tokens by the probability they were sampled with."""
+    given = {f"{CORRECTION}.{n}": read(f"{CORRECTION}.{n}") for n in names}
+    return {option: value for option, value in given.items() if value}
 
 
 def without_effect(stack: MethodStack, config: Any) -> list[str]:
@@ -334,6 +337,18 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
     missing["token_versions"] = (
         "verl tells it of whole rollouts only. Use another correction (of april: `correction: token_tis`, or none)."
     )
+    if read.optimizer_steps_per_batch * read.batches_per_global_step <= 1:
+        several = "Set actor_rollout_ref.actor.ppo_epochs=2 or more, or a smaller ppo_mini_batch_size"
+        if not read.bypass:
+            missing["several_updates"] = (
+                f"every batch is used for one optimizer step, so the ratio of current to old log-probs is 1. {several}."
+            )
+        if read.mode == "sync" and engine in EXACT_ENGINES:
+            missing["off_policy"] = (
+                f"every batch is used for one optimizer step and sampled by the trained weights ({rollout}.name="
+                f"{engine}), so there is nothing to correct. {several}, or an asynchronous trainer_mode, or name a "
+                f"method that replays groups."
+            )
     if read.bypass:
         missing["entropies"] = (
             "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."

@@ -64,6 +64,8 @@ class Ragged:
 
     def sums(self, values: Tensor) -> Tensor:
         """(values,) -> (rows,) float64."""
+        if not len(self.length):  # segment_reduce refuses that
+            return values.new_zeros(0, dtype=torch.float64)
         return torch.segment_reduce(values.double(), "sum", lengths=self.length, initial=0.0)
 
     def marked(self, ranges: Sequence[Ranges]) -> Tensor:

@@ -697,6 +697,6 @@ def test_the_bundle_needs_an_environment() -> None:
         build_stack("aepo")
     stack = build_stack("aepo", {"aepo_rollout": {"environment": Talk, "top_logprobs": 5}})
     assert stack.names == list(AEPO.parts)
-    assert stack.needs == {"tokens", "entropies", "off_policy", "engine:logprobs=5", "chat_template"}
+    assert stack.needs == {"tokens", "entropies", "several_updates", "engine:logprobs=5", "chat_template"}
     assert not any(m.forces_tokens for m in stack.methods)
     assert build_stack(["aepo", "-aepo_rollout"]).names == ["aepo_clip", "aepo_advantages"]

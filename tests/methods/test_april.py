@@ -393,7 +393,7 @@ def batch_of(seed: int = 0, **changes: Any) -> tuple[Any, Tokens]:
     version[-1] = 5
     tokens = make_tokens(rollouts, seed, version=version, **changes)
     oldest = torch.full((8,), 9).scatter_reduce(0, tokens.row, version, "amin")
-    return rollouts.replace(version=oldest), tokens
+    return rollouts.replace(version=oldest, current_version=5), tokens
 
 
 def decided(params: dict[str, Any], seed: int = 0, **changes: Any) -> tuple[Any, Any, Tokens, dict[str, float]]:
@@ -429,15 +429,14 @@ def test_mask_takes_older_tokens_out() -> None:
     assert logged["april/masked"] == pytest.approx(1 - float(new.double().mean()))
 
 
-def test_a_batch_that_was_complete_before_is_not_masked_away() -> None:
-    version = torch.full((12,), 2)
-    version[:3] = 1
-    rollouts = make_rollouts([1.0, 0.0, 0.0, 1.0], group_size=2, lengths=[3] * 4)
-    tokens = make_tokens(rollouts, version=version)
-    decision = one_step(start_stack(april(correction="mask")), rollouts, tokens)
-    assert (
-        decision.keep_tokens.tolist() == [False] * 3 + [True] * 9 and decision.trained.tolist() == [False] + [True] * 3
-    )
+def test_a_batch_that_waited_complete_is_stale_though_its_tokens_are_of_one_version() -> None:
+    rollouts = make_rollouts([1.0, 0.0, 0.0, 1.0], group_size=2, lengths=[3] * 4, current_version=4)
+    rollouts = rollouts.replace(version=torch.full((4,), 2))
+    stack = start_stack(april(correction="mask"))
+    decision = one_step(stack, rollouts, make_tokens(rollouts))
+    logged = combine([stack.metrics.take()])
+    assert not decision.keep_tokens.any() and not decision.trained.any()
+    assert logged["april/staleness"] == 2 and logged["april/stale_rows"] == logged["april/masked"] == 1
 
 
 @settings(max_examples=50, deadline=None)
@@ -483,16 +482,6 @@ def test_token_tis_is_one_where_the_policy_has_not_changed() -> None:
     assert torch.equal(decision.advantages, one_step(MethodStack([]), rollouts, tokens).advantages)
 
 
-def test_a_host_that_knows_versions_of_rows_only() -> None:
-    rollouts, tokens = batch_of()
-    tokens = tokens.replace(version=None)
-    stack = start_stack(april(correction="token_tis"))
-    one_step(stack, rollouts, tokens)
-    logged = combine([stack.metrics.take()])
-    assert logged["april/staleness"] == int(rollouts.version.max() - rollouts.version.min()) > 0
-    assert "april/weight" in logged and not {"april/stale_tokens", "april/weight_stale"} & set(logged)
-
-
 def test_unscorable_rows_and_rows_without_tokens_do_no_harm() -> None:
     rollouts = make_rollouts([1.0, math.nan, 0.0, 1.0], group_size=2, lengths=[2, 2, 0, 3])
     for correction in ("none", "mask", "token_tis"):
@@ -526,9 +515,9 @@ def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
 
 
 def test_signals_are_asked_for_only_where_they_are_used() -> None:
-    assert april().needs == {"prompt_index", "tokens"}
-    assert april(correction="mask").needs == {"prompt_index", "tokens", "token_versions"}
-    assert april(correction="token_tis").needs == {"prompt_index", "tokens", "old_logprobs", "rollout_logprobs"}
+    always = {"prompt_index", "tokens", "token_versions"}
+    assert april().needs == april(correction="mask").needs == always
+    assert april(correction="token_tis").needs == always | {"old_logprobs", "rollout_logprobs"}
 
 
 @pytest.mark.parametrize(

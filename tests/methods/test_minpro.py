@@ -385,7 +385,7 @@ def test_neither_a_run_without_staleness_nor_a_second_correction_is_accepted() -
 
     assert preflight(build_stack("minpro"), host(True, {})) == {"vllm_importance_sampling_correction": False}
     assert preflight(build_stack("minpro"), host(False, {})) == {}
-    with pytest.raises(ConfigError, match="updates whose policy differs from the one that sampled: raise"):
+    with pytest.raises(ConfigError, match="tokens that another policy sampled than the one that is updated: raise"):
         preflight(build_stack("minpro"), host(True, {"off_policy": "raise num_iterations."}))
     with pytest.raises(ConfigError, match="needs log-probs of the distribution the engine sampled from: no top-p"):
         preflight(build_stack("minpro"), host(True, {"rollout_logprobs": "no top-p."}))

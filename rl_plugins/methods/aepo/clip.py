@@ -54,7 +54,7 @@ class AepoClip(Method):
         "idea; the authors' code keeps it everywhere, as here.",
         CODE_READ,
     )
-    needs = frozenset({"off_policy"})
+    needs = frozenset({"several_updates"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):

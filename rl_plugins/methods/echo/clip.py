@@ -58,7 +58,7 @@ class EchoClip(Method):
         "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "
         "sequences. It is larger for confident tokens, up to 1 (theirs ends at 1/5), so clip ranges are narrower.",
     )
-    needs = frozenset({"tokens", "old_logprobs", "off_policy"})
+    needs = frozenset({"tokens", "old_logprobs", "several_updates"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):

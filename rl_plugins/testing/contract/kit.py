@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
+from rl_plugins.method import TOKEN_SIGNALS, Method
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
 from rl_plugins.runtime.decide import Decision, decide
@@ -22,11 +22,11 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing.contract.compare import copy_of, differences, global_generators
 from rl_plugins.testing.contract.dataset import StoredDataset, column_value
 from rl_plugins.testing.contract.results import wrong_result
-from rl_plugins.testing.data import make_rollouts, make_run, make_tokens
+from rl_plugins.testing.data import make_rollouts, make_run, make_token_ids, make_tokens
 
 # Hooks that need an engine or an asynchronous queue; they are tested with those, not here.
 NOT_CHECKED = {"rollout": "it needs an engine", "admit": "it needs an asynchronous host"}
-TOKEN_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
+TOKEN_FIELDS = {name: name for name in TOKEN_SIGNALS} | {"token_versions": "version"}
 GROUPS, GROUP_SIZE, PROMPTS = 4, 4, 16
 BUDGET = GROUPS * GROUP_SIZE
 NAN = float("nan")
@@ -130,13 +130,15 @@ class Kit:
             fields["messages"] = [[{"role": "assistant", "content": t}] for t in texts]
         meta = {c: [column_value(c, p) for p in made.prompt_index.tolist()] for c in self.columns}
         made = made.replace(meta={**meta, **made.meta}, **fields)
+        if "token_ids" in self.needs:
+            made = made.replace(token_ids=make_token_ids(made))
         if turns or "turns" in self.needs:
             made = made.replace(turns=_turns(made))
         return self.prepare(made) if self.prepare else made
 
     def tokens(self, rollouts: Rollouts, **changes: Any) -> Tokens:
         tokens = make_tokens(rollouts, **changes)
-        return tokens.replace(**{name: None for name in TOKEN_SIGNALS if name not in self.needs})
+        return tokens.replace(**{name: None for signal, name in TOKEN_FIELDS.items() if signal not in self.needs})
 
     def decide(self, stack: MethodStack, rollouts: Rollouts, tokens: Tokens, budget: int | None = None) -> Decision:
         budget = len(rollouts) if budget is None else budget

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,6 +72,8 @@ class UpdateStep:
         for name in ("rollout_logprobs", "ref_logprobs"):
             if name in kit.needs:
                 self.dense[name] = dense(getattr(everything, name))
+        if "token_versions" in kit.needs:
+            self.dense["versions"] = torch.zeros(self.size, time, dtype=torch.int64)
         self.token_columns = {k: dense(v) for k, v in decision.token_columns.items()}
         row_columns = {k: v[decision.trained] for k, v in decision.row_columns.items()} | dict(self.update.columns)
         self.row_columns = {k: column(v) for k, v in row_columns.items()}
@@ -105,13 +107,14 @@ class UpdateStep:
         def cut(x: Tensor) -> Tensor:
             return torch.nn.functional.pad(x[rows], (0, padding))
 
+        given: dict[str, Any] = {k: cut(v) for k, v in dense.items() if k != "entropies" or self.wants_entropies}
         return Terms(
             mask=cut(self.mask),
             num_tokens=self.mask.sum().float(),
             num_rows=(self.mask.sum(1) > 0).sum().float(),
             max_length=self.mask.shape[1],
             columns={k: cut(v) for k, v in token_columns.items()} | {k: v[rows] for k, v in self.row_columns.items()},
-            **{name: cut(value) for name, value in dense.items() if name != "entropies" or self.wants_entropies},
+            **given,
         )
 
     def _noisy(self, *tables: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -119,6 +122,8 @@ class UpdateStep:
         rng = np.random.default_rng(5)
 
         def noisy(name: str, value: Tensor) -> Tensor:
+            if not value.is_floating_point():
+                return torch.where(self.mask > 0, value, value + 7)
             other = torch.from_numpy(rng.normal(size=value.shape)).float() * 5
             other = -other.abs() if name.endswith("logprobs") else other.abs() if name == "entropies" else other
             return torch.where(self.mask > 0, value, other)

@@ -24,9 +24,9 @@ def check_before_update(kit: Kit) -> bool:
         one = step.update
         order = torch.from_numpy(np.random.default_rng(2).permutation(len(step.rows.length)))
         moved = {
-            f.name: None if (v := getattr(step.rows, f.name)) is None else v[order]
+            f.name: v[order]
             for f in dataclasses.fields(step.rows)
-            if f.name != "columns"
+            if isinstance(v := getattr(step.rows, f.name), torch.Tensor)
         }
         rows = step.rows.replace(**moved, columns={k: v[order] for k, v in step.rows.columns.items()})
         two = step.stack.call("before_update", step.method, rows) or Update()
