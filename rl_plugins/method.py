@@ -202,7 +202,7 @@ class Method:
     host_options: Mapping[str, Mapping[str, Any]] = {}
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     min_group_size: int = 1
-    rounds: ClassVar[bool] = False
+    rounds: bool = False
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
     corrects_sampling: bool = False

@@ -102,6 +102,12 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+    replaying = next((m.name for m in stack.methods if m.replays), None)
+    if replaying and not any(m.corrects_sampling for m in stack.methods) and not _weights_on(host, options):
+        stack.warn_once(
+            f"`{replaying}` trains on rollouts of older policies, and nothing in this run weighs them: they are "
+            f"trained as if they were fresh. Name a method whose loss corrects for that (decoupled_ppo, minpro, vcpo)."
+        )
     return options
 
 
@@ -127,7 +133,7 @@ def _wrong_corrections(stack: MethodStack, host: HostFacts, options: Mapping[str
     Args:
         options: those that methods set.
     """
-    weights = _still_on(host.importance_weights, options)
+    weights = _weights_on(host, options)
     problems = _counted_twice(stack, weights)
     for m in stack.methods:
         if m.proximal_old_logprobs and host.rollout_as_old:
@@ -163,8 +169,9 @@ def _counted_twice(stack: MethodStack, weights: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _still_on(weights: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in weights.items() if options.get(k, True)}
+def _weights_on(host: HostFacts, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The host's own weights of the sampling policy that stay on."""
+    return {k: v for k, v in host.importance_weights.items() if options.get(k, True)}
 
 
 def _listed(options: Mapping[str, Any]) -> str:

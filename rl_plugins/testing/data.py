@@ -174,19 +174,23 @@ def take_rows(rollouts: Rollouts, rows: Tensor) -> Rollouts:
         if f.name in ("reward_names", "reward_weights", "meta", "turns", "token_ids") or isinstance(value, int):
             continue
         changes[f.name] = value[rows] if isinstance(value, Tensor) else value and [value[i] for i in order]
-    meta = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
-    return rollouts.replace(**changes, meta=meta, turns=None, token_ids=None)
+    changes["meta"] = {name: [values[i] for i in order] for name, values in rollouts.meta.items()}
+    if (ids := rollouts.token_ids) is not None:
+        taken = [tuple(x[i] for i in order) for x in (ids.prompt, ids.completion, ids.observed)]
+        changes["token_ids"] = TokenIds(*taken)
+    return rollouts.replace(**changes, turns=None)
 
 
 def make_token_ids(rollouts: Rollouts, seed: int = 0) -> TokenIds:
-    """Prompts of 2 tokens and completions of `rollouts.length`, the first of which was only read in every third row."""
+    """Prompts of 2 tokens that tell them apart, and completions of `rollouts.length`; in every third row there is one
+    more behind them, which was only read. So `make_tokens` has their places."""
     rng = np.random.default_rng(seed)
     read = [int(i % 3 == 2) for i in range(len(rollouts))]
     sizes = [n + r for n, r in zip(rollouts.length.tolist(), read, strict=True)]
     return TokenIds(
-        prompt=tuple(torch.from_numpy(rng.integers(10, 90, 2)) for _ in sizes),
+        prompt=tuple(torch.tensor([10 + p % 80, 10 + p // 80 % 80]) for p in rollouts.prompt_index.tolist()),
         completion=tuple(torch.from_numpy(rng.integers(10, 90, n)) for n in sizes),
-        observed=tuple(torch.arange(n) < r for n, r in zip(sizes, read, strict=True)),
+        observed=tuple(torch.arange(n) >= n - r for n, r in zip(sizes, read, strict=True)),
     )
 
 

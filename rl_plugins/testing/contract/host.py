@@ -47,14 +47,21 @@ def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, 
     made = [(row, i) for row in plan for i in range(row.n + row.spare)]
     group = [row.group for row, _ in made]
     number = [group[:i].count(g) for i, g in enumerate(group)]
-    rewards, lengths, forced = [], [], []
+    rewards, lengths, versions, forced = [], [], [], []
     for (row, i), k in zip(made, number, strict=True):
-        given = row.given[i].tokens if i < len(row.given) else row.prefix
-        length = len(given) if i < len(row.given) else len(row.prefix) + 1 + (3 * row.prompt_index + 2 * k) % 4
+        given = row.given[i] if i < len(row.given) else None
+        length = len(row.prefix) + 1 + (3 * row.prompt_index + 2 * k) % 4
+        put_in = len(row.prefix)  # tokens that were not sampled
+        if given is not None:
+            length = len(given.tokens) - sum(given.observed or ())
+            put_in = length if given.logprobs is None else 0
         chance = np.random.default_rng([batch, row.prompt_index + 1, k]).random()
-        rewards.append(NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt_index % 3)))
+        reward = NAN if chance > 0.97 else float(chance < 0.2 + 0.3 * (row.prompt_index % 3))
+        stored = (given and given.rewards) or {}
+        rewards.append(stored.get("reward_0", reward))
         lengths.append(length)
-        forced += [j < len(given) for j in range(length)]
+        versions.append(min(given.versions) if given and given.versions else batch)
+        forced += [j < put_in for j in range(length)]
     per_rollout = kit.rows_per_rollout
     repeat = torch.arange(len(made)).repeat_interleave(per_rollout).tolist()
     dataset = kit.dataset
@@ -69,5 +76,7 @@ def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, 
         payload=[made[i][0].payload for i in repeat],
         meta={c: [edits[i].get(c) for i in repeat] for c in kit.columns},
         batch=batch,
+        version=torch.tensor([versions[i] for i in repeat], dtype=torch.int64),
+        current_version=batch,
     )
     return rollouts, torch.tensor(forced if per_rollout == 1 else [False] * int(rollouts.length.sum()))

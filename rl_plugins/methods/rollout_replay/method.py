@@ -1,0 +1,277 @@
+"""Rollout replay of DOTS + RR (arXiv 2506.05316): part of every batch is groups of earlier batches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.methods.rollout_replay.buffer import Buffer
+from rl_plugins.params import MethodParams, below, param
+from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Tokens
+
+PAPER = Paper(
+    "2506.05316",
+    "Improving Data Efficiency for LLM Reinforcement Fine-tuning Through Difficulty-targeted Online Data Selection "
+    "and Rollout Replay",
+    "Yifan Sun and Jingyan Shen and Yibin Wang and Tianyu Chen and Zhendong Wang and Mingyuan Zhou and Huan Zhang",
+    2025,
+    code="ASTRAL-Group/data-efficient-llm-rl",
+)
+REPLAYS = {"fresh_share": below(1)}
+
+
+class RolloutReplay(Method):
+    """Generates only the share sigma of a batch; the rest are groups of earlier batches, drawn from a buffer.
+
+    From generation batch `start_batch` on, of the B rows a batch trains:
+
+        replayed = groups drawn from the buffer, uniformly without replacement, of (1 - sigma) B rows at most
+        fresh    = the first prompts of the plan, for the rows that are left
+
+    and when the batch is done, for each of its fresh groups:
+
+        the older group of the same prompt leaves the buffer
+        it enters the buffer if the rewards of its rollouts differ
+        of more than `buffer_groups` groups the oldest leave
+
+    A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards.
+    Nothing of it is generated or scored again; its advantages are computed with the batch's. What it is worth under
+    the present policy is the matter of the loss: `decoupled_ppo` with `weight_action: none` is the paper's, `minpro`
+    and `vcpo` are others. Without one, replayed rows are trained as if they were fresh, and the run warns of that.
+
+    Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
+    float64; versions are published weights, as in `Rollouts.version`.
+
+    Special cases: a group is stored with the rollouts that stayed (`select`), whatever their number. With fewer
+    usable groups than wanted the fresh prompts fill the batch. A group of equal rewards is not stored and still
+    replaces the older one of its prompt. A group older than `max_staleness` is not drawn. Tokens that were only read
+    (of tools, environments, programs) are replayed as such. Groups with a token of unknown sampling probability, an
+    empty rollout, or a prompt outside of the dataset are not stored (`unstorable`), nor are rollouts of several rows or
+    of turns that a method compares: a given completion has neither. sigma = 1 is the host's own batch.
+
+    State: the groups, as tensors; the draw is from `self.rng`, so a resumed run replays the same groups.
+
+    Logs: `replayed`, share of the trained rows; `staleness`, their mean and `oldest`, their largest age in published
+    weights; `stored`, groups in the buffer after the batch; `constant` and `unstorable`, share of the fresh groups
+    that were not stored because of equal rewards, and because they cannot be.
+
+    Raises:
+        MethodError: the prompt of a replayed group is not the one that its rollouts answered.
+
+    Source: arXiv 2506.05316 and rl_training/verl/verl/trainer/ppo/ray_trainer.py of the authors' code (select_buffer).
+    """
+
+    name = "rollout_replay"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Generation takes most of a step, and the loss corrects for rollouts of an older policy."
+    avoid_when = (
+        "Prompts come with other words each time (templates with a date, hints of other methods), or every prompt of "
+        "the dataset is to be seen in each epoch: prompts that a replayed group replaces are skipped."
+    )
+    cost = (
+        "Saves (1 - fresh_share) of the generation. Memory and checkpoint: 16 bytes per stored token, at most "
+        "twice that (34 MB for 512 groups of 8 rollouts of 512 tokens)."
+    )
+    disagreements = (
+        "The authors drop groups whose mean reward is 0 or 1; here the rewards must differ, so that groups of other "
+        "constant rewards leave too.",
+        "The authors' buffer holds duplicates and constant groups until the next draw, and they count against its "
+        "size; here neither is stored. Their code adds each fresh batch twice, which the same step hides, and needs "
+        "groups of 8.",
+        "With fewer usable groups than wanted the authors' batch is smaller, or fails; here fresh prompts fill it.",
+        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone.",
+    )
+    needs: frozenset[str] | set[str] = frozenset(
+        {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
+    )
+    replays = True
+    idle = (
+        Idle(
+            {"replayed": 0},
+            "no stored group was replayed. Look at `stored`: with 0, all rollouts of a group have equal rewards "
+            "(`constant`) or cannot be stored (`unstorable`); else `max_staleness` is too small, or `start_batch` not "
+            "reached yet.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
+        buffer_groups: int = param(512, "groups the buffer holds; the oldest leave", ge=1, only_if=REPLAYS)
+        max_staleness: int | None = param(
+            None, "published weights after which a group is not replayed; none: never", ge=1, only_if=REPLAYS
+        )
+        start_batch: int = param(
+            2,
+            "generation batch, counted from 0, in which replay begins; 2 is the paper's first cycle",
+            ge=1,
+            only_if=REPLAYS,
+        )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        if self.params.fresh_share == 1:
+            self.needs, self.replays = frozenset(), False
+
+    def plan(self, plan: Plan) -> Plan | None:
+        p = self.params
+        fills = bool(plan.rows) and min(row.group for row in plan.rows) > 0  # further prompts of a batch not full
+        if p.fresh_share == 1 or plan.batch < p.start_batch or "groups" not in self.state or fills:
+            return None
+        total = plan.trained or plan.budget
+        stored = Buffer.of_state(self.state["groups"])
+        chosen = self._drawn(stored, int((1 - p.fresh_share) * total + 1e-6))
+        rows, room = list(plan.rows), total - int(stored.rollouts[chosen].sum())
+        numbers = []  # of groups that are replaced
+        while sum(row.n for row in rows) > room:
+            numbers.append(rows.pop(max(i for i, row in enumerate(rows) if row.n > 0)).group)
+        free = max([row.group for row in plan.rows], default=-1) + 1
+        numbers = [*reversed(numbers), *range(free, free + len(chosen))]
+        names = self.state["names"]
+        rows += [_planned(stored, i, names, number) for i, number in zip(chosen, numbers, strict=False)]
+        return plan.replace(rows=tuple(rows))
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Keeps everything, if the prompts of replayed groups are those their rollouts answered."""
+        ids = rollouts.token_ids
+        for row, question in enumerate(_questions(rollouts)):
+            if question is not None and ids is not None and _digest(ids.prompt[row]) != question:
+                raise MethodError(
+                    f"prompt {int(rollouts.prompt_index[row])} is not the one that the stored rollouts answered, so "
+                    f"their log-probs are of another text. Something edits prompts differently from batch to batch (a "
+                    f"method, or a template with a date); remove it, or remove `{self.name}`."
+                )
+        return torch.ones(len(rollouts), dtype=torch.bool)
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p = self.params
+        if p.fresh_share == 1:
+            return
+        now = rollouts.current_version
+        replayed = torch.tensor([q is not None for q in _questions(rollouts)], dtype=torch.bool) & rollouts.kept
+        if bool(rollouts.kept.any()):
+            self.log("replayed", replayed[rollouts.kept].double().mean())
+        if bool(replayed.any()):
+            age = rollouts.staleness[replayed].double()
+            self.log("staleness", age.mean())
+            self.log("oldest", age.max(), "max")
+        made, prompts = self._made(rollouts, tokens, rollouts.kept & ~replayed)
+        stored = (
+            Buffer.of_state(self.state["groups"]) if "groups" in self.state else Buffer.empty(made.rewards.shape[1])
+        )
+        stored = stored.keep(~torch.isin(stored.prompt, prompts)).add(made)
+        stays = torch.arange(len(stored)) >= len(stored) - p.buffer_groups
+        if p.max_staleness is not None:
+            stays &= now - stored.version <= p.max_staleness
+        stored = stored.keep(stays).compact()
+        pace = max(0, now - self.state.get("now", now - 1))
+        self.state = {"groups": stored.state(), "names": list(rollouts.reward_names), "now": now, "pace": pace}
+        self.log("stored", len(stored))
+
+    def _drawn(self, stored: Buffer, room: int) -> list[int]:
+        """Stored groups of at most so many rows together."""
+        limit = self.params.max_staleness
+        then = self.state["now"] + self.state["pace"]  # the weights this batch is going to train
+        fit = torch.arange(len(stored)) if limit is None else (then - stored.version <= limit).nonzero()[:, 0]
+        chosen, size = [], stored.rollouts.tolist()
+        for i in fit[torch.from_numpy(self.rng("replay").permutation(len(fit)))].tolist():
+            if size[i] <= room:
+                chosen.append(i)
+                room -= size[i]
+            if room <= 0:
+                break
+        return chosen
+
+    def _one_row_each(self, rollouts: Rollouts) -> Tensor:
+        """(rows,) bool: rows that a given completion can be; a group of others is not stored."""
+        one = rollouts.groups.rows(rollouts.groups.max(rollouts.index.double())) == 0
+        if rollouts.turns is not None:
+            one = torch.zeros_like(one)
+        if not bool(one.all()):
+            what = "several rows" if rollouts.turns is None else "turns that a method of this run compares"
+            self.warn(f"rollouts with {what} are not replayed: a stored completion is one row and has no turns.")
+        return one
+
+    def _made(self, rollouts: Rollouts, tokens: Tokens, fresh: Tensor) -> tuple[Buffer, Tensor]:
+        """The fresh groups that are stored, and the prompts of all fresh ones."""
+        ids = rollouts.token_ids
+        assert ids is not None and tokens.rollout_logprobs is not None and tokens.version is not None  # in `needs`
+        if not bool(fresh.any()):
+            return Buffer.empty(rollouts.rewards.shape[1]), torch.zeros(0, dtype=torch.int64)
+        length = torch.tensor([len(c) for c in ids.completion], dtype=torch.int64)
+        start = torch.cumsum(length, 0) - length
+        row = torch.repeat_interleave(torch.arange(len(length)), length)
+        place = start[tokens.row] + tokens.position
+        logprobs = torch.full((len(row),), torch.nan)
+        logprobs[place] = torch.where(tokens.forced, torch.nan, tokens.rollout_logprobs.float())
+        version = rollouts.version[row]
+        version[place] = tokens.version
+        observed = torch.cat(list(ids.observed))
+        unknown = torch.bincount(row, (~observed & ~torch.isfinite(logprobs)).double(), minlength=len(length))
+        sampled = torch.bincount(row, (~observed).double(), minlength=len(length))
+        whole = (unknown == 0) & (sampled > 0) & (rollouts.prompt_index >= 0) & self._one_row_each(rollouts)
+
+        rows = fresh.nonzero()[:, 0]
+        groups, reward = Groups(rollouts.group[rows]), rollouts.reward[rows]
+        rows, place = rows[order := torch.sort(groups.index, stable=True).indices], groups.index[order]
+        storable = groups.min(whole[fresh].double()) > 0
+        stored = storable & (groups.max(reward) > groups.min(reward))
+        self.log("unstorable", (~storable).double().mean())
+        self.log("constant", (storable & ~stored).double().mean())
+        prompts = rollouts.prompt_index[rows]
+
+        rows, place = rows[stored[place]], place[stored[place]]
+        lengths, rollouts_of = length[rows], groups.size[stored]
+        first = torch.cumsum(rollouts_of, 0) - rollouts_of  # rollout of each group
+        tokens_of = torch.bincount(place, lengths.double(), minlength=groups.count).long()[stored]
+        where = torch.cat(
+            [torch.arange(s, s + n) for s, n in zip(start[rows].tolist(), lengths.tolist(), strict=True)] or [start[:0]]
+        )
+        numbers = torch.stack([torch.cat(list(ids.completion))[where], version[where], observed[where].long()]).int()
+        oldest = groups.min(rollouts.version[fresh].double()).long()
+        return Buffer(
+            prompt=rollouts.prompt_index[rows[first]],
+            question=torch.tensor([_digest(ids.prompt[r]) for r in rows[first].tolist()], dtype=torch.int64),
+            version=oldest[stored],
+            rollouts=rollouts_of,
+            store=torch.zeros_like(rollouts_of),
+            start=torch.cumsum(tokens_of, 0) - tokens_of,
+            lengths=lengths,
+            rewards=rollouts.rewards[rows],
+            # the log-prob of a token that was only read is not read either
+            stores=({"numbers": numbers, "logprobs": logprobs[where].clamp(max=0.0).nan_to_num(nan=0.0)},),
+        ), prompts
+
+
+def _planned(stored: Buffer, group: int, names: Sequence[str], number: int) -> PlanRow:
+    """A stored group as a row of the plan."""
+    given = tuple(
+        Completion(
+            tokens=tuple(c["tokens"].tolist()),
+            logprobs=tuple(c["logprobs"].tolist()),
+            versions=tuple(c["versions"].tolist()),
+            rewards=dict(zip(names, c["rewards"].tolist(), strict=True)),
+            observed=tuple(c["observed"].tolist()) if bool(c["observed"].any()) else None,
+        )
+        for c in stored.completions(group)
+    )
+    payload = {RolloutReplay.name: int(stored.question[group])}
+    return PlanRow(int(stored.prompt[group]), number, len(given), given=given, payload=payload)
+
+
+def _questions(rollouts: Rollouts) -> list[int | None]:
+    """Of each row that was replayed, the digest of the prompt that it answered."""
+    payload = rollouts.payload or [None] * len(rollouts)
+    return [p.get(RolloutReplay.name) if isinstance(p, Mapping) else None for p in payload]
+
+
+def _digest(prompt: Tensor) -> int:
+    return zlib.crc32(prompt.long().contiguous().numpy().tobytes())
