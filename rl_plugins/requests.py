@@ -63,6 +63,7 @@ class Generated:
         finish: "eos", "stop" (one of the texts of the request), "length" (limit of the request, of the completion or of
             the context) or "abort" (the engine was interrupted; the tokens so far are good).
         version: published weights that made the last token.
+        versions: of each token, where the engine was interrupted and they are not all `version`; else empty.
         top: for every token the most likely tokens in its place with their log-probs at temperature 1, as
             ((token, logprob), ..), most likely first; empty unless asked for.
         sampled: False if the tokens are the argmax, not a sample.
@@ -74,14 +75,14 @@ class Generated:
     version: int = 0
     top: tuple[tuple[tuple[int, float], ...], ...] = ()
     sampled: bool = True
+    versions: tuple[int, ...] = ()
 
     def cut(self, length: int) -> Generated:
         """The first `length` tokens."""
         if length >= len(self.tokens):
             return self
-        return replace(
-            self, tokens=self.tokens[:length], logprobs=self.logprobs[:length], top=self.top[:length], finish="length"
-        )
+        columns = {name: getattr(self, name)[:length] for name in ("tokens", "logprobs", "top", "versions")}
+        return replace(self, **columns, finish="length")
 
 
 @dataclass(frozen=True)
@@ -191,15 +192,16 @@ class Trajectory:
         """With a continuation that was generated from exactly this trajectory."""
         kind = Kind.SAMPLED if generated.sampled else Kind.FORCED
         logprobs = generated.logprobs if generated.sampled else None
-        return self._with(generated.tokens, kind, logprobs, generated.version, generated.finish)
+        versions = generated.versions or (generated.version,)
+        return self._with(generated.tokens, kind, logprobs, versions, generated.finish)
 
     def force(self, tokens: Sequence[int], version: int = -1) -> Trajectory:
         """With tokens put in the policy's place: trained, without a sampling probability."""
-        return self._with(tokens, Kind.FORCED, None, version)
+        return self._with(tokens, Kind.FORCED, None, (version,))
 
     def observe(self, tokens: Sequence[int]) -> Trajectory:
         """With tokens the policy only reads."""
-        return self._with(tokens, Kind.OBSERVED, None, -1)
+        return self._with(tokens, Kind.OBSERVED, None, (-1,))
 
     def turn(self, start: int, anchor: Any = None, reward: float = math.nan, valid: bool = True) -> Trajectory:
         """With a turn that reaches from `start` to the end."""
@@ -229,16 +231,21 @@ class Trajectory:
         return replace(self, meta={**self.meta, **meta})
 
     def _with(
-        self, tokens: Sequence[int], kind: Kind, logprobs: Sequence[float] | None, version: int, finish: Finish = ""
+        self,
+        tokens: Sequence[int],
+        kind: Kind,
+        logprobs: Sequence[float] | None,
+        versions: Sequence[int],
+        finish: Finish = "",
     ) -> Trajectory:
-        """Longer by `tokens`; what it has already is not copied."""
+        """Longer by `tokens`; what it has already is not copied. A single version is that of all of them."""
         n, known = len(tokens), Entries.of(self.logprobs, "d")
         return replace(
             self,
             tokens=Entries.of(self.tokens, "q").grown(tokens),
             kinds=Entries.of(self.kinds, "b").grown((int(kind),), n),
             logprobs=known.grown((UNKNOWN,), n) if logprobs is None else known.grown(logprobs),
-            versions=Entries.of(self.versions, "q").grown((version,), n),
+            versions=Entries.of(self.versions, "q").grown(versions, n if len(versions) == 1 else 1),
             finish=finish,
             rewards=None,
         )

@@ -142,6 +142,10 @@ class MethodStack(Context):
         """Signals per token that the driver needs."""
         return frozenset().union(*(m.needs for m in self._token_readers)) & TOKEN_SIGNALS
 
+    def in_loss(self, signal: str) -> bool:
+        """Whether a method in the loss asks for a signal."""
+        return any(signal in m.needs for m in self.claims["policy_loss"] + self.claims["regularize"])
+
     @property
     def _token_readers(self) -> list[Method]:
         return [m for m in self.claims["shape"] + self.claims["observe"] if "tokens" in m.needs]

@@ -5,14 +5,14 @@ Rows the plan says nothing special about go through verl's own agent loops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl.host import Output
-from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, Note, ranges
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, VERSIONS, Note, ranges
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import AgentLoop as SingleTurnAgentLoop
@@ -38,6 +38,8 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
             output = await self._generated(sampling_params, kwargs, plan)
             tokens = list(plan["prefix"])
             unknown = [True] * len(tokens)
+            if tokens:
+                output.extra_fields[VERSIONS] = [[[-1, len(tokens)], *_attempts(output)]]
         if want_logprobs and output.response_logprobs is None:
             output.response_logprobs = [0.0] * len(output.response_ids)  # a place holder: see `UNKNOWN`
         output.extra_fields |= {FORCED: ranges([True] * len(tokens)), UNKNOWN: ranges(unknown)}
@@ -45,7 +47,7 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
 
     async def _without_engine(self, kwargs: dict[str, Any], tokens: list[int], logprobs: list[float] | None) -> Output:
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
-        version = int(kwargs["global_steps"])
+        version = published(kwargs)
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
             response_ids=tokens,
@@ -78,6 +80,19 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
 
     async def ct_build_initial_tokens(self, *args: Any, **kwargs: Any) -> list[int]:
         return [*await super().ct_build_initial_tokens(*args, **kwargs), *self._prefix]
+
+
+def published(kwargs: Mapping[str, Any]) -> int:
+    """The newest published weights when verl submitted a prompt: it publishes at the end of every global step."""
+    return int(kwargs["global_steps"]) - 1
+
+
+def _attempts(output: Output) -> list[list[int]]:
+    """[version, tokens] of every attempt of the one request that made an output."""
+    fields = output.extra_fields
+    if VERSIONS in fields:
+        return list(fields[VERSIONS][-1])
+    return [[int(fields["max_global_steps"]), len(output.response_ids)]]
 
 
 def register_loop(name: str, loop: type) -> None:

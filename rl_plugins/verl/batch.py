@@ -40,6 +40,7 @@ from rl_plugins.verl.rows import (
     ROW_COLUMN,
     TOKEN_COLUMN,
     TOKEN_COLUMNS,
+    TOKEN_VERSION,
     Ragged,
     flat,
     no_tokens,
@@ -50,6 +51,7 @@ from rl_plugins.verl.rows import (
     read_tokens,
     read_turns,
     split,
+    token_versions,
 )
 
 
@@ -105,6 +107,7 @@ class Selected:
         selection: what `rewards` and `select` made of them.
         number: key of a row -> its place in `generated`.
         turns: of every row; None if no method asks for them.
+        versions: key of a row -> (response,) of each token; None if no method asks for them.
         forced, unknown: key of a row -> its tokens that were put in the policy's place, and those without a log-prob.
         logged: what rollout programs logged.
         lag: batches between the plan of a row and now, mean over the rows.
@@ -118,6 +121,7 @@ class Selected:
     selection: Selection
     number: Mapping[str, int]
     turns: Sequence[tuple[Turn, ...]] | None
+    versions: Mapping[str, Tensor] | None
     forced: Mapping[str, Ranges]
     unknown: Mapping[str, Ranges]
     logged: Sequence[Partial]
@@ -161,6 +165,7 @@ class Decisions:
         rewards: see `Settings`.
         tokenizer: of the policy.
         rows: rollouts the batch trains, (prompts x group size).
+        published: newest weights at the start of the step.
     """
 
     stack: MethodStack
@@ -168,12 +173,16 @@ class Decisions:
     rewards: Mapping[str, float]
     tokenizer: Tokenizer
     rows: int
+    published: int = 0
 
     def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
         batch.reorder(plan_order(batch.keys, notes_of(fetch(batch, [COLUMN]))))
         rows = fetch(batch, self._selection_columns())
-        rollouts = read_rollouts(rows, batch, self.stack, self.rewards, self.tokenizer, self.stack.batch)
+        rollouts = read_rollouts(
+            rows, batch, self.stack, self.rewards, self.tokenizer, self.stack.batch, self.published
+        )
+        versions = token_versions(rows, rollouts) if "token_versions" in self.stack.needs else None
         turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs else None
         if turns is not None:
             rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
@@ -191,6 +200,7 @@ class Decisions:
             selection=selection,
             number={key: i for i, key in enumerate(keys)},
             turns=turns,
+            versions=None if versions is None else dict(zip(batch.keys, versions, strict=True)),
             forced={key: e.get(FORCED, []) for key, e in zip(keys, extra, strict=True)},
             unknown={key: e[UNKNOWN] for key, e in zip(keys, extra, strict=True) if e.get(UNKNOWN)},
             logged=[e[MADE]["metrics"] for e in extra if e.get(MADE, {}).get("metrics")],
@@ -230,7 +240,7 @@ class Decisions:
         reads = self.stack.reads_tokens or not told
         estimator = functools.partial(self._estimator, selected)
         if selected.nothing:
-            tokens = no_tokens(wanted, selected.turns is not None) if reads else None
+            tokens = no_tokens(wanted, selected.turns is not None, selected.versions is not None) if reads else None
             decision = settle(self.stack, selected.selection, tokens, None, estimator, self.rows)
             return Settled(batch, True, decision, (), self._metrics(selected, decision))
         number = torch.tensor([selected.number[key] for key in batch.keys])
@@ -241,7 +251,8 @@ class Decisions:
             read = ["advantages"] if counts else []
             rows = fetch(batch, ["response_mask", *read, *(TOKEN_COLUMNS[n] for n in wanted)])
             mask = rows["response_mask"]
-            tokens = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys])
+            versions = None if selected.versions is None else [selected.versions[key] for key in batch.keys]
+            tokens = read_tokens(rows, wanted, number, [selected.forced[key] for key in batch.keys], versions)
             if selected.turns is not None:
                 tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, selected.turns))
             host = flat(rows["advantages"])[flat(mask).bool()] if counts else None
@@ -249,6 +260,10 @@ class Decisions:
         budget = sys.maxsize if selected.several_rows_of_verl else self.rows
         decision = settle(self.stack, selected.selection, tokens, host, estimator, budget)
         columns = self._columns(batch, decision, number, mask)
+        if selected.versions is not None and self.stack.in_loss("token_versions"):
+            columns[TOKEN_VERSION] = torch.nested.as_nested_tensor(
+                [selected.versions[key] for key in batch.keys], layout=torch.jagged
+            )
         put(batch, columns)
         batch, nothing = all_but_one_leave(batch, decision.stays[number].tolist())
         own = [c for c in columns if c.startswith("rl_plugins")]
@@ -386,8 +401,15 @@ def clean_padding(batch: Batch, own: Sequence[str]) -> None:
     first = tq.kv_batch_get(keys=keys[:1], partition_id=batch.partition_id)
     known = {*TOKEN_COLUMNS.values(), "advantages", "returns", "values", "token_level_rewards"}
     known |= {"rollout_is_weights", *own}
-    zero = torch.nested.as_nested_tensor([torch.zeros(1) for _ in keys], layout=torch.jagged)
-    put(batch, {c: zero.clone() for c in sorted(known) if c in first}, keys)
+    put(
+        batch,
+        {
+            c: torch.nested.as_nested_tensor([torch.zeros(1, dtype=first[c].dtype) for _ in keys], layout=torch.jagged)
+            for c in sorted(known)
+            if c in first
+        },
+        keys,
+    )
 
 
 def logprob_multiple(config: Any, ranks: int, reference: bool) -> int:

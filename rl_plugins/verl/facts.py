@@ -334,9 +334,6 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
         missing["rollout_logprobs"] = f"{LOGPROBS}=False is given. Set it to True."
     if not (read("actor_rollout_ref.actor.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False)):
         missing["ref_logprobs"] = "there is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True."
-    missing["token_versions"] = (
-        "verl tells it of whole rollouts only. Use another correction (of april: `correction: token_tis`, or none)."
-    )
     if read.optimizer_steps_per_batch * read.batches_per_global_step <= 1:
         several = "Set actor_rollout_ref.actor.ppo_epochs=2 or more, or a smaller ppo_mini_batch_size"
         if not read.bypass:

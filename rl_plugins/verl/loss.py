@@ -27,7 +27,7 @@ from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regula
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
 from rl_plugins.verl.host import ActorConfig, Columns, TrainingEngine
-from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, Ragged, flat
+from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, TOKEN_VERSION, Ragged, flat
 
 POLICY_LOSS = "rl_plugins"  # name in verl's registry, used only with patches/verl/V12
 METRIC = "rl_plugins:"  # what follows is the name in hex: verl reduces by words like "min" in a name
@@ -110,6 +110,7 @@ class MethodsLoss:
         columns = [k for k in _names(data) if k.startswith((ROW_COLUMN, TOKEN_COLUMN))]
         signals = {"rollout_logprobs": "rollout_log_probs", "ref_logprobs": "ref_log_prob"}
         columns += [column for name, column in signals.items() if name in self.stack.needs]
+        columns += [TOKEN_VERSION] if self.stack.in_loss("token_versions") else []
         loss = dataclasses.replace(self.actor.policy_loss, loss_mode=POLICY_LOSS, extra_fields=columns)
         actor = copy.copy(self.actor)
         object.__setattr__(actor, "policy_loss", loss)  # the config is frozen, and this is a copy
@@ -147,6 +148,7 @@ class MethodsLoss:
             rollout_logprobs=signal("rollout_logprobs", "rollout_log_probs"),
             ref_logprobs=signal("ref_logprobs", "ref_log_prob"),
             columns=columns,
+            versions=_padded(data[TOKEN_VERSION], logprobs) if self.stack.in_loss("token_versions") else None,
         )
 
     def _aggregate(self, per_token: Tensor, terms: Terms) -> Tensor:
@@ -267,6 +269,7 @@ def _surrogate_of_verl(
         max_length=owner.max_length,
         rollout_logprobs=own.pop("rollout_log_probs", None),
         ref_logprobs=own.pop("ref_log_prob", None),
+        versions=own.pop(TOKEN_VERSION, None),
         columns=own,
     )
     per_token = surrogate(owner.stack, terms)

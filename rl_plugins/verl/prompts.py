@@ -20,6 +20,7 @@ PROMPT_INDEX = "rl_plugins_prompt_index"  # column of the dataset row's number, 
 COLUMN = "rl_plugins"  # column of what the plan said about a prompt
 # What an agent loop says of a row, in its `extra_fields`:
 FORCED, UNKNOWN = "rl_plugins_forced", "rl_plugins_unknown_logprobs"  # [start, stop) of tokens, see `ranges`
+VERSIONS = "rl_plugins_versions"  # of its trained tokens, see `rows.token_versions`
 TURNS = "rl_plugins_turns"  # of the agent, see `rows.read_turns`
 MADE = "rl_plugins_program"  # what a rollout program says of its row, see session.py
 TECHNICAL = (PROMPT_INDEX, "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs", "raw_prompt", "extra_info")
@@ -69,6 +70,16 @@ def ranges(marks: Any) -> list[list[int]]:
     inside = np.concatenate([[False], np.asarray(marks, dtype=bool), [False]])
     found: list[list[int]] = np.flatnonzero(inside[1:] != inside[:-1]).reshape(-1, 2).tolist()
     return found
+
+
+def runs(values: Any) -> list[list[int]]:
+    """Whole numbers as [value, how many] of every unbroken run."""
+    import numpy as np
+
+    values = np.asarray(values, dtype=np.int64)
+    starts = np.flatnonzero(np.diff(values, prepend=-2))  # no value is below -1
+    lengths = np.diff(starts, append=len(values))
+    return np.stack([values[starts], lengths], axis=1).tolist()  # type: ignore[no-any-return]
 
 
 def flat_columns(row: Mapping[str, Any]) -> dict[str, Any]:

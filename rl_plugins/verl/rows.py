@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import places
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
@@ -22,11 +22,12 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
-from rl_plugins.verl.prompts import COLUMN, MADE, TURNS, Note, Ranges
+from rl_plugins.verl.prompts import COLUMN, MADE, TURNS, VERSIONS, Note, Ranges, ranges
 
 ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
 GROUP = "rl_plugins_group"
+TOKEN_VERSION = "rl_plugins_token_version"
 
 # Signal -> column of verl.
 TOKEN_COLUMNS = {
@@ -145,6 +146,7 @@ def read_rollouts(
     rewards: Mapping[str, float],
     tokenizer: Tokenizer,
     number: int,
+    published: int = 0,
 ) -> Rollouts:
     """Rollouts of the rows in their order.
 
@@ -154,6 +156,7 @@ def read_rollouts(
         stack: the methods, whose signals are filled in; None: none is.
         rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
         number: of the generation batch.
+        published: newest weights at the start of the step.
 
     Raises:
         ConfigError: the reward function does not answer with a key of `rewards`.
@@ -184,7 +187,9 @@ def read_rollouts(
         length=of.sums(flat(mask)).long(),
         truncated=torch.tensor([_truncated(e, r, ends) for e, r in zip(extra, responses, strict=True)]),
         kept=torch.ones(n, dtype=torch.bool),
-        version=torch.tensor([_version(tag) for tag in batch.tags], dtype=torch.int64),
+        version=_versions(batch, "min_global_steps", published),
+        newest_version=_versions(batch, "max_global_steps", published),
+        current_version=published,
         text=text if "text" in needs else None,
         raw_text=tokenizer.batch_decode(responses, skip_special_tokens=False) if "raw_text" in needs else None,
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
@@ -267,10 +272,54 @@ def split(key: str) -> tuple[str, int, int]:
     return uid, int(session), int(index)
 
 
-def _version(tag: Mapping[str, Any]) -> int:
-    """Optimizer version of the oldest weights a row was generated with."""
-    oldest = tag.get("min_global_steps")
-    return int(tag["global_steps"] if oldest is None else oldest)
+def _versions(batch: Batch, name: str, published: int) -> Tensor:
+    """(rows,) int64 a version of every row; `published` where its agent loop asked no engine."""
+    told = [tag.get(name) for tag in batch.tags]
+    return torch.tensor([published if v is None else int(v) for v in told], dtype=torch.int64)
+
+
+def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
+    """Of each row: (response,) int64 published weights that made each token; of tokens no policy made, the newest.
+
+    A row's extra field `VERSIONS` holds of every request, in order, its attempts: [version, tokens], -1 for tokens of
+    no policy. Requests are matched with the unbroken runs of trained tokens, if there are as many, because an agent
+    loop may cut the end of a turn. A row without the field is of one version.
+
+    Raises:
+        MethodError: a row of several versions does not say it of all of its trained tokens.
+    """
+    now, found = rollouts.current_version, []
+    extra, masks = plain(rows["extra_fields"]), rows["response_mask"].unbind()
+    spans = zip(rollouts.version.tolist(), rollouts.newest_version.tolist(), strict=True)
+    for e, mask, (oldest, newest) in zip(extra, masks, spans, strict=True):
+        live = mask.bool()
+        requests = [made for made in e.get(VERSIONS) or () if made]
+        if not requests and oldest == newest:
+            found.append(torch.where(live, oldest, now))
+            continue
+        inside = ranges(live.numpy())
+        if len(inside) != len(requests):  # then as one
+            inside, requests = [[0, int(live.sum())]], [[run for made in requests for run in made]]
+        told = [_cut(made, stop - start) for made, (start, stop) in zip(requests, inside, strict=True)]
+        made = torch.cat(told)
+        missing = int(live.sum()) - len(made)
+        if missing and oldest != newest:
+            raise MethodError(
+                f"A method needs the versions of tokens, and a rollout made by the versions {oldest} to {newest} says "
+                f"them of {len(made)} of its {len(made) + missing} trained tokens. Its agent loop must hand on "
+                f"`extra_fields` of what the engine answers (`{VERSIONS}`). Use one of verl's own loops, or remove "
+                f"the method."
+            )
+        versions = torch.full(mask.shape, now, dtype=torch.int64)
+        versions[live] = torch.cat([made, torch.full((missing,), oldest)])
+        found.append(torch.where(versions < 0, now, versions))
+    return found
+
+
+def _cut(runs: Sequence[Sequence[int]], length: int) -> Tensor:
+    """[value, number], .. -> at most `length` values."""
+    values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return torch.repeat_interleave(values, counts)[:length]
 
 
 def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
@@ -290,7 +339,7 @@ def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
     return torch.tensor([[number(info.get(k)) for k in rewards] for info in infos], dtype=torch.float64)
 
 
-def no_tokens(columns: set[str], turns: bool) -> Tokens:
+def no_tokens(columns: set[str], turns: bool, versions: bool) -> Tokens:
     """Tokens of a batch that has none."""
     nothing = torch.empty(0, dtype=torch.int64)
     return Tokens(
@@ -300,11 +349,18 @@ def no_tokens(columns: set[str], turns: bool) -> Tokens:
         keep=nothing.bool(),
         forced=nothing.bool(),
         turn=nothing if turns else None,
+        version=nothing if versions else None,
         **{name: nothing.float() for name in sorted(columns)},
     )
 
 
-def read_tokens(rows: Columns, columns: set[str], row_number: Tensor, forced: Sequence[Ranges]) -> Tokens:
+def read_tokens(
+    rows: Columns,
+    columns: set[str],
+    row_number: Tensor,
+    forced: Sequence[Ranges],
+    versions: Sequence[Tensor] | None = None,
+) -> Tokens:
     """Flat tokens of rows.
 
     Args:
@@ -312,6 +368,7 @@ def read_tokens(rows: Columns, columns: set[str], row_number: Tensor, forced: Se
         columns: signals to read.
         row_number: (rows,) what `tokens.row` is to say for each of these rows.
         forced: of each row the ranges of forced tokens.
+        versions: of each row those of its tokens, if they are asked for.
     """
     of, mask = Ragged.of(rows["response_mask"]), flat(rows["response_mask"]).bool()
     all_live = bool(mask.all())
@@ -326,5 +383,6 @@ def read_tokens(rows: Columns, columns: set[str], row_number: Tensor, forced: Se
         advantages=torch.zeros(n, dtype=torch.float64),
         keep=torch.ones(n, dtype=torch.bool),
         forced=live(of.marked(forced)),
+        version=None if versions is None else live(torch.cat(list(versions))),
         **{name: live(flat(rows[TOKEN_COLUMNS[name]]).float()) for name in sorted(columns)},
     )

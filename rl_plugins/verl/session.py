@@ -22,10 +22,22 @@ from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt,
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.programs import Running, drive
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl.agent_loop import PlannedAgentLoop, register_loop
+from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
 from rl_plugins.verl.facts import TOP_LOGPROBS
 from rl_plugins.verl.host import Output, Scorer, ServerClient
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, PROGRAM_AGENT, TURNS, UNKNOWN, Note, flat_columns, ranges
+from rl_plugins.verl.prompts import (
+    COLUMN,
+    FORCED,
+    MADE,
+    PROGRAM_AGENT,
+    TURNS,
+    UNKNOWN,
+    VERSIONS,
+    Note,
+    flat_columns,
+    ranges,
+    runs,
+)
 
 SESSION = "rl_plugins_session"  # keyword of the agent loop
 OF_VERL = ("uid", "session_id", "global_steps", "dummy_tensor", COLUMN, SESSION)  # keywords that are no columns
@@ -145,9 +157,8 @@ class VerlEngine:
     ) -> None:
         self._server, self._rollout, self._session = server, rollout, session
         self._kwargs, self._sampling, self._request_id = dict(kwargs), dict(sampling), request_id
-        self._newest = int(kwargs["global_steps"])
+        self._newest = published(kwargs)
         self._requests = 0
-        self._oldest: dict[int, int] = {}  # version of a last token -> oldest of the versions that made its segment
 
     # ---- generation
 
@@ -197,16 +208,15 @@ class VerlEngine:
                 f"rollout programs need one for each."
             )
         fields = out.extra_fields
-        newest = self._version(fields.get("max_global_steps"))
-        oldest = self._version(fields.get("min_global_steps"))
-        self._oldest[newest] = min(oldest, self._oldest.get(newest, oldest))
+        attempts = fields[VERSIONS][-1] if VERSIONS in fields else []  # of this request
         return Generated(
             tokens,
             logprobs,
             _finish(chat, request, tokens, out.stop_reason),
-            newest,
+            self._version(fields.get("max_global_steps")),
             tuple(tuple((int(t), float(p)) for t, p in place) for place in fields.get("top_logprobs", ())[:limit]),
             sampled=params["temperature"] != 0,
+            versions=tuple(v for v, n in attempts for _ in range(n))[:limit],
         )
 
     def _version(self, reported: Any) -> int:
@@ -246,7 +256,8 @@ class VerlEngine:
         filled = row if len(row) else row.observe(self._session.eos[:1])
         kinds, known = np.asarray(row.kinds), np.asarray(filled.logprobs)
         unknown = (kinds != int(Kind.OBSERVED)) & np.isnan(np.asarray(row.logprobs))
-        versions = [v for v in np.unique(np.asarray(row.versions)).tolist() if v >= 0] or [self._newest]
+        made = np.asarray(row.versions, dtype=np.int64)
+        versions = made[made >= 0].tolist() or [self._newest]
         output = AgentLoopOutput(
             prompt_ids=list(row.prompt),
             response_ids=list(filled.tokens),
@@ -259,10 +270,11 @@ class VerlEngine:
                 "turn_scores": [],
                 "tool_rewards": [],
                 "global_steps": max(versions),
-                "min_global_steps": min(self._oldest.get(v, v) for v in versions),
+                "min_global_steps": min(versions),
                 "max_global_steps": max(versions),
                 FORCED: ranges(kinds == int(Kind.FORCED)),
                 UNKNOWN: ranges(unknown),
+                VERSIONS: [runs(made[kinds != int(Kind.OBSERVED)])],
                 TURNS: [asdict(turn) for turn in row.turns],
                 MADE: {
                     **number,

@@ -38,6 +38,7 @@ from rl_plugins.verl.batch import (
     logprob_multiple,
     whole_group_order,
 )
+from rl_plugins.verl.client import with_versions
 from rl_plugins.verl.compat import states_its_mode
 from rl_plugins.verl.config import MODES
 from rl_plugins.verl.evaluation import PlannedBatches
@@ -118,6 +119,11 @@ class MethodsTrainer(host.Trainer):
 
             self.replay_buffer._wait_for_next_poll = watched_wait
         super().fit(agent_loop_manager)
+
+    def get_llm_client(self) -> Any:
+        client = super().get_llm_client()
+        resumed = self.methods_mode != "sync"  # in sync all tokens of a rollout are of one version
+        return with_versions(client) if resumed and "token_versions" in self.methods.needs else client
 
     # ---- state
 
@@ -274,7 +280,8 @@ class MethodsTrainer(host.Trainer):
 
     def _decisions(self) -> Decisions:
         rows = self.config.data.train_batch_size * self._prompts.group_size // self.parameter_sync_step
-        return Decisions(self.methods, self.config, self.settings.rewards, self.tokenizer, rows)
+        published = self.global_steps - 1  # verl publishes at the end of every global step
+        return Decisions(self.methods, self.config, self.settings.rewards, self.tokenizer, rows, published)
 
     def _compute_old_log_prob(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         batch = super()._compute_old_log_prob(batch, metrics)

@@ -37,7 +37,18 @@ from rl_plugins.verl.cpu.decoder import Decoder
 from rl_plugins.verl.cpu.server import Limits, Server
 from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import MANAGER, PROGRAM_MANAGER
-from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, TURNS, UNKNOWN, PromptBatches, note_of, number_rows, ranges
+from rl_plugins.verl.prompts import (
+    COLUMN,
+    FORCED,
+    MADE,
+    TURNS,
+    UNKNOWN,
+    VERSIONS,
+    PromptBatches,
+    note_of,
+    number_rows,
+    ranges,
+)
 from rl_plugins.verl.rows import Ragged, read_turns
 from rl_plugins.verl.session import SESSION, Answer, ProgramAgentLoop, Session, VerlEngine
 from rl_plugins.verl.start import prepare
@@ -221,7 +232,9 @@ def test_what_an_engine_cannot_do_is_said() -> None:
 
 def test_an_interrupted_generation_keeps_its_tokens() -> None:
     nothing = TokenOutput(token_ids=[], log_probs=None, stop_reason="aborted", extra_fields={"global_steps": None})
-    server = ScriptedServer([output([7, 8], reason="aborted", steps=(2, 3)), nothing, output([9, EOS], steps=(5, 5))])
+    first = output([7, 8], reason="aborted", steps=(2, 3))
+    first.extra_fields[VERSIONS] = [[[2, 1], [3, 1]]]  # as `VersionsClient` tells the attempts of a request
+    server = ScriptedServer([first, nothing, output([9, EOS], steps=(5, 5))])
     made: list[Any] = []
 
     def program(prompt: Any) -> Any:
@@ -237,6 +250,7 @@ def test_an_interrupted_generation_keeps_its_tokens() -> None:
     assert row.response_ids == [7, 8, 9, EOS] and row.response_logprobs == [-1.0, -2.0, -1.0, -2.0]
     fields = row.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == (2, 5), "oldest and newest weights of the row"
+    assert fields[VERSIONS] == [[[2, 1], [3, 1], [5, 2]]]
 
 
 def test_scores_are_verls_and_not_made_again() -> None:
@@ -290,6 +304,8 @@ def test_a_row_says_where_its_tokens_come_from() -> None:
     assert one.response_logprobs == [0.0, 0.0, 0.0, 0.0, -1.0, -2.0]
     fields = one.extra_fields
     assert fields[FORCED] == [[0, 2]] == fields[UNKNOWN]
+    assert fields[VERSIONS] == [[[-1, 2], [4, 2]]], "of the trained tokens; no policy made those that were put in"
+    assert empty.extra_fields["max_global_steps"] == 3, "no engine was asked: the newest published weights"
     assert fields[TURNS][0] | {"reward": 0.5} == {
         "start": 0,
         "stop": 4,

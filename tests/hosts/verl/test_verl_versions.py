@@ -1,0 +1,185 @@
+"""Which published weights made which token in verl: its resuming client, agent loops, and what hooks see, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
+
+import probes
+from memory_queue import MemoryQueue
+from test_batch import row, run
+from transfer_queue import KVBatchMeta
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.verl import batch as module
+from rl_plugins.verl.batch import Decisions
+from rl_plugins.verl.client import with_versions
+from rl_plugins.verl.prompts import VERSIONS, runs
+from rl_plugins.verl.rows import TOKEN_VERSION
+from rl_plugins.verl.trainer import MethodsSync
+
+pytestmark = pytest.mark.host
+
+
+# ---- verl's client
+
+
+def client(monkeypatch: pytest.MonkeyPatch, attempts: dict[str, list[tuple[int, int, str]]]) -> Any:
+    """verl's resuming client, whose servers answer a request with (version, tokens, reason) one after the other."""
+
+    async def one(self: Any, request_id: str, **kwargs: Any) -> TokenOutput:
+        version, tokens, reason = attempts[request_id].pop(0)
+        await asyncio.sleep(0)
+        fields = {"global_steps": version}
+        return TokenOutput(token_ids=[7] * tokens, log_probs=[-1.0] * tokens, stop_reason=reason, extra_fields=fields)
+
+    wait = asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: wait(0))
+    monkeypatch.setattr(LLMServerClient, "generate", one)
+    return with_versions(FullyAsyncLLMServerClient(SimpleNamespace()))
+
+
+def asked(made: Any, request_id: str) -> Any:
+    return made.generate(request_id=request_id, prompt_ids=[5, 6], sampling_params={"max_tokens": 9})
+
+
+def test_every_attempt_of_a_request_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = {"a": [(2, 2, "aborted"), (3, 0, "aborted"), (5, 4, "completed")], "b": [(1, 3, "completed")]}
+    made = client(monkeypatch, attempts)
+
+    async def both() -> Any:
+        return await asyncio.gather(asked(made, "a"), asked(made, "b"))
+
+    a, b = asyncio.run(both())
+    assert a.extra_fields[VERSIONS] == [[[2, 2], [5, 4]]] and b.extra_fields[VERSIONS] == [[[1, 3]]]
+    assert (a.extra_fields["min_global_steps"], a.extra_fields["max_global_steps"]) == (2, 5), "verl's own"
+    assert a.token_ids == [7] * 6
+
+
+def test_the_turns_of_one_agent_loop_share_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's loop with several turns keeps the fields of its first answer; another loop has a list of its own."""
+    first = [(2, 2, "aborted"), (3, 1, "completed"), (4, 2, "completed")]
+    made = client(monkeypatch, {"a": first, "b": [(9, 1, "completed"), (9, 1, "completed")]})
+
+    async def turns(request_id: str) -> Any:
+        kept = (await asked(made, request_id)).extra_fields
+        await asked(made, request_id)
+        return kept[VERSIONS]
+
+    async def both() -> Any:
+        return await asyncio.gather(turns("a"), turns("b"))
+
+    assert asyncio.run(both()) == [[[[2, 2], [3, 1]], [[4, 2]]], [[[9, 1]], [[9, 1]]]]
+
+
+def test_verls_own_client_only() -> None:
+    with pytest.raises(ConfigError, match=r"this trainer has Strange\. Remove the method"):
+        with_versions(type("Strange", (FullyAsyncLLMServerClient,), {})(SimpleNamespace()))
+
+
+def test_the_trainer_hands_out_the_client_where_versions_are_asked_for() -> None:
+    theirs = FullyAsyncLLMServerClient(SimpleNamespace())
+    trainer = object.__new__(MethodsSync)
+    trainer.llm_server_manager = SimpleNamespace(get_client=lambda: theirs)
+    for mode, needs, told in (("sync", True, False), ("colocate_async", False, False), ("colocate_async", True, True)):
+        trainer.methods_mode = mode
+        trainer.methods = MethodStack([probes.Versions()] if needs else [])
+        assert (type(trainer.get_llm_client()) is not FullyAsyncLLMServerClient) is told
+    import pickle
+
+    assert type(pickle.loads(pickle.dumps(theirs))) is type(theirs), "it travels to the agent loops"
+
+
+# ---- what hooks see
+
+
+class Sees(probes.Probe):
+    """Keeps what it sees, and has a term in the loss."""
+
+    name = "sees"
+    needs = frozenset({"tokens", "token_versions"})
+
+    def observe(self, rollouts: Any, tokens: Any, stats: Any) -> None:
+        self.seen = rollouts, tokens
+
+    def regularize(self, terms: Any) -> Any:
+        return 0 * terms.logprobs
+
+
+class Blind(Sees):
+    needs = frozenset({"tokens"})
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> MemoryQueue:
+    made = MemoryQueue()
+    monkeypatch.setattr(module, "tq", made)
+    return made
+
+
+def decided(queue: MemoryQueue, rows: list[tuple[dict[str, Any], int, int]], published: int = 9) -> Any:
+    """What hooks see of rows with their oldest and newest versions, and the column for the loss."""
+    keys = [f"u{i}_0_0" for i in range(len(rows))]
+    queue.put_rows({key: r for key, (r, _, _) in zip(keys, rows, strict=True)})
+    tags = [{"global_steps": 1, "min_global_steps": a, "max_global_steps": b} for _, a, b in rows]
+    sees = Sees()
+    from test_batch import Tokenizer, config
+
+    mine = Decisions(MethodStack([sees]), config(), {}, Tokenizer(), len(rows), published)
+    selected = mine.select(KVBatchMeta(partition_id="train", keys=keys, tags=tags))
+    mine.settle(selected.batch, selected)
+    return *sees.seen, [queue.rows[key][TOKEN_VERSION].tolist() for key in keys]
+
+
+def told(group: int, length: int, mask: list[int] | None = None, **fields: Any) -> dict[str, Any]:
+    made = row(group, 1.0, length)
+    if mask is not None:
+        made["response_mask"] = made["loss_mask"] = torch.tensor(mask)
+    return {**made, "extra_fields": fields}
+
+
+def test_versions_of_tokens(queue: MemoryQueue) -> None:
+    rows = [
+        (told(0, 3), 4, 4),  # made in one go: the loop says nothing more
+        (told(0, 4, **{VERSIONS: [[[3, 1], [5, 9]]]}), 3, 5),  # resumed, and its end cut off
+        (told(1, 5, [1, 1, 0, 1, 1], **{VERSIONS: [[[3, 2]], [[3, 1], [6, 1]]]}), 3, 6),  # two turns
+        (told(1, 5, [1, 0, 0, 1, 1], **{VERSIONS: [[[3, 2]], [[6, 2]]]}), 3, 6),  # the loop cut a turn
+        (told(2, 4, **{VERSIONS: [[[-1, 2], [7, 2]]]}), 7, 7),  # a prefix
+        (told(2, 4, [1, 0, 0, 1], **{VERSIONS: [[[2, 1], [8, 1]]]}), 2, 8),  # of a program: one list
+    ]
+    rollouts, tokens, columns = decided(queue, rows)
+    assert rollouts.version.tolist() == [4, 3, 3, 3, 7, 2] and rollouts.newest_version.tolist() == [4, 5, 6, 6, 7, 8]
+    assert rollouts.current_version == 9 and rollouts.staleness.tolist() == [5, 6, 6, 6, 2, 7]
+    expected = [[4, 4, 4], [3, 5, 5, 5], [3, 3, 3, 6], [3, 6, 6], [9, 9, 7, 7], [2, 8]]
+    assert [tokens.version[tokens.row == i].tolist() for i in range(6)] == expected
+    assert tokens.version.dtype == torch.int64
+    assert columns[2] == [3, 3, 9, 3, 6] and columns[5] == [2, 9, 9, 8], "what was only read counts as made now"
+
+
+def test_a_loop_that_does_not_say_it_is_refused(queue: MemoryQueue) -> None:
+    assert decided(queue, [(told(0, 3), 4, 4), (told(0, 2), 4, 4)])[2] == [[4, 4, 4], [4, 4]]
+    with pytest.raises(MethodError, match=r"versions 3 to 4 says them of 1 of its 3 trained tokens\. Its agent loop"):
+        decided(queue, [(told(0, 3, **{VERSIONS: [[[3, 1]]]}), 3, 4)])
+
+
+def test_without_the_signal_nothing_is_read(queue: MemoryQueue) -> None:
+    rows = {"a_0_0": told(0, 3, **{VERSIONS: [[[3, 1]]]}), "b_0_0": told(0, 2)}
+    selected, _, _ = run(queue, rows, stack=MethodStack([Blind()]))
+    assert selected.versions is None and TOKEN_VERSION not in queue.rows["a_0_0"]
+
+
+def test_runs() -> None:
+    assert runs([3, 3, -1, 5]) == [[3, 2], [-1, 1], [5, 1]] and runs([]) == [] and runs([-1, -1]) == [[-1, 2]]
