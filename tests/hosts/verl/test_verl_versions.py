@@ -1,4 +1,4 @@
-"""Which published weights made which token in verl: its resuming client, agent loops, and what hooks see, without Ray."""
+"""Which published weights made which token in verl: the resuming client, agent loops, and what hooks see. No Ray."""
 
 from __future__ import annotations
 
