@@ -17,9 +17,11 @@ from typing import Any, Protocol
 from rl_plugins.errors import MethodError, shortened
 from rl_plugins.method import Method
 from rl_plugins.requests import (
+    UNKNOWN,
     Call,
     Generate,
     Generated,
+    Kind,
     Prompt,
     Request,
     Score,
@@ -27,6 +29,7 @@ from rl_plugins.requests import (
     Trajectory,
     check_rows,
 )
+from rl_plugins.rollouts import Completion
 from rl_plugins.runtime.given import changes, watched
 from rl_plugins.runtime.program_gate import request_problem, row_problem
 from rl_plugins.runtime.threads import run_call, run_calls
@@ -177,6 +180,23 @@ def _next(program: Generator[Any, Any, Any], answer: Any) -> tuple[Any, Any]:
 
 
 _NOTHING = type("NoneType", (), {})()  # yielded None: no request
+
+
+def given_trajectory(prompt: Prompt, given: Completion) -> Trajectory:
+    """A completion that a plan gives, as a row: sampled where log-probs are known, else put in the policy's place."""
+    n = len(given.tokens)
+    observed = given.observed or (False,) * n
+    kind = Kind.FORCED if given.logprobs is None else Kind.SAMPLED
+    logprobs = given.logprobs or (UNKNOWN,) * n
+    return Trajectory(
+        prompt.tokens,
+        given.tokens,
+        tuple(int(Kind.OBSERVED if read else kind) for read in observed),
+        tuple(UNKNOWN if read else p for p, read in zip(logprobs, observed, strict=True)),
+        given.versions or (-1,) * n,
+        "eos" if given.tokens[-1] in prompt.chat.eos else "length",
+        rewards=given.rewards,
+    )
 
 
 def run(programs: Sequence[Running], engine: Engine) -> None:

@@ -20,6 +20,8 @@ from rl_plugins.trl.host import HostBatch, Trainer
 from rl_plugins.trl.ranks import gather
 
 ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
+PUBLISHED = "rlp_published"  # the version the generation batch began with
+VERSION, NEWEST_VERSION, VERSIONS = "rlp_version", "rlp_newest_version", "rlp_versions"  # of rows, and of tokens
 
 
 @dataclass(frozen=True)

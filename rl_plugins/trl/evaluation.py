@@ -11,7 +11,7 @@ from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.plan import evaluation_plan, in_evaluation
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.host import DatasetRow, Trainer
-from rl_plugins.trl.programs import ProgramRow, served, start_programs
+from rl_plugins.trl.programs import ProgramRow, make_rollouts, served
 from rl_plugins.trl.ranks import gather, on_driver
 
 
@@ -31,13 +31,13 @@ def evaluation_view(trainer: Trainer, inputs: list[DatasetRow]) -> Iterator[list
     if not program:
         yield [dict(row) for row, p in zip(rows, plans, strict=True) for _ in range(p.n)]
         return
-    programs = start_programs(trainer, plans, rows, training=False)
+    made_of = make_rollouts(trainer, plans, rows, training=False)
     trainer.methods.metrics.take()  # of a training batch nobody makes here
     made: list[ProgramRow] = []
     out: list[DatasetRow] = []
-    for p, row, running in zip(plans, rows, programs, strict=True):
-        finals = [rollout[-1] for rollout in running.rows or [] if rollout][: p.n]  # the row that ends a rollout
-        finals += (finals[-1:] or [Trajectory(running.prompt.tokens)]) * (p.n - len(finals))
+    for p, row, (prompt, rollouts) in zip(plans, rows, made_of, strict=True):
+        finals = [rollout[-1] for rollout in rollouts if rollout][: p.n]  # the row that ends a rollout
+        finals += (finals[-1:] or [Trajectory(prompt.tokens)]) * (p.n - len(finals))
         made += [ProgramRow(p, p.group, k, 0, t) for k, t in enumerate(finals)]
         out += [{**row, **t.meta} for t in finals]
     names = dict.fromkeys(k for x in out for k in x)

@@ -439,8 +439,6 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         missing["chat_template"] = NO_TEMPLATE.format(model=known.model)
     if args.beta == 0.0:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
-    if not stack.claims["admit"]:
-        missing["token_versions"] = "every batch is made by one policy. Name a method that carries groups over (april)."
     if known.size is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
     if len(known.rewards) < 2:

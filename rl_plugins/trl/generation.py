@@ -25,7 +25,15 @@ from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl import logs
-from rl_plugins.trl.batch import LocalDecision, apply_decision, local_decisions
+from rl_plugins.trl.batch import (
+    NEWEST_VERSION,
+    PUBLISHED,
+    VERSION,
+    VERSIONS,
+    LocalDecision,
+    apply_decision,
+    local_decisions,
+)
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.facts import first_plan_of, known_of
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTurn, Trainer, model_input
@@ -69,6 +77,8 @@ class GenerationBatch:
         generated: what TRL made of it.
         rewards: (rows of all ranks, functions), NaN for fillers.
         inside: (rows without fillers, time) bool, where tokens are that may carry a gradient.
+        versions: (rows without fillers, time) published weights that made each token; None: the present ones.
+        rows_version: (rows without fillers,) each, the oldest and the newest of them.
         decided: what became of it.
     """
 
@@ -87,6 +97,8 @@ class GenerationBatch:
         self.generated: HostRows | None = None
         self.rewards: Tensor | None = None
         self.inside: Tensor | None = None
+        self.versions: Tensor | None = None
+        self.rows_version: tuple[Tensor, Tensor] | None = None
         self.decided: Decided | None = None
 
     @property
@@ -198,8 +210,8 @@ class GenerationBatch:
         t._pending_extra_logs.clear()
         logprobs: list[Any] = new.logprobs or [None] * len(inputs)
         local = [
-            (Completion(tuple(c), None if p is None else tuple(p)), e)
-            for c, p, e in zip(new.ids, logprobs, extra, strict=True)
+            (row.given or Completion(tuple(c), None if p is None else tuple(p)), e)
+            for row, c, p, e in zip(self.mine, new.ids, logprobs, extra, strict=True)
         ]
         return [
             RoundRow(replace(row, done=completion), row.plan.group, reward, columns)
@@ -288,26 +300,38 @@ class GenerationBatch:
         tokens = (prefix + list(ids))[:limit]
         return tokens, None if logprobs is None else ([None] * len(prefix) + list(logprobs))[:limit]
 
+    def with_observed(self, generated: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What TRL's `_generate` returned, with a mask of the tokens that were only read in given completions."""
+        if self.programs or not any(r.given is not None and r.given.observed for r in self.work.flat):
+            return generated
+        prompts, ids, _, *rest = generated
+        mask = [[1] * len(tokens) for tokens in ids]
+        for i, row in enumerate(self.mine):
+            if row.given is not None and row.given.observed:
+                mask[i] = [int(not read) for read in row.given.observed]
+        return prompts, ids, mask, *rest
+
     def score(self, host: Score, *columns: list[Any]) -> Tensor:
         """TRL's rewards of all ranks' rows; fillers are unscorable."""
         if self.work.rewards is not None:
             self.rewards = self.work.rewards
-        elif self.programs:
-            self.rewards = self._program_rewards(host, columns)
+        elif any(r.rewards is not None for r in self.work.flat):
+            self.rewards = self._missing_rewards(host, columns)
         else:
             rewards = host(*columns)
             filler = torch.tensor([r.plan is None for r in self.work.flat], device=rewards.device)
             self.rewards = torch.where(filler[:, None], torch.nan, rewards)
         return self.rewards
 
-    def _program_rewards(self, host: Score, columns: Sequence[list[Any]]) -> Tensor:
-        """Rewards a program has from `Score` already, and TRL's for the other rows, which alone are computed.
+    def _missing_rewards(self, host: Score, columns: Sequence[list[Any]]) -> Tensor:
+        """Rewards that are known (a program has them from `Score`, a given completion brings them), and TRL's for the
+        other rows, which alone are computed.
 
         Args:
             columns: of this rank's rows, as TRL hands them to its reward functions.
         """
         t, everything = self.trainer, self.work.flat
-        given = [None if r.made is None else r.made.trajectory.rewards for r in everything]
+        given = [r.rewards for r in everything]
         rewards = torch.full((len(everything), len(t.reward_funcs)), torch.nan, device=self.accelerator.device)
         size, rank = len(self.mine), self.accelerator.process_index
         asked = [r.plan is not None and given[i] is None for i, r in enumerate(everything)]
@@ -350,7 +374,28 @@ class GenerationBatch:
         self.decided = decided
         assert self.inside is not None
         with SECONDS.part("split"):
-            return apply_decision(self.trainer, out, self.inside, decided.mine, self.batch_rows)
+            out = apply_decision(self.trainer, self._with_versions(out), self.inside, decided.mine, self.batch_rows)
+        return out
+
+    def _with_versions(self, out: HostBatch) -> HostBatch:
+        """TRL's batch with the versions that hooks in the update see."""
+        stack, now = self.stack, self.trainer.state.global_step
+        if not stack.claimed("policy_loss", "regularize", "before_update"):
+            return out
+        ids = out["completion_ids"]
+        new = {PUBLISHED: torch.tensor(now, device=ids.device)}
+        if stack.claims["before_update"]:
+            assert self.rows_version is not None
+            for name, values in zip((VERSION, NEWEST_VERSION), self.rows_version, strict=True):
+                new[name] = torch.full((len(ids),), now)
+                new[name][: len(values)] = values
+                new[name] = new[name].to(ids.device)
+        if "token_versions" in stack.needs and stack.claimed("policy_loss", "regularize"):
+            full = torch.full(tuple(ids.shape), now)
+            if self.versions is not None:
+                full[: self.versions.shape[0], : self.versions.shape[1]] = self.versions
+            new[VERSIONS] = full.to(ids.device)
+        return {**out, **new}
 
     def _with_columns(self, out: HostBatch) -> tuple[HostBatch, dict[str, Tensor]]:
         """TRL's batch with log-probs somebody needs and TRL did not compute (one pass at the weights that generated);
@@ -418,7 +463,8 @@ class GenerationBatch:
         """
         assert self.generated is not None and self.rewards is not None
         rewards = self.rewards
-        local, self.inside = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
+        local, self.inside, self.versions = collect(self.trainer, self.mine, self.generated, host_advantages, columns)
+        self.rows_version = local.version, local.newest_version
         parts = to_driver(self.accelerator, local)
         of_programs = gather(self.accelerator, self.stack.metrics.take()) if self.programs else []
         on_driver_only: dict[str, Any] = {}

@@ -145,12 +145,14 @@ class HostRows:
     """What TRL's `_generate` returned of this rank: one entry per row.
 
     Args:
+        prompts: tokens of the prompts.
         ids: tokens of the completions.
         tool_mask: 0 for tokens that were read, not written; None without tools.
         completions: as reward functions see them.
         logprobs: of the engine, None if it gives none.
     """
 
+    prompts: list[list[int]]
     ids: list[list[int]]
     tool_mask: list[list[int]] | None
     completions: list[Any]
@@ -158,8 +160,8 @@ class HostRows:
 
     @classmethod
     def of(cls, answer: Sequence[Any]) -> HostRows:
-        _, ids, tool_mask, completions, logprobs, *_ = answer
-        return cls(ids, tool_mask, completions, logprobs)
+        prompts, ids, tool_mask, completions, logprobs, *_ = answer
+        return cls(prompts, ids, tool_mask, completions, logprobs)
 
 
 def tokenizer_of(trainer: HostTrainer) -> Any:

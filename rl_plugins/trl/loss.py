@@ -18,7 +18,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.losses import TRL_AGGREGATION, aggregate
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
-from rl_plugins.trl.batch import ROW_COLUMN, TOKEN_COLUMN
+from rl_plugins.trl.batch import NEWEST_VERSION, PUBLISHED, ROW_COLUMN, TOKEN_COLUMN, VERSION, VERSIONS
 from rl_plugins.trl.facts import ROW_LOSSES
 from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input
 from rl_plugins.trl.ranks import gather
@@ -69,6 +69,8 @@ class LossPass:
             rollout_logprobs=inputs.get("rlp_rollout_logprobs"),
             ref_logprobs=inputs.get("ref_per_token_logps"),
             columns=columns,
+            versions=inputs.get(VERSIONS),
+            **_published(trainer, inputs),
         )
 
 
@@ -136,7 +138,16 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
         old_logprobs=summed(lambda b: b.get("old_per_token_logps")),
         rollout_logprobs=summed(lambda b: b.get("rlp_rollout_logprobs")),
         columns={k.removeprefix(ROW_COLUMN): torch.cat([b[k].double().cpu() for b in window]) for k in names},
+        version=torch.cat([b[VERSION].cpu() for b in window]),
+        newest_version=torch.cat([b[NEWEST_VERSION].cpu() for b in window]),
+        **_published(trainer, window[0]),
     )
+
+
+def _published(trainer: Trainer, batch: HostBatch) -> dict[str, int]:
+    """The version the generation batch began with, and the optimizer steps since."""
+    version = int(batch[PUBLISHED])
+    return {"current_version": version, "steps_since_published": trainer.state.global_step - version}
 
 
 def compute_loss(trainer: Trainer, host_loss: HostLoss, model: Any, seen: LossPass) -> Tensor:

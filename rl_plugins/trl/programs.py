@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rl_plugins.requests import Kind, Prompt, Trajectory, Turn
+from rl_plugins.requests import Prompt, Trajectory, Turn
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.runtime.programs import Running, run
+from rl_plugins.runtime.programs import Running, given_trajectory, run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
@@ -41,8 +41,7 @@ def run_programs(
     Tokens and what is known of them stand only in the rows that this rank is dealt."""
     ranks, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     mine = split_plan(plan, ranks)[rank]
-    programs = start_programs(trainer, mine, [row_of(p) for p in mine], training=True)
-    local = [given_rollouts(p, program.rows or []) for p, program in zip(mine, programs, strict=True)]
+    local = [rollouts for _, rollouts in make_rollouts(trainer, mine, [row_of(p) for p in mine], training=True)]
     if ranks == 1:
         return number_rows(plan, local)
     parts = gather(trainer.accelerator, [[[_outline(t) for t in rows] for rows in of] for of in local])
@@ -62,10 +61,10 @@ def _outline(trajectory: Trajectory) -> Trajectory:
 
 
 @SECONDS.timed("programs")
-def start_programs(
+def make_rollouts(
     trainer: Trainer, plan: Sequence[PlanRow], rows: Sequence[DatasetRow], training: bool
-) -> list[Running]:
-    """Programs of this rank's prompts, run to their end."""
+) -> list[tuple[Prompt, list[list[Trajectory]]]]:
+    """This rank's prompts with the rows of their rollouts: those the plan gives, then those a program makes."""
     stack = trainer.methods
     method = stack.claims["rollout"][0]
     tokens = trainer._tokenize_prompts([row["prompt"] for row in rows])[0] if rows else []
@@ -90,10 +89,12 @@ def start_programs(
         for p, row, ids in zip(plan, rows, tokens, strict=True)
     ]
     columns.update({id(prompt): row for prompt, row in zip(prompts, rows, strict=True)})
-    programs = [Running(method, prompt) for prompt in prompts]
-    run(programs, engine)
+    programs = {i: Running(method, prompt) for i, prompt in enumerate(prompts) if prompt.n}
+    run(list(programs.values()), engine)
     engine.log("train" if training else "eval")
-    return programs
+    given = [[[given_trajectory(prompt, c)] for c in p.given] for p, prompt in zip(plan, prompts, strict=True)]
+    made = [programs[i].rows or [] if i in programs else [] for i in range(len(prompts))]
+    return [(prompt, old + new) for prompt, old, new in zip(prompts, given, made, strict=True)]
 
 
 def split_plan(plan: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
@@ -105,25 +106,6 @@ def split_plan(plan: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
         middle = end - (p.n + p.spare) / 2
         shares[min(int(middle * ranks / max(total, 1)), ranks - 1)].append(p)
     return shares
-
-
-def given_rollouts(plan: PlanRow, made: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Completions the plan gives come first; they are put in the policy's place."""
-    prompt = made[0][0].prompt if made and made[0] else ()
-    given = [
-        [
-            Trajectory(
-                prompt,
-                c.tokens,
-                (int(Kind.FORCED),) * len(c.tokens),
-                c.logprobs or (float("nan"),) * len(c.tokens),
-                (-1,) * len(c.tokens),
-                "eos",
-            )
-        ]
-        for c in plan.given
-    ]
-    return given + made
 
 
 def number_rows(plan: Sequence[PlanRow], rollouts: Sequence[list[list[Trajectory]]]) -> list[ProgramRow]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_plugins.groups import places
-from rl_plugins.requests import Kind, Trajectory, Turn
-from rl_plugins.rollouts import Completion, PlanRow, Rollouts, Tokens, weighted_reward
+from rl_plugins.requests import Kind, Turn
+from rl_plugins.rollouts import Completion, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
@@ -42,6 +44,20 @@ class Row:
         if self.done is None and self.plan is not None and self.number < len(self.plan.given):
             return self.plan.given[self.number]
         return self.done
+
+    @property
+    def rewards(self) -> Mapping[str, float] | None:
+        """Of the reward functions, where they are known already."""
+        if self.made is not None:
+            return self.made.trajectory.rewards
+        return None if self.given is None else self.given.rewards
+
+    @property
+    def versions(self) -> Sequence[int] | None:
+        """Of each token, where it is not of the present weights; below 0 for those that no policy made."""
+        if self.made is not None:
+            return self.made.trajectory.versions
+        return None if self.given is None else self.given.versions
 
     @property
     def asked(self) -> bool:
@@ -85,7 +101,7 @@ class LocalTokens:
     Args:
         position: (tokens,) int32; None: they are the first of each row.
         forced: (tokens,) bool; None: none is.
-        version: (tokens,) of programs.
+        version: (tokens,); None: nobody reads them, or all are of the present weights.
         columns: signal -> (tokens,).
     """
 
@@ -96,13 +112,43 @@ class LocalTokens:
 
 
 @dataclass(frozen=True)
+class LocalIds:
+    """Token ids of one rank's rows, row by row: prompts (tokens,) int32, their lengths (rows,), whole completions
+    (tokens,) int32 and which of their tokens were only read, (tokens,) bool; None: none was."""
+
+    prompt: Tensor
+    prompt_length: Tensor
+    completion: Tensor
+    observed: Tensor | None
+
+    @classmethod
+    def of(cls, made: HostRows, real: Sequence[int]) -> LocalIds:
+        """Of the rows that are no fillers."""
+        prompts = [made.prompts[i] for i in real]
+        observed = None
+        if made.tool_mask is not None:
+            observed = ~_flat([made.tool_mask[i] for i in real], torch.bool)
+        return cls(
+            prompt=_flat(prompts, torch.int32),
+            prompt_length=torch.tensor([len(p) for p in prompts], dtype=torch.int64),
+            completion=_flat([made.ids[i] for i in real], torch.int32),
+            observed=observed,
+        )
+
+
+def _flat(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(rows), np.int64)).to(dtype)
+
+
+@dataclass(frozen=True)
 class LocalRows:
     """One rank's rows without fillers, unpadded: what the driver gets. Tokens are those that may carry a gradient.
 
     Args:
         length: (rows,) tokens. completion_length: with those that were read.
-        truncated: (rows,). advantages: (rows,) TRL's own. version: (rows,) the oldest of its tokens.
+        truncated: (rows,). advantages: (rows,) TRL's own. version, newest_version: (rows,) of its tokens.
         tokens: of these rows, where somebody reads them.
+        ids: prompts and completions with what was read, where somebody reads them.
         meta, turns, text, raw_text, messages: of each row, where somebody needs them.
     """
 
@@ -111,7 +157,9 @@ class LocalRows:
     truncated: Tensor
     advantages: Tensor
     version: Tensor
+    newest_version: Tensor
     tokens: LocalTokens | None = None
+    ids: LocalIds | None = None
     meta: list[dict[str, Any]] | None = None
     turns: list[tuple[Turn, ...]] | None = None
     text: list[str] | None = None
@@ -132,8 +180,8 @@ class AllRows:
 
 def collect(
     trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
-) -> tuple[LocalRows, Tensor]:
-    """This rank's rows; and (rows, time) bool, where their tokens are.
+) -> tuple[LocalRows, Tensor, Tensor | None]:
+    """This rank's rows; (rows, time) bool, where their tokens are; (rows, time) versions, if they differ.
 
     Args:
         made: what TRL generated of them.
@@ -150,22 +198,21 @@ def collect(
     if made.tool_mask is not None:
         masks = [torch.tensor(made.tool_mask[i], dtype=torch.bool) for i in real]
         inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
-    programs = trainer.methods.claimed("rollout", "admit")
+    programs, now = trainer.methods.claimed("rollout", "admit"), trainer.state.global_step
     trajectories = [r.made.trajectory for r in rows if r.made is not None]
     if trainer.mask_truncated_completions:
         inside &= ~truncated[:, None]
     elif programs:
         truncated = torch.tensor([t.finish in ("length", "abort") for t in trajectories], dtype=torch.bool)
-    versions = None  # (rows, time)
-    if programs:
-        versions = _versions(trajectories, inside, trainer.state.global_step)
+    known = [rows[i].versions for i in real]
+    versions = _versions(known, inside, now) if any(known) else None
     tokens = turns = None
     if trainer.methods.reads_tokens:
         whole = made.tool_mask is None and not trainer.mask_truncated_completions
         tokens = LocalTokens(
             position=None if whole else inside.nonzero()[:, 1].int(),
             forced=_forced_tokens([rows[i] for i in real], length, inside),
-            version=None if versions is None else versions[inside],
+            version=None if versions is None or "token_versions" not in needs else versions[inside],
             columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
         )
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
@@ -185,15 +232,17 @@ def collect(
         completion_length=length,
         truncated=truncated,
         advantages=advantages.detach().cpu()[real],
-        version=_oldest(versions, inside, trainer.state.global_step),
+        version=_extreme("amin", versions, inside, now),
+        newest_version=_extreme("amax", versions, inside, now),
         tokens=tokens,
+        ids=LocalIds.of(made, real) if "token_ids" in needs else None,
         meta=[dict(t.meta) for t in trajectories] if programs else None,
         turns=turns,
         text=decoded("text", False),
         raw_text=decoded("raw_text", True),
         messages=[made.completions[i] for i in real] if "messages" in needs else None,
     )
-    return local, inside
+    return local, inside, versions
 
 
 def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tensor | None:
@@ -205,11 +254,13 @@ def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tenso
     return torch.nn.utils.rnn.pad_sequence([torch.zeros(width, dtype=torch.bool), *kinds], batch_first=True)[1:][inside]
 
 
-def _oldest(versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
-    """(rows,) the oldest version of each row's tokens."""
+def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
+    """(rows,) the oldest or newest version of each row's tokens; the present one of rows without a token."""
     if versions is None or not inside.shape[1]:
         return torch.full((len(inside),), now, dtype=torch.int64)
-    return torch.where(inside, versions, now).amin(1)
+    other = now if which == "amin" else -1  # no version is newer than now
+    found: Tensor = getattr(torch.where(inside, versions, other), which)(1)
+    return torch.where(inside.any(1), found, now)
 
 
 def _forced(row: Row, length: int) -> Tensor:
@@ -217,16 +268,19 @@ def _forced(row: Row, length: int) -> Tensor:
     assert row.plan is not None
     if row.made is not None:
         return torch.tensor([k == Kind.FORCED for k in row.made.trajectory.kinds] or [False])
-    first = length if row.number < len(row.plan.given) else len(row.plan.prefix)
-    return torch.arange(length) < first
+    if row.number < len(row.plan.given):
+        sampled = row.plan.given[row.number].logprobs is not None
+        return torch.full((length,), not sampled)
+    return torch.arange(length) < len(row.plan.prefix)
 
 
-def _versions(trajectories: Sequence[Trajectory], inside: Tensor, now: int) -> Tensor:
-    """(rows, time) optimizer step of the policy that made each token; of tokens no policy made, this one."""
+def _versions(known: Sequence[Sequence[int] | None], inside: Tensor, now: int) -> Tensor:
+    """(rows, time) published weights that made each token; of tokens no policy made, the present ones."""
     versions = torch.full(inside.shape, now, dtype=torch.int64)
-    for k, t in enumerate(trajectories):
-        own = torch.tensor(t.versions, dtype=torch.int64)
-        versions[k, : len(own)] = torch.where(own < 0, now, own)
+    for k, of_row in enumerate(known):
+        if of_row is not None:
+            own = torch.tensor(of_row, dtype=torch.int64)
+            versions[k, : len(own)] = torch.where(own < 0, now, own)
     return versions
 
 
@@ -237,7 +291,7 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         rewards: (rows of all ranks, functions), with fillers.
         parts: of all ranks.
     """
-    stack = trainer.methods
+    stack, now = trainer.methods, trainer.state.global_step
     rows = [r for r in work.flat if r.plan is not None]
     plans = [r.plan for r in rows if r.plan is not None]
     meta = _listed([p.meta for p in parts]) or [{}] * len(rows)
@@ -259,6 +313,9 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         truncated=torch.cat([p.truncated for p in parts]),
         kept=torch.ones(len(rows), dtype=torch.bool),
         version=torch.cat([p.version for p in parts]),
+        newest_version=torch.cat([p.newest_version for p in parts]),
+        current_version=now,
+        token_ids=_token_ids_of(parts),
         text=_listed([p.text for p in parts]),
         raw_text=_listed([p.raw_text for p in parts]),
         messages=_listed([p.messages for p in parts]),
@@ -268,7 +325,9 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
         payload=work.payload,
         batch=stack.batch,
     )
-    tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None])
+    tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None], now)
+    if tokens is not None and "token_versions" in stack.needs and tokens.version is None:
+        tokens = tokens.replace(version=torch.full((len(tokens),), now))
     turns = _listed([p.turns for p in parts])
     if turns is not None:
         rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
@@ -278,12 +337,31 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
     return AllRows(rollouts, tokens, advantages, torch.cat([p.completion_length for p in parts]))
 
 
-def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens]) -> Tokens | None:
+def _token_ids_of(parts: Sequence[LocalRows]) -> TokenIds | None:
+    """Token ids of all rows, if somebody reads them."""
+    each = [(p.ids, p.completion_length) for p in parts if p.ids is not None]
+    if not each:
+        return None
+
+    def split(pieces: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.split(torch.cat(list(pieces)), torch.cat(list(lengths)).tolist())
+
+    lengths = [n for _, n in each]
+    read = [torch.zeros(len(i.completion), dtype=torch.bool) if i.observed is None else i.observed for i, _ in each]
+    return TokenIds(
+        prompt=split([i.prompt.long() for i, _ in each], [i.prompt_length for i, _ in each]),
+        completion=split([i.completion.long() for i, _ in each], lengths),
+        observed=split(read, lengths),
+    )
+
+
+def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens], now: int) -> Tokens | None:
     """All ranks' tokens, row by row.
 
     Args:
         lengths: (rows,) of each rank.
         parts: of each rank; empty if nobody reads tokens.
+        now: the present version.
     """
     if not parts:
         return None
@@ -294,14 +372,14 @@ def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens]) -> Token
     def joined(given: Sequence[Tensor | None], missing: Callable[[int, Tensor], Tensor]) -> Tensor:
         return torch.cat([missing(k, lengths[k]) if x is None else x for k, x in enumerate(given)])
 
-    versions = [p.version for p in parts if p.version is not None]
+    some = any(p.version is not None for p in parts)
     return Tokens(
         row=row,
         position=joined([p.position for p in parts], lambda _, n: places(n)).long(),
         advantages=torch.zeros(len(row), dtype=torch.float64),
         keep=torch.ones(len(row), dtype=torch.bool),
         forced=joined([p.forced for p in parts], lambda k, _: torch.zeros(counts[k], dtype=torch.bool)),
-        version=torch.cat(versions) if versions else None,
+        version=joined([p.version for p in parts], lambda k, _: torch.full((counts[k],), now)) if some else None,
         **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
     )
 

@@ -211,6 +211,7 @@ class MethodsMixin(_Host):
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
         if self._generation_batch is not None:
+            generated = self._generation_batch.with_observed(generated)
             self._generation_batch.generated = HostRows.of(generated)
         return generated
 

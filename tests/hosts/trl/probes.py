@@ -468,6 +468,51 @@ class Versions(Probe):
         pass
 
 
+class Stored(Probe):
+    """The first group of the first batch comes again in the second, with all that is known of it; of its first rollout
+    the second token counts as read."""
+
+    name = "stored"
+    needs = {"tokens", "token_ids", "token_versions", "rollout_logprobs"}
+    replays = True
+    seen: list = []
+    updates: list = []
+    losses: list = []
+
+    def plan(self, plan):
+        if plan.batch != 1 or plan.round:
+            return None
+        rows = list(plan.rows)
+        rows[0] = rows[0].replace(prompt_index=self.state["prompt"], given=Stored.kept)
+        return plan.replace(rows=tuple(rows))
+
+    def observe(self, rollouts, tokens, stats):
+        Stored.seen.append((rollouts, tokens))
+        if rollouts.batch:
+            return
+        self.state = {"prompt": int(rollouts.prompt_index[0])}
+        Stored.kept = []
+        for row in range(8):
+            ids = rollouts.token_ids.completion[row].tolist()
+            of = tokens.row == row
+            given = Completion(
+                tuple(ids),
+                tuple(tokens.rollout_logprobs[of].tolist()),
+                tuple(tokens.version[of].tolist()),
+                {"score": float(rollouts.reward[row])},
+                tuple(row == 0 and k == 1 for k in range(len(ids))),
+            )
+            Stored.kept.append(given)
+        Stored.kept = tuple(Stored.kept)
+
+    def before_update(self, rows):
+        Stored.updates.append(rows)
+
+    def policy_loss(self, terms):
+        Stored.losses.append(terms.replace(logprobs=terms.logprobs.detach()))
+        return -terms.advantages * terms.logprobs
+
+
 def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
     import program_probes

@@ -222,9 +222,57 @@ def test_a_plan_can_ask_for_every_kind_of_row(tmp_path):
     at = lambda row: tokens.row == row
     assert tokens.rollout_logprobs[at(0)].tolist() == [-1.0, -2.0, -3.0, -4.0]
     torch.testing.assert_close(tokens.rollout_logprobs[at(1)], tokens.old_logprobs[at(1)])
-    assert tokens.forced[at(0)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]
+    assert not tokens.forced[at(0)].any()  # its log-probs are known: it is a sample
+    assert tokens.forced[at(1)].all() and tokens.forced[at(8)].tolist()[:3] == [True, True, False]
     assert not tokens.forced[at(2)].any()
     assert len(spy.batches[0]["advantages"]) == 64
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_stored_rollouts_return_with_their_log_probs_versions_rewards_and_mask(tmp_path, monkeypatch, rounds):
+    """Two updates per batch: the group is two published weights old when it comes back. Given in a round it is kept for
+    TRL's own pass the same way."""
+    import probes
+
+    for name in ("seen", "updates", "losses"):
+        monkeypatch.setattr(probes.Stored, name, [])
+    monkeypatch.setattr(probes.Stored, "rounds", rounds)
+    scored = []
+
+    def rewarder(completion_ids, **kwargs):
+        scored.append(len(completion_ids))
+        return score(completion_ids)
+
+    rewarder.__name__ = "score"
+    _, spy = run(tmp_path, ["stored"], reward=rewarder, max_steps=4, num_iterations=2, learning_rate=0.05)
+    assert scored == [64, 56]
+    (first, before), (r, tokens) = probes.Stored.seen
+    old = r.prompt_index == first.prompt_index[0]
+    assert old.nonzero()[:, 0].tolist() == list(range(8)) and first.current_version == 0 and r.current_version == 2
+    assert r.staleness.tolist() == [2] * 8 + [0] * 56 and torch.equal(r.newest_version, r.version)
+    assert not first.staleness.any() and first.steps_since_published == r.steps_since_published == 0
+    assert r.reward[:8].tolist() == pytest.approx(first.reward[:8].tolist())
+    assert tokens.version.tolist() == torch.where(tokens.row < 8, 0, 2).tolist() and not tokens.forced.any()
+    for row in range(8):
+        was, now = before.rollout_logprobs[before.row == row], tokens.rollout_logprobs[tokens.row == row]
+        assert now.tolist() == (was[[0, *range(2, len(was))]] if row == 0 and len(was) > 1 else was).tolist()
+        assert r.token_ids.completion[row].tolist() == first.token_ids.completion[row].tolist()
+        assert r.token_ids.prompt[row].tolist() == first.token_ids.prompt[row].tolist()
+        assert r.token_ids.observed[row].nonzero()[:, 0].tolist() == [1] * (row == 0)
+    assert r.length[0] == first.length[0] - 1 and r.length[1:8].tolist() == first.length[1:8].tolist()
+    assert (tokens.old_logprobs is None) and spy.batches[1]["tool_mask"][0, :3].tolist() == [1, 0, 1]
+    # in the update: the version the batch began with, and the optimizer steps since
+    told = [(u.current_version, u.steps_since_published) for u in probes.Stored.updates]
+    assert told == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    for u in probes.Stored.updates[2:]:
+        assert sorted(u.version.tolist()) == [0] * 8 + [2] * 56 and torch.equal(u.version, u.newest_version)
+    assert [(x.current_version, x.steps_since_published) for x in probes.Stored.losses] == told
+    for terms in probes.Stored.losses[2:]:
+        stale = (terms.versions < terms.current_version).any(1)
+        assert int(stale.sum()) == 8 and set(terms.versions[stale].unique().tolist()) <= {0, 2}
+        # the weight of a stored token is that of the policy that sampled it
+        gap = (terms.rollout_logprobs - terms.old_logprobs).abs() * terms.mask
+        assert float(gap[~stale].max()) < 1e-5 < float(gap[stale].max())
 
 
 def test_short_plans_are_filled_with_further_prompts(tmp_path):
