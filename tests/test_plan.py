@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from one_method import method, refused
 
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow
-from rl_plugins.runtime.plan import admitted_prompts, first_plan, next_plan
+from rl_plugins.runtime.plan import admitted_prompts, check_rewards, first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
 
 # ---- first plan
@@ -231,6 +233,13 @@ ILLEGAL_ROWS = [
     (ROW.replace(given=(Completion((1,)), Completion((2,)))), "1 + 0 rollouts, 2 given"),
     (ROW.replace(given=(Completion(()),)), "a given completion without tokens"),
     (ROW.replace(given=(Completion((1, 2), (-0.5,)),)), "as many log-probs as tokens, or None"),
+    (ROW.replace(given=(Completion((1, 2), versions=(3,)),)), "as many `versions` as tokens, or None"),
+    (ROW.replace(given=(Completion((1, 2), versions=(3, -1)),)), "`versions` of a given completion must be whole"),
+    (ROW.replace(given=(Completion((1, 2), observed=(True,)),)), "as many `observed` as tokens, or None"),
+    (ROW.replace(given=(Completion((1, 2), observed=(0, 1)),)), "`observed` of a given completion must be True or Fal"),
+    (ROW.replace(given=(Completion((1, 2), observed=(True, True)),)), "was only read, so none is trained"),
+    (ROW.replace(given=(Completion((1, 2), rewards=[1.0]),)), "must be finite numbers, or NaN, by name"),
+    (ROW.replace(given=(Completion((1, 2), rewards={"a": "b"}),)), "must be finite numbers, or NaN, by name"),
     (ROW.replace(n=1.0), "must be whole numbers"),
     (ROW.replace(n=torch.tensor(2)), "must be whole numbers"),
     (ROW.replace(group="a"), "must be whole numbers"),
@@ -454,3 +463,10 @@ def test_only_prompts_that_do_not_wait_are_selected():
 def test_a_new_group_of_a_prompt_beyond_the_dataset_is_refused():
     stack = MethodStack([method("odd", plan=each(lambda r: r.replace(prompt_index=20)))])
     refused(lambda: admitted_prompts(stack, (3, 1), 2, 4, 20, None), "`odd`", "prompt 20 of a dataset of 20 rows")
+
+
+def test_rewards_of_a_given_completion_are_of_functions_of_the_run():
+    row = PlanRow(4, 0, 2, given=(Completion((1,), rewards={"score": math.nan}),))
+    check_rewards(row, ("score", "length"))
+    with pytest.raises(MethodError, match="prompt 4 a reward `score`; the reward functions are length, format."):
+        check_rewards(row, ("length", "format"))

@@ -230,9 +230,10 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
             return "a log-prob of a given completion must be a finite number of at most 0"
     for name in ("versions", "observed"):
         values = getattr(completion, name)
-        if values is not None and len(values) != len(completion.tokens):
+        if values is not None and (not isinstance(values, Sequence) or len(values) != len(completion.tokens)):
             return f"a given completion needs as many `{name}` as tokens, or None"
-    if completion.versions is not None and not all(isinstance(v, Integral) and v >= 0 for v in completion.versions):
+    versions = completion.versions or ()
+    if not all(isinstance(v, Integral) and 0 <= v < INT64 for v in versions):
         return "`versions` of a given completion must be whole numbers of at least 0"
     if completion.observed is not None:
         if not all(isinstance(x, bool) for x in completion.observed):
@@ -241,9 +242,11 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
             return "every token of a given completion was only read, so none is trained"
     if completion.rewards is not None and not (
         isinstance(completion.rewards, Mapping)
-        and all(isinstance(k, str) and isinstance(v, Real) for k, v in completion.rewards.items())
+        and all(
+            isinstance(k, str) and isinstance(v, Real) and abs(v) != math.inf for k, v in completion.rewards.items()
+        )
     ):
-        return "`rewards` of a given completion must be numbers by name of the reward function"
+        return "`rewards` of a given completion must be finite numbers, or NaN, by name of the reward function"
     return _tokens_problem("a given completion", completion.tokens, vocabulary)
 
 

@@ -177,6 +177,16 @@ def check_length(row: PlanRow, longest: int) -> None:
         )
 
 
+def check_rewards(row: PlanRow, names: Sequence[str]) -> None:
+    """Refuses rewards of given completions that are of no reward function of the run."""
+    for name in (n for c in row.given for n in c.rewards or ()):
+        if name not in names:
+            raise MethodError(
+                f"The plan gives a completion of prompt {row.prompt_index} a reward `{name}`; the reward functions are "
+                f"{', '.join(names)}."
+            )
+
+
 def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_size: int | None = None) -> Plan:
     for m in methods:
         new = stack.call("plan", m, plan)

@@ -21,7 +21,7 @@ from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.plan import check_length
+from rl_plugins.runtime.plan import check_length, check_rewards
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl import logs
@@ -162,6 +162,7 @@ class GenerationBatch:
             )
         for p in special:
             check_length(p, self.trainer.max_completion_length)
+            check_rewards(p, self.trainer.reward_func_names)
         return rows
 
     def _work_of_rounds(self) -> Work:

@@ -380,6 +380,15 @@ ROW_CHANGES: dict[str, dict[str, Any]] = {
     "given log-probs NaN": {"given": (Completion((1,), (NAN,)),)},
     "given log-probs text": {"given": (Completion((1,), ("a",)),)},  # type: ignore[arg-type]
     "given log-probs positive": {"given": (Completion((1,), (3.0,)),)},
+    "given versions too few": {"given": (Completion((1, 2), versions=(0,)),)},
+    "given versions text": {"given": (Completion((1,), versions=("a",)),)},  # type: ignore[arg-type]
+    "given versions a number": {"given": (Completion((1,), versions=3),)},  # type: ignore[arg-type]
+    "given versions 10**30": {"given": (Completion((1,), versions=(10**30,)),)},
+    "given observed text": {"given": (Completion((1,), observed=("a",)),)},  # type: ignore[arg-type]
+    "given all observed": {"given": (Completion((1,), observed=(True,)),)},
+    "given rewards text": {"given": (Completion((1,), rewards="ab"),)},  # type: ignore[arg-type]
+    "given rewards of text": {"given": (Completion((1,), rewards={"r": "ab"}),)},  # type: ignore[dict-item]
+    "given rewards infinite": {"given": (Completion((1,), rewards={"r": INF}),)},
 }
 
 

@@ -458,16 +458,6 @@ class Nearly(Probe):
         return stay | (rollouts.batch < self.params.empty)
 
 
-class Versions(Probe):
-    """Wants to know which policy made each token."""
-
-    name = "versions"
-    needs = {"tokens", "token_versions"}
-
-    def observe(self, rollouts, tokens, stats):
-        pass
-
-
 class Stored(Probe):
     """The first group of the first batch comes again in the second, with all that is known of it; of its first rollout
     the second token counts as read."""

@@ -197,7 +197,7 @@ class Over(Probe):
     """Begins `factor` times as many groups as are trained; everything that waits goes on first."""
 
     name = "over_begin"
-    needs = {"tokens", "rollout_logprobs", "old_logprobs"}
+    needs = {"tokens", "token_versions", "rollout_logprobs", "old_logprobs"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -137,7 +137,7 @@ def test_a_missing_chat_template_is_told_before_the_model_is_loaded(tmp_path, mo
 
 def test_signals_options_and_hooks(tmp_path):
     refused(tmp_path, "`gdpo` needs two or more reward functions: the run has 1 reward function", ["gdpo"])
-    refused(tmp_path, "`minpro` needs updates whose policy differs.*Set num_iterations=2", ["minpro"])
+    refused(tmp_path, "`minpro` needs tokens that another policy sampled.*Set num_iterations=2", ["minpro"])
     refused(
         tmp_path,
         "`minpro` needs log-probs of the distribution.*with top_p=0.9, top_k=50 the distribution",
@@ -146,7 +146,11 @@ def test_signals_options_and_hooks(tmp_path):
         top_p=0.9,
         top_k=50,
     )
-    refused(tmp_path, "`versions` needs which policy made each token.*carries groups over", ["versions"])
+    refused(
+        tmp_path,
+        "`aepo_clip` needs several optimizer steps.*ratio of current to old log-probs is 1. Set num_iterations=2",
+        ["aepo_clip"],
+    )
     refused(
         tmp_path,
         "`gdpo` sets multi_objective_aggregation='sum_then_normalize', but the config has "
@@ -176,11 +180,13 @@ def test_signals_options_and_hooks(tmp_path):
 def test_corrections_of_tokens_nobody_sampled(tmp_path):
     refused(
         tmp_path,
-        "(?s)`forcing` puts tokens into rollouts.*`minpro` needs it.*vllm_importance_sampling_correction=True asks",
+        "(?s)`forcing` puts tokens into rollouts.*`minpro` needs it",
         ["forcing", "minpro"],
         use_vllm=True,
         num_iterations=2,
     )
+    asks = "`forcing` puts tokens into rollouts.*vllm_importance_sampling_correction=True asks"
+    refused(tmp_path, asks, ["forcing"], use_vllm=True)
 
 
 def test_losses_that_cannot_be_exact(tmp_path):
@@ -307,7 +313,7 @@ def test_a_dataset_smaller_than_a_batch(tmp_path):
 
 
 def test_every_problem_is_told_at_once(tmp_path):
-    refused(tmp_path, "(?s)`gdpo` needs two or more.*`minpro` needs updates", ["gdpo", "minpro"])
+    refused(tmp_path, "(?s)`gdpo` needs two or more.*`minpro` needs tokens that another", ["gdpo", "minpro"])
 
 
 def test_idle_host_options_are_shown(tmp_path, capsys):
