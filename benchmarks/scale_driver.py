@@ -45,8 +45,10 @@ class Batch:
         ranks: processes.
     """
 
-    def __init__(self, names: list[str], rows: int, tokens: int, ranks: int = RANKS) -> None:
-        self.stack: MethodStack = build_stack(names)
+    def __init__(
+        self, names: list[str], rows: int, tokens: int, ranks: int = RANKS, params: dict[str, Any] | None = None
+    ) -> None:
+        self.stack: MethodStack = build_stack(names, params)
         self.rows, self.ranks = rows, ranks
         draw = torch.Generator().manual_seed(0)
         self.length = torch.randint(tokens // 2, tokens * 3 // 2 + 1, (rows,), generator=draw)
@@ -65,17 +67,21 @@ class Batch:
             reward_func_names=["right", "short"],
         )
         self.prompts: Any = SimpleNamespace(numbered=True)
-        size = rows // GROUP
-        self.stack.start(Run("trl", "1.16", None, size, (), ("right", "short"), GROUP, 10, 10, 2 * tokens))
+        self.stack.start(Run("trl", "1.16", None, 4 * rows // GROUP, (), ("right", "short"), GROUP, 10, 10, 2 * tokens))
 
-    def part(self, rank: int) -> Any:
-        """What a rank gives the driver."""
+    def made(self, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        """What TRL generated on a rank, and the columns somebody reads."""
         each = self.rows // self.ranks
         length = self.length[rank * each : (rank + 1) * each].tolist()
         made: Any = SimpleNamespace(ids=[range(2, n + 2) for n in length], tool_mask=None, completions=[None] * each)
         names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"} & self.stack.token_columns
         columns = {n: -torch.rand(each, max(length), generator=torch.Generator().manual_seed(rank)) for n in names}
-        return collect(self.trainer, self.work.rows[rank], made, torch.zeros(each), columns)[0]
+        return made, columns
+
+    def part(self, rank: int) -> Any:
+        """What a rank gives the driver."""
+        made, columns = self.made(rank)
+        return collect(self.trainer, self.work.rows[rank], made, torch.zeros(len(made.ids)), columns)[0]
 
     def joined(self, parts: list[Any]) -> Any:
         return rollouts_of(self.trainer, self.work, self.prompts, self.rewards, parts)

@@ -6,6 +6,7 @@ numbers of the whole generation batch.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.trl.facts import refuse_inexact_loss, refuse_token_advantages
 from rl_plugins.trl.host import HostBatch, Trainer
-from rl_plugins.trl.ranks import gather
+from rl_plugins.trl.ranks import to_owners
 
 ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
 PUBLISHED = "rlp_published"  # the version the generation batch began with
@@ -164,9 +165,10 @@ def _to_batch_size(trainer: Trainer, out: HostBatch, d: LocalDecision, size: int
         return _mask_rows(out, d.trained)
     received: list[HostBatch] = []
     if max(d.kept_per_rank) > size:  # known to every rank, so all enter the exchange
-        moved = [x for part in gather(trainer.accelerator, [_row(out, int(i)) for i in leave]) for x in part]
-        room = [max(0, size - k) for k in d.kept_per_rank]
-        received = moved[sum(room[:rank]) : sum(room[: rank + 1])]
+        room = list(itertools.accumulate(max(0, size - k) for k in d.kept_per_rank))
+        first = sum(max(0, k - size) for k in d.kept_per_rank[:rank])  # those that leave, numbered over all ranks
+        moved = {first + n: _row(out, int(i)) for n, i in enumerate(leave)}
+        received = list(to_owners(trainer.accelerator, moved, lambda place: bisect.bisect_right(room, place)).values())
     missing = size - len(stay) - len(received)
     take = torch.cat([stay, rest[:missing]])
     live = torch.cat([torch.ones(len(stay)), torch.zeros(len(take) - len(stay))]).bool()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,18 +40,19 @@ from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTu
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
-from rl_plugins.trl.ranks import deal, gather, on_driver, on_driver_for_each, to_driver
+from rl_plugins.trl.ranks import deal, gather, on_driver, on_driver_for_each, to_driver, to_owners
 from rl_plugins.trl.rows import FILLER, Row, Work, collect, flat, rollouts_of
+
+Made: TypeAlias = tuple[Completion, dict[str, Any]]  # a completion, and what reward functions added to its table
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A row of an earlier round: with its completion, its rewards, and its columns of the completions table."""
+    """A row of an earlier round, with its rewards; its completion is with the rank that made it, and empty here."""
 
     row: Row
     group: int
     reward: list[float]
-    extra: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ class GenerationBatch:
     def _work_of_rounds(self) -> Work:
         """Generates and scores round by round until no method asks for more; TRL is then served from what is there."""
         made: list[RoundRow] = []
+        own: dict[int, Made] = {}  # this rank's, by their places in `made`
         books: list[Rounds] = []  # on the driver only, as the payloads are
         payload: list[Any] = []
         weights = self.trainer.reward_weights.double().cpu()
@@ -183,18 +185,26 @@ class GenerationBatch:
             return _without_payload(rows, payload)
 
         while plan := on_driver(self.accelerator, more):
-            made += self._round([Row(p, i) for p in plan for i in range(p.n + p.spare)])
+            new, mine = self._round([Row(p, i) for p in plan for i in range(p.n + p.spare)])
+            own |= {len(made) + i: x for i, x in mine.items()}
+            made += new
         order = sorted(range(len(made)), key=lambda i: made[i].group)  # groups whole, in them the order of the rounds
         made, payload = [made[i] for i in order], [payload[i] for i in order] if payload else []
         rows = self._dealt([m.row for m in made])
+        rank, each, place = self.accelerator.process_index, len(rows[0]), {i: k for k, i in enumerate(order)}
+        own = to_owners(self.accelerator, {place[i]: x for i, x in own.items()}, lambda k: k // each)
+        here = [own.get(k) for k in range(rank * each, (rank + 1) * each)]  # of fillers None
+        rows[rank] = [r if x is None else replace(r, done=x[0]) for r, x in zip(rows[rank], here, strict=True)]
+        names = dict.fromkeys(flat(gather(self.accelerator, [*{n: 0 for _, x in own.values() for n in x}])))
+        extra = {n: [None if x is None else x[1].get(n) for x in here] for n in names}
         rewards = torch.full((sum(map(len, rows)), len(self.trainer.reward_funcs)), torch.nan)
         rewards[: len(made)] = torch.tensor([m.reward for m in made])
         device = self.accelerator.device
-        return Work(rows, payload=payload, rewards=rewards.to(device), extra=[m.extra for m in made])
+        return Work(rows, payload=payload, rewards=rewards.to(device), extra=extra)
 
-    def _round(self, rows: list[Row]) -> list[RoundRow]:
-        """One round on all ranks. TRL's counters and metrics are put back, because TRL counts these rows again when it
-        is served with them."""
+    def _round(self, rows: list[Row]) -> tuple[list[RoundRow], dict[int, Made]]:
+        """One round on all ranks; and by their places what this rank made of it. TRL's counters and metrics are put
+        back, because TRL counts these rows again when it is served with them."""
         t, ranks = self.trainer, self.accelerator.num_processes
         self.work = Work(deal(rows, ranks, 1, FILLER))
         seen, metrics = t.state.num_input_tokens_seen, {k: list(v) for k, v in t._metrics["train"].items()}
@@ -214,13 +224,13 @@ class GenerationBatch:
             (row.given or Completion(tuple(c), None if p is None else tuple(p)), e)
             for row, c, p, e in zip(self.mine, new.ids, logprobs, extra, strict=True)
         ]
-        return [
-            RoundRow(replace(row, done=completion), row.plan.group, reward, columns)
-            for row, (completion, columns), reward in zip(
-                self.work.flat, flat(gather(self.accelerator, local)), rewards, strict=True
-            )
+        start = len(inputs) * self.accelerator.process_index
+        found = [
+            RoundRow(replace(row, done=Completion(())), row.plan.group, reward)
+            for row, reward in zip(self.work.flat, rewards, strict=True)
             if row.plan is not None
         ]
+        return found, {start + k: x for k, x in enumerate(local) if start + k < len(found)}
 
     # ---- while TRL's own method runs
 
@@ -243,11 +253,8 @@ class GenerationBatch:
             self.serving = False
 
     def _restore_extra_columns(self) -> None:
-        each = len(self.mine)
-        local = self.work.extra[self.accelerator.process_index * each :][:each]
-        for name in {n for x in self.work.extra for n in x}:
-            values = [x.get(name) for x in local]
-            self.trainer._pending_extra_logs[name].extend(values + [None] * (each - len(local)))
+        for name, values in self.work.extra.items():
+            self.trainer._pending_extra_logs[name].extend(values)
 
     def _inputs(self) -> list[DatasetRow]:
         anything = next(r.plan for r in self.work.flat if r.plan is not None)

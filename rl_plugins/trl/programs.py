@@ -13,7 +13,7 @@ from rl_plugins.runtime.programs import Running, given_trajectory, run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
-from rl_plugins.trl.ranks import gather, rows_each
+from rl_plugins.trl.ranks import gather, rows_each, to_owners
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,16 @@ def run_programs(
     local = [rollouts for _, rollouts in make_rollouts(trainer, mine, [row_of(p) for p in mine], training=True)]
     if ranks == 1:
         return number_rows(plan, local)
-    parts = gather(trainer.accelerator, [[[_outline(t) for t in rows] for rows in of] for of in local])
+    parts = gather(trainer.accelerator, [[[outline(t) for t in rows] for rows in of] for of in local])
     every = number_rows(plan, [of for part in parts for of in part])
     first = sum(len(rows) for part in parts[:rank] for of in part for rows in of)
     own = dict(enumerate((t for of in local for rows in of for t in rows), first))
     each = rows_each(len(every), ranks, trainer.args.generation_batch_size // ranks)
-    moved = {place: t for place, t in own.items() if place // each != rank}
-    for part in gather(trainer.accelerator, moved):
-        own |= part
-    return [replace(row, trajectory=own[i]) if i // each == rank else row for i, row in enumerate(every)]
+    own = to_owners(trainer.accelerator, own, lambda place: place // each)
+    return [replace(row, trajectory=own.get(i, row.trajectory)) for i, row in enumerate(every)]
 
 
-def _outline(trajectory: Trajectory) -> Trajectory:
+def outline(trajectory: Trajectory) -> Trajectory:
     """All but what belongs to its tokens."""
     return replace(trajectory, prompt=(), tokens=(), kinds=(), logprobs=(), versions=(), turns=())
 

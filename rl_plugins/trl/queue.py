@@ -11,44 +11,46 @@ from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.host import DatasetRow, Trainer
-from rl_plugins.trl.programs import ProgramRow
+from rl_plugins.trl.programs import ProgramRow, outline
 from rl_plugins.trl.prompts import Prompts
-from rl_plugins.trl.ranks import gather, on_driver
+from rl_plugins.trl.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
 
 
 def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
     """Generates, puts what is not trained back into the queue, and returns the rows of the groups that are.
 
     On several ranks every rank decodes whole groups of its own and stops at its share of complete ones; there is no
-    exchange for every token.
+    exchange for every token. Tokens go to the driver, whose queue they wait in, and to the rank that trains them.
     """
     stack, accelerator, size = trainer.methods, trainer.accelerator, trainer.num_generations
     enough, ranks = trainer.args.generation_batch_size // size, accelerator.num_processes
+    k = accelerator.process_index
+    trained: list[ProgramRow] = []  # on the driver only
 
-    def begin() -> list[Group]:
+    def begin() -> list[list[Group]]:
         groups = admit(stack, prompts.proposal, enough, size, prompts.size, prompts.dataset)
         for g in groups:
             check_length(g.row, trainer.max_completion_length)
-        return groups
+        return [groups[rank::ranks] for rank in range(ranks)]  # the oldest first on every rank
 
-    groups = on_driver(accelerator, begin)
-    shares = [list(range(k, len(groups), ranks)) for k in range(ranks)]  # the oldest first on every rank
-    wanted = [enough // ranks + (k < enough % ranks) for k in range(ranks)]
-    k = accelerator.process_index
-    mine, ticks = decode(trainer, [groups[i] for i in shares[k]], wanted[k], prompts.row)
-    parts = gather(accelerator, (mine, ticks))
-    after: list[Group] = list(groups)
-    tick = [0] * len(groups)
-    for share, (made, when) in zip(shares, parts, strict=True):
-        for place, group, at in zip(share, made, when, strict=True):
-            after[place], tick[place] = group, at
+    mine = on_driver_for_each(accelerator, begin)
+    parts = to_driver(accelerator, decode(trainer, mine, enough // ranks + (k < enough % ranks), prompts.row))
 
-    def end() -> list[Group]:
+    def end() -> list[ProgramRow]:
+        count = sum(len(made) for made, _ in parts)
+        places = [(i % ranks, i // ranks) for i in range(count)]  # as `begin` dealt them
+        after = [parts[rank][0][n] for rank, n in places]
+        tick = [parts[rank][1][n] for rank, n in places]
         order = sorted((i for i, g in enumerate(after) if g.complete), key=lambda i: (tick[i], i))
-        return settle_queue(stack, after, order, enough)[0]
+        chosen = settle_queue(stack, after, order, enough)[0]
+        trained[:] = [ProgramRow(g.row, g.row.group, n, 0, t) for g in chosen for n, t in enumerate(g.rollouts)]
+        plans = {g.row.group: g.row.replace(payload=None) for g in chosen}
+        return [replace(r, plan=plans[r.group], trajectory=outline(r.trajectory)) for r in trained]
 
-    trained = on_driver(accelerator, end)
-    return [ProgramRow(g.row, g.row.group, n, 0, t) for g in trained for n, t in enumerate(g.rollouts)]
+    rows = on_driver(accelerator, end)
+    each = rows_each(len(rows), ranks, trainer.args.generation_batch_size // ranks)
+    own = to_owners(accelerator, {i: r.trajectory for i, r in enumerate(trained)}, lambda place: place // each)
+    return [replace(row, trajectory=own.get(i, row.trajectory)) for i, row in enumerate(trained or rows)]
 
 
 @SECONDS.timed("programs")

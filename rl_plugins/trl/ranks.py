@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +88,37 @@ def to_driver(accelerator: Accelerator, part: T) -> list[T]:
     with SECONDS.part("gather"):
         torch.distributed.gather_object(part, parts, dst=0)
     return parts or []
+
+
+def to_owners(accelerator: Accelerator, items: Mapping[int, T], owner: Callable[[int], int]) -> dict[int, T]:
+    """Items of all ranks, by their places, each where it belongs: an item goes to its owner and to nobody else.
+
+    Args:
+        items: of this rank; no place is with two ranks.
+        owner: place -> the rank that needs it.
+
+    Returns:
+        Those this rank owns.
+    """
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    if ranks == 1:
+        return dict(items)
+    leaving: list[dict[int, T]] = [{} for _ in range(ranks)]
+    for place, item in items.items():
+        leaving[owner(place)][place] = item
+    mine, leaving[rank] = leaving[rank], {}
+    with SECONDS.part("gather"):
+        packed = [pickle.dumps(part) if part else b"" for part in leaving]
+        device = accelerator.device
+        sizes = torch.tensor([len(p) for p in packed], device=device)
+        coming = torch.empty_like(sizes)
+        torch.distributed.all_to_all_single(coming, sizes)
+        sent = torch.frombuffer(bytearray(b"".join(packed)) or bytearray(1), dtype=torch.uint8).to(device)
+        got = torch.empty(int(coming.sum()), dtype=torch.uint8, device=device)
+        torch.distributed.all_to_all_single(got, sent[: int(sizes.sum())], coming.tolist(), sizes.tolist())
+        for part in torch.split(got.cpu(), coming.tolist()):
+            mine |= pickle.loads(part.numpy().tobytes()) if len(part) else {}
+    return mine
 
 
 def rows_each(count: int, ranks: int, at_least: int) -> int:

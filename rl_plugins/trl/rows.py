@@ -78,7 +78,7 @@ class Work:
         as_proposed: prompts are TRL's, too.
         payload: of every row but fillers, in order; where programs do not want it, on the driver only.
         rewards: (rows of all ranks, functions) of rows that were made in rounds, NaN for fillers; else None.
-        extra: what reward functions added of those rows to the table of completions.
+        extra: what reward functions added to the table of completions: name -> values of this rank's rows.
     """
 
     rows: list[list[Row]] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Work:
     as_proposed: bool = False
     payload: list[Any] = field(default_factory=list)
     rewards: Tensor | None = None
-    extra: list[dict[str, Any]] = field(default_factory=list)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def flat(self) -> list[Row]:
