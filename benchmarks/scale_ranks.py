@@ -32,7 +32,7 @@ from rl_plugins.rollouts import PlanRow
 from rl_plugins.trl import programs, queue
 from rl_plugins.trl.generation import GenerationBatch
 
-BY_ROWS, BY_TOKENS, TOGETHER = ("gdpo", "vade", "mc_grpo"), ("mssr_shaping", "d3s"), ("rounds", "queue", "programs")
+BY_ROWS, BY_TOKENS, TOGETHER = ("gdpo", "vade"), ("mssr_shaping", "d3s"), ("rounds", "queue", "programs")
 
 
 @contextmanager
@@ -157,7 +157,13 @@ def batch_of(case: str, rows: int, tokens: int, accelerator: Any) -> Callable[[]
         queue.run_queue(batch.trainer, batch.prompts)  # now groups wait
         return lambda: queue.run_queue(batch.trainer, batch.prompts)
     if case == "rounds":
-        batch = MadeUp(["v0_5"], {"v0_5": {"prior": "constant", "prior_value": 0.5, "cost": 0.0, "k_max": 8}}, rows, tokens, accelerator)
+        batch = MadeUp(
+            ["v0_5"],
+            {"v0_5": {"prior": "constant", "prior_value": 0.5, "cost": 0.0, "k_max": 8}},
+            rows,
+            tokens,
+            accelerator,
+        )
         return batch._work_of_rounds
     if case == "programs":
         batch = MadeUp(["gdpo"], {}, rows, tokens, accelerator)

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from scale_driver import Batch
+from scale_ranks import BY_ROWS, BY_TOKENS, TOGETHER, launch
 
 
 def travelled(names: list[str], rows: int, tokens: int, ranks: int) -> tuple[int, int]:
@@ -40,3 +42,28 @@ def test_tokens_travel_once_and_only_their_columns(name: str, columns: int) -> N
     assert per_token_back < 4.3  # float32 advantages, or which tokens stay
     for one, way in zip(sent[1024, 2], (0, 1), strict=True):
         assert sent[1024, 32][way] - one < 30 * 4096, "thirty ranks more are thirty heads more, and no token twice"
+
+
+@pytest.mark.host
+@pytest.mark.ranks
+def test_two_processes_receive_what_they_need() -> None:
+    """Bytes torch's collectives hand to the driver (first) and to the other process, by tokens of a completion."""
+    rows, short, long = 128, 64, 256
+    found = launch([*BY_ROWS, *BY_TOKENS, *TOGETHER], rows, [short, long], 2)
+    got = {(one["case"], one["tokens"]): one["received"] for one in found}
+
+    def growth(case: str, rank: int) -> int:
+        return int(got[case, long][rank] - got[case, short][rank])
+
+    for name in BY_ROWS:
+        assert max(growth(name, 0), growth(name, 1)) < 0.01 * got[name, short][1], "no token"
+    for name in BY_TOKENS:
+        of_ranks = [Batch([name], rows, n).length.view(2, -1).sum(1) for n in (long, short)]
+        largest = int(torch.stack([of.max() for of in of_ranks]).diff().abs())  # parts are padded to the largest
+        assert growth(name, 0) == pytest.approx(4 * largest, rel=0.01), "one float32 column"
+        assert growth(name, 1) < 1.2 * largest, "which tokens stay, or nothing but rows"
+    tokens = rows * (long - short)
+    # 25 bytes a token of a trajectory. A half of the trained ones, and of the waiting ones, which are half as long.
+    assert growth("queue", 1) < 25 * 0.8 * tokens
+    assert growth("programs", 0) < 0.01 * tokens, "its programs made its rows, and more"
+    assert growth("rounds", 0) + growth("rounds", 1) < 1.0 * tokens, "3 bytes a token, of rows that move"
