@@ -154,13 +154,19 @@ class Kind:
 class Golden:
     """The cases of one file.
 
+    Args:
+        slug: the file, without its ending.
+        having: only cases with one of these inputs; for a file whose cases belong to several methods, each with a test
+            file of its own.
+
     Attributes:
         cases: all of them, in the order of the file.
     """
 
-    def __init__(self, slug: str) -> None:
+    def __init__(self, slug: str, *having: str) -> None:
         self.file = f"{slug}.json"
-        self.cases = [Case(self.file, v) for v in json.loads((FOLDER / self.file).read_text())["cases"]]
+        cases = [Case(self.file, v) for v in json.loads((FOLDER / self.file).read_text())["cases"]]
+        self.cases = [c for c in cases if not having or any(name in c.inputs for name in having)]
         self._kinds: list[Kind] = []
 
     def kind(self, *inputs: str) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:

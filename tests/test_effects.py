@@ -185,6 +185,8 @@ CASES: dict[str, Case] = {
         ({}, {"marker": '{"'}, {"gamma": 0.8}),
         {"environment": Bench, "marker": "{"},
     ),
+    # generated weights are close to 1
+    "decoupled_ppo": Case(values={"lower": [1.02]}, settings=({"upper": 1.05}, {"upper": 1.1, "level": "sequence"})),
     "drpo": Case(
         World(prepare=several_rewards(THREE), facts={"reward_names": THREE}),
         {"reward": ["format"]},

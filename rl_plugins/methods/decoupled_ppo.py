@@ -1,0 +1,264 @@
+"""AReaL's decoupled PPO loss (arXiv 2505.24298): the policy that sampled is not the centre of the trust region."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.losses import LOG_RATIO_LIMIT, ppo_clip
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Terms
+
+Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
+Level = Literal["token", "sequence"]
+Action = Literal["none", "mask", "clamp"]
+Proximal = Literal["recompute", "loglinear", "linear", "rollout"]
+
+WEIGHTED = ("recompute", "loglinear", "linear")  # proximal policies that differ from the behaviour policy
+BOUNDED = ("mask", "clamp")
+EPS = 1e-10  # added to the probability of `linear` before the logarithm, as in the authors' code
+
+
+class DecoupledPpo(Method):
+    """PPO around a recent policy, times the weight of the older one that sampled.
+
+    There are three policies, the behaviour policy b (what the engine sampled from, of any age), the proximal one p
+    (recent) and the live one. Per token:
+
+        u      = exp(lp - lp^p)
+        ppo    = max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)),   at most dual_clip |A| if that is given
+        omega  = stop_gradient(exp(lp^p - lp^b)),   bounded as `action` says
+        loss   = omega ppo,   averaged over all tokens that are trained, rejected ones included
+
+    `action: mask` rejects: tokens whose metric m lies outside of [lower, upper] have loss 0 and stay in the
+    denominator. `clamp` limits omega to [lower or 0, upper]. `none` leaves it; the loss is then that of rollout replay
+    (DOTS, arXiv 2506.05316), max(-A r, -A clip(r, w (1 - clip_low), w (1 + clip_high))) with r = exp(lp - lp^b) and
+    w = omega. The metric m is of r' = exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3` r' - log r'
+    - 1; `k3_code` 1/r' + log r' - 1. With `level: sequence` all tokens of a row share one m, the `aggregation` (mean,
+    sum, max) of their own; for the ratio in log space, and omega is then the geometric mean of the row.
+
+    `proximal` says what p is, with v^p = `current_version` (the newest weights published when the optimizer step
+    begins), v = v^p + 1 (those of the step once published) and alpha = clip((v^p - v^b) / (v - v^b), 0, 1) per token:
+
+        recompute   old log-probs, made by a pass: in TRL those of the weights that begin to train the generation
+                    batch; in verl of the weights that begin the step, in separate_async of those published last
+        loglinear   lp^p = lp^b + alpha (stop_gradient(lp) - lp^b)
+        linear      lp^p = log((1 - alpha) exp(lp^b) + alpha exp(stop_gradient(lp)) + 1e-10)
+        rollout     lp^p = lp^b, so omega = 1: PPO around the policy that sampled
+
+    Symbols: lp, lp^p, lp^b log-probs in nats, A advantages, loss, all (rows, time); the gradient flows through lp
+    alone. Ratios and weights are float32 or better, differences of log-probs are limited to 20 nats before `exp`.
+    Versions are published weights; alpha is 0 for a token whose version is negative or not older than v^p.
+
+    Special cases: a log-ratio that is not finite counts as 0, so omega is 1; where it is that of lp and lp^p, the token
+    has no gradient. Tokens that are not trained have loss and gradient 0, whatever their values, and count in no
+    statistic of their row. Where lp^p = lp^b it is PPO. The clip cannot act where every policy update takes one
+    optimizer step and `proximal` is `recompute`: then u = 1.
+
+    Logs: over trained tokens, `weight_mean` (omega after the action; rejected ones are 0) and `weight_max`; `filtered`
+    (share with m outside of the bounds); `clipfrac` (the clipped term is strictly larger), `clipfrac_dual` (the dual
+    clip acts); `behavior_kl` (mean of lp^b - lp^p).
+
+    Raises:
+        ConfigError: a parameter out of range, bounds that leave nothing, or `clamp` of another metric than the ratio.
+
+    Source: arXiv 2505.24298, section 5.2; `ppo_actor_loss_fn` and `apply_rejection_sampling` in
+    `areal/utils/functional/functional.py` and `compute_prox_logp_approximations` in `areal/trainer/ppo/actor.py` of the
+    authors' code; `compute_policy_loss_temp` in the code of DOTS.
+    """
+
+    name = "decoupled_ppo"
+    paper = Paper(
+        "2505.24298",
+        "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
+        "Wei Fu and Jiaxuan Gao and Xujie Shen and Chen Zhu and Zhiyu Mei and Chuyi He and Shusheng Xu and Guo Wei and "
+        "Jun Mei and Jiashu Wang and Tongkai Yang and Binhang Yuan and Yi Wu",
+        2025,
+        code="inclusionAI/AReaL",
+    )
+    fidelity = "code"
+    use_when = (
+        "Rollouts are several published weights old (asynchronous training, replay) and PPO's clipping around the "
+        "policy that sampled would drop most tokens."
+    )
+    avoid_when = (
+        "Rollouts are of the present weights: it is PPO. Its token weights leave out what the tokens before made "
+        "likelier, so rows that are very old stay biased; `minpro` and `vcpo` weigh the prefix or the whole row."
+    )
+    cost = (
+        "`recompute` needs the pass over old log-probs; a TRL run makes it only where a batch takes several optimizer "
+        "steps. The other three need no pass: in verl, set algorithm.rollout_correction.bypass_mode=True to save it "
+        "(verl makes it in every batch otherwise, and no method can ask for that). A TRL run that samples without vLLM "
+        "makes it anyway, for the log-probs of the policy that sampled."
+    )
+    disagreements = (
+        "The authors' code corrects nothing by default (and warns); then omega = 1. `action: mask` of tokens above 5 "
+        "is what the paper's runs and the first versions of the code do, and the default here.",
+        "The authors' documentation has k3 = r - log r - 1, and their code 1/r + log r - 1, which bounds small ratios. "
+        "`k3` is the former, because large weights are what is to be bounded; `k3_code` the latter.",
+        "The authors count log-ratios of omega that are not finite as 0, and let one of u poison the batch; here both "
+        "count as 0. Their code has no limit before `exp`, here it is 20 nats as in both hosts.",
+        "The authors' code also has a ratio u per sequence (GSPO), which is not offered here.",
+        "The code of DOTS clips r at w (1 - clip_low) and w (1 + clip_high): the same numbers (`action: none`).",
+        "Aggregation is the host's. The authors' is the mean over all tokens of the batch: TRL "
+        '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
+        "In TRL `vllm_importance_sampling_correction` is set to False: omega is that correction.",
+    )
+    host_options = {"trl": {"vllm_importance_sampling_correction": False}}
+    corrects_sampling = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        clip_low: float = param(0.2, "lower clip range: u is clipped at 1 - clip_low", ge=0, le=1)
+        clip_high: float = param(0.2, "upper clip range: u is clipped at 1 + clip_high", ge=0, allow_inf=True)
+        dual_clip: float | None = param(
+            None, "c: the loss of a token with A < 0 is at most -c A, before the weight; none: no bound", gt=1
+        )
+        proximal: Proximal = param("recompute", "which policy is the centre of the trust region")
+        level: Level = param(
+            "token", "whether tokens or whole rows are weighted and bounded", only_if={"proximal": WEIGHTED}
+        )
+        action: Action = param("mask", "what becomes of tokens outside of the bounds", only_if={"proximal": WEIGHTED})
+        metric: Metric = param("ratio", "what is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
+        aggregation: Literal["mean", "sum", "max"] = param(
+            "mean",
+            "how the metric of a row is made of those of its tokens",
+            only_if={"level": "sequence", "action": BOUNDED, "proximal": WEIGHTED},
+        )
+        upper: float = param(
+            5.0, "upper bound of the metric", gt=0, allow_inf=True, only_if={"action": BOUNDED, "proximal": WEIGHTED}
+        )
+        lower: float | None = param(
+            None, "lower bound of the metric; none: no bound", only_if={"action": BOUNDED, "proximal": WEIGHTED}
+        )
+
+        def check(self) -> None:
+            if self.metric == "ratio" and self.action in BOUNDED and self.upper <= 1:
+                raise ConfigError(
+                    f"parameter `upper` is {self.upper:g}; it must be > 1, because tokens of unchanged probability "
+                    f"have the ratio 1."
+                )
+            if self.lower is not None and self.lower > self.upper:
+                raise ConfigError(
+                    f"parameter `lower` is {self.lower:g} and `upper` is {self.upper:g}; nothing lies between. Make "
+                    f"`lower` smaller."
+                )
+            if self.lower is not None and self.lower < 0 and self.metric != "k1":
+                raise ConfigError(
+                    f"parameter `lower` is {self.lower:g}, and the metric `{self.metric}` is never negative. Give a "
+                    f"positive one, or none."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        proximal = self.params.proximal
+        versions = {"token_versions"} if proximal in ("loglinear", "linear") else set()
+        self.needs = frozenset({"rollout_logprobs", "off_policy"} | versions)
+        self.proximal_old_logprobs = proximal == "recompute"
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        p, valid = self.params, terms.mask > 0
+        assert terms.rollout_logprobs is not None  # in `needs`
+        dtype = torch.promote_types(terms.logprobs.dtype, torch.float32)
+        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
+        lp, old, behavior, adv = (
+            torch.where(valid, x.to(dtype), 0.0)
+            for x in (terms.logprobs, terms.old_logprobs, terms.rollout_logprobs, terms.advantages)
+        )
+        if p.proximal == "recompute":
+            proximal = old
+        else:
+            proximal = approximated(p.proximal, lp.detach(), behavior, terms.versions, terms.current_version)
+        change = _finite(lp - proximal)
+        log_ratio = _finite(proximal - behavior)
+        omega, outside = self._weight(log_ratio, valid)
+        loss = ppo_clip(change, torch.zeros_like(change), adv, p.clip_low, p.clip_high, p.dual_clip)
+        self._log(change.detach(), adv, omega, outside, behavior - proximal, valid)
+        return omega.detach() * loss
+
+    def _weight(self, log_ratio: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """omega after the action, and where the metric is outside of the bounds, both (rows, time)."""
+        p = self.params
+        in_logs = p.metric == "ratio"  # of a row, a ratio is the geometric mean, the product or the largest
+        metric = log_ratio if in_logs else measured(log_ratio, p.metric)
+        if p.level == "sequence":
+            log_ratio = _of_rows(log_ratio, valid, "mean").expand_as(metric) if in_logs else log_ratio
+            metric = _of_rows(metric, valid, p.aggregation).expand_as(metric)
+        metric = measured(metric, "ratio") if in_logs else metric
+        omega = measured(log_ratio, "ratio")
+        lower = -math.inf if p.lower is None else p.lower
+        outside = ((metric > p.upper) | (metric < lower)) & (p.action != "none")
+        if p.action == "mask":
+            return torch.where(outside, 0.0, omega), outside
+        return torch.where(outside, omega.clamp(max(lower, 0.0), p.upper), omega), outside
+
+    def _log(
+        self, change: Tensor, adv: Tensor, omega: Tensor, outside: Tensor, behavior_kl: Tensor, valid: Tensor
+    ) -> None:
+        p, tokens = self.params, valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
+        ratio = torch.exp(change.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        plain, clipped = -adv * ratio, -adv * ratio.clamp(1 - p.clip_low, 1 + p.clip_high)
+        values = {
+            "weight_mean": omega,
+            "filtered": outside,
+            "clipfrac": (clipped > plain) & (omega > 0),
+            "behavior_kl": _finite(behavior_kl),
+        }
+        if p.dual_clip is not None:
+            values["clipfrac_dual"] = (omega > 0) & (adv < 0) & (torch.maximum(plain, clipped) > -p.dual_clip * adv)
+        for name, value in values.items():
+            self.log(name, torch.where(valid, value.to(ratio), 0.0).sum() / tokens, weight=tokens)
+        self.log("weight_max", torch.where(valid, omega, -torch.inf).max(), reduce="max", weight=tokens)
+
+
+def measured(log_ratio: Tensor, metric: Metric) -> Tensor:
+    """The metric of every token, from the log of its ratio."""
+    if metric == "k1":
+        return log_ratio
+    if metric == "k2":
+        return log_ratio**2 / 2
+    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if metric == "ratio":
+        return torch.exp(limited)
+    limited = limited if metric == "k3" else -limited
+    return torch.exp(limited) - limited - 1
+
+
+def approximated(
+    how: Proximal, logprobs: Tensor, behavior: Tensor, versions: Tensor | None, current_version: int
+) -> Tensor:
+    """(rows, time) log-probs of the proximal policy without a pass of its own.
+
+    Args:
+        logprobs: of the live policy, without gradient.
+        behavior: of the policy that sampled.
+        versions: published weights that made each token.
+        current_version: newest published weights at the start of the optimizer step: those of the proximal policy.
+    """
+    if how == "rollout":
+        return behavior
+    assert versions is not None  # in `needs`
+    gap = (current_version - versions).to(behavior.dtype).clamp(min=0)
+    alpha = torch.where(versions < 0, 0.0, gap / (gap + 1))
+    if how == "loglinear":
+        return behavior + alpha * (logprobs - behavior)
+    return torch.log((1 - alpha) * torch.exp(behavior) + alpha * torch.exp(logprobs) + EPS)
+
+
+def _of_rows(x: Tensor, valid: Tensor, aggregation: str) -> Tensor:
+    """(rows, 1) of the valid tokens of each row; 0 of a row without one."""
+    if aggregation == "max":
+        largest = torch.where(valid, x, -torch.inf).amax(1, keepdim=True)
+        return torch.where(valid.any(1, keepdim=True), largest, 0.0)
+    total = torch.where(valid, x, 0.0).sum(1, keepdim=True)
+    return total / valid.sum(1, keepdim=True).clamp(min=1) if aggregation == "mean" else total
+
+
+def _finite(log_ratio: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
