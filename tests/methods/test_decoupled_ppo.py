@@ -167,12 +167,20 @@ def check_replay_loss(case: Case) -> None:
     assert logged["weight_mean"] == 1
 
 
-@pytest.mark.parametrize("golden", [AREAL, DOTS_RR], ids=["areal", "dots_rr"])
-def test_golden(golden: Golden) -> None:
-    assert len(golden.cases) == {"areal.json": 5, "dots_rr.json": 2}[golden.file]
-    for case in golden.cases:
-        golden.check(case)
-    golden.check_further_cases()
+@pytest.mark.parametrize("case", AREAL.cases, ids=str)
+def test_golden_areal(case: Case) -> None:
+    AREAL.check(case)
+
+
+@pytest.mark.parametrize("case", DOTS_RR.cases, ids=str)
+def test_golden_dots_rr(case: Case) -> None:
+    DOTS_RR.check(case)
+
+
+def test_further_golden_cases() -> None:
+    assert (len(AREAL.cases), len(DOTS_RR.cases)) == (5, 2)
+    AREAL.check_further_cases()
+    DOTS_RR.check_further_cases()
 
 
 # ---- the oracle: token by token, and a float64 autograd of the formula
