@@ -89,6 +89,8 @@ SIGNALS: dict[str, str] = {
     "token_versions": "the published weights that made each token, in `shape`, `observe` and the loss",
     "token_ids": "token ids of every row's prompt and whole completion, and which of them were only read",
     "entropies": "entropy of the policy at every token, at the start of the step",
+    "sum_squared_probs": "sum of the squared probabilities of all tokens, in the place of every token, at the start of "
+    "the step",
     "text": "completions as text, special tokens removed",
     "raw_text": "completions as text, special tokens kept",
     "messages": "completions as the host's list of messages",
@@ -103,7 +105,9 @@ SIGNALS: dict[str, str] = {
 }
 
 # Those that are one value per token.
-TOKEN_SIGNALS = frozenset({"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_versions"})
+TOKEN_SIGNALS = frozenset(
+    {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "token_versions", "sum_squared_probs"}
+)
 
 
 @dataclass(frozen=True)

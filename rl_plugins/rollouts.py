@@ -482,6 +482,8 @@ class Tokens(Replaceable):
         rollout_logprobs: of the distribution that was sampled from; NaN where that is not known.
         ref_logprobs: of the reference policy.
         entropies: nats, of the policy at the start of the step.
+        sum_squared_probs: sum of the squared probabilities of all tokens of the vocabulary in this place, of the
+            distribution whose log-probs are `old_logprobs`.
     """
 
     row: Tensor
@@ -495,6 +497,7 @@ class Tokens(Replaceable):
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     entropies: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.row)

@@ -34,7 +34,7 @@ class ServedByHost:
 
 
 HOSTS = {
-    "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
+    "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}, missing={"sum_squared_probs"}),
     "verl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
 }
 

@@ -205,6 +205,7 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
         return torch.from_numpy(-np.abs(rng.normal(size=n)) * scale).float()
 
     old = logprobs(1.0)
+    p = old.exp()
     values: dict[str, Any] = dict(
         row=row,
         position=position,
@@ -216,6 +217,7 @@ def make_tokens(rollouts: Rollouts, seed: int = 0, advantages: Tensor | None = N
         rollout_logprobs=old + 0.1 * logprobs(1.0),
         ref_logprobs=old + 0.1 * logprobs(1.0),
         entropies=-logprobs(0.7),
+        sum_squared_probs=p**2 + 0.3 * (1 - p) ** 2,
         version=rollouts.version[row],
     )
     return Tokens(**{**values, **changes})
