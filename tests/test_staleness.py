@@ -40,7 +40,9 @@ def loop(rows: list[tuple[int, int]]) -> dict[str, float]:
 @given(ROWS)
 def test_equal_to_a_loop(rows: list[tuple[int, int]]) -> None:
     newest = torch.tensor([a for a, _ in rows])
-    assert staleness_metrics(newest, newest + torch.tensor([b for _, b in rows])) == pytest.approx(loop(rows), abs=1e-12)
+    assert staleness_metrics(newest, newest + torch.tensor([b for _, b in rows])) == pytest.approx(
+        loop(rows), abs=1e-12
+    )
 
 
 def test_a_batch_of_its_own_weights_has_no_histogram() -> None:
