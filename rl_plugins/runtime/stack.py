@@ -70,7 +70,7 @@ class MethodStack(Context):
         needs: union of the signals.
         batch: generation batch, counted from 0; part of the saved state.
         extra_prompts: prompts drawn so far from the driver's own permutation to fill batches; part of the saved state.
-        vocabulary: number of token ids of the policy, set by the adapter; None if it is not known.
+        vocabulary: number of token ids the policy may sample, set by the adapter; None if it is not known.
         unrewarded: batches of the run in which no completion had a reward; unrewarded_in_a_row: of them the last ones,
             without a batch between. Part of the saved state.
         stats: what was logged in the last updates, for `observe`; part of the saved state.

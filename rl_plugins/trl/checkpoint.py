@@ -59,7 +59,8 @@ class MethodsCallback(TrainerCallback):
             known = known_of(t)
             if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
                 raise ConfigError(problem)
-            t.methods.vocabulary = len(tokenizer_of(t))
+            rows = t.accelerator.unwrap_model(t.model).config.get_text_config().vocab_size  # some have no text
+            t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
             t.methods.check(run_of(known))  # again: now the reward functions of environments are known, too
             on_driver(t.accelerator, lambda: t.methods.start(run_of(known)))
             self._started = True

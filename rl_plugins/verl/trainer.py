@@ -85,7 +85,9 @@ class MethodsTrainer(host.Trainer):
             self._prompts = PromptBatches(self.train_dataset, self.config)
             frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
-            self.methods.vocabulary = len(self.tokenizer)
+            model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config
+            rows = model.get_text_config().vocab_size  # some have no text
+            self.methods.vocabulary = max(len(self.tokenizer), rows)
             number_rows(self.train_dataset)
             self.methods.check(self.known().run())  # again: now the dataset is known, too
             self.methods.start(self.known().run())
