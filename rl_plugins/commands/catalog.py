@@ -34,7 +34,7 @@ class ServedByHost:
 
 
 HOSTS = {
-    "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}, missing={"sum_squared_probs"}),
+    "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
     "verl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
 }
 

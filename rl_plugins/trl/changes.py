@@ -57,6 +57,13 @@ CHANGES = (
         "trainer.MethodsMixin.__init__",
     ),
     Change(
+        "`add_fused_lm_head` in `trl.trainer.grpo_trainer`, while a trainer is made",
+        "the fused head computes the sum of squared probabilities, too",
+        "a method that needs `sum_squared_probs`",
+        "none",
+        "changes.more_head_outputs",
+    ),
+    Change(
         "trainer: `num_generations`, `rollout_func`, while it makes a batch",
         "groups of other sizes mean nothing to TRL; rows of programs are served where TRL has a place for them",
         "any method",
@@ -157,7 +164,7 @@ def changed(thing: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def arguments_of(
-    cls: type, instance: Any, act: Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[None]]
+    cls: type, instance: Any, act: Callable[[Mapping[str, Any]], contextlib.AbstractContextManager[Any]]
 ) -> Iterator[None]:
     """As long as this lasts, `act` gets the arguments with which the constructor of `cls` makes `instance`, by name,
     and the constructor runs in what it returns."""
@@ -172,3 +179,32 @@ def arguments_of(
 
     with changed(cls, __init__=init):
         yield
+
+
+@contextlib.contextmanager
+def more_head_outputs() -> Iterator[None]:
+    """TRL's fused head of the policy computes `log_sum_sq_probs` in every pass, too."""
+    from trl.trainer import grpo_trainer
+
+    host = grpo_trainer.add_fused_lm_head
+
+    def add(model: Any, *args: Any, **options: Any) -> None:
+        if "entropy" in options.get("outputs", ()):  # that of the policy
+            options["outputs"] = (*options["outputs"], "log_sum_sq_probs")
+        host(model, *args, **options)
+
+    with changed(grpo_trainer, add_fused_lm_head=add):
+        yield
+
+
+@contextlib.contextmanager
+def head_output(trainer: Any, wanted: bool, seen: list[Any]) -> Iterator[None]:
+    """Collects `log_sum_sq_probs` (rows, time) of the passes made inside, if it is wanted."""
+    if not wanted:
+        yield
+        return
+    handle = trainer.model.register_forward_hook(lambda module, args, out: seen.append(out.log_sum_sq_probs))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -397,7 +397,7 @@ def _defaults() -> dict[str, Any]:
 
 def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     args = known.args
-    missing = {"sum_squared_probs": "no pass of TRL computes it. Use verl."}
+    missing: dict[str, str] = {}
     if args.use_vllm and args.temperature != 1.0:
         missing["engine"] = (
             f"vLLM in TRL reports log-probs with the temperature ({args.temperature}), and those at temperature 1 are "

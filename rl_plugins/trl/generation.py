@@ -24,6 +24,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length, check_rewards
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
+from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
 from rl_plugins.trl.batch import (
     NEWEST_VERSION,
@@ -34,7 +35,7 @@ from rl_plugins.trl.batch import (
     apply_decision,
     local_decisions,
 )
-from rl_plugins.trl.changes import changed
+from rl_plugins.trl.changes import changed, head_output
 from rl_plugins.trl.facts import first_plan_of, known_of
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTurn, Trainer, model_input
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
@@ -370,7 +371,8 @@ class GenerationBatch:
 
     @property
     def columns_wanted(self) -> set[str]:
-        return self.stack.needs & {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"}
+        names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies", "sum_squared_probs"}
+        return self.stack.needs & names
 
     def finish(self, out: HostBatch) -> HostBatch:
         """The batch TRL returned, with the decision of the driver applied."""
@@ -413,9 +415,12 @@ class GenerationBatch:
         sampled = "rollout_logprobs" in wanted and (
             engine is None or any(gather(self.accelerator, bool(torch.isnan(engine).any())))  # forced tokens have none
         )
-        if "entropies" in wanted or (("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out):
+        seen: list[Tensor] = []  # of each micro-batch
+        if wanted & {"entropies", "sum_squared_probs"} or (
+            ("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out
+        ):
             forward: dict[str, Any] = {k: out[k] for k in _FORWARD_KEYS if k in out}
-            with torch.no_grad():
+            with torch.no_grad(), head_output(t, "sum_squared_probs" in wanted, seen):
                 logprobs, entropies, _ = t._get_per_token_logps_and_entropies(
                     t.model,
                     *model_input(out),
@@ -431,6 +436,7 @@ class GenerationBatch:
             "rollout_logprobs": out.get("rlp_rollout_logprobs"),
             "ref_logprobs": out.get("ref_per_token_logps"),
             "entropies": entropies,
+            "sum_squared_probs": torch.cat(seen)[:, -out["completion_ids"].size(1) :].exp() if seen else None,
         }
         return out, {name: c for name, c in found.items() if name in wanted and c is not None}
 
@@ -485,7 +491,7 @@ class GenerationBatch:
             sizes = [len(r) for r in self.work.rows]
             read = not self.trainer.tools and not self.programs  # TRL then counts every token of a completion
             lengths = seen.completion_length if read else decision.rollouts.length
-            logged = combine([*of_programs, self.stack.metrics.take()])
+            logged = combine([*of_programs, self.stack.metrics.take()]) | _staleness_of(decision)
             look_for_idle(self.stack, decision, logged)
             on_driver_only.update(decision=decision, lengths=lengths, metrics=logged)
             with SECONDS.part("split"):
@@ -499,6 +505,12 @@ class GenerationBatch:
         if self.trainer.multi_objective_aggregation == "normalize_then_sum":
             return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
         return grpo_advantages(rollouts, self.trainer.scale_rewards)
+
+
+def _staleness_of(decision: Decision) -> dict[str, float]:
+    """Metrics of the rows that are trained."""
+    rows = decision.rollouts.subset(decision.trained)
+    return staleness_metrics(rows.current_version - rows.newest_version, rows.staleness)
 
 
 def _without_payload(rows: Sequence[PlanRow], kept: list[Any]) -> tuple[PlanRow, ...]:

@@ -19,7 +19,7 @@ from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, MethodStack, build_stack
 from rl_plugins.trl import facts, hosts, logs, loss
-from rl_plugins.trl.changes import arguments_of, changed
+from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
 from rl_plugins.trl.engine import TrlEngine
@@ -80,7 +80,7 @@ class MethodsMixin(_Host):
         if self.accelerator.is_main_process:
             print(self.describe_methods(), flush=True)
 
-    def _before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def _before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Everything that is checked before TRL's own constructor loads the model.
 
         Args:
@@ -129,7 +129,11 @@ class MethodsMixin(_Host):
         for name, value in self._method_options.items():
             setattr(config, name, value)
         self._methods_callback = MethodsCallback(self, fingerprint(dataset))
-        return changed(config, has_trainer=True)
+        inside = contextlib.ExitStack()
+        inside.enter_context(changed(config, has_trainer=True))
+        if "sum_squared_probs" in self.methods.needs:
+            inside.enter_context(more_head_outputs())
+        return inside
 
     def describe_methods(self) -> str:
         """The table of methods in effect, with host options they set or make meaningless."""

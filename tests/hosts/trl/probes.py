@@ -503,6 +503,16 @@ class Stored(Probe):
         return -terms.advantages * terms.logprobs
 
 
+class Squares(Probe):
+    """Wants the sum of squared probabilities in the place of every token."""
+
+    name = "squares"
+    needs = {"tokens", "token_ids", "sum_squared_probs"}
+
+    def observe(self, rollouts, tokens, stats):
+        Squares.seen = (rollouts, tokens)
+
+
 def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
     import program_probes

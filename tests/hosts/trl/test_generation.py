@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 import trl
@@ -244,8 +245,11 @@ def test_stored_rollouts_return_with_their_log_probs_versions_rewards_and_mask(t
         return score(completion_ids)
 
     rewarder.__name__ = "score"
-    _, spy = run(tmp_path, ["stored"], reward=rewarder, max_steps=4, num_iterations=2, learning_rate=0.05)
+    t, spy = run(tmp_path, ["stored"], reward=rewarder, max_steps=4, num_iterations=2, learning_rate=0.05)
     assert scored == [64, 56]
+    for name, value in {"mean": 2 * 8 / 64, "max": 2, "oldest_max": 2, "share/0": 56 / 64, "share/2_3": 8 / 64}.items():
+        assert history(t, f"rl_plugins/staleness_{name}")[-1] == pytest.approx(value)
+    assert history(t, "rl_plugins/staleness_max")[0] == 0 and history(t, "rl_plugins/mixed_version_rows")[-1] == 0
     (first, before), (r, tokens) = probes.Stored.seen
     old = r.prompt_index == first.prompt_index[0]
     assert old.nonzero()[:, 0].tolist() == list(range(8)) and first.current_version == 0 and r.current_version == 2
@@ -273,6 +277,24 @@ def test_stored_rollouts_return_with_their_log_probs_versions_rewards_and_mask(t
         # the weight of a stored token is that of the policy that sampled it
         gap = (terms.rollout_logprobs - terms.old_logprobs).abs() * terms.mask
         assert float(gap[~stale].max()) < 1e-5 < float(gap[stale].max())
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_sum_of_squared_probabilities(tmp_path, lora):
+    """As a plain softmax of the logits gives it, temperature included; with LoRA TRL patches the model inside."""
+    import probes
+
+    more = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj"])} if lora else {}
+    t, _ = run(tmp_path, ["squares"], max_steps=1, learning_rate=0.0, temperature=0.7, more=more)
+    rollouts, tokens = probes.Squares.seen
+    model, ids = t.accelerator.unwrap_model(t.model).eval(), rollouts.token_ids
+    for row in (0, 17, 63):
+        prompt, completion = ids.prompt[row], ids.completion[row]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        wanted = torch.softmax(logits.double() / 0.7, -1).square().sum(-1)
+        torch.testing.assert_close(tokens.sum_squared_probs[tokens.row == row].double(), wanted, rtol=1e-4, atol=1e-6)
+    assert float(tokens.sum_squared_probs.min()) >= 1 / 64 and tokens.old_logprobs is None
 
 
 def test_short_plans_are_filled_with_further_prompts(tmp_path):
