@@ -216,7 +216,7 @@ class Method:
     in_eval: ClassVar[Sequence[str]] = ()
     trains: ClassVar[bool] = True
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
-    whole_groups: ClassVar[bool] = False
+    whole_groups: bool = False
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
     example_params: ClassVar[Mapping[str, Any]] = {}

@@ -1,0 +1,305 @@
+"""VCPO (arXiv 2602.17616): off-policy REINFORCE whose learning rate and baseline follow the importance weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.groups import Groups, places
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Rollouts, Rows, Shape, Terms, Tokens, Update
+
+Aggregate = Literal["mean", "median", "winsorized"]
+LOWER, UPPER = 0.05, 0.95  # quantiles of `winsorized`
+POWERS = {"none": (0.0, 0.0), "paper": (2.0, 0.0), "code": (2.0, 2.0)}  # of the weight and of the truncated one
+OPOB = {"baseline": "opob"}
+
+
+class Vcpo(Method):
+    """Variance Controlled off-Policy Optimization: where few stale rows own an update, it is made smaller.
+
+    Reconstruction in one part: the baseline wants the norm of the gradient of every row, which needs a backward pass
+    per row; no host makes that, so `gradnorm` stands in for it. Everything else equals the authors' code. Per row i of
+    one of the B rows of an optimizer step, and per prompt group G:
+
+        w_i     = exp(sum_t (lp_t - lp^rollout_t)),   wbar_i = min(w_i, truncation)
+        A_i     = (R_i - b_G) / s_G,    s_G = population deviation of the rewards of the group (1 if it is <= 1e-8)
+        loss    = -(1/B) sum_i stop_gradient(A_i wbar_i) (1/L_i) sum_t (1 + lp_t - stop_gradient(lp_t))
+        ess     = (sum_i w_i)^2 / sum_i w_i^2
+        lr      <- lr min(1, (ess / B) / base_ess_ratio)^p        p = 1/2 (`sqrt`), 1 (`linear`); this step only
+
+    There is no clipping and no old policy. `baseline` b_G is, of the group,
+
+        opob    sum_i W_i R_i / sum_i W_i,   W_i = w_i^2 n_i^2      (variance is least where n_i is the gradient's norm)
+        group   the mean,   none  0
+
+    with n_i^2 = L_i (`gradnorm: length`: all tokens alike and orthogonal) or sum_t (1 - 2 p_t + sum_v p_v^2) (`proxy`:
+    the norm of d lp_t / d logits, orthogonal between tokens, of the policy at the start of the step), divided by L_i^2
+    with `normalize_by_length`. `weight_power` has w_i^2 as in the paper, w_i^2 wbar_i^2 as in the authors' code, or
+    none. `aggregate` puts the W-weighted lower median, or the W-weighted mean of rewards limited to their W-weighted
+    5% and 95% quantiles, in place of the mean.
+
+    On-policy every w is 1: ess / B = 1, the learning rate is the host's, and with rows of one length (or `group`) it is
+    GRPO with a population deviation and a mean over rows.
+
+    Symbols: lp, lp^rollout log-probs in nats at the weights of the optimizer step and of the sampling policy; R_i final
+    rewards; L_i tokens of row i that are trained. Sums, weights and statistics are float64. Weights are taken relative
+    to the largest before `exp`, in the step for ess and in the group for b_G: nothing overflows, and a common factor of
+    all w changes neither.
+
+    Special cases: rows without a token are not in B. An unscorable row (reward NaN) has A_i = 0, is in no statistic of
+    its group, and counts in B and ess. Where all W of a group are 0, b_G is the mean of the group. A sum of log-ratios
+    that is not finite counts as 0. A token whose live log-prob is not finite has no gradient. A rollout of several rows
+    counts as several rows.
+
+    Logs: `ess_ratio` (ess / B), `ess_ratio_truncated` (of wbar), `lr_scale`, `truncated` (share of rows), per optimizer
+    step; over rows, `weight_mean` (wbar), `geometric_mean` (mean of w_i^(1/L_i)), `k3` (mean over a row's tokens of
+    r - log r - 1, r the token's ratio); `baseline_shift` (mean of (b_G - mean of the group) / s_G over rows).
+
+    Raises:
+        ConfigError: a parameter out of range, or `gradnorm: exact`.
+
+    Source: arXiv 2602.17616; `recipe/fully_async_policy/staleness_utils.py` and `_optimizer_step_with_buffer` in
+    `verl/workers/actor/megatron_actor.py` of the authors' code.
+    """
+
+    name = "vcpo"
+    paper = Paper(
+        "2602.17616",
+        "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
+        "Luke J. Huang and Zhuoyang Zhang and Qinghao Hu and Shang Yang and Song Han",
+        2026,
+        code="mit-han-lab/vcpo",
+    )
+    fidelity = "reconstruction"
+    use_when = (
+        "Rollouts are four or more published weights old and a few of them own the update: training is unstable at "
+        "a learning rate that is fine on-policy."
+    )
+    avoid_when = (
+        "Rollouts are fresh: nothing is scaled. Or completions are long and the engine's log-probs differ from the "
+        "trainer's: the weight of a row is a product over all of its tokens, so the effective sample size falls, and "
+        "the learning rate with it, without any staleness."
+    )
+    cost = (
+        "One pass without gradient more per optimizer step. `gradnorm: proxy` needs the sum of squared probabilities "
+        "at every token, from the pass over old log-probs."
+    )
+    disagreements = (
+        "The authors' code counts the weight twice in the baseline (clipped inside of the measured norm, and again), "
+        "their README once: `weight_power` is `paper` by default, which is what the derivation gives.",
+        "`norm_by_std` is False in the class of the authors' code and True in all of its scripts. It is True here: "
+        "that made the published results, and only so it is GRPO on-policy.",
+        "The authors' scripts set `normalize_by_length` to False although the update has 1 / L_i, so the baseline is "
+        "the best one of an update without it. Default as theirs.",
+        "The authors measure norms per row (micro-batches of one row, buffers of two more gradients); see `gradnorm`.",
+        "Their ess has 1e-8 added to the sum of squares, which makes four weights of 1e-5 an ess of 0.16; here weights "
+        "are relative to the largest. Where all W are 0 their baseline is 0, here it is the mean; no gradient differs.",
+        "Also in their code, not here: weights of the step's rows for one baseline of all groups (`scope: minibatch`), "
+        "and truncated weights for ess or baseline.",
+        "In TRL `vllm_importance_sampling_correction` is set to False: wbar is that correction.",
+    )
+    host_options = {"trl": {"vllm_importance_sampling_correction": False}}
+    aggregation = "sum"
+    corrects_sampling = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        lr_scale: Literal["sqrt", "linear", "none"] = param(
+            "sqrt", "how the learning rate follows the effective sample size"
+        )
+        base_ess_ratio: float = param(
+            1.0,
+            "share of effective rows from which the learning rate is the host's (the authors: 1 for maths, 0.55 with "
+            "tools)",
+            gt=0,
+            le=1,
+            only_if={"lr_scale": ("sqrt", "linear")},
+        )
+        truncation: float = param(8.0, "upper bound of the weight of a row in the loss", gt=0, allow_inf=True)
+        baseline: Literal["opob", "group", "none"] = param(
+            "opob", "what is subtracted from rewards; opob needs whole groups in every optimizer step"
+        )
+        gradnorm: Literal["length", "proxy", "exact"] = param(
+            "length", "what stands for the norm of a row's gradient; exact is refused", only_if=OPOB
+        )
+        weight_power: Literal["paper", "code", "none"] = param(
+            "paper", "how often the weight of a row counts in the baseline: once, twice, not at all", only_if=OPOB
+        )
+        normalize_by_length: bool = param(False, "whether W is divided by L^2", only_if=OPOB)
+        aggregate: Aggregate = param("mean", "how the baseline is made of the rewards of a group", only_if=OPOB)
+        norm_by_std: bool = param(True, "whether rewards are divided by the population deviation of their group")
+
+        def check(self) -> None:
+            if self.gradnorm == "exact":
+                raise ConfigError(
+                    "parameter `gradnorm` is 'exact', which needs the norm of the gradient of each row: a backward "
+                    "pass per row, which neither host makes, and two more copies of the gradient. Use 'length' or "
+                    "'proxy'."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        self.whole_groups = p.baseline == "opob"
+        self.min_group_size = 1 if p.baseline == "none" else 2
+        proxy = {"tokens", "old_logprobs", "sum_squared_probs"} if self._by_proxy else set()
+        self.needs = frozenset({"rollout_logprobs", "current_logprobs", "off_policy"} | proxy)
+
+    @property
+    def _by_proxy(self) -> bool:
+        return bool(self.params.baseline == "opob" and self.params.gradnorm == "proxy")
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        """(rows,) with the mean in place of an optimal baseline, which is known at the weights of the update only."""
+        return self._scaled(rollouts)
+
+    def _scaled(self, rollouts: Rollouts) -> Tensor:
+        p, groups = self.params, rollouts.groups
+        centered, std = groups.center_and_std(rollouts.reward, ddof=0)
+        if p.baseline == "none":
+            centered = rollouts.reward
+        if p.norm_by_std:
+            centered = centered / groups.rows(torch.where(std > 1e-8, std, 1.0))
+        return centered.nan_to_num(nan=0.0)
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        """The reward of every row, centred in its group and scaled; where the norms are a proxy, their squares too."""
+        columns = {"vcpo_reward": self._scaled(rollouts), "vcpo_scored": (~torch.isnan(rollouts.reward)).double()}
+        if self._by_proxy:
+            assert tokens.old_logprobs is not None and tokens.sum_squared_probs is not None  # in `needs`
+            square = 1 - 2 * torch.exp(tokens.old_logprobs.double()) + tokens.sum_squared_probs.double()
+            columns["vcpo_norm"] = Groups(tokens.row, count=len(rollouts)).sum(
+                torch.where(tokens.keep, square.nan_to_num(nan=0.0), 0.0)
+            )
+        return Shape(row_columns=columns)
+
+    def before_update(self, rows: Rows) -> Update:
+        assert rows.logprobs is not None and rows.rollout_logprobs is not None  # in `needs`
+        p, length = self.params, rows.length.double()
+        if not len(length):
+            return Update()
+        log_w = _finite(rows.logprobs.double() - rows.rollout_logprobs.double())
+        bound = math.log(p.truncation)
+        truncated = torch.exp(log_w.clamp(max=bound))
+        ratio = ess_ratio(log_w)
+        scale = lr_factor(ratio, p.base_ess_ratio, p.lr_scale)
+        reward, shift = rows.columns["vcpo_reward"].double(), torch.zeros(())
+        if p.baseline == "opob":
+            scored = rows.columns["vcpo_scored"] > 0
+            square = rows.columns["vcpo_norm"].double() if self._by_proxy else length
+            square = square / length**2 if p.normalize_by_length else square
+            log_weight = log_baseline_weight(log_w, square, p.weight_power, bound)
+            groups = Groups(rows.group)
+            baseline = groups.rows(weighted_baseline(groups, reward, log_weight, scored, p.aggregate))
+            reward, shift = torch.where(scored, reward - baseline, 0.0), baseline.mean()
+        values = {
+            "ess_ratio": ratio,
+            "ess_ratio_truncated": ess_ratio(log_w.clamp(max=bound)),
+            "lr_scale": scale,
+            "truncated": (log_w > bound).double().mean(),
+            "weight_mean": truncated.mean(),
+            "geometric_mean": torch.exp((log_w / length).clamp(max=LOG_LIMIT)).mean(),
+        }
+        if p.baseline == "opob":
+            values["baseline_shift"] = shift
+        for name, value in values.items():
+            self.log(name, value)
+        return Update(scale, {"vcpo_coefficient": reward * truncated / (len(length) * length)})
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        valid = terms.mask > 0
+        assert terms.rollout_logprobs is not None  # in `needs`
+        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
+        live = valid & torch.isfinite(terms.logprobs)
+        lp = torch.where(live, terms.logprobs, 0.0)
+        self._log_k3(lp.detach(), terms.rollout_logprobs, valid)
+        coefficient = torch.where(valid, terms.columns["vcpo_coefficient"], 0.0)
+        return -coefficient * (1 + (lp - lp.detach()))
+
+    def _log_k3(self, lp: Tensor, behavior: Tensor, valid: Tensor) -> None:
+        length = valid.sum(1)
+        log_ratio = _finite(torch.where(valid, lp - behavior, 0.0)).double()
+        k3 = (torch.expm1(log_ratio.clamp(max=LOG_LIMIT)) - log_ratio).sum(1) / length.clamp(min=1)
+        rows = (length > 0).sum()
+        self.log("k3", k3.sum() / rows, weight=rows)
+
+
+LOG_LIMIT = 100.0  # of what is logged: sums of its exp are finite
+
+
+def ess_ratio(log_w: Tensor) -> float:
+    """Effective sample size of weights exp(log_w), (rows,), over their number: from 1 / rows (one weight owns them all)
+    to 1 (all are equal). A common factor changes nothing."""
+    w = torch.exp(log_w - log_w.max())
+    return min(1.0, float(w.sum() ** 2 / (w**2).sum() / len(w)))
+
+
+def lr_factor(ratio: float, base: float, rule: str) -> float:
+    """Factor on the learning rate, at most 1."""
+    power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[rule]
+    return float(min(1.0, ratio / base) ** power)
+
+
+def log_baseline_weight(log_w: Tensor, square: Tensor, power: str, bound: float) -> Tensor:
+    """(rows,) log W.
+
+    Args:
+        log_w: (rows,) logs of the weights of the rows.
+        square: (rows,) squares of the norms of their gradients.
+        power: see `weight_power`.
+        bound: log of the truncation.
+    """
+    once, again = POWERS[power]
+    return once * log_w + again * log_w.clamp(max=bound) + torch.log(square.clamp(min=0))
+
+
+def weighted_baseline(groups: Groups, reward: Tensor, log_weight: Tensor, scored: Tensor, how: Aggregate) -> Tensor:
+    """(groups,) the baseline of every group; 0 where no weight is above 0.
+
+    Args:
+        reward: (rows,) finite.
+        log_weight: (rows,) log W; -inf is a weight of 0.
+        scored: (rows,) bool, rows that take part.
+    """
+    log_weight = torch.where(scored & ~torch.isnan(log_weight), log_weight, -torch.inf)
+    largest = groups.rows(groups.max(log_weight))
+    weight = torch.where(log_weight > -torch.inf, torch.exp(log_weight - largest), 0.0)
+    total = groups.sum(weight)
+    if how == "mean":
+        found = groups.sum(weight * reward) / total
+    else:
+        value, share = _by_value(groups, reward, weight)
+        if how == "median":
+            found = _quantile(value, share, 0.5 * total)
+        else:
+            low, high = (groups.rows(_quantile(value, share, q * total)) for q in (LOWER, UPPER))
+            found = groups.sum(weight * torch.minimum(torch.maximum(reward, low), high)) / total
+    return torch.where(total > 0, found, 0.0)
+
+
+def _by_value(groups: Groups, reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards of each group in ascending order, (groups, largest size), inf behind them, and cumulative weights."""
+    order = torch.sort(reward, stable=True).indices
+    order = order[torch.sort(groups.index[order], stable=True).indices]
+    at = groups.index[order], places(groups.size)
+    shape = groups.count, int(groups.size.max())
+    value, share = reward.new_full(shape, torch.inf), weight.new_zeros(shape)
+    value[at], share[at] = reward[order], weight[order]
+    return value, torch.cumsum(share, 1)
+
+
+def _quantile(value: Tensor, share: Tensor, cut: Tensor) -> Tensor:
+    """(groups,) the first reward, ascending, whose cumulative weight reaches `cut`; it has a weight above 0."""
+    reached = (share >= cut[:, None]) & (share > 0)
+    return value.gather(1, reached.double().argmax(1, keepdim=True))[:, 0]
+
+
+def _finite(log_ratio: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(log_ratio), log_ratio, 0.0)
