@@ -334,7 +334,7 @@ def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
         missing_hooks["before_update"] = (
             f"it needs whole groups in every optimizer step, and TRL shuffles rows before it splits a generation batch "
             f"into {spg // ga} steps. Set steps_per_generation={ga}, equal to gradient_accumulation_steps."
-        )
+        ) + (f" {_OTHER_STALENESS}" if any("off_policy" in m.needs and m.whole_groups for m in stack.methods) else "")
     return HostFacts(
         name="trl",
         version=trl_version(),
@@ -454,12 +454,19 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
             f"{several}."
         )
         if not args.use_vllm:
+            if any(m.whole_groups for m in stack.methods):  # steps_per_generation cannot be raised then
+                several = "Set num_iterations=2 or more"
             missing["off_policy"] = (
                 f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "
                 f"there is nothing to correct. {several}, or use_vllm, or name a method that carries or replays "
                 f"groups."
             )
     return missing
+
+
+_OTHER_STALENESS = (
+    "Rollouts of an older policy then come from num_iterations, use_vllm, or a method that carries or replays groups."
+)
 
 
 def droppers(stack: MethodStack) -> list[Method]:
