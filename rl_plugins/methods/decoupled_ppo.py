@@ -43,11 +43,12 @@ class DecoupledPpo(Method):
     - 1; `k3_code` 1/r' + log r' - 1. With `level: sequence` all tokens of a row share one m, the `aggregation` (mean,
     sum, max) of their own; for the ratio in log space, and omega is then the geometric mean of the row.
 
-    `proximal` says what p is, with v^p = `current_version` (the newest weights published when the optimizer step
-    begins), v = v^p + 1 (those of the step once published) and alpha = clip((v^p - v^b) / (v - v^b), 0, 1) per token:
+    `proximal` says what p is. It is of the weights v^p = `current_version`: in TRL those that begin to train the
+    generation batch, in verl those published last, which are also restored for later batches of a cycle in
+    separate_async. With v = v^p + 1, the weights in training once they are published, and alpha = clip((v^p - v^b) /
+    (v - v^b), 0, 1) per token:
 
-        recompute   old log-probs, made by a pass: in TRL those of the weights that begin to train the generation
-                    batch; in verl of the weights that begin the step, in separate_async of those published last
+        recompute   old log-probs, made by a pass
         loglinear   lp^p = lp^b + alpha (stop_gradient(lp) - lp^b)
         linear      lp^p = log((1 - alpha) exp(lp^b) + alpha exp(stop_gradient(lp)) + 1e-10)
         rollout     lp^p = lp^b, so omega = 1: PPO around the policy that sampled

@@ -503,6 +503,14 @@ class Stored(Probe):
         return -terms.advantages * terms.logprobs
 
 
+class Replayed(Stored):
+    """The same beside a method that brings the loss."""
+
+    name = "replayed"
+    before_update = Method.before_update
+    policy_loss = Method.policy_loss
+
+
 class Squares(Probe):
     """Wants the sum of squared probabilities in the place of every token."""
 
