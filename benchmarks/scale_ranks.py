@@ -138,15 +138,13 @@ class MadeUp(GenerationBatch):
         return made, list(range(len(made)))
 
     def played(self, trainer: Any, plan: Any, rows: Any, training: bool) -> Any:
-        """Stands for `programs.start_programs`: rollouts of the first prompts have two rows, so that rows move."""
+        """Stands for `programs.make_rollouts`: rollouts of the first prompts have two rows, so that rows move."""
 
         def row(n: int) -> Trajectory:
             return Trajectory(tuple(range(20))).add(Generated(tuple(range(n)), (-0.5,) * n, "eos", 1))
 
         half = self.batch_rows // GROUP // 2
-        return [
-            SimpleNamespace(rows=[[row(n)] * (2 if p.group < half else 1) for n in self.lengths(p.n)]) for p in plan
-        ]
+        return [(None, [[row(n)] * (2 if p.group < half else 1) for n in self.lengths(p.n)]) for p in plan]
 
 
 def batch_of(case: str, rows: int, tokens: int, accelerator: Any) -> Callable[[], Any]:
@@ -167,7 +165,7 @@ def batch_of(case: str, rows: int, tokens: int, accelerator: Any) -> Callable[[]
         return batch._work_of_rounds
     if case == "programs":
         batch = MadeUp(["gdpo"], {}, rows, tokens, accelerator)
-        programs.start_programs = batch.played
+        programs.make_rollouts = batch.played
         plan = [PlanRow(g, g, GROUP) for g in range(rows // GROUP)]
         return lambda: programs.run_programs(batch.trainer, plan, batch.prompts.row)
     return MadeUp([case], {}, rows, tokens, accelerator).decided_once

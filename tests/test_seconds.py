@@ -50,7 +50,9 @@ def test_a_second_belongs_to_the_innermost_part(clock):
         "rl_plugins/cpu_seconds/programs": 20,
         "rl_plugins/cpu_seconds/split": 32,
     }
-    assert s.take() == {}, "of every batch anew"
+    again = s.take()
+    assert len(again) == 10 and not any(again.values()), "of every step anew"
+    assert {n for n in [*again, "rl_plugins/steps_skipped", "reward"] if Seconds.has(n)} == {*again}
 
 
 def test_an_error_closes_its_part(clock):

@@ -1,12 +1,13 @@
-"""What a batch costs the process in this package: seconds on the wall and of its CPUs, by part, free of noise.
+"""What a step costs the process in this package: seconds on the wall and of its CPUs, by part, free of noise.
 
-With `RL_PLUGINS_SECONDS=1` in the environment the hosts log of every batch `rl_plugins/seconds` (the wall) and
+With `RL_PLUGINS_SECONDS=1` in the environment the hosts log of every step `rl_plugins/seconds` (the wall) and
 `rl_plugins/cpu_seconds`, each with its parts behind it (`rl_plugins/seconds/driver`):
 
     driver    planning, the decision, the methods' hooks
     gather    rows and decisions between processes
     split     the decision, cut and applied
     programs  rollout programs and the books of their trajectories
+    update    `before_update` and the hooks in the loss, without their backward pass; on a GPU what it takes to launch
 
 What a part spends inside the host's own functions is not counted, so `rl_plugins/seconds` beside the host's time of a
 step is what a run without methods would not spend. Off by default, though it costs microseconds: a time differs from
@@ -64,8 +65,9 @@ class Seconds:
         return wrap
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last time, by the name it is logged under; empty unless it is on."""
-        spent, self._spent = self._spent, {}
+        """What was counted since the last time, by the name it is logged under; empty unless it is on. A part that was
+        once counted is 0 when nothing was, so that means over steps add up."""
+        spent, self._spent = self._spent, dict.fromkeys(self._spent, (0.0, 0.0))
         if not self.on or not spent:
             return {}
         found = {}
@@ -73,6 +75,11 @@ class Seconds:
             found[f"rl_plugins/{clock}"] = sum(both[k] for both in spent.values())
             found |= {f"rl_plugins/{clock}/{name}": both[k] for name, both in spent.items()}
         return found
+
+    @staticmethod
+    def has(name: str) -> bool:
+        """Whether a metric is one of these, which are another in every run."""
+        return name.startswith(("rl_plugins/seconds", "rl_plugins/cpu_seconds"))
 
     def _book(self) -> None:
         now = time.perf_counter(), time.process_time()

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
@@ -80,8 +81,11 @@ class MethodsCallback(TrainerCallback):
         return control
 
     def _log_update(self) -> None:
-        """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step."""
+        """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step; and what
+        the step cost here."""
         t = self.trainer
+        for name, spent in SECONDS.take().items():
+            t._metrics["train"][name].append(spent)
         if not t.methods.claimed("before_update", "policy_loss", "regularize"):
             return
         values = combine(gather(t.accelerator, t.methods.metrics.take()))

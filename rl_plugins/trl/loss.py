@@ -18,6 +18,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.losses import TRL_AGGREGATION, aggregate
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.batch import NEWEST_VERSION, PUBLISHED, ROW_COLUMN, TOKEN_COLUMN, VERSION, VERSIONS
 from rl_plugins.trl.facts import ROW_LOSSES
 from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input
@@ -123,7 +124,7 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
     def current(batch: HostBatch) -> Tensor | None:
         if "current_logprobs" not in trainer.methods.needs:
             return None
-        with torch.no_grad():
+        with torch.no_grad(), SECONDS.part(""):
             return trainer._get_per_token_logps_and_entropies(trainer.model, *model_input(batch))[0]
 
     def summed(of: Callable[[HostBatch], Tensor | None]) -> Tensor | None:

@@ -209,8 +209,6 @@ class MethodsMixin(_Host):
                 return batch.finish(out)
         finally:
             self._generation_batch = None
-            for name, value in SECONDS.take().items():
-                self._metrics["train"][name].append(value)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         generated = super()._generate(*args, **kwargs)
@@ -266,13 +264,16 @@ class MethodsMixin(_Host):
             self._nothing_trained = not self.methods.trains or loss.nothing_trained(self, inputs)
             self._methods_callback.idle = self._nothing_trained
             if self.methods.claims["before_update"] and not self._nothing_trained:
-                self._methods_callback.lr_scale *= loss.before_update(self)
+                with SECONDS.part("update"):
+                    self._methods_callback.lr_scale *= loss.before_update(self)
         if self._nothing_trained:
             return loss.no_loss(self)
         seam = self.seams.transform_per_token_loss and self.methods.aggregation == "host"
         self._loss_pass = loss.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)
         try:
-            return loss.compute_loss(self, lambda *given: host(*given, *args, **kwargs), model, self._loss_pass)
+            with SECONDS.part("update"):
+                timed = SECONDS.timed("")(host)
+                return loss.compute_loss(self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass)
         finally:
             self._loss_pass = None
 
@@ -295,7 +296,8 @@ class MethodsMixin(_Host):
         result: Tensor = super()._transform_per_token_loss(per_token_loss, per_token_logps, log_ratio, mask, inputs)
         if self._loss_pass is None or not self._loss_pass.through_seam:
             return result
-        return update.surrogate(self.methods, self._loss_pass.terms(self))
+        with SECONDS.part("update"):
+            return update.surrogate(self.methods, self._loss_pass.terms(self))
 
 
 class GRPOTrainer(MethodsMixin, HostTrainer):

@@ -22,6 +22,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regularizer, surrogate
 from rl_plugins.verl.compat import passes_extra_fields
@@ -72,15 +73,16 @@ class MethodsLoss:
 
     # ---- one micro-batch
 
+    @SECONDS.timed("update")
     def __call__(
         self, model_output: Mapping[str, Tensor], data: Columns, dp_group: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Loss and metrics of a micro-batch, as verl's engine asks for them."""
-        from verl.workers.utils.losses import ppo_loss
+        from verl.workers.utils import losses
 
-        stack = self.stack
+        stack, ppo_loss = self.stack, SECONDS.timed("")(losses.ppo_loss)
         if not stack.claimed("policy_loss", "regularize"):
-            return ppo_loss(self.actor, model_output, data, dp_group)  # type: ignore[no-any-return]
+            return ppo_loss(self.actor, model_output, data, dp_group)
         own = stack.claimed("policy_loss")
         if own and self._seam:
             with self._in_place_of_policy_loss(data) as actor:
@@ -163,6 +165,7 @@ class MethodsLoss:
 
     # ---- one optimizer step
 
+    @SECONDS.timed("update")
     def train_batch(self, host: Callable[..., dict[str, Any]], engine: TrainingEngine, data: Columns) -> dict[str, Any]:
         """verl's optimizer step on this rank's rows of one mini-batch.
 
@@ -190,13 +193,14 @@ class MethodsLoss:
         for g in engine.optimizer.param_groups:
             g["lr"] = g["lr"] * scale
         try:
-            output = host(engine, data, loss_function=self)
+            output = SECONDS.timed("")(host)(engine, data, loss_function=self)
         finally:
             for g, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
         values: dict[str, float] = {}
         if self.stack.claimed("before_update", "policy_loss", "regularize"):
             values = combine(_gather(self.stack.metrics.take(), group))
+        values |= SECONDS.take()
         if engine.is_mp_src_rank_with_outputs():
             values[SKIPPED] = float(not math.isfinite(output["metrics"]["grad_norm"]))  # verl's engines leave it out
             output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
@@ -323,7 +327,8 @@ def _current_logprobs(engine: TrainingEngine, data: Columns) -> Tensor:
 
     batch = data.clone(recurse=False)
     tu.assign_non_tensor(batch, compute_loss=False, calculate_entropy=False)
-    output = engine.infer_batch(batch)
+    with SECONDS.part(""):
+        output = engine.infer_batch(batch)
     return flat(response_from_nested(output["model_output"]["log_probs"], data["response_mask"]))
 
 

@@ -326,7 +326,7 @@ class MethodsTrainer(host.Trainer):
         if self.methods:
             values = loss.take_metrics(metrics)
             self._skipped.count(self.methods, values.get(SKIPPED, 0.0))
-            self.methods.stats = values
+            self.methods.stats = {name: value for name, value in values.items() if not SECONDS.has(name)}
             self._logged.append({f"actor/{name}": value for name, value in values.items()})
         return batch
 

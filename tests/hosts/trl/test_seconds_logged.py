@@ -7,6 +7,7 @@ import time
 import probes
 import pytest
 from harness import make
+from trl import GRPOTrainer
 
 pytestmark = pytest.mark.host
 PARTS = {f"rl_plugins/{clock}{part}" for clock in ("seconds", "cpu_seconds") for part in ("", "/driver", "/split")}
@@ -39,6 +40,30 @@ def test_a_run_says_what_a_batch_costs_in_the_package(tmp_path, monkeypatch):
         assert set(entry) >= PARTS
         assert 0.2 <= entry["rl_plugins/seconds/driver"] <= entry["rl_plugins/seconds"] < 0.5, "the reward is TRL's"
         assert entry["rl_plugins/cpu_seconds"] < entry["rl_plugins/seconds"], "sleeping costs no CPU"
+
+
+def test_the_update_place_is_a_part_of_every_step(tmp_path, monkeypatch):
+    """Two optimizer steps for a batch: what a surrogate costs is in both, what the driver costs in the first."""
+    monkeypatch.setenv("RL_PLUGINS_SECONDS", "1")
+    hook, host = probes.Corridor.regularize, GRPOTrainer._get_per_token_logps_and_entropies
+
+    def slow_hook(self, terms):
+        time.sleep(0.1)
+        return hook(self, terms)
+
+    def slow_host(self, *args, **kwargs):
+        time.sleep(0.3)
+        return host(self, *args, **kwargs)
+
+    monkeypatch.setattr(probes.Corridor, "regularize", slow_hook)
+    trainer = make(tmp_path, ["corridor"], max_steps=2, num_iterations=2, logging_steps=1)
+    monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", slow_host)  # not before it is checked
+    trainer.train()
+    first, second = (entry for entry in logged(trainer) if "rl_plugins/seconds" in entry)
+    for entry in (first, second):
+        assert 0.1 <= entry["rl_plugins/seconds/update"] < 0.3, "the forward pass is TRL's"
+    assert first["rl_plugins/seconds/driver"] > 0 == second["rl_plugins/seconds/driver"]
+    assert not any("seconds" in name for name in trainer.methods.stats)
 
 
 def test_programs_are_a_part_of_their_own(tmp_path, monkeypatch):

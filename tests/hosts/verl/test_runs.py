@@ -59,6 +59,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
         ],
         trainer="carousel",
         RL_PLUGINS_TEST_DUMP="1",
+        RL_PLUGINS_SECONDS="1",
     )
 
 
@@ -410,3 +411,15 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
     assert logged["vade/seen"] > run.metrics(1)["vade/seen"]
+
+
+@pytest.mark.parametrize("name", ["minpro", "gdpo", "filter+corridor", "softmax"])
+def test_a_step_says_what_it_costs_in_the_package(carousel: Run, name: str) -> None:
+    """On the driver, and in the worker if a hook is in the loss; less than the step took."""
+    logged = carousel.metrics(PLACES.index(name) + 1)
+    parts = [logged[f"rl_plugins/seconds/{part}"] for part in ("driver", "gather", "split")]
+    assert min(parts) > 0 and sum(parts) == pytest.approx(logged["rl_plugins/seconds"])
+    assert logged["rl_plugins/cpu_seconds"] > 0 and logged["rl_plugins/seconds"] < logged["timing_s/step"]
+    update = logged["actor/rl_plugins/seconds/update"]
+    assert update == logged["actor/rl_plugins/seconds"] < logged["timing_s/update_actor"]
+    assert (update > 1e-3) == (name != "gdpo"), "counts of rows and tokens are all that is left of it"
