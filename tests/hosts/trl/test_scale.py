@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 import torch
+from harness import make, policy
+from operations import instructions
+
+from rl_plugins.commands.doctor import dry_run
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from scale_driver import Batch
 from scale_ranks import BY_ROWS, BY_TOKENS, TOGETHER, launch
+from scale_start import SMALL, rows_read
+from scale_state import dataset_of
 
 
 def travelled(names: list[str], rows: int, tokens: int, ranks: int) -> tuple[int, int]:
@@ -67,3 +76,43 @@ def test_two_processes_receive_what_they_need() -> None:
     assert growth("queue", 1) < 25 * 0.8 * tokens
     assert growth("programs", 0) < 0.01 * tokens, "its programs made its rows, and more"
     assert growth("rounds", 0) + growth("rounds", 1) < 1.0 * tokens, "3 bytes a token, of rows that move"
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "methods",
+    [
+        {"vade": {}, "mc_grpo": {"mad_eps": 0.1}},
+        {"v0": {"prior": "running_mean"}, "mssr_prompts": {"rho": 0.9}},
+        {"april": {}},
+    ],
+    ids="+".join,
+)
+def test_a_start_reads_no_rows(tmp_path: Path, monkeypatch: Any, methods: dict[str, dict[str, object]]) -> None:
+    """Dry run, trainer, the fingerprint of its dataset and one step: rows taken by Python, and instructions of the
+    package, with 1,000 and with 100,000 rows."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    policy(tmp_path / "policy")
+    counts = []
+    for rows in (1_000, 100_000):
+        dataset, data = dataset_of(rows), tmp_path / f"data{rows}"
+        data.mkdir()
+        dataset.to_parquet(data / "train.parquet")
+        run = {**SMALL, "model_name_or_path": str(tmp_path / "policy"), "dataset_name": str(data)}
+        run |= {"reward_funcs": ["rl_plugins.demo.rewards.format"], "methods": [*methods], "method_params": methods}
+        config = tmp_path / f"{rows}.yaml"
+        config.write_text(json.dumps({**run, "output_dir": str(tmp_path / "out")}))
+
+        def start(config: Path = config, dataset: Any = dataset) -> None:
+            assert dry_run(["--config", str(config)]) == 0
+            small = {**SMALL, "per_device_train_batch_size": 8}
+            trainer = make(tmp_path, [*methods], dataset=dataset, method_params=methods, **small)
+            trainer.train()
+
+        start()  # what is done once in a process
+        with rows_read() as count:
+            executed = instructions(start)
+        counts.append((count[0], executed))
+    (few, short), (many, long) = counts
+    assert few > 0 and many <= few + 8, "the rows of a batch"
+    assert long < 1.05 * short, "no loop over rows"
