@@ -1,4 +1,4 @@
-"""Counts instead of seconds: bytecode instructions the package executes, and bytes its arrays copy."""
+"""Counts instead of seconds: bytecode instructions the package executes, bytes its arrays copy and torch allocates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rl_plugins
 
@@ -61,3 +65,26 @@ class CountingArray(array):
 def exponent(small: float, large: float, factor: float) -> float:
     """k of growth like size^k, where the size grew by `factor`."""
     return math.log(large / small) / math.log(factor)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of tensors that torch's operations make while it is entered; views of what is there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = function(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.bytes += x.numel() * x.element_size()
+        return out
+
+
+def allocated(work: Callable[[], Any]) -> int:
+    with Allocated() as count:
+        work()
+    return count.bytes

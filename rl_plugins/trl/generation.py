@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -453,7 +454,7 @@ class GenerationBatch:
             elif row.given is not None:
                 own = row.given.logprobs
             if own:
-                values = torch.tensor([float("nan") if p is None else p for p in own])
+                values = torch.from_numpy(np.array(own, np.float64))  # None is NaN
                 behavior[i, : len(values)] = values.to(behavior)
         return behavior if old is None else torch.where(torch.isnan(behavior), old, behavior)
 

@@ -249,9 +249,11 @@ def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tenso
     """(tokens,) bool; None if no row has such tokens."""
     if not any(r.made is not None or r.plan is None or r.plan.given or r.plan.prefix for r in rows):
         return None
-    kinds = [_forced(row, n) for row, n in zip(rows, length.tolist(), strict=True)]
-    width = inside.shape[1]
-    return torch.nn.utils.rnn.pad_sequence([torch.zeros(width, dtype=torch.bool), *kinds], batch_first=True)[1:][inside]
+    forced = torch.zeros(inside.shape, dtype=torch.bool)
+    for k, (row, n) in enumerate(zip(rows, length.tolist(), strict=True)):
+        own = _forced(row, n)
+        forced[k, : len(own)] = own
+    return forced[inside]
 
 
 def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
@@ -267,7 +269,7 @@ def _forced(row: Row, length: int) -> Tensor:
     """Which tokens were put in the policy's place: of a given completion, of a prefix, by a program."""
     assert row.plan is not None
     if row.made is not None:
-        return torch.tensor([k == Kind.FORCED for k in row.made.trajectory.kinds] or [False])
+        return torch.from_numpy(np.array(row.made.trajectory.kinds, np.int8) == int(Kind.FORCED))
     if row.number < len(row.plan.given):
         sampled = row.plan.given[row.number].logprobs is not None
         return torch.full((length,), not sampled)
@@ -279,7 +281,7 @@ def _versions(known: Sequence[Sequence[int] | None], inside: Tensor, now: int) -
     versions = torch.full(inside.shape, now, dtype=torch.int64)
     for k, of_row in enumerate(known):
         if of_row is not None:
-            own = torch.tensor(of_row, dtype=torch.int64)
+            own = torch.from_numpy(np.array(of_row, np.int64))  # not entry by entry, as torch reads a sequence
             versions[k, : len(own)] = torch.where(own < 0, now, own)
     return versions
 

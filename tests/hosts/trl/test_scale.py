@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import datasets
 import pytest
 import torch
 from harness import make, policy
-from operations import instructions
+from operations import allocated, exponent, instructions
 
 from rl_plugins.commands.doctor import dry_run
+from rl_plugins.requests import Generated, Trajectory
+from rl_plugins.trl.programs import ProgramRow
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from scale_driver import Batch
@@ -51,6 +54,45 @@ def test_tokens_travel_once_and_only_their_columns(name: str, columns: int) -> N
     assert per_token_back < 4.3  # float32 advantages, or which tokens stay
     for one, way in zip(sent[1024, 2], (0, 1), strict=True):
         assert sent[1024, 32][way] - one < 30 * 4096, "thirty ranks more are thirty heads more, and no token twice"
+
+
+@pytest.mark.parametrize("name", ["gdpo", "mssr_shaping", "d3s"])
+def test_the_split_does_not_grow_with_the_ranks(name: str) -> None:
+    """Bytes and instructions: every rank takes its own rows and tokens, and nobody looks at those of the others."""
+    made, executed = [], []
+    for ranks in (2, 64):
+        batch = Batch([name], 512, 256, ranks)
+        decision = batch.decided(batch.joined([batch.part(k) for k in range(ranks)]))
+        made.append(allocated(lambda batch=batch, decision=decision: batch.split(decision)))
+        executed.append(instructions(lambda batch=batch, decision=decision: batch.split(decision)))
+    assert made[1] < made[0] + 62 * 64, "nothing but a few numbers for each rank more"
+    assert executed[1] - executed[0] < 62 * 1000, "a loop over the ranks, not over rows"
+
+
+@pytest.mark.parametrize("name", BY_TOKENS)
+@pytest.mark.parametrize("what", ["tokens", "rows"])
+def test_deciding_per_token_is_linear(name: str, what: str) -> None:
+    """Bytes that are allocated to join, decide and split; a token has 30 of them on the driver."""
+
+    def count(factor: int) -> int:
+        rows, tokens = (128, 128 * factor) if what == "tokens" else (128 * factor, 128)
+        batch = Batch([name], rows, tokens, 4)
+        parts = [batch.part(k) for k in range(4)]
+        return allocated(lambda: batch.split(batch.decided(batch.joined(parts))))
+
+    few, many = count(1), count(8)
+    assert exponent(few, many, 8) < 1.05
+    assert many / (8 * 128 * 128) < {"mssr_shaping": 300, "d3s": 400}[name], "bytes a token"
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_deciding_per_row_does_not_grow_with_the_tokens(name: str) -> None:
+    def count(tokens: int) -> int:
+        batch = Batch([name], 256, tokens, 4)
+        parts = [batch.part(k) for k in range(4)]
+        return allocated(lambda: batch.split(batch.decided(batch.joined(parts))))
+
+    assert count(512) == count(16)
 
 
 @pytest.mark.host
@@ -116,3 +158,19 @@ def test_a_start_reads_no_rows(tmp_path: Path, monkeypatch: Any, methods: dict[s
     (few, short), (many, long) = counts
     assert few > 0 and many <= few + 8, "the rows of a batch"
     assert long < 1.05 * short, "no loop over rows"
+
+
+def test_rows_of_programs_cost_no_instruction_per_token() -> None:
+    """What stands in their trajectories is read as arrays."""
+    executed = []
+    for tokens in (64, 1024):
+        batch = Batch(["april"], 64, tokens, 1, {"april": {"correction": "token_tis"}})
+        made = [Trajectory((1,)).add(Generated(tuple(range(n)), (-0.5,) * n, "eos", 0)) for n in batch.length.tolist()]
+        rows = batch.work.rows[0]
+        rows[:] = [
+            replace(r, made=ProgramRow(r.plan, r.plan.group, r.number, 0, t))
+            for r, t in zip(rows, made, strict=True)
+            if r.plan is not None
+        ]
+        executed.append(instructions(lambda batch=batch: batch.part(0)))
+    assert executed[0] == executed[1] > 64
