@@ -15,6 +15,7 @@ from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
+SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
 CORRECTION = "algorithm.rollout_correction.rollout_is"
@@ -80,8 +81,8 @@ class April(Method):
     )
     cost = (
         "over_sampling times as many rollouts decoded at once, each resumed one read again; needs an engine that "
-        "can be interrupted (transformers' generate in TRL, trainer mode colocate_async in verl). verl does the "
-        "same by itself in that mode: `admit` is not called there, over_sampling is set as num_warmup_batches = "
+        "can be interrupted (transformers' generate in TRL, its asynchronous trainer modes in verl). verl does the "
+        "same by itself in these modes: `admit` is not called there, over_sampling is set as num_warmup_batches = "
         "over_sampling - 1, and max_staleness as max_off_policy_threshold = max_staleness + 1 (a span of policy "
         "versions) with strategy drop, which drops complete groups only when they are stale. `correction` acts "
         "alike in both hosts."
@@ -94,7 +95,7 @@ class April(Method):
         "`max_staleness` is ours.",
     )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens", "token_versions"})
-    host_options = {"verl": {WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
+    host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
         Idle(
             {"waiting": 0},
@@ -120,6 +121,7 @@ class April(Method):
         # rounded: verl takes the whole part of warm-up batches times groups, and 1.15 - 1 is less than 0.15
         options: dict[str, Any] = {
             WARMUP: round(p.over_sampling - 1, 9),
+            SEPARATE_WARMUP: round(p.over_sampling - 1, 9),
             THRESHOLD: None if p.max_staleness is None else p.max_staleness + 1,
         }
         if p.max_staleness is not None:

@@ -158,10 +158,10 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
     """What this run offers."""
     read = Reader(config)
     missing_hooks = {}
-    if read.mode != "colocate_async":  # there verl's own buffer carries groups over, as the method's host options say
+    if read.mode == "sync":  # in the others verl's own buffer carries groups over, as the method's host options say
         missing_hooks["admit"] = (
-            "groups that go on in a later batch are verl's own in trainer mode colocate_async. Set "
-            "trainer.v1.trainer_mode=rl_plugins_colocate_async."
+            "groups that go on in a later batch are verl's own in its asynchronous trainer modes. Set "
+            "trainer.v1.trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async."
         )
     own = _makes_rollouts_itself(read)
     if own:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.methods.april import CORRECTION, STRATEGY, THRESHOLD, WARMUP, April
+from rl_plugins.methods.april import CORRECTION, SEPARATE_WARMUP, STRATEGY, THRESHOLD, WARMUP, April
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Carried, Queue, Tokens
 from rl_plugins.runtime.carry_over import Group, admit, finished
@@ -523,16 +523,19 @@ def test_signals_are_asked_for_only_where_they_are_used() -> None:
 @pytest.mark.parametrize(
     ("params", "wanted"),
     [
-        ({}, {WARMUP: 1.0, THRESHOLD: None}),
-        ({"over_sampling": 1}, {WARMUP: 0.0, THRESHOLD: None}),
-        ({"over_sampling": 2.5, "correction": "token_tis"}, {WARMUP: 1.5, THRESHOLD: None, CORRECTION: None}),
-        ({"max_staleness": 2, "stale": "drop"}, {WARMUP: 1.0, THRESHOLD: 3, STRATEGY: "drop"}),
+        ({}, {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}),
+        ({"over_sampling": 1}, {WARMUP: 0.0, SEPARATE_WARMUP: 0.0, THRESHOLD: None}),
+        (
+            {"over_sampling": 2.5, "correction": "token_tis"},
+            {WARMUP: 1.5, SEPARATE_WARMUP: 1.5, THRESHOLD: None, CORRECTION: None},
+        ),
+        ({"max_staleness": 2, "stale": "drop"}, {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: 3, STRATEGY: "drop"}),
     ],
     ids=str,
 )
 def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert april(**params).host_options == {"verl": wanted}
-    defaults = {WARMUP: 1, THRESHOLD: 8, STRATEGY: "drop", CORRECTION: None}
+    defaults = {WARMUP: 1, SEPARATE_WARMUP: 1, THRESHOLD: 8, STRATEGY: "drop", CORRECTION: None}
     assert dict(April.host_options) == dict(april().host_options)
     facts = dict(
         name="verl",
@@ -558,8 +561,8 @@ def test_these_are_options_of_verl_with_these_defaults() -> None:
 
     folder = Path(found.origin).parent / "trainer" / "config"
     config = OmegaConf.load(folder / "ppo_trainer.yaml")
-    values = [OmegaConf.select(config, name) for name in (WARMUP, THRESHOLD, STRATEGY)]
-    assert values == [1, 8, "drop"]
+    values = [OmegaConf.select(config, name) for name in (WARMUP, SEPARATE_WARMUP, THRESHOLD, STRATEGY)]
+    assert values == [1, 1, 8, "drop"]
     correction = OmegaConf.load(folder / "algorithm" / "rollout_correction.yaml")
     assert correction.rollout_is is None and CORRECTION == "algorithm.rollout_correction.rollout_is"
 

@@ -1,0 +1,140 @@
+"""AReaL's admission of new rollouts (arXiv 2505.24298): generation runs ahead of training by so many batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Admission, Queue, Run
+
+PAPER = Paper(
+    "2505.24298",
+    "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
+    "Wei Fu and Jiaxuan Gao and Xujie Shen and Chen Zhu and Zhiyu Mei and Chuyi He and Shusheng Xu and others",
+    2025,
+    code="inclusionAI/AReaL",
+)
+WARMUP = ("trainer.v1.colocate_async.num_warmup_batches", "trainer.v1.separate_async.num_warmup_batches")
+THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
+STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
+
+
+class ArealAdmission(Method):
+    """Begins new groups as long as no more than eta + 1 batches of them are ahead of the trained ones.
+
+    With v the published weights, B the groups (prompts) of a batch, and the groups accepted (complete and kept, trained
+    ones included) and running since the start:
+
+        capacity = min(C - running, (eta + v + 1) B - accepted - running)      begin a group while it is above 0
+
+    eta = 0 is synchronous generation. The trainer takes the B complete groups that were begun first.
+
+    The rule bounds how many groups are ahead, not how old one may be: a straggler begun at version v is trained
+    whenever it is complete. `bound` adds what the paper leaves out: groups older than eta are dropped (`drop`), or
+    training waits until none can become older (`wait`).
+
+    verl does this by itself in its asynchronous modes; the method sets its options: num_warmup_batches = eta, and
+    max_off_policy_threshold = none, or with a `bound` eta + 1 (it counts versions, both ends included).
+
+    Symbols: eta = `max_staleness` in published weights, C = `max_concurrent`, all whole numbers. See `capacity`.
+
+    State: none of its own; after a resume at version v the counts are accepted = v B, running = 0 (`recovered`).
+
+    Raises:
+        ConfigError: TRL's GRPOTrainer, or `max_concurrent` in verl.
+
+    Source: arXiv 2505.24298 and areal/infra/staleness_manager.py of inclusionAI/AReaL (StalenessManager, commit
+    4aef98d8), whose capacities are the golden cases.
+    """
+
+    name = "areal_admission"
+    paper = PAPER
+    fidelity = "code"
+    use_when = "Generation shall go on while the policy is trained (verl's asynchronous modes), so far ahead at most."
+    avoid_when = (
+        "Nothing is generated while the policy is trained: then rollouts become stale for nothing. TRL's GRPOTrainer "
+        "is such a host; `april` and `decoupled_ppo` are for it."
+    )
+    cost = (
+        "Rollouts up to eta published weights old, so a loss that corrects for them (`decoupled_ppo`); up to eta + 1 "
+        "batches of groups held at once. `bound: drop` wastes the groups that it drops, `bound: wait` waits for "
+        "stragglers."
+    )
+    disagreements = (
+        "AReaL bounds the number of groups alone; its description promises a largest staleness. `bound` is ours.",
+        "AReaL's `max_concurrent_rollouts` has no counterpart in verl, whose engine has a queue of its own.",
+        "AReaL counts a published version per optimizer step; verl publishes every `parameter_sync_step` batches.",
+    )
+    host_options = {"verl": {WARMUP[0]: 4, WARMUP[1]: 4, THRESHOLD: None}}  # of the default parameters
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        max_staleness: int = param(4, "eta, batches of groups that may be ahead of the trained ones", ge=0, le=63)
+        max_concurrent: int | None = param(None, "C, groups in the making at once; none: no limit", ge=1)
+        bound: Literal["none", "drop", "wait"] = param(
+            "none", "fate of groups older than that: none (the paper's), drop them, or wait for them"
+        )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        options: dict[str, Any] = dict.fromkeys(WARMUP, p.max_staleness)
+        options[THRESHOLD] = None if p.bound == "none" else p.max_staleness + 1
+        if p.bound != "none":
+            options[STRATEGY] = p.bound
+        self.host_options = {"verl": options}
+
+    def check(self, run: Run) -> None:
+        if run.host == "trl":
+            raise ConfigError(
+                "nothing is generated while TRL's GRPOTrainer trains, so rollouts begun ahead would become stale and "
+                "save no time. Name `april` (which stops waiting for long rollouts) and `decoupled_ppo` instead, or "
+                "use verl's asynchronous modes."
+            )
+        if run.host == "verl" and self.params.max_concurrent is not None:
+            raise ConfigError(
+                f"`max_concurrent` is {self.params.max_concurrent}, and verl has no limit on the prompts in the making "
+                f"beside num_warmup_batches. Leave it out; the engine has one of its own "
+                f"(actor_rollout_ref.rollout.max_num_seqs)."
+            )
+
+    def admit(self, queue: Queue) -> Admission:
+        """The rule for a host that asks before each batch, as in a simulation."""
+        p, carried = self.params, len(queue.carried)
+        most = p.max_concurrent if p.max_concurrent is None else max(p.max_concurrent, queue.groups)
+        room = capacity(queue.batch, queue.batch * queue.groups, carried, queue.groups, p.max_staleness, most)
+        old = tuple(
+            i
+            for i, group in enumerate(queue.carried)
+            if p.bound == "drop" and queue.batch - group.drawn > p.max_staleness
+        )
+        go = tuple(i for i in range(carried) if i not in old)
+        return Admission(max(room + len(old), queue.groups - len(go), 0), go, drop=old)
+
+
+def capacity(
+    version: int, accepted: int, running: int, batch: int, max_staleness: int, max_concurrent: int | None = None
+) -> int:
+    """How many groups may be begun now; none if it is 0 or less.
+
+        min(C - running, (eta + v + 1) B - (accepted + running))
+
+    Args:
+        version: v, published weights since the start of the run.
+        accepted: groups that are complete and kept, those trained included. One that is rejected is in no count.
+        running: groups begun and not complete.
+        batch: B, groups per batch.
+        max_staleness: eta.
+        max_concurrent: C; None: no limit.
+    """
+    room = (max_staleness + version + 1) * max(1, batch) - (accepted + running)
+    return room if max_concurrent is None else min(max(1, max_concurrent) - running, room)
+
+
+def recovered(version: int, batch: int) -> tuple[int, int]:
+    """`accepted` and `running` of a run that resumes at a version. With both 0 it would begin version * batch groups
+    more than it may."""
+    return version * max(1, batch), 0
