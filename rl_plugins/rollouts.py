@@ -218,6 +218,8 @@ class Run:
         total_steps: optimizer steps of the whole run.
         total_batches: generation batches of the whole run (rounded up).
         max_completion_length: in tokens.
+        fingerprint: of the dataset, a short text that tells datasets apart; empty where it was not made, as in `check`
+            before the run.
     """
 
     host: str
@@ -230,6 +232,7 @@ class Run:
     total_steps: int
     total_batches: int
     max_completion_length: int
+    fingerprint: str = ""
 
 
 # ---- after generation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Callable
@@ -28,6 +29,10 @@ PARAMS: dict[str, dict[str, Any]] = {
     "aepo_rollout": {"environment": "rl_plugins.demo.environments:Calculator"},
     "arrol": {"cold_start": 1},
     "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
+    "dots": {
+        "embeddings": lambda data: [[math.sin(i + 2.0 * j) for j in range(4)] for i in range(16)],
+        "references": 4,
+    },
     "drpo": {"threshold": 0.5},
     "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
     "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from rl_plugins.agents import Observation
 from rl_plugins.commands.check import check_and_print
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle, Method
+from rl_plugins.methods.dots import save_adapter
+from rl_plugins.methods.dots.predictor import Adapter
 from rl_plugins.params import MethodParams, param
 from rl_plugins.runtime import registry
 from rl_plugins.testing.contract.effects import Beside, World, idle_parameters
@@ -187,6 +190,11 @@ CASES: dict[str, Case] = {
     ),
     # generated weights are close to 1
     "decoupled_ppo": Case(values={"lower": [1.02]}, settings=({"upper": 1.05}, {"upper": 1.1, "level": "sequence"})),
+    "dots": Case(
+        World(),
+        {"embeddings": [lambda data: [[math.cos(3.0 * i + j) for j in range(4)] for i in range(16)]], "adapter": []},
+        params=PARAMS["dots"],
+    ),
     "drpo": Case(
         World(prepare=several_rewards(THREE), facts={"reward_names": THREE}),
         {"reward": ["format"]},
@@ -330,6 +338,11 @@ CASES: dict[str, Case] = {
 
 def case_of(name: str, folder: Any) -> Case:
     case = CASES.get(name, Case(World(prepare=PREPARE.get(name)), params=PARAMS.get(name, {})))
+    if name == "dots":
+        path = folder / "adapter.safetensors"
+        torch.manual_seed(0)
+        save_adapter(path, Adapter(4, 8))
+        case = dataclasses.replace(case, values={**case.values, "adapter": [str(path)]})
     if name == "training_free_grpo":
         path = folder / "library.json"
         path.write_text(json.dumps({"format": 1, "experiences": {"G0": "look twice"}}))

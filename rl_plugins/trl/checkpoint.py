@@ -7,6 +7,7 @@ a resume from it repeats that batch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from pathlib import Path
@@ -63,7 +64,8 @@ class MethodsCallback(TrainerCallback):
             rows = t.accelerator.unwrap_model(t.model).config.get_text_config().vocab_size  # some have no text
             t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
             t.methods.check(run_of(known))  # again: now the reward functions of environments are known, too
-            on_driver(t.accelerator, lambda: t.methods.start(run_of(known)))
+            run = dataclasses.replace(run_of(known), fingerprint=self.fingerprint)
+            on_driver(t.accelerator, lambda: t.methods.start(run))
             self._started = True
         if self.resume_from is not None:
             self._read_state(self.resume_from)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -90,7 +91,7 @@ class MethodsTrainer(host.Trainer):
             self.methods.vocabulary = max(len(self.tokenizer), rows)
             number_rows(self.train_dataset)
             self.methods.check(self.known().run())  # again: now the dataset is known, too
-            self.methods.start(self.known().run())
+            self.methods.start(replace(self.known().run(), fingerprint=self._fingerprint))
             if self.global_steps:
                 self._load_state()
         super().on_init_end()

@@ -111,6 +111,19 @@ REFUSED = {
         "april",
         "`april`: verl drops groups that are too old and cannot restart them",
     ),
+    "admission without generation ahead": (
+        [],
+        "areal_admission",
+        "`areal_admission` changes `admit`, .*trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async",
+    ),
+    "a limit on groups in the making": (
+        [
+            "trainer.v1.trainer_mode=rl_plugins_separate_async",
+            "+rl_plugins.method_params.areal_admission.max_concurrent=8",
+        ],
+        "areal_admission",
+        "`max_concurrent` is 8, and verl has no limit",
+    ),
     "a reward nobody gives": (
         ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.rewards.accuracy=1"],
         "drpo",

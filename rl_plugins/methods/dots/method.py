@@ -1,0 +1,309 @@
+"""DOTS of DOTS + RR (arXiv 2506.05316): prompts whose predicted pass rate is near a target come next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method
+from rl_plugins.methods.dots.files import embeddings_of, load_adapter
+from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
+from rl_plugins.methods.rollout_replay.method import PAPER
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
+
+
+class Dots(Method):
+    """Difficulty-targeted Online data Selection: trains on prompts that the policy passes about half of the time.
+
+    A cycle is mu generation batches. At its start, for the D prompts of the dataset:
+
+        roll out K reference prompts, drawn uniformly, G times; d_k = mean reward, in [0, 1]
+        a_ik = softmax_k(z_i . r_k / sqrt(H) / tau_att),   base_i = sum_k a_ik d_k
+        p_i  = sigmoid(logit(base_i) / clip(softplus(w), 0.01, 10) + tanh(b)),   (w, b) = MLP(mean_k d, std_k d)
+        p_i <- s p_i + c, with s, c of the least squares of p_k on d_k
+        P(i) ~ exp(-|p_i - alpha| / tau);   draw M prompts without replacement, shuffle, train them in mu batches
+
+    with z and r the projections of the frozen embeddings by a trained `adapter`. The reference rollouts are used for
+    nothing else: they leave before the statistics.
+
+    The draw adds Gumbel noise to the float64 logits and takes the largest M. That is the same distribution, and stays
+    defined where P underflows to 0 (at tau = 1e-3 for all prompts 0.1 farther from alpha than the best), where the
+    authors' call returns arbitrary prompts.
+
+    `reference: now` makes the reference rollouts first, in a round of the cycle's first batch. `previous` makes them
+    beside the last batch of the cycle before, one batch older; it runs beside rollout programs, and the first cycle
+    takes the host's prompts.
+
+    Symbols: mu = `cycle`, K = `references`, alpha = `target`, tau = `temperature`, tau_att = `attention_temperature`,
+    G the group size. Embeddings (D, H) float; predicted rates (D,) float64. M is mu times the fresh prompts of a batch.
+
+    Special cases: without an adapter embeddings are compared as they are and nothing is calibrated but s and c. A
+    reference prompt without a scored rollout is left out. A batch that needs more prompts than the cycle has left goes
+    on drawing among those the cycle has not had. A prompt may be a reference and be trained.
+
+    State: predicted rates, the prompts left of the cycle and those it has had. All draws are from `self.rng`.
+
+    Logs: `reference_rate`, mean d; `slope`, s; `predicted`, mean p of the prompts that were drawn; `correlation` of
+    p with the measured pass rate, and `useful`, share of groups with unequal rewards, both of the groups trained;
+    `reference_rollouts` made in the batch.
+
+    Raises:
+        ConfigError: no embeddings, or they do not fit the dataset or the adapter; more references than prompts; a
+            stream.
+        MethodError: M > D; pass rates outside of [0, 1].
+
+    Source: arXiv 2506.05316; adaptive_difficulty_prediction/model.py and
+    rl_training/verl/verl/trainer/ppo/teacher_utils.py of the authors' code. Their adapter's weights are not shipped.
+    """
+
+    name = "dots"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Many prompts are passed always or never, and embeddings of the prompts tell which are alike."
+    avoid_when = (
+        "Rewards are not in [0, 1], or each prompt is to be seen once per epoch: an epoch no longer means that."
+    )
+    cost = (
+        "K G reference rollouts per cycle, which are not trained: with the paper's K = 256, two batches of 512 prompts "
+        "per cycle and half of them replayed, half as many as the fresh ones. The prediction reads all embeddings once "
+        "per cycle; with an adapter their projections are kept, 4 bytes x D x 896."
+    )
+    disagreements = (
+        "The authors' adapter and its training data are not shipped: `rl-plugins train-adapter` trains one from your "
+        "own pass rates. The sizes of the calibration's hidden layer (64) is ours.",
+        "Without an adapter (`adapter: none`) embeddings are compared as they are, which the paper does not try.",
+        "The authors draw with torch.multinomial, which returns prompts of probability 0 when too few others are left.",
+        "`reference: previous` is ours.",
+    )
+    needs = frozenset({"prompt_index"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        embeddings: Callable[..., Any] | str = param(
+            "",
+            "(D, H) embeddings of the dataset's rows: a .safetensors or .npy file, or a function of the dataset",
+        )
+        adapter: str | None = param(
+            None, "file of `rl-plugins train-adapter`; none: embeddings are compared as they are"
+        )
+        references: int = param(256, "K, reference prompts of a cycle", ge=2)
+        reference: Literal["now", "previous"] = param(
+            "now",
+            "time of the reference rollouts: before the cycle's first batch, or beside the last of the one before",
+        )
+        cycle: int = param(2, "mu, batches per cycle", ge=1)
+        target: float = param(0.5, "alpha, pass rate that is looked for", ge=0, le=1)
+        temperature: float = param(1e-3, "tau of the draw; large: uniform", gt=0)
+        attention_temperature: float = param(1.0, "tau of the attention", gt=0)
+
+        def check(self) -> None:
+            if self.embeddings == "":
+                raise ConfigError(
+                    "parameter `embeddings` is missing: give a .safetensors or .npy file with a row per row of the "
+                    'dataset, or a function of the dataset as "module:attribute".'
+                )
+
+    example_params = {"embeddings": "embeddings.safetensors"}
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.rounds = self.params.reference == "now"
+        self._predictor: Predictor | None = None
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if run.dataset_size is not None and p.references > run.dataset_size:
+            raise ConfigError(
+                f"`references` is {p.references}, and the dataset has {run.dataset_size} prompts. Lower it."
+            )
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if run.dataset_size is None:
+            raise ConfigError(
+                "the dataset is a stream without a length; give one with random access, or remove `dots`."
+            )
+        self.check(run)
+        values, noted = embeddings_of(p.embeddings, run.dataset, run.dataset_size)
+        if noted is not None and run.fingerprint and noted != run.fingerprint:
+            raise ConfigError(
+                f"the embeddings belong to another dataset (fingerprint {noted}, this run's is {run.fingerprint}). "
+                f"Embed this dataset."
+            )
+        if noted is None and isinstance(p.embeddings, str):
+            self.warn(
+                "the embeddings bear no fingerprint of their dataset, so only their number was compared. Write them "
+                "with `rl_plugins.methods.dots.save_embeddings`."
+            )
+        adapter = None if p.adapter is None else load_adapter(p.adapter, int(values.shape[1]))
+        self._predictor = Predictor(values, adapter, p.attention_temperature)
+        self.state = {"place": 0, "left": [], "had": []}
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        """The next prompts of the cycle. Before there is a prediction, and where this cycle's is still to be made, the
+        host's own."""
+        state = self.state
+        if "predicted" not in state or (self.rounds and state["place"] == 0):
+            without = set(pool.taken)
+            first = [i for i in pool.proposal if i not in without][:n]
+            if len(first) < n:
+                without |= set(first)
+                free = [i for i in range(pool.size) if i not in without]
+                first += self.rng("host").permutation(free)[: n - len(first)].tolist()
+            return first
+        if not self.rounds and state["place"] == 0 and not state["left"]:
+            self._begin(self.params.cycle * state.get("fresh", n), pool.size)
+        taken = set(pool.taken)
+        chosen = [i for i in state["left"] if i not in taken][:n]
+        if len(chosen) < n:
+            chosen += self._further(n - len(chosen), {*taken, *chosen})
+        return chosen
+
+    def plan(self, plan: Plan) -> Plan | None:
+        state, p = self.state, self.params
+        last = state["place"] == p.cycle - 1
+        first = min((row.group for row in plan.rows), default=-1) == 0  # later calls fill a batch that is not full
+        if plan.round == 0 and first and (state["place"] == 0 if self.rounds else last):
+            return self._with_references(plan)
+        if plan.round == 1 and state["place"] == 0:
+            return self._after_references(plan)
+        return None
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        return ~_is_reference(rollouts)
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        state, reference = self.state, _is_reference(rollouts)
+        trained = rollouts.kept & (rollouts.prompt_index >= 0)
+        self.log("reference_rollouts", int(reference.sum()))
+        self._report(rollouts, trained)
+        had = set(rollouts.prompt_index[trained].tolist())
+        state["had"] = sorted({*state["had"], *had})
+        state["left"] = [i for i in state["left"] if i not in had]
+        state["place"] = (state["place"] + 1) % self.params.cycle
+        state["fresh"] = Groups(rollouts.group[trained & ~_is_given(rollouts)]).count
+        if not self.rounds and bool(reference.any()):
+            reward = weighted_reward(rollouts.rewards, rollouts.reward_weights)[reference]
+            groups = Groups(rollouts.prompt_index[reference])
+            self._predict(groups.ids, groups.mean(reward))
+        if state["place"] == 0:  # the next cycle draws anew
+            state["left"], state["had"] = [], []
+
+    def _with_references(self, plan: Plan) -> Plan:
+        """The plan with the reference prompts; what is trained of the cycle's first batch is planned after them, but
+        for completions that are given."""
+        k, size = self.params.references, self._size()
+        rows = list(plan.rows)
+        if self.rounds:
+            rows = [row for row in rows if row.given]
+            fresh = (plan.budget - sum(row.n for row in rows)) // plan.group_size
+            self._fits(self.params.cycle * fresh, size)
+        chosen = self.rng("references").choice(size, k, replace=False).tolist()
+        used = {row.group for row in rows}
+        free = [g for g in range(len(used) + k) if g not in used]
+        mark = {self.name: True}
+        references = [PlanRow(i, g, 0, spare=plan.group_size, payload=mark) for i, g in zip(chosen, free, strict=False)]
+        return plan.replace(rows=(*rows, *references))
+
+    def _after_references(self, plan: Plan) -> Plan | None:
+        """The first batch of a cycle, of prompts chosen by the rewards of the references."""
+        groups = [g for g in plan.so_far if isinstance(g.row.payload, Mapping) and self.name in g.row.payload]
+        fresh = plan.budget // plan.group_size
+        if not groups or fresh == 0:
+            return None
+        prompts = torch.tensor([g.row.prompt_index for g in groups])
+        self._predict(prompts, torch.stack([g.rewards.nanmean() for g in groups]))
+        self._begin(self.params.cycle * fresh, self._size())
+        start = max(g.row.group for g in plan.so_far) + 1
+        chosen = self.state["left"][:fresh]
+        return plan.replace(rows=tuple(PlanRow(i, start + j, plan.group_size) for j, i in enumerate(chosen)))
+
+    def _predict(self, prompts: Tensor, rates: Tensor) -> None:
+        """Predicted pass rates of all prompts, from those of the references; as before if none was scored."""
+        scored = ~torch.isnan(rates)
+        prompts, rates = prompts[scored], rates[scored].double()
+        if bool(((rates < 0) | (rates > 1)).any()):
+            bad = float(rates[(rates < 0) | (rates > 1)][0])
+            raise MethodError(
+                f"the mean reward of a reference prompt is {bad:g}; pass rates must be in [0, 1]. Scale the rewards "
+                f"and their weights so that they are."
+            )
+        if len(rates) < 2:
+            self.warn(f"{len(rates)} reference prompts have a reward, so no pass rate is predicted in this cycle.")
+            return
+        assert self._predictor is not None  # since `start`
+        predicted = self._predictor.predict(prompts, rates)
+        if not bool(torch.isfinite(predicted).all()):
+            raise MethodError("predicted pass rates are NaN or infinite; look for such numbers in the embeddings.")
+        self.state["predicted"] = predicted
+        self.log("reference_rate", rates.mean())
+
+    def _begin(self, m: int, size: int) -> None:
+        """Draws the prompts of a cycle."""
+        self._fits(m, size)
+        self.state["left"], self.state["had"] = [], []
+        chosen = self._further(m, set())
+        self.state["left"] = self.rng("shuffle").permutation(chosen).tolist()
+        if "predicted" in self.state:
+            self.log("predicted", self.state["predicted"][chosen].mean())
+
+    def _further(self, n: int, without: set[int]) -> list[int]:
+        """`n` more prompts by the predicted rates, of those the cycle has not had if they are enough."""
+        p, size = self.params, self._size()
+        predicted = self.state.get("predicted", torch.full((size,), p.target, dtype=torch.float64))
+        logits = selection_logits(predicted, p.target, p.temperature)
+        had = [i for i in self.state["had"] if i not in without]
+        logits[had] = logits.min() - 1e6 / p.temperature  # behind all others
+        logits[list(without)] = -torch.inf
+        if n > size - len(without):
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {size - len(without)} of the dataset's {size} are left. Make "
+                f"the batch smaller or the dataset larger."
+            )
+        chosen: list[int] = draw(logits, n, self.rng(f"draw {len(without)}")).tolist()
+        return chosen
+
+    def _fits(self, m: int, size: int) -> None:
+        if m > size:
+            raise MethodError(
+                f"a cycle of {self.params.cycle} batches takes {m} prompts, and the dataset has {size}. Lower `cycle`, "
+                f"make the batch smaller, or the dataset larger."
+            )
+
+    def _report(self, rollouts: Rollouts, trained: Tensor) -> None:
+        fresh = trained & ~_is_given(rollouts)
+        if not bool(fresh.any()):
+            return
+        groups, reward = Groups(rollouts.group[fresh]), rollouts.reward[fresh]
+        self.log("useful", (groups.max(reward) > groups.min(reward)).double().mean())
+        if "predicted" in self.state:
+            prompt = groups.max(rollouts.prompt_index[fresh].double()).long()
+            rate, told = groups.mean(reward), self.state["predicted"][prompt]
+            pairs = torch.stack([rate, told])[:, ~torch.isnan(rate)]
+            if pairs.shape[1] > 2:
+                self.log("correlation", torch.corrcoef(pairs)[0, 1])
+
+    def _size(self) -> int:
+        assert self._predictor is not None  # since `start`
+        return len(self._predictor)
+
+
+def _is_reference(rollouts: Rollouts) -> Tensor:
+    return _marked(rollouts, Dots.name)
+
+
+def _is_given(rollouts: Rollouts) -> Tensor:
+    """Rows that were replayed."""
+    return _marked(rollouts, "rollout_replay")
+
+
+def _marked(rollouts: Rollouts, key: str) -> Tensor:
+    payload = rollouts.payload or [None] * len(rollouts)
+    return torch.tensor([isinstance(p, Mapping) and key in p for p in payload], dtype=torch.bool)
