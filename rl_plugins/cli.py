@@ -73,6 +73,39 @@ def new(
     create(name, hook or ["advantages"], into)
 
 
+@app.command("train-adapter")
+def train_adapter(
+    embeddings: Annotated[Path, typer.Argument(help="Embeddings, a .safetensors or .npy file with a row per prompt.")],
+    rates: Annotated[Path, typer.Argument(help="Pass rates, .csv or .jsonl: row, pass_rate, and model if several.")],
+    out: Annotated[Path, typer.Argument(help="File to write, .safetensors.")],
+    references: Annotated[int, typer.Option(min=2, help="Prompts a prediction is made from.")] = 256,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the pass rates.")] = 20,
+    hidden: Annotated[int, typer.Option(min=1, help="Size of the projections.")] = 896,
+    seed: int = 0,
+) -> None:
+    """Train the adapter of `dots`, which predicts pass rates of prompts.
+
+    Pass rates are those of any models on any of the prompts, as often as you like: rows of the file of embeddings,
+    numbers from 0 to 1. The more models they come from, the better the adapter carries over to a policy in training.
+    Minutes on a CPU for some thousands of prompts; nothing is downloaded.
+
+    \b
+    Write the embeddings (row i is dataset row i; the mean over tokens of a frozen model, say):
+      from rl_plugins.methods.dots import save_embeddings
+      from rl_plugins.runtime.fingerprint import fingerprint
+      save_embeddings("embeddings.safetensors", array, fingerprint(train_dataset))
+
+    \b
+    Then:
+      rl-plugins train-adapter embeddings.safetensors rates.csv adapter.safetensors
+      rl-plugins trl grpo .. --methods dots --method_params
+        '{"dots": {"embeddings": "embeddings.safetensors", "adapter": "adapter.safetensors"}}'
+    """
+    from rl_plugins.commands.train_adapter import train
+
+    train(embeddings, rates, out, references, epochs, hidden, seed)
+
+
 class _Host(enum.StrEnum):
     trl = "trl"
     verl = "verl"

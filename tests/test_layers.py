@@ -43,7 +43,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {*ADAPTER, "testing"},
     "compare": {"contract", "runtime", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
-    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl"},
+    # one command trains what one method loads
+    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots"},
     "cli": {"contract", "runtime", "commands", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},

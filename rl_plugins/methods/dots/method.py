@@ -264,8 +264,8 @@ class Dots(Method):
         logits[list(without)] = -torch.inf
         if n > size - len(without):
             raise MethodError(
-                f"{n} prompts are to be chosen, but only {size - len(without)} of the dataset's {size} are left. Make "
-                f"the batch smaller or the dataset larger."
+                f"{n} more prompts are to be chosen, but only {size - len(without)} of the dataset's {size} are left. "
+                f"Make the batch smaller or the dataset larger."
             )
         chosen: list[int] = draw(logits, n, self.rng(f"draw {len(without)}")).tolist()
         return chosen

@@ -115,8 +115,9 @@ class Predictor:
 
         Args:
             references: (K,) int64 prompts, at least 2.
-            rates: (K,) float64 their measured pass rates.
+            rates: (K,) their measured pass rates.
         """
+        rates = rates.double()
         known = self._adapted("reference", self._rows(references))
         told = None if self.adapter is None else self.adapter.calibration(spread(rates).float()[None])[0].double()
         parts = []
