@@ -268,3 +268,10 @@ def test_these_are_options_of_verl_with_these_defaults() -> None:
 def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         admission(**params)
+
+
+def test_the_bundle() -> None:
+    stack = build_stack(["areal"], {"areal_admission": {"max_staleness": 8}})
+    assert stack.names == ["areal_admission", "decoupled_ppo"]
+    assert stack.methods[1].params.action == "mask" and stack.methods[1].params.upper == 5.0
+    assert stack.methods[0].host_options["verl"][WARMUP[1]] == 8

@@ -38,6 +38,7 @@ from rl_plugins.rollouts import PlanRow, PromptPool
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import make_token_ids
@@ -544,3 +545,9 @@ def test_training_is_the_same_with_the_same_seed() -> None:
     tables = {"m": (torch.arange(40), torch.from_numpy(1 / (1 + np.exp(-skill))))}
     one, two, three = (train_adapter(e, tables, epochs=2, hidden=8, seed=s)[1] for s in (0, 0, 1))
     assert one == two != three
+
+
+def test_the_bundle() -> None:
+    stack = build_stack(["dots_rr"], {"dots": {"embeddings": lambda data: latent(), "references": 8}})
+    assert stack.names == ["rollout_replay", "dots", "decoupled_ppo"] and stack.methods[2].params.action == "none"
+    assert any(m.replays for m in stack.methods) and stack.methods[2].corrects_sampling

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from rl_plugins.method import Bundle
 from rl_plugins.methods.areal.admission import PAPER, ArealAdmission, capacity, recovered
 
-__all__ = ["PAPER", "ArealAdmission", "capacity", "recovered"]
+AREAL = Bundle(
+    name="areal",
+    parts={"areal_admission": {}, "decoupled_ppo": {}},
+    paper=PAPER,
+    about="Generation goes on while the policy is trained, at most `max_staleness` batches ahead (`areal_admission`), "
+    "and the loss separates the policy that sampled from the centre of the trust region (`decoupled_ppo`). For verl's "
+    "asynchronous trainer modes, where rollouts are interrupted and resumed by the engine. In TRL's GRPOTrainer nothing "
+    "is generated while it trains: name `april` and `decoupled_ppo` there. The paper's runs have eta up to 8, and the "
+    "same learning curve as synchronous ones up to there.",
+)
+
+__all__ = ["AREAL", "ArealAdmission", "capacity", "recovered"]

@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Method
+from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Run
 
-PAPER = Paper(
-    "2505.24298",
-    "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
-    "Wei Fu and Jiaxuan Gao and Xujie Shen and Chen Zhu and Zhiyu Mei and Chuyi He and Shusheng Xu and others",
-    2025,
-    code="inclusionAI/AReaL",
-)
+PAPER = DecoupledPpo.paper
 WARMUP = ("trainer.v1.colocate_async.num_warmup_batches", "trainer.v1.separate_async.num_warmup_batches")
 THRESHOLD = "trainer.v1.sampler.max_off_policy_threshold"
 STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"

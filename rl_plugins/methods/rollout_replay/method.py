@@ -43,7 +43,7 @@ class RolloutReplay(Method):
 
     A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards.
     Nothing of it is generated or scored again; its advantages are computed with the batch's. What it is worth under
-    the present policy is the matter of the loss: `decoupled_ppo` with `weight_action: none` is the paper's, `minpro`
+    the present policy is the matter of the loss: `decoupled_ppo` with `action: none` is the paper's, `minpro`
     and `vcpo` are others. Without one, replayed rows are trained as if they were fresh, and the run warns of that.
 
     Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
