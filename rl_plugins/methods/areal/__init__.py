@@ -11,9 +11,9 @@ AREAL = Bundle(
     paper=PAPER,
     about="Generation goes on while the policy is trained, at most `max_staleness` batches ahead (`areal_admission`), "
     "and the loss separates the policy that sampled from the centre of the trust region (`decoupled_ppo`). For verl's "
-    "asynchronous trainer modes, where rollouts are interrupted and resumed by the engine. In TRL's GRPOTrainer nothing "
-    "is generated while it trains: name `april` and `decoupled_ppo` there. The paper's runs have eta up to 8, and the "
-    "same learning curve as synchronous ones up to there.",
+    "asynchronous trainer modes, where rollouts are interrupted and resumed by the engine. In TRL's GRPOTrainer "
+    "nothing is generated while it trains: name `april` and `decoupled_ppo` there. The authors start from eta = 4 and "
+    "report no loss up to 8.",
 )
 
 __all__ = ["AREAL", "ArealAdmission", "capacity", "recovered"]
