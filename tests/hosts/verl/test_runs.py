@@ -415,11 +415,11 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["minpro", "gdpo", "filter+corridor", "softmax"])
 def test_a_step_says_what_it_costs_in_the_package(carousel: Run, name: str) -> None:
-    """On the driver, and in the worker if a hook is in the loss; less than the step took."""
+    """On the driver, and in the worker; there only rows and tokens are counted unless a hook is in the loss."""
     logged = carousel.metrics(PLACES.index(name) + 1)
-    parts = [logged[f"rl_plugins/seconds/{part}"] for part in ("driver", "gather", "split")]
-    assert min(parts) > 0 and sum(parts) == pytest.approx(logged["rl_plugins/seconds"])
-    assert logged["rl_plugins/cpu_seconds"] > 0 and logged["rl_plugins/seconds"] < logged["timing_s/step"]
-    update = logged["actor/rl_plugins/seconds/update"]
-    assert update == logged["actor/rl_plugins/seconds"] < logged["timing_s/update_actor"]
-    assert (update > 1e-3) == (name != "gdpo"), "counts of rows and tokens are all that is left of it"
+    for clock in ("rl_plugins/seconds", "rl_plugins/cpu_seconds"):
+        parts = [logged[f"{clock}/{part}"] for part in ("driver", "gather", "split")]
+        assert min(parts) > 0 and sum(parts) == pytest.approx(logged[clock])
+        assert logged[f"actor/{clock}/update"] == logged[f"actor/{clock}"] > 0
+    update = "actor/rl_plugins/cpu_seconds/update"
+    assert name == "gdpo" or logged[update] > carousel.metrics(PLACES.index("gdpo") + 1)[update]
