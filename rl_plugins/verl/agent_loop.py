@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl.host import Output
-from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, VERSIONS, Note, ranges
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, VERSIONS, Given, Note, ranges, runs
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import AgentLoop as SingleTurnAgentLoop
@@ -31,37 +31,42 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
         want_logprobs = bool(sampling_params.get("logprobs"))
         if number < len(plan["given"]):
             given = plan["given"][number]
-            tokens, logprobs = list(given["tokens"]), given["logprobs"]
-            output = await self._without_engine(kwargs, tokens, logprobs if want_logprobs else None)
-            unknown = [True] * len(tokens) if logprobs is None else []
+            output = await self._without_engine(kwargs, given, want_logprobs)
+            forced = output.response_mask if given["logprobs"] is None else []
         else:
             output = await self._generated(sampling_params, kwargs, plan)
-            tokens = list(plan["prefix"])
-            unknown = [True] * len(tokens)
-            if tokens:
-                output.extra_fields[VERSIONS] = [[[-1, len(tokens)], *_attempts(output)]]
+            forced = [1] * len(plan["prefix"])
+            if forced:
+                output.extra_fields[VERSIONS] = [[[-1, len(forced)], *_attempts(output)]]
         if want_logprobs and output.response_logprobs is None:
             output.response_logprobs = [0.0] * len(output.response_ids)  # a place holder: see `UNKNOWN`
-        output.extra_fields |= {FORCED: ranges([True] * len(tokens)), UNKNOWN: ranges(unknown)}
+        output.extra_fields |= {FORCED: ranges(forced), UNKNOWN: ranges(forced)}
         return output
 
-    async def _without_engine(self, kwargs: dict[str, Any], tokens: list[int], logprobs: list[float] | None) -> Output:
+    async def _without_engine(self, kwargs: dict[str, Any], given: Given, want_logprobs: bool) -> Output:
+        """A completion of the plan: a sample, if its log-probs are given. With rewards it is not scored again."""
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
-        version = published(kwargs)
+        tokens, logprobs, reward = list(given["tokens"]), given["logprobs"], given.get("reward")
+        observed = given.get("observed") or [False] * len(tokens)
+        versions = given.get("versions") or [published(kwargs)] * len(tokens)
+        made = [v for v, read in zip(versions, observed, strict=True) if not read]
         return AgentLoopOutput(
             prompt_ids=prompt_ids,
             response_ids=tokens,
-            response_mask=[1] * len(tokens),
-            response_logprobs=None if logprobs is None else list(logprobs),
+            response_mask=[int(not read) for read in observed],
+            response_logprobs=list(logprobs) if logprobs is not None and want_logprobs else None,
+            reward_score=reward,
             multi_modal_data={},
             num_turns=2,
             metrics=AgentLoopMetrics(),
             extra_fields={
                 "turn_scores": [],
                 "tool_rewards": [],
-                "global_steps": version,
-                "min_global_steps": version,
-                "max_global_steps": version,
+                "global_steps": max(made),
+                "min_global_steps": min(made),
+                "max_global_steps": max(made),
+                VERSIONS: [runs(made)],
+                **({} if reward is None else {"reward_extra_info": dict(given.get("rewards") or {})}),
             },
         )
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl import DataProto
 from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.workers.utils.padding import response_from_nested
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import Scale, batch_std, grpo_advantages
@@ -38,6 +39,7 @@ from rl_plugins.verl.rows import (
     GROUP,
     REAL,
     ROW_COLUMN,
+    ROW_VERSIONS,
     TOKEN_COLUMN,
     TOKEN_COLUMNS,
     TOKEN_VERSION,
@@ -166,6 +168,7 @@ class Decisions:
         tokenizer: of the policy.
         rows: rollouts the batch trains, (prompts x group size).
         published: newest weights at the start of the step.
+        steps_since: optimizer steps since their publication.
     """
 
     stack: MethodStack
@@ -174,13 +177,15 @@ class Decisions:
     tokenizer: Tokenizer
     rows: int
     published: int = 0
+    steps_since: int = 0
 
     def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
         batch.reorder(plan_order(batch.keys, notes_of(fetch(batch, [COLUMN]))))
         rows = fetch(batch, self._selection_columns())
+        now = self.stack.batch
         rollouts = read_rollouts(
-            rows, batch, self.stack, self.rewards, self.tokenizer, self.stack.batch, self.published
+            rows, batch, self.stack, self.rewards, self.tokenizer, now, self.published, self.steps_since
         )
         versions = token_versions(rows, rollouts) if "token_versions" in self.stack.needs else None
         turns = read_turns(rows, self.tokenizer) if "turns" in self.stack.needs else None
@@ -192,7 +197,6 @@ class Decisions:
         keys, extra = batch.keys, plain(rows["extra_fields"])
         uids = [split(key)[0] for key in keys]
         groups = set(zip(uids, rollouts.group.tolist(), strict=True))
-        now = self.stack.batch
         return Selected(
             batch=stay,
             nothing=nothing,
@@ -212,7 +216,7 @@ class Decisions:
     def _selection_columns(self) -> list[str]:
         names = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
         anywhere = [*names, *NESTED_COLUMNS] if names else []
-        prompts = ["prompts"] if "turns" in self.stack.needs else []
+        prompts = ["prompts"] if self.stack.needs & {"turns", "token_ids"} else []
         read = [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
         return list(dict.fromkeys(read))
 
@@ -319,6 +323,7 @@ class Decisions:
         columns = {REAL: torch.ones(len(number), 1)}
         if self.stack.claimed("before_update"):
             columns[GROUP] = per_row(decision.rollouts.group)
+            columns |= {column: per_row(getattr(decision.rollouts, name)) for name, column in ROW_VERSIONS.items()}
         columns |= {ROW_COLUMN + k: per_row(v) for k, v in decision.row_columns.items()}
         new = decision.estimator != "host" or (decision.advantages is not None and self.stack.claimed("shape"))
         if not new and decision.keep_tokens is None:
@@ -363,6 +368,13 @@ class Decisions:
             values[f"rewards/{name}/mean"] = float(torch.nanmean(reward))
             values[f"rewards/{name}/std"] = float(batch_std(reward))
         return values
+
+
+def keep_sum_squared_probs(batch: Batch) -> None:
+    """What verl's engine computed beside the log-probs, of the tokens of the responses."""
+    rows = fetch(batch, ["sum_pi_squared", "response_mask"])
+    values = response_from_nested(rows["sum_pi_squared"], rows["response_mask"])
+    put(batch, {TOKEN_COLUMNS["sum_squared_probs"]: values})
 
 
 def complete_rollout_logprobs(batch: Batch, unknown: Mapping[str, Ranges], metrics: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
     """What this run offers."""
     read = Reader(config)
     missing_hooks = {}
-    if read.mode == "sync":  # in the others verl's own buffer carries groups over, as the method's host options say
+    if read.mode == "sync":  # elsewhere verl's own buffer carries groups over, as the method's host options say
         missing_hooks["admit"] = (
             "groups that go on in a later batch are verl's own in its asynchronous trainer modes. Set "
             "trainer.v1.trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async."
@@ -347,8 +347,12 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
                 f"method that replays groups."
             )
     if read.bypass:
-        missing["entropies"] = (
+        missing["entropies"] = missing["sum_squared_probs"] = (
             "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
+        )
+    if read("actor_rollout_ref.model.use_fused_kernels", False):
+        missing["sum_squared_probs"] = (
+            "the fused kernels of verl make no logits. Set actor_rollout_ref.model.use_fused_kernels=False."
         )
     if problem := _no_template(read):
         missing["chat_template"] = problem
@@ -417,6 +421,14 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{_names(stack, *losing)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl "
             f"divides by the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for "
             f"example to {read('data.max_response_length')} (data.max_response_length)."
+        )
+    replaying = ", ".join(f"`{m.name}`" for m in stack.methods if m.replays)
+    model = "reward.reward_model"
+    if replaying and read(f"{model}.enable", False) and not read(f"{model}.enable_resource_pool", False):
+        yield (
+            f"{replaying} gives completions with their rewards, and a reward model on the devices of the trainer "
+            f"scores every row again. Give it devices of its own ({model}.enable_resource_pool=True), or remove the "
+            f"method."
         )
     if read("distillation.enabled", False):
         names = ", ".join(f"`{n}`" for n in stack.names)

@@ -28,9 +28,11 @@ from rl_plugins.runtime.update import SKIPPED, before_update, masked_sum, regula
 from rl_plugins.verl.compat import passes_extra_fields
 from rl_plugins.verl.config import Settings
 from rl_plugins.verl.host import ActorConfig, Columns, TrainingEngine
-from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN, TOKEN_VERSION, Ragged, flat
+from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, ROW_VERSIONS, TOKEN_COLUMN, TOKEN_VERSION, Ragged, flat
 
 POLICY_LOSS = "rl_plugins"  # name in verl's registry, used only with patches/verl/V12
+PUBLISHED = "rl_plugins_published"  # in a batch of verl: the newest published weights
+STEPS = "rl_plugins_steps_max"  # optimizer steps since their publication; verl takes the largest because of the name
 METRIC = "rl_plugins:"  # what follows is the name in hex: verl reduces by words like "min" in a name
 T = TypeVar("T")
 
@@ -61,6 +63,7 @@ class MethodsLoss:
 
     def _prepare(self) -> None:
         self.stack: MethodStack = self.settings.stack()
+        self._published = self._steps_since = 0  # newest published weights, and optimizer steps made since
         self._seam = (
             self.stack.claimed("policy_loss")
             and self.stack.aggregation == "host"
@@ -151,6 +154,8 @@ class MethodsLoss:
             ref_logprobs=signal("ref_logprobs", "ref_log_prob"),
             columns=columns,
             versions=_padded(data[TOKEN_VERSION], logprobs) if self.stack.in_loss("token_versions") else None,
+            current_version=self._published,
+            steps_since_published=self._steps_since,
         )
 
     def _aggregate(self, per_token: Tensor, terms: Terms) -> Tensor:
@@ -186,8 +191,12 @@ class MethodsLoss:
         torch.distributed.all_reduce(counts, group=group)
         rows, tokens = counts.tolist()
         tu.assign_non_tensor(data, global_batch_size=rows)
+        published = int(tu.get(data, PUBLISHED))
+        if published != self._published:
+            self._published, self._steps_since = published, 0
         if not tokens:
-            return {"model_output": {}, "loss": [0.0], "metrics": {"grad_norm": 0.0}}
+            metrics = {"grad_norm": 0.0, STEPS: [float(self._steps_since)]}
+            return {"model_output": {}, "loss": [0.0], "metrics": metrics}
         scale = self._before_update(engine, data, group) if self.stack.claimed("before_update") else 1.0
         rates = [g["lr"] for g in engine.optimizer.param_groups]
         for g in engine.optimizer.param_groups:
@@ -197,12 +206,14 @@ class MethodsLoss:
         finally:
             for g, rate in zip(engine.optimizer.param_groups, rates, strict=True):
                 g["lr"] = rate
+        self._steps_since += 1
         values: dict[str, float] = {}
         if self.stack.claimed("before_update", "policy_loss", "regularize"):
             values = combine(_gather(self.stack.metrics.take(), group))
         values |= SECONDS.take()
         if engine.is_mp_src_rank_with_outputs():
             values[SKIPPED] = float(not math.isfinite(output["metrics"]["grad_norm"]))  # verl's engines leave it out
+            output["metrics"][STEPS] = [float(self._steps_since)]
             output["metrics"] |= {METRIC + name.encode().hex(): [value] for name, value in values.items()}
         return output
 
@@ -228,6 +239,10 @@ class MethodsLoss:
                 for k in _names(data)
                 if k.startswith(ROW_COLUMN)
             },
+            version=flat(data[ROW_VERSIONS["version"]]).long().cpu(),
+            newest_version=flat(data[ROW_VERSIONS["newest_version"]]).long().cpu(),
+            current_version=self._published,
+            steps_since_published=self._steps_since,
         )
         update = before_update(self.stack, _gather(mine, group), torch.distributed.get_rank(group))
         for name, values in update.columns.items():
@@ -275,6 +290,8 @@ def _surrogate_of_verl(
         ref_logprobs=own.pop("ref_log_prob", None),
         versions=own.pop(TOKEN_VERSION, None),
         columns=own,
+        current_version=owner._published,
+        steps_since_published=owner._steps_since,
     )
     per_token = surrogate(owner.stack, terms)
     if rollout_is_weights is not None:
@@ -297,6 +314,11 @@ def wrap_train_batch() -> None:
 
     train_batch.rl_plugins = True  # type: ignore[attr-defined]
     BaseEngine.train_batch = train_batch
+
+
+def take_steps(metrics: dict[str, Any]) -> int:
+    """Takes out of verl's metrics how many optimizer steps there were since the newest publication."""
+    return int(metrics.pop(f"actor/{STEPS}"))
 
 
 def take_metrics(metrics: dict[str, Any]) -> dict[str, float]:

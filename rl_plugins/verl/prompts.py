@@ -6,6 +6,7 @@ nothing has to be kept in the driver while prompts are in flight, and a resumed 
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -31,10 +32,14 @@ Ranges = Sequence[Sequence[int]]  # [start, stop) of every unbroken run
 
 
 class Given(TypedDict):
-    """A completion of the plan."""
+    """A completion of the plan, and the weighted sum of its rewards."""
 
     tokens: list[int]
     logprobs: list[float] | None
+    versions: NotRequired[list[int] | None]
+    observed: NotRequired[list[bool] | None]
+    rewards: NotRequired[dict[str, float] | None]
+    reward: NotRequired[float | None]
 
 
 class Note(TypedDict):
@@ -120,10 +125,12 @@ class PromptBatches:
     Args:
         dataset: verl's training dataset, numbered.
         config: the whole config.
+        rewards: of the run, see `Settings`.
     """
 
-    def __init__(self, dataset: Dataset, config: Any) -> None:
+    def __init__(self, dataset: Dataset, config: Any, rewards: Mapping[str, float] | None = None) -> None:
         self.dataset = dataset
+        self.rewards = rewards or SCORE
         rollout = config.actor_rollout_ref.rollout
         self.group_size: int = rollout.n
         self.response_length: int = config.data.max_response_length
@@ -140,6 +147,7 @@ class PromptBatches:
         number: int = 0,
         draw: int = 1,
         by_program: bool = False,
+        sizes: Sequence[int] = (),
     ) -> Columns:
         """A TensorDict with one row per plan row, each under a uid of its own.
 
@@ -149,6 +157,7 @@ class PromptBatches:
             number: generation batch in which the plan was made.
             draw: number of the plan in that batch, from 1.
             by_program: a method makes the rollouts with a program.
+            sizes: rows of each plan, where several were made one after the other; `draw` is then of the first.
 
         Raises:
             MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
@@ -159,13 +168,17 @@ class PromptBatches:
         from verl.utils import tensordict_utils as tu
         from verl.utils.dataset.rl_dataset import collate_fn
 
-        wave = wave or uuid.uuid4().hex
         batch = collate_fn([self._row(p) for p in rows])
         batch.pop(PROMPT_INDEX, None)
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
-        for i, p in enumerate(rows):
-            batch[COLUMN][i] = note_of(p, wave, i, round_) | {"planned_at": number, "draw": draw}
+        first = 0
+        for later, size in enumerate(sizes or [len(rows)]):
+            of_plan = wave or uuid.uuid4().hex
+            for place, p in enumerate(rows[first : first + size]):
+                note = note_of(p, of_plan, place, round_, self.rewards)
+                batch[COLUMN][first + place] = note | {"planned_at": number, "draw": draw + later}
+            first += size
         counts = [p.n + p.spare for p in rows]
         if any(n != self.group_size for n in counts):
             batch["__rollout_n__"] = torch.tensor(counts)
@@ -229,10 +242,26 @@ class PromptBatches:
                     "The plan gives tokens without log-probs, and algorithm.rollout_correction.bypass_mode takes the "
                     "sampled log-probs for those of the policy. Set bypass_mode=False, or remove the method."
                 )
+            unknown = sorted({name for c in p.given for name in c.rewards or ()} - set(self.rewards))
+            if unknown:
+                raise MethodError(
+                    f"The plan gives a completion with rewards of {', '.join(unknown)}; those of this run are "
+                    f"{', '.join(self.rewards)}. Give rewards of these names, or none."
+                )
             check_length(p, self.response_length)
 
 
-def note_of(plan: PlanRow, wave: str, place: int, round_: int) -> Note:
+SCORE: Mapping[str, float] = {"score": 1.0}
+"""Rewards of a run that names none: what verl's reward function answers."""
+
+
+def weighted(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    """Weighted sum of the rewards that are there; NaN if none is."""
+    known = [w * rewards[k] for k, w in weights.items() if k in rewards and not math.isnan(rewards[k])]
+    return sum(known) if known else math.nan
+
+
+def note_of(plan: PlanRow, wave: str, place: int, round_: int, weights: Mapping[str, float] = SCORE) -> Note:
     """What a plan row says that must be known again later."""
     return {
         "prompt_index": plan.prompt_index,
@@ -243,7 +272,15 @@ def note_of(plan: PlanRow, wave: str, place: int, round_: int) -> Note:
         "prefix": list(plan.prefix),
         "max_tokens": plan.max_tokens,
         "given": [
-            {"tokens": list(c.tokens), "logprobs": None if c.logprobs is None else list(c.logprobs)} for c in plan.given
+            {
+                "tokens": list(c.tokens),
+                "logprobs": None if c.logprobs is None else list(c.logprobs),
+                "versions": None if c.versions is None else list(c.versions),
+                "observed": None if c.observed is None else list(c.observed),
+                "rewards": None if c.rewards is None else dict(c.rewards),
+                "reward": None if c.rewards is None else weighted(c.rewards, weights),
+            }
+            for c in plan.given
         ],
         "payload": plan.payload,
     }

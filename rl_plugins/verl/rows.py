@@ -16,7 +16,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import places
 from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts, Tokens, weighted_reward
+from rl_plugins.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
@@ -28,6 +28,7 @@ ROW_COLUMN, TOKEN_COLUMN = "rl_plugins_row_column:", "rl_plugins_token_column:"
 REAL = "rl_plugins_real"  # 1 for rows, 0 for those verl adds to fill the batch
 GROUP = "rl_plugins_group"
 TOKEN_VERSION = "rl_plugins_token_version"
+ROW_VERSIONS = {"version": "rl_plugins_version", "newest_version": "rl_plugins_newest_version"}
 
 # Signal -> column of verl.
 TOKEN_COLUMNS = {
@@ -35,6 +36,7 @@ TOKEN_COLUMNS = {
     "rollout_logprobs": "rollout_log_probs",
     "ref_logprobs": "ref_log_prob",
     "entropies": "entropy",
+    "sum_squared_probs": "rl_plugins_sum_squared_probs",
 }
 
 
@@ -147,6 +149,7 @@ def read_rollouts(
     tokenizer: Tokenizer,
     number: int,
     published: int = 0,
+    steps_since: int = 0,
 ) -> Rollouts:
     """Rollouts of the rows in their order.
 
@@ -157,6 +160,7 @@ def read_rollouts(
         rewards: key of the reward function's answer -> weight, their weighted sum is the reward; empty: verl's score.
         number: of the generation batch.
         published: newest weights at the start of the step.
+        steps_since: optimizer steps since their publication.
 
     Raises:
         ConfigError: the reward function does not answer with a key of `rewards`.
@@ -190,6 +194,8 @@ def read_rollouts(
         version=_versions(batch, "min_global_steps", published),
         newest_version=_versions(batch, "max_global_steps", published),
         current_version=published,
+        steps_since_published=steps_since,
+        token_ids=_token_ids(rows) if "token_ids" in needs else None,
         text=text if "text" in needs else None,
         raw_text=tokenizer.batch_decode(responses, skip_special_tokens=False) if "raw_text" in needs else None,
         messages=[[{"role": "assistant", "content": t}] for t in text or ()] if "messages" in needs else None,
@@ -199,16 +205,31 @@ def read_rollouts(
     )
 
 
+def _token_ids(rows: Columns) -> TokenIds:
+    """Prompt and completion of every row, and which tokens its agent loop only read."""
+    names = ("prompts", "responses", "response_mask")
+    prompts, responses, masks = (rows[name].unbind() for name in names)
+    return TokenIds(
+        tuple(p.long() for p in prompts), tuple(r.long() for r in responses), tuple(~m.bool() for m in masks)
+    )
+
+
 def _numbers(
     keys: Sequence[str], notes: Sequence[Note], extra: Sequence[Mapping[str, Any]]
 ) -> tuple[list[int], list[int], list[int]]:
     """Group of every row, number of its rollout in the group, and number of the row in the rollout.
 
-    Groups of the plan come first; rows with a label of a program's own form groups after those.
+    Groups have the number of their plan; where several plans of an asynchronous mode used one, those behind the first
+    are numbered after all of them. Rows with a label of a program's own form groups after those.
     """
+    planned = dict.fromkeys((note["wave"], note["group"]) for note in notes)
+    after = 1 + max((number for _, number in planned), default=-1)
     groups: dict[Any, int] = {}
-    for note in notes:
-        groups.setdefault((note["wave"], note["group"]), len(groups))
+    taken: set[int] = set()
+    for wave, number in planned:
+        groups[wave, number] = after if number in taken else number
+        after += number in taken
+        taken.add(number)
     rollouts: dict[tuple[int, str, int], int] = {}  # (group, uid, rollout of the prompt) -> number in its group
     count: dict[int, int] = {}
     numbers: tuple[list[int], list[int], list[int]] = ([], [], [])
@@ -216,7 +237,9 @@ def _numbers(
         uid, session, place = split(key)
         made = e.get(MADE) or {"group": None, "rollout": session, "index": place}
         label = (note["wave"], note["group"]) if made["group"] is None else (uid, "label", made["group"])
-        g = groups.setdefault(label, len(groups))
+        if label not in groups:
+            groups[label], after = after, after + 1
+        g = groups[label]
         rollout = (g, uid, made["rollout"])
         if rollout not in rollouts:
             rollouts[rollout] = count[g] = count.get(g, -1) + 1

@@ -30,6 +30,7 @@ from rl_plugins.verl.prompts import (
     FORCED,
     MADE,
     PROGRAM_AGENT,
+    SCORE,
     TURNS,
     UNKNOWN,
     VERSIONS,
@@ -37,6 +38,7 @@ from rl_plugins.verl.prompts import (
     flat_columns,
     ranges,
     runs,
+    weighted,
 )
 
 SESSION = "rl_plugins_session"  # keyword of the agent loop
@@ -288,7 +290,7 @@ class VerlEngine:
             output.reward_score = row.rewards.score
             output.extra_fields["reward_extra_info"] = dict(row.rewards.info)
         elif row.rewards is not None:
-            output.reward_score = weighted(row.rewards, self._session.rewards or {"score": 1.0})
+            output.reward_score = weighted(row.rewards, self._session.rewards or SCORE)
             output.extra_fields["reward_extra_info"] = dict(row.rewards)
         return output
 
@@ -311,12 +313,6 @@ def _finish(chat: Chat, request: Generate, tokens: Sequence[int], reason: str | 
         if any(s in text for s in request.stop):
             return "stop"
     return "length"
-
-
-def weighted(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Weighted sum of the rewards that are there; NaN if none is."""
-    known = [w * rewards[k] for k, w in weights.items() if k in rewards and not math.isnan(rewards[k])]
-    return sum(known) if known else math.nan
 
 
 def chat_of(tokenizer: Any, eos: Sequence[int], options: Any = None) -> TokenizerChat:

@@ -26,6 +26,7 @@ from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
+from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps
 from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
@@ -36,6 +37,7 @@ from rl_plugins.verl.batch import (
     complete_rollout_logprobs,
     fetch,
     is_padding,
+    keep_sum_squared_probs,
     logprob_multiple,
     whole_group_order,
 )
@@ -48,6 +50,7 @@ from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
 
+SUM_PI_SQUARED = "calculate_sum_pi_squared"  # of verl's engine
 POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short batch
 
 
@@ -69,6 +72,8 @@ class MethodsTrainer(host.Trainer):
         self._settled: Settled | None = None
         self._first_balance, self._ranks = False, 1  # which balance of a batch this is, and ranks that train
         self._logged: list[dict[str, float]] = []
+        self._ages: list[torch.Tensor] = []  # (2, rows) of every batch of a step: staleness of newest and oldest tokens
+        self._steps_since = 0  # optimizer steps since the newest publication
         self._skipped = SkippedSteps()
         self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the batch that is generated
         self._planned_prompts = 0
@@ -83,7 +88,7 @@ class MethodsTrainer(host.Trainer):
 
     def on_init_end(self) -> None:
         if self.methods:
-            self._prompts = PromptBatches(self.train_dataset, self.config)
+            self._prompts = PromptBatches(self.train_dataset, self.config, self.settings.rewards)
             frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
             model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config
@@ -152,9 +157,14 @@ class MethodsTrainer(host.Trainer):
             return batch
         with SECONDS.part("driver"):
             proposal, known = [int(i) for i in batch[PROMPT_INDEX]], self.known()
-            plan = known.plan(self.methods, proposal)
-            known.check_plan(self.methods, plan, len(proposal))
-            planned, uids = self._build(plan.rows)
+            size, plans = int(self.config.data.train_batch_size), []
+            for first in range(0, len(proposal), size):  # a warm-up has several batches
+                part = proposal[first : first + size]
+                plans.append(known.plan(self.methods, part))
+                known.check_plan(self.methods, plans[-1], len(part))
+            planned, uids = self._build(
+                [row for plan in plans for row in plan.rows], sizes=[len(p.rows) for p in plans]
+            )
         if num_prompts is None:
             self._submitted, self._planned_prompts = uids, len(uids)
         else:  # verl refills what it evicted
@@ -162,11 +172,12 @@ class MethodsTrainer(host.Trainer):
         return planned
 
     def _build(
-        self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0
+        self, rows: Sequence[PlanRow], wave: str | None = None, round_: int = 0, sizes: Sequence[int] = ()
     ) -> tuple[host.Columns, dict[str, PlanRow]]:
-        """Prompts of a plan as verl's batch, and uid -> plan row."""
+        """Prompts of a plan, or of several of these sizes, as verl's batch, and uid -> plan row."""
         stack = self.methods
-        planned = self._prompts.build(rows, wave, round_, stack.batch, stack.draw, stack.claimed("rollout"))
+        draw = stack.draw - max(0, len(sizes) - 1)
+        planned = self._prompts.build(rows, wave, round_, stack.batch, draw, stack.claimed("rollout"), sizes)
         tu.assign_non_tensor_data(planned, "global_steps", self.global_steps)
         return planned, dict(zip(map(str, planned["uid"]), rows, strict=True))
 
@@ -255,12 +266,14 @@ class MethodsTrainer(host.Trainer):
     # ---- one batch
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> host.Batch:
-        self._logged = []
+        self._logged, self._ages, self._steps_since = [], [], 0
         batch = super().step(metrics, timing_raw)
         # verl would reduce values by what their names contain ("min" of "minpro"); these are means over the batches
         for name in sorted({n for logged in self._logged for n in logged}):
             values = [logged[name] for logged in self._logged if name in logged]
             metrics[name] = sum(values) / len(values)
+        if self._ages:
+            metrics |= staleness_metrics(*torch.cat(self._ages, dim=1))
         return batch
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
@@ -283,11 +296,22 @@ class MethodsTrainer(host.Trainer):
 
     def _decisions(self) -> Decisions:
         rows = self.config.data.train_batch_size * self._prompts.group_size // self.parameter_sync_step
-        published = self.global_steps - 1  # verl publishes at the end of every global step
-        return Decisions(self.methods, self.config, self.settings.rewards, self.tokenizer, rows, published)
+        rewards, now = self.settings.rewards, (self._published, self._steps_since)
+        return Decisions(self.methods, self.config, rewards, self.tokenizer, rows, *now)
+
+    @property
+    def _published(self) -> int:
+        """The newest published weights: verl publishes at the end of every global step."""
+        return self.global_steps - 1
 
     def _compute_old_log_prob(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
+        squares = bool(self.methods) and "sum_squared_probs" in self.methods.token_columns
+        if squares:
+            batch.extra_info[SUM_PI_SQUARED] = True  # verl's engine computes it when a batch asks
         batch = super()._compute_old_log_prob(batch, metrics)
+        if squares:
+            batch.extra_info.pop(SUM_PI_SQUARED, None)
+            keep_sum_squared_probs(batch)
         if self._selected is not None:
             complete_rollout_logprobs(batch, self._selected.unknown, metrics)
         return batch
@@ -300,6 +324,8 @@ class MethodsTrainer(host.Trainer):
             settled = self._decisions().settle(batch, self._selected)
         self._selected, self._settled = None, settled
         self._logged += [dict(settled.metrics), SECONDS.take()]
+        trained = settled.decision.rollouts.subset(settled.decision.stays)
+        self._ages.append(self._published - torch.stack([trained.newest_version, trained.version]))
         batch = settled.batch
         if settled.nothing:
             return batch
@@ -323,8 +349,11 @@ class MethodsTrainer(host.Trainer):
     def _update_actor(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         if not self.methods.trains or (self._settled is not None and self._settled.nothing):
             return batch
+        if self.methods:
+            batch.extra_info[loss.PUBLISHED] = self._published
         batch = super()._update_actor(batch, metrics)
         if self.methods:
+            self._steps_since = loss.take_steps(metrics)
             values = loss.take_metrics(metrics)
             self._skipped.count(self.methods, values.get(SKIPPED, 0.0))
             self.methods.stats = {name: value for name, value in values.items() if not SECONDS.has(name)}

@@ -47,6 +47,7 @@ class Row:
     real: int = 1
     row_columns: dict[str, float] = field(default_factory=dict)
     token_columns: dict[str, Tensor] = field(default_factory=dict)
+    versions: Tensor | None = None
 
     def but(self, **changes: Any) -> Row:
         return dataclasses.replace(self, **changes)
@@ -78,6 +79,7 @@ class Case:
         steps: optimizer steps the batch is cut into.
         weighted: give verl `rollout_is_weights`.
         marked: give the batch the columns of rl_plugins/verl/batch.py.
+        published: newest weights when it is trained.
     """
 
     rows: list[Row]
@@ -94,6 +96,7 @@ class Case:
     temperature: float = 1.0
     weighted: bool = False
     marked: bool = True
+    published: int = 0
 
     def but(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
@@ -118,6 +121,7 @@ class Result:
         metrics: as verl's trainer reduces them. methods: what `take_metrics` took out of them.
         losses: (per optimizer step) of the micro-batches.
         seen: what probes put into `loss_probes.SEEN`.
+        steps_since: optimizer steps since the newest publication.
     """
 
     gradients: list[Tensor]
@@ -128,6 +132,7 @@ class Result:
     methods: dict[str, float]
     losses: list[list[float]]
     seen: list[Any]
+    steps_since: int | None
 
 
 class Engine:
@@ -298,7 +303,7 @@ class _Host:
         from verl.utils.metric import reduce_metrics
         from verl.utils.py_functional import rename_dict
 
-        from rl_plugins.verl.loss import take_metrics
+        from rl_plugins.verl.loss import PUBLISHED, STEPS, take_metrics, take_steps
 
         self._reset(case)
         data = _batch(case)
@@ -312,6 +317,7 @@ class _Host:
             temperature=case.temperature,
             calculate_entropy=case.entropy,
             compute_loss=True,
+            **{PUBLISHED: case.published},
         )
         output = self.worker.train_mini_batch(data)
         metrics = reduce_metrics(rename_dict(tu.get(output, "metrics"), "actor/"))
@@ -321,6 +327,7 @@ class _Host:
             rates=list(self.rates),
             rate=self.engine.optimizer.param_groups[0]["lr"],
             methods=take_metrics(metrics),
+            steps_since=take_steps(metrics) if f"actor/{STEPS}" in metrics else None,
             metrics=metrics,
             losses=list(self.losses),
             seen=loss_probes.take(),
@@ -413,7 +420,7 @@ def _batch(case: Case) -> Any:
     """The rows as TransferQueue hands them to a worker: every column ragged."""
     from tensordict import TensorDict
 
-    from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, TOKEN_COLUMN
+    from rl_plugins.verl.rows import GROUP, REAL, ROW_COLUMN, ROW_VERSIONS, TOKEN_COLUMN, TOKEN_VERSION
 
     rows = case.rows
 
@@ -438,6 +445,10 @@ def _batch(case: Case) -> Any:
     if case.marked:
         columns[REAL] = [torch.tensor([float(r.real)]) for r in rows]
         columns[GROUP] = [torch.tensor([float(r.group)]) for r in rows]
+        versions = [torch.zeros_like(r.mask) if r.versions is None else r.versions for r in rows]
+        columns[TOKEN_VERSION] = versions
+        columns[ROW_VERSIONS["version"]] = [v.min()[None].float() for v in versions]
+        columns[ROW_VERSIONS["newest_version"]] = [v.max()[None].float() for v in versions]
         for name in rows[0].row_columns:
             columns[ROW_COLUMN + name] = [torch.tensor([r.row_columns[name]]) for r in rows]
         for name in rows[0].token_columns:

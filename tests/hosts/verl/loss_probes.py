@@ -56,6 +56,25 @@ class Leash(LossProbe):
         return 0.3 * (terms.logprobs - terms.old_logprobs) ** 2
 
 
+class Aged(LossProbe):
+    """Keeps what it is told of versions, before the step and in the loss."""
+
+    name = "aged"
+    needs = frozenset({"token_versions"})
+
+    def before_update(self, rows):
+        SEEN.append(("rows", rows.version.tolist(), rows.newest_version.tolist(), *_age(rows)))
+
+    def policy_loss(self, terms):
+        live = [v[m > 0].tolist() for v, m in zip(terms.versions, terms.mask, strict=True)]
+        SEEN.append(("terms", live, str(terms.versions.dtype), *_age(terms)))
+        return -terms.advantages * terms.logprobs
+
+
+def _age(told):
+    return told.current_version, told.steps_since_published
+
+
 class Weighted(LossProbe):
     """An objective with weights of its own, summed; keeps what it sees."""
 

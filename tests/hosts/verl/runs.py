@@ -39,6 +39,15 @@ PROGRAMS = {
 }
 
 
+# Metrics of staleness of ours -> those of verl they are equal to.
+STALENESS = {
+    "staleness_mean": "trajectory_staleness/mean",
+    "staleness_max": "trajectory_staleness/max",
+    "staleness_oldest_mean": "trajectory_staleness_worst/mean",
+    "staleness_oldest_max": "trajectory_staleness_worst/max",
+}
+
+
 def plugin_path(folder: Path) -> str:
     """PYTHONPATH with this checkout, and the probes as an installed package: its metadata is written into `folder`."""
     sys.path.insert(0, str(PROBES))
@@ -84,6 +93,10 @@ class Run:
 
     def metrics(self, step: int) -> dict[str, float]:
         return next(e["metrics"] for e in self.of("stepped") if e["step"] == step)
+
+    def measured(self, step: int) -> dict[str, float]:
+        """verl's own metrics of staleness."""
+        return next(e["metrics"] for e in self.of("measured") if e["step"] == step)
 
     def steps(self) -> list[dict[str, Any]]:
         """What every decision said, in order."""

@@ -318,6 +318,65 @@ class Dataset(torch.utils.data.Dataset):
         }
 
 
+def test_groups_keep_the_numbers_of_their_plan(queue: MemoryQueue) -> None:
+    """A method tells its rows by them. Where two plans used one number the later group gets one behind all of them."""
+    rows = {f"{uid}_{k}_0": row(g, float(k)) for uid, g in (("a", 9), ("b", 4)) for k in range(2)}
+    selected, _, _ = run(queue, rows)
+    assert selected.generated.group.tolist() == [4, 4, 9, 9]
+    waves = {f"{uid}_{k}_0": row(g, float(k), wave=w) for uid, g, w in (("a", 9, "v"), ("b", 9, "w")) for k in range(2)}
+    selected, _, _ = run(queue, waves)
+    assert selected.generated.group.tolist() == [9, 9, 10, 10]
+
+
+def test_token_ids_of_prompts_and_completions(queue: MemoryQueue) -> None:
+    class WantsIds(probes.Probe):
+        name = "wants_ids"
+        needs = frozenset({"token_ids"})
+
+        def select(self, rollouts: Any) -> Any:
+            return rollouts.rollout == 0
+
+    rows = {"a_0_0": row(0, 1.0, length=4), "a_1_0": row(0, 0.0)}
+    rows["a_0_0"]["response_mask"] = torch.tensor([1, 0, 0, 1])
+    for key, made in rows.items():
+        made["prompts"] = torch.tensor([8, 9] if key == "a_0_0" else [8])
+    selected, _, _ = run(queue, rows, stack=MethodStack([WantsIds()]))
+    ids = selected.generated.token_ids
+    assert [p.tolist() for p in ids.prompt] == [[8, 9], [8]]
+    assert [c.tolist() for c in ids.completion] == [[2, 3, 4, 5], [2, 3, 4]]
+    assert [o.tolist() for o in ids.observed] == [[False, True, True, False], [False] * 3]
+
+
+def test_a_warm_up_is_planned_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More prompts than the dataset has: every batch chooses its own, and has a plan of its own."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    class Last(probes.Probe):
+        name = "last"
+        seen: list[Any] = []
+
+        def select_prompts(self, pool: Any, n: int) -> Any:
+            self.seen.append((pool.proposal, n, self._context.draw))
+            return range(pool.size - n, pool.size)
+
+    dataset = Dataset(3)
+    number_rows(dataset)
+    trainer = object.__new__(MethodsSync)
+    trainer.config, trainer.methods, trainer.settings = config(), MethodStack([Last()]), Settings(())
+    trainer.global_steps, trainer.total_training_steps, trainer.methods_mode = 1, 5, "separate_async"
+    trainer.train_dataset, trainer._prompts = dataset, PromptBatches(dataset, trainer.config)
+    trainer._submitted = {}
+    proposal = {PROMPT_INDEX: [0, 1, 2, 0, 1]}
+    monkeypatch.setattr(PPOTrainer, "_next_train_batch", lambda self, n=None: proposal)
+    batch = trainer._next_train_batch(5)
+    assert Last.seen == [((0, 1), 2, 1), ((2, 0), 2, 2), ((1,), 1, 3)]
+    notes = [getattr(x, "data", x) for x in batch[COLUMN]]
+    assert [n["prompt_index"] for n in notes] == [1, 2, 1, 2, 2]
+    assert [n["group"] for n in notes] == [n["place"] for n in notes] == [0, 1, 0, 1, 0]
+    assert [n["draw"] for n in notes] == [1, 1, 2, 2, 3]
+    assert len({n["wave"] for n in notes}) == 3 and len(set(map(str, batch["uid"]))) == 5
+
+
 def test_datasets_are_numbered_and_told_apart() -> None:
     one, other = Dataset(), Dataset(4)
     number_rows(one)
@@ -340,7 +399,8 @@ def test_plans_become_prompt_batches() -> None:
     assert list(batch["agent_name"]) == ["single_turn_agent", PLANNED_AGENT]
     notes = [getattr(x, "data", x) for x in batch[COLUMN]]
     assert [n["prompt_index"] for n in notes] == [3, 1] and notes[1]["payload"] == {"k": 1}
-    assert notes[1]["given"] == [{"tokens": [5, 6], "logprobs": [-1.0, -2.0]}]
+    (note,) = notes[1]["given"]
+    assert (note["tokens"], note["logprobs"], note["rewards"], note["reward"]) == ([5, 6], [-1.0, -2.0], None, None)
     prompts = [getattr(x, "data", x) for x in batch["raw_prompt"]]
     assert prompts[1] == [{"role": "user", "content": "hint"}] and prompts[0][0]["content"] == "3"
     assert getattr(batch["extra_info"][1], "data", batch["extra_info"][1])["level"] == 9
@@ -356,6 +416,12 @@ def test_plans_become_prompt_batches() -> None:
         (PlanRow(-1, 0, 2, edit={"prompt": "x"}), [], MethodError, "have data_source, reward_model, too"),
         (PlanRow(0, 0, 2, prefix=(1,) * 6), [], MethodError, "a prefix of 6 .* completion length is 6"),
         (PlanRow(0, 0, 2, given=(Completion((1,) * 7),)), [], MethodError, "completions of up to 7 tokens"),
+        (
+            PlanRow(0, 0, 2, given=(Completion((1,), rewards={"right": 1.0}),)),
+            [],
+            MethodError,
+            "rewards of right; those of this run are score",
+        ),
         (
             PlanRow(0, 0, 2, max_tokens=3),
             ["actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent"],

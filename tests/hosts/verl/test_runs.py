@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, Run, check_groups, finished, start
+from runs import PROMPTS, SAMPLES, STALENESS, Run, check_groups, finished, start
 
 from rl_plugins.groups import Groups
 
@@ -166,7 +166,7 @@ def test_what_a_plan_can_ask_for(carousel: Run) -> None:
     rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
     of = Groups(tokens.row, count=len(rollouts))
     forced = of.sum(tokens.forced.double())
-    assert rollouts.length[:2].tolist() == [4, 3] and forced[:2].tolist() == [4, 3]
+    assert rollouts.length[:2].tolist() == [4, 3] and forced[:2].tolist() == [0, 3], "with log-probs it is a sample"
     assert tokens.rollout_logprobs[:4].tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert torch.equal(tokens.rollout_logprobs[4:7], tokens.old_logprobs[4:7]), "unknown: that of the policy"
     assert forced[8:16].tolist() == [2.0] * 8 and rollouts.payload[8] == {"hint": 2}
@@ -174,10 +174,58 @@ def test_what_a_plan_can_ask_for(carousel: Run) -> None:
     assert int(rollouts.length[16:24].max()) == 3
     assert rollouts.meta["level"][24:32] == [77] * 8 and rollouts.meta["level"][32:40] == [99] * 8
     assert rollouts.prompt_index[32:40].tolist() == [-1] * 8
-    sampled = ~tokens.forced
+    given = (rollouts.group == rollouts.group[0]) & (rollouts.rollout == 0)
+    given |= (rollouts.group == rollouts.group[40]) & (rollouts.rollout == 0)
+    sampled = ~tokens.forced & ~given[tokens.row]
     assert torch.allclose(tokens.rollout_logprobs[sampled], tokens.old_logprobs[sampled], atol=1e-4)
     host = carousel.metrics(PLACES.index("verl_given") + 1)["training/rollout_probs_diff_mean"]
     assert host < 0.05, "verl's metric does not see place holders"
+
+
+def test_a_stored_rollout_comes_back_as_it_was(carousel: Run) -> None:
+    """With its log-probs, versions, observed token and rewards, which are not computed again."""
+    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    own, now = tokens.row == 40, PLACES.index("verl_given")
+    assert tokens.position[own].tolist() == [0, 1, 3, 4] and not bool(tokens.forced[own].any())
+    assert tokens.rollout_logprobs[own].tolist() == [-1.0, -2.0, -4.0, -5.0]
+    assert (tokens.old_logprobs[own] - tokens.rollout_logprobs[own]).abs().max() > 0.1, "its weight exists"
+    assert tokens.version[own].tolist() == [2, 2, 3, 5]
+    assert (int(rollouts.version[40]), int(rollouts.newest_version[40]), rollouts.current_version) == (2, 5, now)
+    assert rollouts.rewards[40].tolist() == [1.0, 0.25] and float(rollouts.reward[40]) == 1.125
+    assert rollouts.token_ids.completion[40].tolist() == [7, 8, 9, 6, 1]
+    assert rollouts.token_ids.observed[40].tolist() == [False, False, True, False, False]
+    others = torch.arange(len(rollouts)) != 40
+    assert (rollouts.version[others] == now).all() and (rollouts.newest_version[others] == now).all(), "made now"
+    assert (tokens.version[~own] == now).all(), "also those that were given without versions, or put in"
+    logged = carousel.metrics(now + 1)
+    assert (logged["rl_plugins/staleness_max"], logged["rl_plugins/mixed_version_rows"]) == (now - 5, 1 / 64)
+    assert logged["rl_plugins/staleness_oldest_max"] == now - 2 and logged["rl_plugins/staleness_share/4_7"] == 1 / 64
+
+
+def test_squared_probabilities_are_those_of_the_policy_that_gave_the_old_log_probs(carousel: Run) -> None:
+    from rl_plugins.demo.policy import build_model
+
+    rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
+    update = next(u for u in carousel.updates() if u["methods"] == ["verl_given"])
+    model = build_model(0).float()
+    model.load_state_dict(update["weights"])
+    for row in (0, 8, 40, 63):
+        prompt, made = rollouts.token_ids.prompt[row], rollouts.token_ids.completion[row]
+        with torch.no_grad():
+            p = model(torch.cat([prompt, made])[None]).logits[0, len(prompt) - 1 : -1].softmax(-1)
+        own = tokens.row == row
+        place = tokens.position[own]
+        assert torch.allclose(tokens.sum_squared_probs[own], (p**2).sum(-1)[place], atol=1e-5)
+        logprobs = p.gather(1, made[:, None])[place, 0].log()
+        assert torch.allclose(tokens.old_logprobs[own], logprobs, atol=1e-4)
+
+
+def test_staleness_is_verls_own(carousel: Run) -> None:
+    for number, step in enumerate(carousel.steps(), 1):
+        if bool(step["decision"].stays.any()):  # of a batch that left whole verl keeps one row
+            logged, measured = carousel.metrics(number), carousel.measured(number)
+            for ours, theirs in STALENESS.items():
+                assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"]), number
 
 
 def carousel_text(ids: tuple[int, ...]) -> str:

@@ -184,6 +184,25 @@ def test_summed_objective(engine, rows, policy, how):
             assert torch.equal(row[name], values[r.mask > 0]), name
 
 
+# ---- versions
+
+
+def test_versions_and_how_far_the_weights_are_from_their_publication(engine, rows):
+    """Steps and epochs of a batch count on; terms and rows say which step of the published weights it is."""
+    aged = [r.but(versions=torch.arange(len(r.response)) // 3 + i) for i, r in enumerate(rows[:8])]
+    case = Case(aged, ("aged",), steps=2, epochs=2, lr=0.0, published=20)
+    result = engine.train(case)
+    assert result.steps_since == 4 and not any("steps" in name for name in result.metrics)
+    before = [s for s in result.seen if s[0] == "rows"]
+    newest = [int(r.versions.max()) for r in aged]
+    assert [b[1] for b in before[:2]] == [list(range(4)), list(range(4, 8))] and before[2][1] == list(range(4))
+    assert [b[2] for b in before[:2]] == [newest[:4], newest[4:]]
+    assert [b[3:] for b in before] == [(20, 0), (20, 1), (20, 2), (20, 3)]
+    terms = [s for s in result.seen if s[0] == "terms"]
+    assert [t[1] for t in terms[:2]] == [[r.versions.tolist() for r in part] for part in (aged[:4], aged[4:])]
+    assert {t[2] for t in terms} == {"torch.int64"} and [t[3:] for t in terms] == [b[3:] for b in before]
+
+
 # ---- before_update
 
 

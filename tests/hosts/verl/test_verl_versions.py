@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -23,11 +25,13 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.requests import Generated
+from rl_plugins.rollouts import Completion, PlanRow
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decisions
 from rl_plugins.verl.client import with_versions
-from rl_plugins.verl.prompts import VERSIONS, runs
+from rl_plugins.verl.prompts import COLUMN, FORCED, UNKNOWN, VERSIONS, note_of, runs
 from rl_plugins.verl.rows import TOKEN_VERSION
 from rl_plugins.verl.trainer import MethodsSync
 
@@ -96,11 +100,68 @@ def test_the_trainer_hands_out_the_client_where_versions_are_asked_for() -> None
     trainer.llm_server_manager = SimpleNamespace(get_client=lambda: theirs)
     for mode, needs, told in (("sync", True, False), ("colocate_async", False, False), ("colocate_async", True, True)):
         trainer.methods_mode = mode
-        trainer.methods = MethodStack([probes.Versions()] if needs else [])
+        trainer.methods = MethodStack([Sees()] if needs else [])
         assert (type(trainer.get_llm_client()) is not FullyAsyncLLMServerClient) is told
     import pickle
 
     assert type(pickle.loads(pickle.dumps(theirs))) is type(theirs), "it travels to the agent loops"
+
+
+# ---- completions that are given
+
+
+def planned(given: Completion, n: int = 1, **changes: Any) -> Any:
+    """The row of a completion a plan gives, in global step 4."""
+    from test_verl_programs import COLUMNS, SAMPLING, loop
+
+    note = note_of(PlanRow(3, 5, n, given=(given,)), "w", 0, 0, {"a": 1.0, "b": 0.5})
+
+    async def go() -> Any:
+        return await loop(None).run(SAMPLING, **{**COLUMNS, COLUMN: note, **changes})
+
+    return asyncio.run(go())
+
+
+def test_a_completion_with_log_probs_is_a_sample() -> None:
+    read = (False, True, False, False)
+    made = planned(Completion((7, 8, 9, 6), (-1.0, -2.0, -3.0, -4.0), (1, 0, 2, 2), {"a": 1.0, "b": 3.0}, read))
+    assert made.response_mask == [1, 0, 1, 1] and made.response_logprobs == [-1.0, -2.0, -3.0, -4.0]
+    fields = made.extra_fields
+    assert fields[FORCED] == fields[UNKNOWN] == [] and fields[VERSIONS] == [[[1, 1], [2, 2]]]
+    assert (fields["min_global_steps"], fields["max_global_steps"]) == (1, 2), "what was only read has no version"
+    assert made.reward_score == 2.5 and fields["reward_extra_info"] == {"a": 1.0, "b": 3.0}
+
+
+def test_a_completion_without_log_probs_is_forced_and_made_now() -> None:
+    made = planned(Completion((7, 8, 9), observed=(False, True, False)))
+    assert made.extra_fields[FORCED] == made.extra_fields[UNKNOWN] == [[0, 1], [2, 3]]
+    assert made.response_logprobs == [0.0] * 3 and made.reward_score is None, "it is scored"
+    assert made.extra_fields["max_global_steps"] == 3, "the newest published weights in global step 4"
+    assert planned(Completion((7,), rewards={"b": math.nan})).reward_score != 0, "no reward is given"
+
+
+def test_a_note_of_an_earlier_version_is_served() -> None:
+    """Prompts in flight lie in checkpoints."""
+    note = note_of(PlanRow(3, 5, 1, given=(Completion((7, 8), (-1.0, -2.0)),)), "w", 0, 0)
+    note["given"] = [{"tokens": [7, 8], "logprobs": [-1.0, -2.0]}]
+    made = planned(Completion((1,)), **{COLUMN: note})
+    assert made.response_ids == [7, 8] and made.response_mask == [1, 1] and made.reward_score is None
+
+
+def test_a_program_gives_stored_rollouts_as_samples() -> None:
+    from test_verl_programs import made_by
+
+    def program(prompt: Any) -> Any:
+        yield []
+        stored = Generated((7, 8), (-1.0, -2.0), "eos", 2, versions=(1, 2))
+        one = prompt.start().add(stored).observe((6,)).force((9,))
+        return [dataclasses.replace(one, rewards={"a": 2.0})]
+
+    ((row,),) = made_by(program, None, n=1, rewards={"a": 1.0})
+    assert row.response_mask == [1, 1, 0, 1] and row.reward_score == 2.0
+    fields = row.extra_fields
+    assert fields[FORCED] == [[3, 4]] and fields[VERSIONS] == [[[1, 1], [2, 1], [-1, 1]]]
+    assert (fields["min_global_steps"], fields["max_global_steps"]) == (1, 2)
 
 
 # ---- what hooks see

@@ -102,6 +102,11 @@ def _carousel(module: object) -> None:
                 note("stepped", step=self.global_steps, metrics={k: float(v) for k, v in metrics.items() if _number(v)})
                 return batch
 
+            def _compute_metrics(self, batch, metrics, *args, **kwargs):
+                super()._compute_metrics(batch, metrics, *args, **kwargs)
+                found = {k: float(v) for k, v in metrics.items() if "off_policy" in k}
+                note("measured", step=self.global_steps, metrics=found)
+
             def on_step_end(self):
                 super().on_step_end()
                 time.sleep(float(os.environ.get("RL_PLUGINS_TEST_SLOW", "0")))
@@ -229,7 +234,9 @@ def _methods():
         """Every kind of row a plan can ask for."""
 
         name = "verl_given"
-        needs = frozenset({"tokens", "rollout_logprobs", "text", "column:level", "old_logprobs"})
+        needs = frozenset(
+            {"tokens", "rollout_logprobs", "text", "column:level", "old_logprobs", "token_versions", "token_ids"}
+        ) | {"sum_squared_probs"}
 
         def plan(self, plan):
             rows = list(plan.rows)
@@ -245,6 +252,14 @@ def _methods():
                 "level": 99,
             }
             rows[4] = PlanRow(-1, rows[4].group, rows[4].n, edit=foreign)
+            stored = Completion(
+                (7, 8, 9, 6, 1),
+                (-1.0, -2.0, -3.0, -4.0, -5.0),
+                versions=(2, 2, 0, 3, 5),
+                rewards={"exact": 1.0, "digits": 0.25},
+                observed=(False, False, True, False, False),
+            )
+            rows[5] = rows[5].replace(given=(stored,))
             return plan.replace(rows=tuple(rows))
 
         def shape(self, rollouts, tokens):
