@@ -23,6 +23,7 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Run:
         [
             "+rl_plugins.methods=[april,minpro,watch]",
             "+rl_plugins.method_params.april.over_sampling=5",
+            "trainer.v1.separate_async.parameter_sync_step=1",
             "actor_rollout_ref.rollout.nnodes=1",
             "actor_rollout_ref.rollout.n_gpus_per_node=1",
             "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
@@ -64,5 +65,4 @@ def test_the_metrics_of_staleness_are_verls(stale: Run) -> None:
 
 def test_minpro_weighs_old_tokens_less(stale: Run) -> None:
     weights = [stale.metrics(number)["actor/minpro/weight_mean"] for number in range(1, len(AGES) + 1)]
-    print(weights)
     assert weights[0] == pytest.approx(1.0, abs=1e-3) and max(weights[4:]) < 0.97
