@@ -16,8 +16,8 @@ policy of batch b - lag made, with their log-probs. Arms:
 
     python examples/evidence/staleness.py --seeds 5 --out evidence-results
 
-With lag 0 all arms but those of vcpo are one run. Every run is kept in `staleness-runs.json` as it ends, so that a script
-that was interrupted goes on.
+With lag 0 all arms but those of vcpo are one run. Every run is kept in `staleness-runs.json` as it ends, so that a
+script that was interrupted goes on.
 """
 
 from __future__ import annotations
