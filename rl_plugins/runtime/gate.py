@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -226,7 +227,9 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
     if completion.logprobs is not None:
         if len(completion.logprobs) != len(completion.tokens):
             return "a given completion needs as many log-probs as tokens, or None"
-        if not all(isinstance(p, Real) and -math.inf < p <= 0 for p in completion.logprobs):
+        if not _all_within(completion.logprobs, "f", -math.inf, 0) and not all(
+            isinstance(p, Real) and -math.inf < p <= 0 for p in completion.logprobs
+        ):
             return "a log-prob of a given completion must be a finite number of at most 0"
     for name in ("versions", "observed"):
         values = getattr(completion, name)
@@ -253,12 +256,24 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
 def _tokens_problem(what: str, tokens: Any, vocabulary: int | None) -> str | None:
     if isinstance(tokens, str) or not isinstance(tokens, Sequence):
         return f"{what} is {type(tokens).__name__}; it must be token ids"
+    if _all_within(tokens, "iu", -1, INT64 if vocabulary is None else vocabulary - 1):
+        return None
     for token in tokens:
         number = int(token) if isinstance(token, Integral) else -1
         if number < 0 or (vocabulary is not None and number >= vocabulary):
             known = "" if vocabulary is None else f" of 0..{vocabulary - 1}"
             return f"{what} has {shown(token)}, which is no token id{known}"
     return None
+
+
+def _all_within(values: Sequence[Any], kinds: str, above: float, most: float) -> bool:
+    """Whether all are numbers of one of numpy's kinds, above the one bound and at most the other; False also where
+    that takes a closer look. A replayed batch has millions of tokens, and one by one they take seconds."""
+    try:
+        array = np.asarray(values)
+    except Exception:
+        return False
+    return not array.size or (array.dtype.kind in kinds and array.min() > above and bool(array.max() <= most))
 
 
 def _travel_problem(row: PlanRow) -> str | None:

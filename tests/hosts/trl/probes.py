@@ -138,6 +138,15 @@ class Merged(Probe):
         return plan.replace(rows=tuple(r.replace(group=r.group // 2) for r in plan.rows))
 
 
+class Hinting(Probe):
+    """Other words in every batch, for the same prompts."""
+
+    name = "hinting"
+
+    def plan(self, plan):
+        return plan.replace(rows=tuple(r.replace(edit={"prompt": f"{plan.batch} 1 2"}) for r in plan.rows))
+
+
 class Restless(Probe):
     """Asks for one more rollout in every round, for ever."""
 
