@@ -37,6 +37,7 @@ from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow, PromptPool
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.runtime.state import load_state, save_state
@@ -551,3 +552,11 @@ def test_the_bundle() -> None:
     stack = build_stack(["dots_rr"], {"dots": {"embeddings": lambda data: latent(), "references": 8}})
     assert stack.names == ["rollout_replay", "dots", "decoupled_ppo"] and stack.methods[2].params.action == "none"
     assert any(m.replays for m in stack.methods) and stack.methods[2].corrects_sampling
+
+
+def test_doctor_prints_what_the_references_cost() -> None:
+    host = Host(dots())
+    plan = first_plan(host.stack, list(range(GROUPS)), SIZE, GROUPS * SIZE, D)
+    lines = dict(plan_lines(host.stack, plan, GROUPS * SIZE, "4"))
+    assert lines["rollouts"] == "3 (0 trained, 3 made to leave) per prompt in the first round"
+    assert lines["rows generated"] == f"{8 * SIZE} in the first round"
