@@ -51,6 +51,13 @@ CHANGES: tuple[Change, ...] = (
         "agent_loop.register_loop",
     ),
     Change(
+        "verl's client of the rollout servers, in the asynchronous modes: a subclass of it that notes every attempt",
+        "versions of tokens",
+        "a method needs `token_versions`",
+        "none",
+        "client.with_versions",
+    ),
+    Change(
         "the config of the run: options that methods need are set, and `RL_PLUGINS_METHODS` in "
         "`ray_kwargs.ray_init.runtime_env.env_vars`",
         "signals; worker processes know that there are methods",

@@ -38,6 +38,20 @@ PINNED: tuple[Pinned, ...] = (
     Pinned(_TRAINER, "_compute_old_log_prob", _BATCH, "log-probs of tokens nobody sampled"),
     Pinned(f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync", "_compute_old_log_prob", _BATCH, "the same"),
     Pinned(_TRAINER, "_compute_advantage", _BATCH, "`advantages`, `shape`, `observe`"),
+    Pinned(_TRAINER, "get_llm_client", (), "versions of tokens"),
+    Pinned(
+        "verl.workers.rollout.llm_server:FullyAsyncLLMServerClient",
+        "generate",
+        ("request_id",),
+        "every attempt goes through `generate` of its base: versions of tokens",
+    ),
+    Pinned(
+        "verl.workers.engine.fsdp.transformer_impl",
+        "calculate_sum_pi_squared",
+        None,
+        "what a batch asks for: squared probabilities",
+    ),
+    Pinned("verl.workers.engine.fsdp.transformer_impl", "sum_pi_squared", None, "squared probabilities, in its output"),
     Pinned(_TRAINER, "_update_critic", _BATCH, "no optimizer step where nothing is trained"),
     Pinned(_TRAINER, "_update_actor", _BATCH, "no optimizer step where nothing is trained; logged values"),
     Pinned(

@@ -426,6 +426,8 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     options = [
         "+rl_plugins.methods=[vade,minpro]",
         "trainer.v1.separate_async.parameter_sync_step=2",
+        "trainer.v1.separate_async.num_warmup_batches=2",
+        "trainer.v1.sampler.max_off_policy_threshold=null",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
@@ -456,6 +458,14 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     steps = run.steps()[:4]
     assert [len(s["decision"].rollouts) for s in steps] == [32] * 4, "two batches per weight synchronization"
     assert [e["step"] for e in run.of("decided")][:4] == [1, 1, 2, 2]
+    told = [s["decision"].rollouts for s in steps]
+    assert [(r.current_version, r.steps_since_published) for r in told] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [r.staleness.tolist() for r in told] == [[0] * 32, [0] * 32, [1] * 32, [1] * 32], "in publications"
+    assert [e["step"] for e in resumed.of("decided")] == [3, 3, 4, 4]
+    for process, number in ((run, 1), (run, 2), (resumed, 3), (resumed, 4)):
+        logged, measured = process.metrics(number), process.measured(number)
+        for ours, theirs in STALENESS.items():
+            assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
     assert logged["vade/seen"] > run.metrics(1)["vade/seen"]

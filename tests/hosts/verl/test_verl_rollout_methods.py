@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, Run, finished
+from runs import PROMPTS, SAMPLES, STALENESS, Run, finished
 from test_program_runs import REWARD
 from test_runs import reference
 
+from rl_plugins.groups import Groups
 from rl_plugins.methods.ui_s1 import UiS1
 
 pytestmark = pytest.mark.host
@@ -180,14 +181,31 @@ def test_april_where_verl_carries_groups_over(tmp_path: Path) -> None:
         [
             "+rl_plugins.methods=[april,watch]",
             "+rl_plugins.method_params.april.over_sampling=1.5",
+            "+rl_plugins.method_params.april.correction=token_tis",
             "trainer.total_training_steps=3",
         ],
-        trainer="rl_plugins_colocate_async",
+        trainer="watched_colocate_async",
+        RL_PLUGINS_TEST_TOKEN_SECONDS="0.3",
     )
     assert "trainer.v1.colocate_async.num_warmup_batches=0.5" in run.log, "what the method sets is printed"
+    mixed = 0
     for k in range(3):
-        rollouts, _ = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
-        assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS
+        rollouts, tokens = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
+        assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and rollouts.current_version == k
+        of = Groups(tokens.row, count=len(rollouts))
+        assert of.min(tokens.version.double()).tolist() == rollouts.version.tolist()
+        assert of.max(tokens.version.double()).tolist() == rollouts.newest_version.tolist()
+        assert bool((tokens.version.diff() >= 0)[tokens.row.diff() == 0].all()), "what resumes is newer"
+        now, apart = tokens.version == k, (tokens.rollout_logprobs - tokens.old_logprobs).abs()
+        assert float(apart[now].max()) < 1e-3, "log-probs are those of the attempt that made the token"
+        assert not bool((~now).any()) or float(apart[~now].max()) > 1e-3
+        logged, measured = run.metrics(k + 1), run.measured(k + 1)
+        several = (rollouts.version < rollouts.newest_version).double()
+        assert logged["rl_plugins/mixed_version_rows"] == float(several.mean())
+        for ours, theirs in STALENESS.items():
+            assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
+        mixed += int(several.sum())
+    assert mixed > 0, "rollouts were interrupted, and went on with newer weights"
 
 
 def test_rtv_pdr_trains_the_second_wave(carousel: Run) -> None:

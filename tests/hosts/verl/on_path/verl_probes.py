@@ -218,10 +218,24 @@ def _dump_updates(module: object) -> None:
     loss.MethodsLoss.train_batch = train_batch
 
 
+def _slow_decoder(module: object) -> None:
+    """Every token takes so long that requests are interrupted."""
+    seconds = float(os.environ.get("RL_PLUGINS_TEST_TOKEN_SECONDS", "0"))
+    host = module.Decoder.step
+
+    def step(self, arriving):
+        time.sleep(seconds)
+        return host(self, arriving)
+
+    if seconds:
+        module.Decoder.step = step
+
+
 note("loaded", argv=os.sys.argv[:2]) if "RL_PLUGINS_TEST_OUT" in os.environ else None
 after_import("rl_plugins.verl.trainer", _carousel)
 after_import("rl_plugins.verl.loss", _dump_updates)
 after_import("rl_plugins.verl.workers", _worker_of_carousel)
+after_import("rl_plugins.verl.cpu.decoder", _slow_decoder)
 
 
 def _methods():
