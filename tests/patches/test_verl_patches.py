@@ -339,6 +339,14 @@ def test_v11_the_interval_is_configurable(stock: dict, patched: dict) -> None:
 
 
 @pytest.mark.host
+def test_v17_attempts_are_told(stock: dict, patched: dict) -> None:
+    old = {"global_steps": 5, "min_global_steps": 2, "max_global_steps": 5, "num_cached_tokens": None}
+    assert stock["V17"] == {"tokens": [7, 8, 9], "fields": old}
+    new = {"attempts": [[2, 2], [3, 0], [5, 1]], "top": [[7], [8], [9]], "server": "s5"}
+    assert patched["V17"] == {"tokens": [7, 8, 9], "fields": old | new}
+
+
+@pytest.mark.host
 def test_v12_a_column_reaches_the_policy_loss(stock: dict, patched: dict) -> None:
     assert "unexpected keyword argument 'extra_fields'" in stock["V12"]["weighted"]
     after = patched["V12"]

@@ -860,6 +860,30 @@ def measure_v13() -> dict[str, Any]:
     return result
 
 
+# ---- V17 ---------------------------------------------------------------------------------------------------------
+
+
+def measure_v17() -> dict[str, Any]:
+    """What the resuming client says of attempts of the versions 2, 3 (without a token) and 5."""
+    from verl.workers.rollout import llm_server
+    from verl.workers.rollout.replica import TokenOutput
+
+    script = [(2, [7, 8], "aborted"), (3, [], "aborted"), (5, [9], "completed")]
+
+    async def attempt(self: Any, **kwargs: Any) -> Any:
+        version, tokens, reason = script.pop(0)
+        fields = {"global_steps": version, "top": [[t] for t in tokens], "server": f"s{version}"}
+        return TokenOutput(token_ids=tokens, log_probs=[-1.0] * len(tokens), stop_reason=reason, extra_fields=fields)
+
+    async def at_once(seconds: float) -> None: ...
+
+    client = llm_server.FullyAsyncLLMServerClient(types.SimpleNamespace())
+    asks = {"request_id": "a", "prompt_ids": [1], "sampling_params": {"max_tokens": 9}}
+    with replaced(llm_server.LLMServerClient, generate=attempt), replaced(asyncio, sleep=at_once):
+        output = asyncio.run(client.generate(**asks))
+    return {"tokens": output.token_ids, "fields": output.extra_fields}
+
+
 # ---- configuration -----------------------------------------------------------------------------------------------
 
 
@@ -883,7 +907,7 @@ def main() -> None:
     results: dict[str, Any] = {"host": str(Path(verl.__file__).resolve()), "tensordict": tensordict.__version__}
     results["V13_PROCESS_GROUP"] = measure_v13_process_group()
     measures = [measure_v1, measure_v2, measure_v3, measure_v4, measure_v5, measure_v7, measure_v8, measure_v9]
-    measures += [measure_v11, measure_v12, measure_v13, measure_v14, measure_config, measure_v6]
+    measures += [measure_v11, measure_v12, measure_v13, measure_v14, measure_v17, measure_config, measure_v6]
     for measure in measures:
         start = time.perf_counter()
         results[measure.__name__.removeprefix("measure_").upper()] = measure()
