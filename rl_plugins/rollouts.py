@@ -10,13 +10,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
 from rl_plugins.renamed import renamed
+
+if TYPE_CHECKING:
+    from rl_plugins.requests import Chat
 
 Self = TypeVar("Self")
 
@@ -220,6 +223,8 @@ class Run:
         max_completion_length: in tokens.
         fingerprint: of the dataset, a short text that tells datasets apart; empty where it was not made, as in `check`
             before the run.
+        chat: tokenizer and chat template of the policy: texts of other sources become token ids with them. In `start`
+            only; None before the model is there.
     """
 
     host: str
@@ -233,6 +238,7 @@ class Run:
     total_batches: int
     max_completion_length: int
     fingerprint: str = ""
+    chat: Chat | None = None
 
 
 # ---- after generation

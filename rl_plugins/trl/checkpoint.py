@@ -21,6 +21,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
+from rl_plugins.trl.engine import chat_of
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.prompts import has_numbers
@@ -64,7 +65,7 @@ class MethodsCallback(TrainerCallback):
             rows = t.accelerator.unwrap_model(t.model).config.get_text_config().vocab_size  # some have no text
             t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
             t.methods.check(run_of(known))  # again: now the reward functions of environments are known, too
-            run = dataclasses.replace(run_of(known), fingerprint=self.fingerprint)
+            run = dataclasses.replace(run_of(known), fingerprint=self.fingerprint, chat=chat_of(t))
             on_driver(t.accelerator, lambda: t.methods.start(run))
             self._started = True
         if self.resume_from is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.config_text import DEEPEST, MOST_VALUES
 from rl_plugins.runtime.stack import (
     MAX_UNREWARDED_BATCHES,
@@ -140,6 +141,12 @@ def end_tokens(model: Any) -> tuple[int, ...]:
     ends = [getattr(model.generation_config, "eos_token_id", None), model.tokenizer.eos_token_id]
     flat = [i for end in ends for i in (end if isinstance(end, list) else [end]) if i is not None]
     return tuple(dict.fromkeys(flat))
+
+
+def chat_of(tokenizer: Any, eos: Sequence[int] | None, options: Any = None) -> TokenizerChat:
+    """The tokenizer, and its template as `data.apply_chat_template_kwargs` asks for it."""
+    given = {k: v for k, v in dict(options or {}).items() if k not in ("tokenize", "return_dict", "return_tensors")}
+    return TokenizerChat(tokenizer, eos, **given)
 
 
 def compose(overrides: Sequence[str]) -> Any:

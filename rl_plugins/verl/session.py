@@ -19,10 +19,10 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
-from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.programs import Running, drive
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
+from rl_plugins.verl.config import chat_of
 from rl_plugins.verl.facts import TOP_LOGPROBS
 from rl_plugins.verl.host import Output, Scorer, ServerClient
 from rl_plugins.verl.prompts import (
@@ -313,12 +313,6 @@ def _finish(chat: Chat, request: Generate, tokens: Sequence[int], reason: str | 
         if any(s in text for s in request.stop):
             return "stop"
     return "length"
-
-
-def chat_of(tokenizer: Any, eos: Sequence[int], options: Any = None) -> TokenizerChat:
-    """The tokenizer, and its template as `data.apply_chat_template_kwargs` asks for it."""
-    given = {k: v for k, v in dict(options or {}).items() if k not in ("tokenize", "return_dict", "return_tensors")}
-    return TokenizerChat(tokenizer, eos, **given)
 
 
 def row_kwargs(kwargs: Mapping[str, Any], output: Output) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from rl_plugins.verl.batch import (
 )
 from rl_plugins.verl.client import with_versions
 from rl_plugins.verl.compat import states_its_mode
-from rl_plugins.verl.config import MODES
+from rl_plugins.verl.config import MODES, chat_of, end_tokens
 from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
@@ -91,12 +91,14 @@ class MethodsTrainer(host.Trainer):
             self._prompts = PromptBatches(self.train_dataset, self.config, self.settings.rewards)
             frame = getattr(self.train_dataset, "dataframe", None)  # the rows as they were read, without a template
             self._fingerprint = fingerprint(self.train_dataset if frame is None else frame)
-            model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model).hf_config
-            rows = model.get_text_config().vocab_size  # some have no text
+            model = omega_conf_to_dataclass(self.config.actor_rollout_ref.model)
+            rows = model.hf_config.get_text_config().vocab_size  # some have no text
             self.methods.vocabulary = max(len(self.tokenizer), rows)
             number_rows(self.train_dataset)
             self.methods.check(self.known().run())  # again: now the dataset is known, too
-            self.methods.start(replace(self.known().run(), fingerprint=self._fingerprint))
+            template = self.config.data.get("apply_chat_template_kwargs")
+            chat = chat_of(self.tokenizer, end_tokens(model), template)
+            self.methods.start(replace(self.known().run(), fingerprint=self._fingerprint, chat=chat))
             if self.global_steps:
                 self._load_state()
         super().on_init_end()

@@ -530,6 +530,23 @@ class Squares(Probe):
         Squares.seen = (rollouts, tokens)
 
 
+class Quotes(Probe):
+    """Trains on a text of another source, tokenized by the run's tokenizer."""
+
+    name = "quotes"
+    needs = {"tokens", "text"}
+
+    def start(self, run):
+        self.chat = run.chat
+
+    def plan(self, plan):
+        tokens = (*self.chat.encode("21 = 21"), self.chat.eos[0])
+        return plan.replace(rows=(plan.rows[0].replace(given=(Completion(tokens),)), *plan.rows[1:]))
+
+    def observe(self, rollouts, tokens, stats):
+        Quotes.seen = (rollouts, tokens)
+
+
 def register() -> None:
     """Lets the registry find the probes, as if a package had brought them."""
     import program_probes

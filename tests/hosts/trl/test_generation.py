@@ -279,6 +279,15 @@ def test_stored_rollouts_return_with_their_log_probs_versions_rewards_and_mask(t
         assert float(gap[~stale].max()) < 1e-5 < float(gap[stale].max())
 
 
+def test_a_text_of_another_source_is_tokenized_by_the_run(tmp_path):
+    import probes
+
+    run(tmp_path, ["quotes"], max_steps=1)
+    rollouts, tokens = probes.Quotes.seen
+    assert rollouts.text[0] == "21 = 21" and not rollouts.truncated[0]
+    assert tokens.forced[tokens.row == 0].all() and not tokens.forced[tokens.row == 1].any()
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_sum_of_squared_probabilities(tmp_path, lora):
     """As a plain softmax of the logits gives it, temperature included; with LoRA TRL patches the model inside."""
