@@ -13,7 +13,10 @@
    old) or 256 (very old). Measured at a small and a large learning rate: expected reward after the same number of
    generated rollouts, and after the same number of optimizer steps.
 
-FOUND
+Found (5 seeds): the predicted pass rate correlates with the true one by .61 on raw embeddings and .80 with the adapter;
+groups with unequal rewards .56 -> .73 and .76. Per generated rollout, references included, the gain is within the
+interval. Replay needs far fewer rollouts for the same reward, and fewer steps, because stored groups always have a
+gradient; the correction is ahead at the small learning rate until late, and within the interval at the large one.
 
     python examples/evidence/dots_rr.py --seeds 5 --out evidence-results
 """

@@ -140,4 +140,4 @@ class Predictor:
         source = self.embeddings if source is None else source
         for start in range(0, len(source), CHUNK):
             part = source[start : start + CHUNK]
-            yield torch.as_tensor(part if isinstance(part, Tensor) else np.ascontiguousarray(part)).float()
+            yield torch.as_tensor(part if isinstance(part, Tensor) else np.array(part)).float()
