@@ -117,9 +117,12 @@ def test_what_left_in_plain_torch(engine, rows, policy, how):
 
 
 @pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
-@pytest.mark.parametrize("methods", [("noop",), ("vanilla", "leash"), ("softmax",), ("minpro",)])
+@pytest.mark.parametrize(
+    "methods", [("noop",), ("vanilla", "leash"), ("softmax",), ("minpro",), ("decoupled_ppo",), ("vcpo",)]
+)
 def test_micro_batches_change_nothing(engine, rows, how, methods):
     """1, 2 and 4 rows, and a dynamic size; two steps in each of two epochs."""
+    rows = rewarded(rows) if methods == ("vcpo",) else rows
     batch = [*filled(with_gaps(rows[:3]), 4), *with_gaps(rows[8:12])]
     case = Case(batch, methods, actor=mode(how), steps=2, epochs=2, lr=0.01)
     one = engine.train(case.but(micro=1))
@@ -443,3 +446,105 @@ def test_minpro(engine, rows, policy, how, params):
         rel=1e-4,
     )
     assert not params or result.methods["minpro/clipped"] > 0.1
+
+
+PPO = [
+    {},
+    dict(level="sequence", action="clamp", upper=1.1, lower=0.9, dual_clip=1.5),
+    dict(metric="k3", upper=0.05),
+]
+
+
+@pytest.mark.parametrize("how", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("params", PPO, ids=str)
+def test_decoupled_ppo(engine, rows, policy, how, params):
+    """The weight of the proximal policy over the one that sampled, and PPO around the former, in a float64 loop."""
+    upper, weights, outside = params.get("upper", 5.0), [], []
+
+    def surrogate(lp, entropy, row):
+        logs = [float(row.old[t]) - float(row.rollout[t]) for t in range(len(lp))]
+        mine = [x for x, m in zip(logs, row.mask.tolist(), strict=True) if m] or [0.0]
+        out = []
+        for t, a in enumerate(row.advantages.tolist()):
+            log = sum(mine) / len(mine) if "level" in params else logs[t]
+            metric = math.exp(log) - log - 1 if "metric" in params else math.exp(log)
+            far = metric > upper or metric < params.get("lower", 0.0)
+            omega = math.exp(log)
+            if far:
+                omega = min(max(omega, params.get("lower", 0.0)), upper) if params.get("action") == "clamp" else 0.0
+            u = torch.exp(lp[t] - row.old[t].double())
+            value = torch.maximum(-a * u, -a * u.clamp(0.8, 1.2))
+            if a < 0 and "dual_clip" in params:
+                value = torch.minimum(value, torch.tensor(-1.5 * a).double())
+            out.append(omega * value)
+            if row.mask[t]:
+                weights.append(omega)
+                outside.append(float(far))
+        return torch.stack(out)
+
+    batch = filled(with_gaps(rows[:14]), 16)
+    case = Case(batch, ("decoupled_ppo",), params={"decoupled_ppo": params}, actor=mode(how, **EXTRAS), entropy=True)
+    result = engine.train(case)
+    assert relative(result.gradients[0], gradient(policy, objective(policy, case, surrogate))) < FLOAT32
+    assert result.methods["decoupled_ppo/weight_mean"] == pytest.approx(sum(weights) / len(weights), rel=1e-4)
+    assert result.methods["decoupled_ppo/weight_max"] == pytest.approx(max(weights), rel=1e-4)
+    assert result.methods["decoupled_ppo/filtered"] == pytest.approx(sum(outside) / len(outside), abs=1e-6)
+    assert not params or result.methods["decoupled_ppo/filtered"] > 0.1
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_decoupled_ppo_equals_verls_own_mode(engine, rows, how):
+    """verl's decoupled mode: its weights with IcePop's bounds, here up to 1.2, on its own loss, the dual clip far away.
+    Loss and gradient, and the rejected tokens in its divisor."""
+    from torch.nn.utils.rnn import pad_sequence
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    ratio = pad_sequence([r.old - r.rollout for r in rows], batch_first=True)
+    mask = pad_sequence([r.mask for r in rows], batch_first=True)
+    found, metrics = compute_rollout_correction_weights(ratio, mask, "token", "1e-9_1.2")
+    assert 0.1 < metrics["rollout_is_oob_ratio"] < 0.9
+    given = [r.but(weight=w[: len(r.mask)]) for r, w in zip(rows, found, strict=True)]
+    own = Case(given, actor=mode(how, clip_ratio_c=1e9), weighted=True, steps=2, lr=0.01)
+    theirs = engine.train(own)
+    params = {"decoupled_ppo": {"upper": 1.2}}
+    ours = engine.train(own.but(methods=("decoupled_ppo",), params=params, weighted=False))
+    same_gradients(ours, theirs)
+    assert [sum(x) for x in ours.losses] == pytest.approx([sum(x) for x in theirs.losses], rel=1e-5)
+    unbounded = engine.train(own.but(methods=("decoupled_ppo",), weighted=False))
+    assert relative(unbounded.gradients[0], theirs.gradients[0]) > 1e-2
+
+
+def rewarded(rows):
+    """Rows as `vcpo` sends them: their reward, centred and scaled."""
+    reward = [(-1.2, 0.3, 1.5, -0.6)[i % 4] for i in range(len(rows))]
+    return [
+        r.but(row_columns={**r.row_columns, "vcpo_reward": x, "vcpo_scored": 1.0})
+        for r, x in zip(rows, reward, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("params", [{}, dict(baseline="group", lr_scale="linear", base_ess_ratio=0.9)], ids=str)
+def test_vcpo(engine, rows, policy, params):
+    """Weights of rows, baseline and learning rate in a float64 loop; the rate is its own again to the last bit."""
+    batch = filled(with_gaps(rewarded(rows[:14])), 16)
+    case = Case(batch, ("vcpo",), params={"vcpo": params}, lr=0.1)
+    result = engine.train(case)
+    mine = [r for r in batch if r.real and int(r.mask.sum())]
+    assert len(mine) == 13, "a row without a token is not in B"
+    lp = [live(policy, r)[0] for r in mine]
+    length = [int(r.mask.sum()) for r in mine]
+    w = [math.exp(float(((x.detach() - r.rollout.double()) * r.mask).sum())) for x, r in zip(lp, mine, strict=True)]
+    total = torch.zeros((), dtype=torch.float64)
+    for i, r in enumerate(mine):
+        peers = [j for j, other in enumerate(mine) if other.group == r.group]
+        big = [w[j] ** 2 * length[j] for j in peers]
+        b = sum(x * mine[j].row_columns["vcpo_reward"] for x, j in zip(big, peers, strict=True)) / sum(big)
+        a = r.row_columns["vcpo_reward"] - (0.0 if "baseline" in params else b)
+        total = total - a * min(w[i], 8.0) * (lp[i] * r.mask).sum() / (len(mine) * length[i])
+    assert relative(result.gradients[0], gradient(policy, total)) < FLOAT32
+    ratio = sum(w) ** 2 / sum(x * x for x in w) / len(mine)
+    scale = min(1.0, ratio / params.get("base_ess_ratio", 1.0)) ** (1.0 if params else 0.5)
+    assert result.methods["vcpo/ess_ratio"] == pytest.approx(ratio, rel=1e-4) and ratio < 0.8
+    assert result.methods["vcpo/lr_scale"] == pytest.approx(scale, rel=1e-4)
+    assert result.rates == [pytest.approx(0.1 * scale, rel=1e-4)] and result.rate == 0.1
+    assert result.methods["vcpo/truncated"] == pytest.approx(sum(x > 8 for x in w) / len(w))

@@ -49,6 +49,12 @@ def same(two, one, ranks):
         (("minpro",), "seq-mean-token-sum", dict(epochs=2)),
         (("minpro", "minimax"), "token-mean", dict(tokens=40)),
         (("softmax",), "seq-mean-token-mean", dict(epochs=2)),
+        (
+            ("decoupled_ppo",),
+            "seq-mean-token-mean",
+            dict(params={"decoupled_ppo": {"level": "sequence", "upper": 1.1}}),
+        ),
+        (("vcpo",), "token-mean", dict(epochs=2)),
         (("weighted",), "seq-mean-token-mean", {}),
         (("ledger", "vanilla"), "seq-mean-token-mean", dict(params={"ledger": {"lr_scale": 0.5}})),
     ],
@@ -56,9 +62,15 @@ def same(two, one, ranks):
 def test_two_ranks_are_one(two, engine, rows, methods, how, more):
     assert two.call("kind") == ["FSDPQwen3ForCausalLM DTensor"] * 2
     actor = mode(how, **(EXTRAS if "entropy" in more else {}))
+    if methods == ("vcpo",):
+        rewards = {"vcpo_scored": 1.0, "vcpo_reward": 0.0}
+        rows = [r.but(row_columns={**rewards, "vcpo_reward": i % 3 - 1.0}) for i, r in enumerate(rows)]
     case = Case(rows, methods, actor=actor, steps=2, lr=0.003, micro=2, **more)
     ranks, one = two.train_all(case), engine.train(case)
     same(ranks, one, 2 * case.epochs)
+    if methods == ("vcpo",):  # one effective sample size of both ranks
+        assert ranks[0].rates == ranks[1].rates == pytest.approx(one.rates, rel=1e-6) and max(one.rates) < 0.003
+        assert ranks[0].rate == ranks[1].rate == 0.003
     if "ledger" in methods:
         for a, b, c in zip(one.seen, ranks[0].seen, ranks[1].seen, strict=True):
             for name in ("length", "group", "logprobs", "old_logprobs", "rollout_logprobs"):
