@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from rl_plugins.runtime import update
 from rl_plugins.runtime.update import surrogate
 from rl_plugins.trl import generation
+from rl_plugins.trl import loss as trl_loss
 from rl_plugins.trl.facts import known_of, run_of
 from rl_plugins.verl import batch as verl_batch
+from rl_plugins.verl import loss as verl_loss
 from rl_plugins.verl.batch import Decisions
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.loss import MethodsLoss, flat
@@ -49,6 +52,8 @@ STACKS = [
     "judge",
     "odd",
     "reshaped",
+    "decoupled_ppo",
+    "vcpo",
 ]
 
 
@@ -84,7 +89,12 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
     """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
     seen: dict[str, Any] = {}
     batch = generation.GenerationBatch
-    decide, with_columns = generation.decide, batch._with_columns
+    decide, with_columns, sampled = generation.decide, batch._with_columns, batch._rollout_logprobs
+
+    def older(self, out):
+        """As if a policy of some updates ago had sampled: weights of 0.3 to 3."""
+        value = sampled(self, out)
+        return value + 0.4 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2))
 
     def watched(stack, rollouts, tokens, host, estimator, budget):
         seen.update(rollouts=rollouts, tokens=tokens)
@@ -103,7 +113,7 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
     reward = [harness.score, harness.length]
     options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
     trainer = harness.make(folder, methods, reward=reward, **options)
-    generation.decide, batch._with_columns = watched, watched_columns
+    generation.decide, batch._with_columns, batch._rollout_logprobs = watched, watched_columns, older
     try:
         trainer.model.train()
         with harness.stub_sampling():
@@ -111,7 +121,7 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
             trainer.methods.start(run_of(known_of(trainer)))
             out = trainer._generate_and_score_completions(next(loader))
     finally:
-        generation.decide, batch._with_columns = decide, with_columns
+        generation.decide, batch._with_columns, batch._rollout_logprobs = decide, with_columns, sampled
     torch.manual_seed(1)
     with torch.no_grad():
         for p in trainer.model.parameters():
@@ -123,6 +133,9 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
 
     update.surrogate = kept
     trainer.current_gradient_accumulation_steps = 1
+    if trainer.methods.claims["before_update"]:
+        trainer._buffered_inputs, trainer._step = [out], 0
+        seen["lr_scale"] = trl_loss.before_update(trainer)
     try:
         seen["loss"] = float(trainer.compute_loss(trainer.model, out))
     finally:
@@ -187,7 +200,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
                 ours: raw[theirs][i, :n].float()
                 for ours, theirs in (
                     ("old_log_probs", "old_per_token_logps"),
-                    ("rollout_log_probs", "old_per_token_logps"),
+                    ("rollout_log_probs", "rlp_rollout_logprobs"),
                     ("entropy", "entropies"),
                 )
                 if theirs in raw
@@ -218,9 +231,16 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
     tokens = int(flat(data["loss_mask"]).sum())
     tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=tokens, global_batch_size=len(batch))
     output = {"log_probs": full, "entropy": entropies}
+    scale = 1.0
+    if stack.claims["before_update"]:
+        monkeypatch.setattr(verl_loss, "_gather", lambda value, group: [value])
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+        monkeypatch.setattr("verl.utils.device.get_device_id", lambda: "cpu")
+        engine: Any = SimpleNamespace(infer_batch=lambda data: {"model_output": output})
+        scale = loss._before_update(engine, data, None)
     value, _ = loss(output, data)
     per_token = surrogate(loss.stack, loss._terms(output, data)) if stack.claimed("policy_loss") else None
-    return {"decision": settled.decision, "data": data, "loss": float(value), "surrogate": per_token, "stack": stack}
+    return {"decision": settled.decision, "data": data, "loss": float(value), "surrogate": per_token, "lr_scale": scale}
 
 
 def _nested(values: list[torch.Tensor]) -> torch.Tensor:
@@ -287,3 +307,6 @@ def test_both_hosts_agree(tmp_path: Path, monkeypatch: Any, stack: str) -> None:
             a, b = trl["surrogate"][i, :n] * mask, verl["surrogate"][j, :n] * mask
             assert torch.allclose(a, b, atol=1e-6, rtol=1e-5)
     assert trl["loss"] == pytest.approx(verl["loss"], abs=1e-6, rel=1e-5)
+    assert trl.get("lr_scale", 1.0) == pytest.approx(verl["lr_scale"], rel=1e-6)
+    if stack == "vcpo":
+        assert verl["lr_scale"] < 0.9

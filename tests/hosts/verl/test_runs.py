@@ -7,6 +7,7 @@ that were trained.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ PLACES = [
     "verl_given",
     "odd+judge",
     "one",
+    "decoupled_ppo",
+    "vcpo",
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
@@ -40,7 +43,7 @@ COMMON = [
     "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]
-RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd"]
+RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd", "decoupled_ppo", "vcpo"]
 
 
 @pytest.fixture(scope="module")
@@ -334,6 +337,16 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
             prefix = torch.cat([torch.ones(1), torch.cummin(ratio, 0).values[:-1]])
             losses.append(-(ratio * prefix).clamp(max=4.0) * row["advantages"] * lp)
         loss = aggregate(losses)
+    elif "vcpo" in methods:
+        loss = vcpo_loss(terms)
+    elif "decoupled_ppo" in methods:
+        losses = []
+        for row, lp, *_ in terms:
+            a, ratio = row["advantages"], (lp - row["old_log_probs"]).exp()
+            omega = (row["old_log_probs"] - row["rollout_log_probs"]).exp()
+            omega = torch.where(omega > 5, 0.0, omega)
+            losses.append(omega * torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2)))
+        loss = aggregate(losses)
     else:
         losses = []
         for row, lp, *_ in terms:
@@ -346,6 +359,23 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     return norm, len(rows)
+
+
+def vcpo_loss(terms: list[tuple[Any, ...]]) -> torch.Tensor:
+    """A sum over rows with weights of their own; the baseline of a group at the weights of this step."""
+    rows = [(row, lp, m) for row, lp, _, m in terms]
+    log_w = [float(((lp.detach() - row["rollout_log_probs"]) * m).sum()) for row, lp, m in rows]
+    length = [float(m.sum()) for *_, m in rows]
+    reward = [float(row["rl_plugins_row_column:vcpo_reward"]) for row, *_ in rows]
+    group = [int(row["rl_plugins_group"]) for row, *_ in rows]
+    loss = torch.zeros(())
+    for i, (_, lp, m) in enumerate(rows):
+        peers = [j for j in range(len(rows)) if group[j] == group[i]]
+        big = [math.exp(2 * log_w[j]) * length[j] for j in peers]
+        baseline = sum(x * reward[j] for x, j in zip(big, peers, strict=True)) / sum(big)
+        weight = min(math.exp(log_w[i]), 8.0)
+        loss = loss - (reward[i] - baseline) * weight * (lp * m).sum() / length[i] / len(rows)
+    return loss
 
 
 def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
@@ -368,7 +398,18 @@ def test_gradients_on_two_ranks_with_two_steps(ranks: Run) -> None:
         norm, rows = reference([mine, theirs])
         assert mine["global_batch_size"] == theirs["global_batch_size"] == rows, mine["methods"]
         assert mine["grad_norm"] == pytest.approx(norm, rel=2e-4, abs=1e-7), mine["methods"]
-    assert steps[("mc_grpo",)] == steps[("softmax",)] == steps[("minpro",)] == 2
+    assert all(steps[(name,)] == 2 for name in ("mc_grpo", "softmax", "minpro", "decoupled_ppo", "vcpo"))
+
+
+def test_the_learning_rate_follows_the_effective_sample_size(carousel: Run, ranks: Run) -> None:
+    """1 on-policy; below it where the first step of a batch moved the policy. Logged is the mean of the steps."""
+    on_policy = carousel.metrics(PLACES.index("vcpo") + 1)
+    assert on_policy["actor/vcpo/ess_ratio"] == pytest.approx(1, abs=1e-3)
+    off_policy = ranks.metrics(RANK_PLACES.index("vcpo") + 1)
+    assert 0.1 < off_policy["actor/vcpo/ess_ratio"] < on_policy["actor/vcpo/ess_ratio"]
+    assert off_policy["actor/lr"] == on_policy["actor/lr"], "the schedule does not see it"
+    weight = ranks.metrics(RANK_PLACES.index("decoupled_ppo") + 1)["actor/decoupled_ppo/weight_mean"]
+    assert weight == pytest.approx(1, abs=1e-3), "this engine samples from the trained weights"
 
 
 def test_steps_do_not_cut_groups(ranks: Run) -> None:

@@ -1,0 +1,290 @@
+"""VCPO (arXiv 2602.17616): does its baseline lower the variance of stale gradients, does its learning rate help?
+
+A tabular bandit of sequences: logits[t, token], vocabulary 8, at most 12 tokens; the last token of the vocabulary ends
+a row. The reward is the share of the 12 places that hold the token of a target string, so longer rows earn more and
+rows have different lengths. The expected reward is exact.
+
+1. Variance. 2,000 resamples of 4 groups of 8 rows from the policy `d` updates ago, at two pairs (policy, older policy)
+   of one training run per seed. The gradient is the real method's (its coefficients times the score of each row),
+   without division by the deviation; weights truncated at 8 or not. Measured: trace of the covariance over resamples,
+   relative to that with the group mean; and the cosine of the mean with the on-policy gradient of the same objective
+   (200,000 rows). `exact norms` has the norm of each row's own score in place of the stand-ins, which no host can
+   compute (in a tabular policy the proxy equals it); `of the update` has wbar / L inside of the norm.
+2. Learning rate: the effective share of 32 rows and the factor on the learning rate (sqrt), for the same pairs.
+3. Training with Adam on rollouts d updates old: truncated weights of rows alone (`no scaling`), with the learning rate,
+   with the baseline, with both; and PPO's clip around the policy that sampled (GRPO). Final and mean expected reward,
+   and the share of seeds that end below 90 % of their own best.
+
+    python examples/evidence/vcpo.py --seeds 5 --out evidence-results
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from common import arguments, interval, save
+from torch import Tensor
+
+from rl_plugins.groups import Groups
+from rl_plugins.losses import ppo_clip
+from rl_plugins.methods.vcpo import Vcpo, ess_ratio, lr_factor, weighted_baseline
+from rl_plugins.params import build_params
+from rl_plugins.rollouts import Rows
+from rl_plugins.testing import make_rollouts, make_tokens, start_stack
+
+VOCAB, LENGTH, GROUPS, GROUP = 8, 12, 4, 8
+ROWS = GROUPS * GROUP
+RESAMPLES = 2000
+DELAYS = (0, 1, 4, 16, 32)
+CHECKPOINTS, PATH_RATE = (40, 100), 0.05
+STEPS, RATES = 200, {"small": 0.05, "large": 0.3}
+
+
+class Task:
+    """The bandit. Policies are logits (LENGTH, VOCAB) float64."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.target = torch.randint(VOCAB - 1, (LENGTH,), generator=self.generator)
+
+    def start(self) -> Tensor:
+        logits = 0.3 * torch.randn(LENGTH, VOCAB, generator=self.generator, dtype=torch.float64)
+        logits[:, -1] -= 0.5  # rows of about half the length
+        return logits
+
+    def sample(self, logits: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Tokens and mask, (rows, LENGTH) each; the token that ends a row belongs to it."""
+        tokens = torch.multinomial(logits.softmax(-1), rows, replacement=True, generator=self.generator).T
+        ended = (tokens == VOCAB - 1).cumsum(1)
+        return tokens, (ended - (tokens == VOCAB - 1).long() == 0).double()
+
+    def reward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        return ((tokens == self.target) * mask).mean(1)
+
+    def value(self, logits: Tensor) -> float:
+        """Exact expected reward."""
+        p = logits.softmax(-1)
+        alive = torch.cat([torch.ones(1, dtype=torch.float64), (1 - p[:-1, -1]).cumprod(0)])
+        return float((alive * p[torch.arange(LENGTH), self.target]).mean())
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.log_softmax(-1)[torch.arange(LENGTH), tokens]
+
+
+def score(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """(rows, LENGTH, VOCAB) d sum_t lp / d logits of every row."""
+    return (torch.nn.functional.one_hot(tokens, VOCAB) - logits.softmax(-1)) * mask[..., None]
+
+
+def coefficients(
+    logits: Tensor, behavior: Tensor, tokens: Tensor, mask: Tensor, reward: Tensor, **params: Any
+) -> tuple[Tensor, float]:
+    """(rows,) A wbar / (B L) of every row by the real method, and its factor on the learning rate."""
+    stack = start_stack(Vcpo(build_params(Vcpo.Params, params, "vcpo")))
+    method, length = stack.methods[0], mask.sum(1).long()
+    rollouts = make_rollouts(reward, group_size=GROUP, lengths=length.tolist())
+    extra: dict[str, Tensor] = {}
+    if params.get("gradnorm") == "proxy":
+        live = mask > 0
+        square = (logits.softmax(-1) ** 2).sum(-1).expand_as(mask)
+        extra = {"old_logprobs": logprobs(logits, tokens)[live].float(), "sum_squared_probs": square[live].float()}
+    shape = method.shape(rollouts, make_tokens(rollouts, **extra))
+    now, then = ((logprobs(x, tokens) * mask).sum(1) for x in (logits, behavior))
+    rows = Rows(rollouts.group, length, logprobs=now, rollout_logprobs=then, columns=shape.row_columns)
+    update = method.before_update(rows)
+    stack.metrics.take()
+    return update.columns["vcpo_coefficient"].double(), update.lr_scale
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "none": {"baseline": "none"},
+    "group mean": {"baseline": "group"},
+    "opob, length": {},
+    "opob, proxy": {"gradnorm": "proxy"},
+    "opob, length, as in the code": {"weight_power": "code", "truncation": 8.0},
+    "opob, length, unweighted": {"weight_power": "none"},
+    "opob, length / L": {"normalize_by_length": True},
+}
+
+
+def variance(seed: int) -> tuple[dict[tuple[str, int, str], dict[str, float]], dict[int, dict[str, float]]]:
+    """Parts 1 and 2, means over the checkpoints."""
+    task = Task(seed)
+    path, _ = train(task, "reference", 0, PATH_RATE, max(CHECKPOINTS))
+    found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
+    share: dict[int, list[dict[str, float]]] = {}
+    n = RESAMPLES * ROWS
+    for at in CHECKPOINTS:
+        for delay in DELAYS:
+            logits, behavior = path[at], path[at - delay]
+            tokens, mask = task.sample(behavior, n)
+            reward, length = task.reward(tokens, mask), mask.sum(1)
+            s = score(logits, tokens, mask).flatten(1)
+            log_w = ((logprobs(logits, tokens) - logprobs(behavior, tokens)) * mask).sum(1)
+            ratios = [ess_ratio(x) for x in log_w.view(-1, ROWS)]
+            share.setdefault(delay, []).append(
+                {
+                    "effective share": float(np.mean(ratios)),
+                    "learning rate": float(np.mean([lr_factor(r, 1.0, "sqrt") for r in ratios])),
+                    "share of the largest weight": float(log_w.view(-1, ROWS).softmax(1).amax(1).mean()),
+                }
+            )
+            exact = exact_gradient(task, logits)
+            for bound in ("truncated", "exact weights"):
+                made = {
+                    name: coefficients(
+                        logits,
+                        behavior,
+                        tokens,
+                        mask,
+                        reward,
+                        norm_by_std=False,
+                        **{"truncation": 8.0 if bound == "truncated" else "inf", **params},
+                    )[0]
+                    * n
+                    for name, params in ARMS.items()
+                }
+                wbar = torch.exp(log_w.clamp(max=math.log(8.0)) if bound == "truncated" else log_w)
+                square = (s**2).sum(1)
+                groups = Groups(torch.arange(n) // GROUP)
+                for name, log_weight in {
+                    "opob, exact norms": 2 * log_w + torch.log(square),
+                    "opob, norms of the update": torch.log(square * (wbar / length) ** 2),
+                }.items():
+                    b = weighted_baseline(groups, reward, log_weight, torch.ones(n, dtype=torch.bool), "mean")
+                    made[name] = (reward - groups.rows(b)) * wbar / length
+                base = None
+                for name in ("group mean", *(x for x in made if x != "group mean")):
+                    g = (made[name][:, None] * s).view(RESAMPLES, ROWS, -1).mean(1)
+                    trace = float(g.var(0).sum())
+                    base = trace if base is None else base
+                    cosine = float(torch.nn.functional.cosine_similarity(g.mean(0), exact, dim=0))
+                    found.setdefault((name, delay, bound), []).append(
+                        {"relative variance": trace / base, "cosine of the mean": cosine}
+                    )
+
+    def mean(xs: list[dict[str, float]]) -> dict[str, float]:
+        return {k: float(np.mean([x[k] for x in xs])) for k in xs[0]}
+
+    return {k: mean(v) for k, v in found.items()}, {k: mean(v) for k, v in share.items()}
+
+
+def exact_gradient(task: Task, logits: Tensor) -> Tensor:
+    """Of the expected reward with 1/L on each row, from 200,000 on-policy rows and the best constant of it."""
+    tokens, mask = task.sample(logits, 200_000)
+    reward, s = task.reward(tokens, mask), score(logits, tokens, mask).flatten(1)
+    return (((reward - reward.mean()) / mask.sum(1))[:, None] * s).mean(0)
+
+
+TRAINED: dict[str, dict[str, Any] | None] = {
+    "reference": {"baseline": "group", "lr_scale": "none"},
+    "no scaling": {"baseline": "group", "lr_scale": "none"},
+    "learning rate": {"baseline": "group"},
+    "baseline": {"lr_scale": "none"},
+    "both": {},
+    "GRPO": None,
+}
+
+
+def train(task: Task, name: str, delay: int, rate: float, steps: int) -> tuple[list[Tensor], list[float]]:
+    """Adam on rollouts `delay` updates old; all policies and their exact expected rewards."""
+    logits = task.start().requires_grad_()
+    optimizer, history = torch.optim.Adam([logits], lr=rate), [logits.detach().clone()]
+    for step in range(steps):
+        now, behavior = history[-1], history[max(0, step - delay)]
+        tokens, mask = task.sample(behavior, ROWS)
+        reward, scale = task.reward(tokens, mask), 1.0
+        params = TRAINED[name]
+        if params is None:
+            lp = logprobs(logits, tokens)
+            rollouts = make_rollouts(reward, group_size=GROUP)
+            centered, std = rollouts.groups.center_and_std(reward, ddof=0)
+            a = centered / rollouts.groups.rows(torch.where(std > 1e-8, std, 1.0))
+            per_token = ppo_clip(lp, logprobs(behavior, tokens), a[:, None].expand_as(lp))
+            loss = ((per_token * mask).sum(1) / mask.sum(1)).mean()
+            (logits.grad,) = torch.autograd.grad(loss, logits)
+        else:
+            c, scale = coefficients(now, behavior, tokens, mask, reward, **params)
+            logits.grad = -(c[:, None, None] * score(now, tokens, mask)).sum(0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * scale
+        optimizer.step()
+        history.append(logits.detach().clone())
+    return history, [task.value(h) for h in history]
+
+
+def main() -> None:
+    args, began = arguments(__doc__, seeds=5), time.time()
+    seeds = range(args.seeds)
+    measured = [variance(s) for s in seeds]
+    keys, delays = list(measured[0][0]), list(measured[0][1])
+    gradient = {
+        what: {", ".join(map(str, (name, f"d={d}", bound))): interval([m[0][name, d, bound][what] for m in measured])
+               for name, d, bound in keys}
+        for what in ("relative variance", "cosine of the mean")
+    }  # fmt: skip
+    rate = {what: {f"d={d}": interval([m[1][d][what] for m in measured]) for d in delays} for what in measured[0][1][0]}
+    curves = {
+        (size, name, delay): np.array([train(Task(s), name, delay, value, STEPS)[1] for s in seeds])
+        for size, value in RATES.items()
+        for name in TRAINED
+        if name != "reference"
+        for delay in DELAYS
+    }
+    training = {
+        f"{what}, {size} learning rate": {
+            f"{name}, d={delay}": interval(number(runs)) for (s, name, delay), runs in curves.items() if s == size
+        }
+        for size in RATES
+        for what, number in {
+            "final reward": lambda c: c[:, -1],
+            "mean reward": lambda c: c.mean(1),
+            "fell below 90 % of its best": lambda c: (c[:, -1] < 0.9 * c.max(1)).astype(float),
+        }.items()
+    }
+    settings = dict(vocab=VOCAB, length=LENGTH, groups=GROUPS, group=GROUP, resamples=RESAMPLES, steps=STEPS)
+    content = {
+        "method": "vcpo",
+        "settings": {**settings, "learning_rates": RATES, "seeds": args.seeds},
+        "gradient": gradient,
+        "learning rate": rate,
+        "training": training,
+    }
+    save(args.out, "vcpo", content, lambda path: plot(gradient, rate, curves, path), began)
+    for part in (gradient, rate, training):
+        for what, table in part.items():
+            print(f"\n{what}")
+            for row, cell in table.items():
+                print(f"  {row:52s}{cell['mean']:9.3f} +- {cell['ci95']:.3f}")
+
+
+def plot(gradient: dict[str, Any], rate: dict[str, Any], curves: dict[Any, np.ndarray], path: Path) -> None:
+    fig, axes = plt.subplots(1, 4, figsize=(20, 4.5), constrained_layout=True)
+    for name in (*ARMS, "opob, exact norms", "opob, norms of the update"):
+        cells = [gradient["relative variance"][f"{name}, d={d}, truncated"] for d in DELAYS]
+        axes[0].errorbar(DELAYS, [c["mean"] for c in cells], [c["ci95"] for c in cells], marker="o", label=name)
+    axes[0].set(title="Variance of the gradient, group mean = 1", xlabel="delay, updates", yscale="log")
+    for name, table in rate.items():
+        cells = [table[f"d={d}"] for d in DELAYS]
+        axes[1].errorbar(DELAYS, [c["mean"] for c in cells], [c["ci95"] for c in cells], marker="o", label=name)
+    axes[1].set(title="Effective share of 32 rows", xlabel="delay, updates")
+    for ax, size in zip(axes[2:], RATES, strict=True):
+        for (s, name, delay), runs in curves.items():
+            if s == size and delay == DELAYS[-1]:
+                ax.plot(runs.mean(0), label=name)
+        ax.set(title=f"Training, delay {DELAYS[-1]}, {size} learning rate", xlabel="update", ylabel="expected reward")
+    for ax in axes:
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7)
+    fig.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
