@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +84,33 @@ def score(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
     return (torch.nn.functional.one_hot(tokens, VOCAB) - logits.softmax(-1)) * mask[..., None]
 
 
-def coefficients(
-    logits: Tensor, behavior: Tensor, tokens: Tensor, mask: Tensor, reward: Tensor, **params: Any
-) -> tuple[Tensor, float]:
-    """(rows,) A wbar / (B L) of every row by the real method, and its factor on the learning rate."""
-    stack = start_stack(Vcpo(build_params(Vcpo.Params, params, "vcpo")))
-    method, length = stack.methods[0], mask.sum(1).long()
-    rollouts = make_rollouts(reward, group_size=GROUP, lengths=length.tolist())
-    extra: dict[str, Tensor] = {}
-    if params.get("gradnorm") == "proxy":
-        live = mask > 0
-        square = (logits.softmax(-1) ** 2).sum(-1).expand_as(mask)
-        extra = {"old_logprobs": logprobs(logits, tokens)[live].float(), "sum_squared_probs": square[live].float()}
-    shape = method.shape(rollouts, make_tokens(rollouts, **extra))
-    now, then = ((logprobs(x, tokens) * mask).sum(1) for x in (logits, behavior))
-    rows = Rows(rollouts.group, length, logprobs=now, rollout_logprobs=then, columns=shape.row_columns)
-    update = method.before_update(rows)
-    stack.metrics.take()
-    return update.columns["vcpo_coefficient"].double(), update.lr_scale
+class Step:
+    """What the driver of the real method gives and gets, on rows that are groups of GROUP."""
+
+    def __init__(self, logits: Tensor, behavior: Tensor, tokens: Tensor, mask: Tensor, reward: Tensor) -> None:
+        self.length = mask.sum(1).long()
+        self.rollouts = make_rollouts(reward, group_size=GROUP, lengths=self.length.tolist())
+        self.now, self.then = ((logprobs(x, tokens) * mask).sum(1) for x in (logits, behavior))
+        self.logits, self.tokens, self.live = logits, tokens, mask > 0
+
+    def coefficients(self, stack: Any) -> tuple[Tensor, float]:
+        """(rows,) A wbar / (B L) of every row, and the factor on the learning rate."""
+        method, given = stack.methods[0], None
+        if "tokens" in method.needs:
+            square = (self.logits.softmax(-1) ** 2).sum(-1).expand(self.live.shape)
+            old = logprobs(self.logits, self.tokens)
+            given = make_tokens(
+                self.rollouts, old_logprobs=old[self.live].float(), sum_squared_probs=square[self.live].float()
+            )
+        columns = method.shape(self.rollouts, given).row_columns
+        rows = Rows(self.rollouts.group, self.length, logprobs=self.now, rollout_logprobs=self.then, columns=columns)
+        update = method.before_update(rows)
+        stack.metrics.take()
+        return update.columns["vcpo_coefficient"].double(), update.lr_scale
+
+
+def stack_of(params: dict[str, Any]) -> Any:
+    return start_stack(Vcpo(build_params(Vcpo.Params, params, "vcpo")))
 
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -122,10 +132,12 @@ def variance(seed: int) -> tuple[dict[tuple[str, int, str], dict[str, float]], d
     share: dict[int, list[dict[str, float]]] = {}
     n = RESAMPLES * ROWS
     for at in CHECKPOINTS:
+        exact = exact_gradient(task, path[at])
         for delay in DELAYS:
             logits, behavior = path[at], path[at - delay]
             tokens, mask = task.sample(behavior, n)
             reward, length = task.reward(tokens, mask), mask.sum(1)
+            step = Step(logits, behavior, tokens, mask, reward)
             s = score(logits, tokens, mask).flatten(1)
             log_w = ((logprobs(logits, tokens) - logprobs(behavior, tokens)) * mask).sum(1)
             ratios = [ess_ratio(x) for x in log_w.view(-1, ROWS)]
@@ -136,21 +148,9 @@ def variance(seed: int) -> tuple[dict[tuple[str, int, str], dict[str, float]], d
                     "share of the largest weight": float(log_w.view(-1, ROWS).softmax(1).amax(1).mean()),
                 }
             )
-            exact = exact_gradient(task, logits)
             for bound in ("truncated", "exact weights"):
-                made = {
-                    name: coefficients(
-                        logits,
-                        behavior,
-                        tokens,
-                        mask,
-                        reward,
-                        norm_by_std=False,
-                        **{"truncation": 8.0 if bound == "truncated" else "inf", **params},
-                    )[0]
-                    * n
-                    for name, params in ARMS.items()
-                }
+                limit = {"norm_by_std": False, "truncation": 8.0 if bound == "truncated" else "inf"}
+                made = {name: n * step.coefficients(stack_of({**limit, **params}))[0] for name, params in ARMS.items()}
                 wbar = torch.exp(log_w.clamp(max=math.log(8.0)) if bound == "truncated" else log_w)
                 square = (s**2).sum(1)
                 groups = Groups(torch.arange(n) // GROUP)
@@ -162,7 +162,7 @@ def variance(seed: int) -> tuple[dict[tuple[str, int, str], dict[str, float]], d
                     made[name] = (reward - groups.rows(b)) * wbar / length
                 base = None
                 for name in ("group mean", *(x for x in made if x != "group mean")):
-                    g = (made[name][:, None] * s).view(RESAMPLES, ROWS, -1).mean(1)
+                    g = torch.bmm(made[name].view(RESAMPLES, 1, ROWS) / ROWS, s.view(RESAMPLES, ROWS, -1))[:, 0]
                     trace = float(g.var(0).sum())
                     base = trace if base is None else base
                     cosine = float(torch.nn.functional.cosine_similarity(g.mean(0), exact, dim=0))
@@ -195,14 +195,14 @@ TRAINED: dict[str, dict[str, Any] | None] = {
 
 def train(task: Task, name: str, delay: int, rate: float, steps: int) -> tuple[list[Tensor], list[float]]:
     """Adam on rollouts `delay` updates old; all policies and their exact expected rewards."""
-    logits = task.start().requires_grad_()
+    logits, params = task.start().requires_grad_(), TRAINED[name]
+    stack = None if params is None else stack_of(params)
     optimizer, history = torch.optim.Adam([logits], lr=rate), [logits.detach().clone()]
     for step in range(steps):
         now, behavior = history[-1], history[max(0, step - delay)]
         tokens, mask = task.sample(behavior, ROWS)
         reward, scale = task.reward(tokens, mask), 1.0
-        params = TRAINED[name]
-        if params is None:
+        if stack is None:
             lp = logprobs(logits, tokens)
             rollouts = make_rollouts(reward, group_size=GROUP)
             centered, std = rollouts.groups.center_and_std(reward, ddof=0)
@@ -211,7 +211,7 @@ def train(task: Task, name: str, delay: int, rate: float, steps: int) -> tuple[l
             loss = ((per_token * mask).sum(1) / mask.sum(1)).mean()
             (logits.grad,) = torch.autograd.grad(loss, logits)
         else:
-            c, scale = coefficients(now, behavior, tokens, mask, reward, **params)
+            c, scale = Step(now, behavior, tokens, mask, reward).coefficients(stack)
             logits.grad = -(c[:, None, None] * score(now, tokens, mask)).sum(0)
         for group in optimizer.param_groups:
             group["lr"] = rate * scale
@@ -220,10 +220,23 @@ def train(task: Task, name: str, delay: int, rate: float, steps: int) -> tuple[l
     return history, [task.value(h) for h in history]
 
 
+def trained(seed: int) -> dict[tuple[str, str, int], list[float]]:
+    """Part 3: the expected reward after every update."""
+    return {
+        (size, name, delay): train(Task(seed), name, delay, rate, STEPS)[1]
+        for size, rate in RATES.items()
+        for name in TRAINED
+        if name != "reference"
+        for delay in DELAYS
+    }
+
+
 def main() -> None:
     args, began = arguments(__doc__, seeds=5), time.time()
     seeds = range(args.seeds)
-    measured = [variance(s) for s in seeds]
+    with ProcessPoolExecutor(2) as pool:
+        measured = list(pool.map(variance, seeds))
+        learned = dict(zip(seeds, pool.map(trained, seeds), strict=True))
     keys, delays = list(measured[0][0]), list(measured[0][1])
     gradient = {
         what: {", ".join(map(str, (name, f"d={d}", bound))): interval([m[0][name, d, bound][what] for m in measured])
@@ -231,13 +244,7 @@ def main() -> None:
         for what in ("relative variance", "cosine of the mean")
     }  # fmt: skip
     rate = {what: {f"d={d}": interval([m[1][d][what] for m in measured]) for d in delays} for what in measured[0][1][0]}
-    curves = {
-        (size, name, delay): np.array([train(Task(s), name, delay, value, STEPS)[1] for s in seeds])
-        for size, value in RATES.items()
-        for name in TRAINED
-        if name != "reference"
-        for delay in DELAYS
-    }
+    curves = {key: np.array([learned[s][key] for s in seeds]) for key in learned[0]}
     training = {
         f"{what}, {size} learning rate": {
             f"{name}, d={delay}": interval(number(runs)) for (s, name, delay), runs in curves.items() if s == size

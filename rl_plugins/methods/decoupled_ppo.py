@@ -93,10 +93,10 @@ class DecoupledPpo(Method):
         "likelier, so rows that are very old stay biased; `minpro` and `vcpo` weigh the prefix or the whole row."
     )
     cost = (
-        "`recompute` needs the pass over old log-probs; a TRL run makes it only where a batch takes several optimizer "
-        "steps. The other three need no pass: in verl, set algorithm.rollout_correction.bypass_mode=True to save it "
-        "(verl makes it in every batch otherwise, and no method can ask for that). A TRL run that samples without vLLM "
-        "makes it anyway, for the log-probs of the policy that sampled."
+        "`recompute` needs the pass over old log-probs; TRL makes it only where a batch takes several optimizer steps. "
+        "The other three need none. verl makes it in every batch unless algorithm.rollout_correction.bypass_mode=True "
+        "is set, which `recompute` refuses and the others accept; a TRL run that samples without vLLM makes it anyway, "
+        "for the log-probs of the policy that sampled."
     )
     disagreements = (
         "The authors' code corrects nothing by default (and warns); then omega = 1. `action: mask` of tokens above 5 "

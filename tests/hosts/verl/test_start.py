@@ -90,6 +90,22 @@ REFUSED = {
         "needs_entropies",
         "bypass_mode",
     ),
+    "no proximal policy": (
+        ["+algorithm.rollout_correction.bypass_mode=True"],
+        "decoupled_ppo",
+        "`decoupled_ppo` needs log-probs of the policy at the start of the step .*bypass_mode=True makes them the same",
+    ),
+    "two weights of a row": (
+        ["algorithm.rollout_correction.rollout_is=sequence"],
+        "vcpo",
+        "`vcpo` holds the weight of the policy that sampled, and so does .*rollout_is=sequence: it would count twice",
+    ),
+    "rows of other groups": (
+        ["actor_rollout_ref.actor.shuffle=True", "actor_rollout_ref.actor.ppo_mini_batch_size=64"],
+        "vcpo",
+        "`vcpo` changes `before_update`.*whole groups.*shuffle=False",
+    ),
+    "norms of rows": (["+rl_plugins.method_params.vcpo.gradnorm=exact"], "vcpo", "a backward pass per row"),
     "hybrid engine off": (
         ["trainer.v1.trainer_mode=rl_plugins_separate_async", "actor_rollout_ref.hybrid_engine=False"],
         "noop",
@@ -170,6 +186,13 @@ def test_refused_before_ray_starts(case: str) -> None:
     overrides = [o.removeprefix("+") if "bypass_mode" in o else o for o in overrides]
     with pytest.raises(ConfigError, match=message):
         prepare(config(*overrides, methods=methods))
+
+
+@pytest.mark.parametrize("proximal", ["loglinear", "linear", "rollout"])
+def test_a_run_without_old_log_probs_has_a_proximal_policy(proximal: str) -> None:
+    """The option with which verl leaves out its pass."""
+    chosen = f"+rl_plugins.method_params.decoupled_ppo.proximal={proximal}"
+    prepare(config("algorithm.rollout_correction.bypass_mode=True", chosen, methods="decoupled_ppo"))
 
 
 def test_a_missing_chat_template_is_told_before_ray_starts(tmp_path: Path) -> None:
