@@ -85,7 +85,8 @@ class Vcpo(Method):
     avoid_when = (
         "Rollouts are fresh: nothing is scaled. Or completions are long and the engine's log-probs differ from the "
         "trainer's: the weight of a row is a product over all of its tokens, so the effective sample size falls, and "
-        "the learning rate with it, without any staleness."
+        "the learning rate with it, without any staleness. In `examples/evidence/vcpo.py` the baseline helps from 16 "
+        "updates on and costs variance below 4; a smaller learning rate slows what was stable."
     )
     cost = (
         "One pass without gradient more per optimizer step. `gradnorm: proxy` needs the sum of squared probabilities "
@@ -97,7 +98,7 @@ class Vcpo(Method):
         "`norm_by_std` is False in the class of the authors' code and True in all of its scripts. It is True here: "
         "that made the published results, and only so it is GRPO on-policy.",
         "The authors' scripts set `normalize_by_length` to False although the update has 1 / L_i, so the baseline is "
-        "the best one of an update without it. Default as theirs.",
+        "the best one of an update without it. Default as theirs; True has less variance in our evidence.",
         "The authors measure norms per row (micro-batches of one row, buffers of two more gradients); see `gradnorm`.",
         "Their ess has 1e-8 added to the sum of squares, which makes four weights of 1e-5 an ess of 0.16; here weights "
         "are relative to the largest. Where all W are 0 their baseline is 0, here it is the mean; no gradient differs.",
