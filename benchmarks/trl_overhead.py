@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +42,28 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
+Clock = Callable[[], float]
+
+
 class Parts:
     """Seconds inside the generation part (generate, score, decide) and inside the rest of a step."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, clock: Clock) -> None:
         self.generation: list[float] = []
         host = trainer._generate_and_score_completions
 
         def timed(inputs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             out = host(inputs)
-            self.generation.append(time.perf_counter() - start)
+            self.generation.append(clock() - start)
             return out
 
         trainer._generate_and_score_completions = timed
 
 
-def measure(arm: dict[str, Any], folder: Path, rows: int, steps: int) -> tuple[float, float]:
+def measure(
+    arm: dict[str, Any], folder: Path, rows: int, steps: int, clock: Clock = time.perf_counter
+) -> tuple[float, float]:
     """(seconds per optimizer step, of them outside generation), without the first step."""
     stock = "methods" not in arm
     config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if stock else (GRPOConfig, GRPOTrainer)
@@ -86,13 +92,13 @@ def measure(arm: dict[str, Any], folder: Path, rows: int, steps: int) -> tuple[f
         train_dataset=build_dataset(2000),
     )
     t.remove_callback(PrinterCallback)
-    parts, times = Parts(t), []
+    parts, times = Parts(t, clock), []
     step = t.training_step
 
     def timed(*a: Any, **k: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         out = step(*a, **k)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
         return out
 
     t.training_step = timed
