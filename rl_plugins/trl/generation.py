@@ -401,7 +401,7 @@ class GenerationBatch:
                 new[name] = torch.full((len(ids),), now)
                 new[name][: len(values)] = values
                 new[name] = new[name].to(ids.device)
-        if "token_versions" in stack.needs and stack.claimed("policy_loss", "regularize"):
+        if stack.in_loss("token_versions"):
             full = torch.full(tuple(ids.shape), now)
             if self.versions is not None:
                 full[: self.versions.shape[0], : self.versions.shape[1]] = self.versions

@@ -7,6 +7,7 @@ verl adapter. Group statistics without a standard deviation, because the hosts a
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 os.environ.setdefault("VERL_PLATFORM", "cpu")
@@ -26,6 +28,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 
+from rl_plugins.rollouts import Completion
 from rl_plugins.runtime import update
 from rl_plugins.runtime.update import surrogate
 from rl_plugins.trl import generation
@@ -36,7 +39,7 @@ from rl_plugins.verl import loss as verl_loss
 from rl_plugins.verl.batch import Decisions
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.loss import MethodsLoss, flat
-from rl_plugins.verl.prompts import COLUMN
+from rl_plugins.verl.prompts import COLUMN, VERSIONS
 from rl_plugins.verl.rows import ROW_COLUMN, TOKEN_COLUMN
 
 pytestmark = pytest.mark.host
@@ -54,13 +57,49 @@ STACKS = [
     "reshaped",
     "decoupled_ppo",
     "vcpo",
+    "aged+minpro",
+    "aged+vcpo",
+    "aged+decoupled_ppo",
+    "aged+decoupled_ppo:proximal=loglinear,action=clamp,upper=2.0",
+    "aged+decoupled_ppo:proximal=linear,level=sequence,lower=0.5",
 ]
+NOW = 5  # the newest published weights where stored rollouts come
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _probes():
-    with registered(Reshaped):
+    with registered(Reshaped, Aged):
         yield
+
+
+class Aged(probes.Probe):
+    """The first two groups are stored rollouts of mixed versions, with log-probs of policies that are far away."""
+
+    name = "aged"
+    replays = True
+
+    def plan(self, plan):
+        rng = random.Random(3)
+
+        def stored():
+            n = rng.randrange(3, 12)
+            tokens = (*(rng.randrange(5, 20) for _ in range(n)), 1)
+            logprobs = tuple(-rng.random() * 4 for _ in tokens)
+            return Completion(tokens, logprobs, tuple(sorted(rng.choices(range(1, NOW + 1), k=len(tokens)))))
+
+        rows = [r.replace(given=tuple(stored() for _ in range(r.n))) if i < 2 else r for i, r in enumerate(plan.rows)]
+        return plan.replace(rows=tuple(rows))
+
+
+def named(stack: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """Methods and their parameters, written as `a+b:name=value,..`."""
+    methods, params = [], {}
+    for part in stack.split("+"):
+        name, _, given = part.partition(":")
+        methods.append(name)
+        if given:
+            params[name] = {k: yaml.safe_load(v) for k, v in (pair.split("=") for pair in given.split(","))}
+    return methods, params
 
 
 class Reshaped(probes.Probe):
@@ -85,7 +124,7 @@ class Reshaped(probes.Probe):
         return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages) * weight
 
 
-def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
+def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dict[str, Any]:
     """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
     seen: dict[str, Any] = {}
     batch = generation.GenerationBatch
@@ -112,7 +151,8 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
 
     reward = [harness.score, harness.length]
     options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
-    trainer = harness.make(folder, methods, reward=reward, **options)
+    trainer = harness.make(folder, methods, reward=reward, method_params=params or None, **options)
+    trainer.state.global_step = seen["now"] = NOW if "aged" in methods else 0
     generation.decide, batch._with_columns, batch._rollout_logprobs = watched, watched_columns, older
     try:
         trainer.model.train()
@@ -143,7 +183,7 @@ def through_trl(folder: Path, methods: list[str]) -> dict[str, Any]:
     return {**seen, "out": out, "model": trainer.model, "tokenizer": trainer.processing_class}
 
 
-def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> dict[str, Any]:
+def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], params: dict[str, Any]) -> dict[str, Any]:
     """The same rows as verl's trainer hands them to the adapter, and its loss at the same weights."""
     queue = MemoryQueue()
     monkeypatch.setattr(verl_batch, "tq", queue)
@@ -159,10 +199,12 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
             "+rl_plugins.methods=[]",
         ]
     )
-    settings = Settings(tuple(methods), {}, {"score": 1.0, "length": 0.5})
+    settings = Settings(tuple(methods), params, {"score": 1.0, "length": 0.5})
     stack = settings.stack()
     raw, rollouts = trl["raw"], trl["rollouts"]
     rows: dict[str, dict[str, Any]] = {}
+    now = trl["now"]
+    versions: dict[str, list[int]] = {}
     for i, row in enumerate(trl["rows"]):
         if row.plan is None:
             continue
@@ -172,7 +214,9 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
         prompt = torch.tensor(trl["prompts"][i])
         scores = torch.zeros(n)
         scores[-1] = float(rollouts.reward[len(rows)])
-        rows[f"uid{row.plan.group}_{row.number}_0"] = {
+        key = f"uid{row.plan.group}_{row.number}_0"
+        versions[key] = list(row.given.versions) if row.given is not None else [now] * n
+        rows[key] = {
             "prompts": prompt,
             "responses": response,
             "input_ids": torch.cat([prompt, response]),
@@ -183,7 +227,8 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
             "extra_fields": {
                 "reward_extra_info": {
                     name: float(rollouts.rewards[len(rows), k]) for k, name in enumerate(("score", "length"))
-                }
+                },
+                VERSIONS: [[[v, 1] for v in versions[key]]],
             },
             COLUMN: {
                 "prompt_index": row.plan.prompt_index,
@@ -200,7 +245,10 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
                 ours: raw[theirs][i, :n].float()
                 for ours, theirs in (
                     ("old_log_probs", "old_per_token_logps"),
-                    ("rollout_log_probs", "rlp_rollout_logprobs"),
+                    (
+                        "rollout_log_probs",
+                        "rlp_rollout_logprobs" if "rlp_rollout_logprobs" in raw else "old_per_token_logps",
+                    ),
                     ("entropy", "entropies"),
                 )
                 if theirs in raw
@@ -210,9 +258,17 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     keys = [list(rows)[i] for i in order]
     queue.put_rows(rows)
-    tags = [{"global_steps": 1, "min_global_steps": 0, "seq_len": len(rows[k]["input_ids"])} for k in keys]
+    tags = [
+        {
+            "global_steps": now + 1,
+            "min_global_steps": min(versions[k]),
+            "max_global_steps": max(versions[k]),
+            "seq_len": len(rows[k]["input_ids"]),
+        }
+        for k in keys
+    ]
     batch = KVBatchMeta(partition_id="train", keys=keys, tags=tags)
-    mine = Decisions(stack, config, settings.rewards, trl["tokenizer"], 64)
+    mine = Decisions(stack, config, settings.rewards, trl["tokenizer"], 64, now)
     selected = mine.select(batch)
     batch = selected.batch
     host = object.__new__(PPOTrainerSync)
@@ -225,6 +281,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str]) -> d
     data = queue.kv_batch_get(batch.keys)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     loss = MethodsLoss(actor, settings, config)
+    loss._published = now
     full, entropies = _full(trl["model"], data)
     from verl.utils import tensordict_utils as tu
 
@@ -280,10 +337,13 @@ def by_row(trl: dict[str, Any], verl: dict[str, Any]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_both_hosts_agree(tmp_path: Path, monkeypatch: Any, stack: str) -> None:
-    methods = stack.split("+")
-    trl = through_trl(tmp_path, methods)
-    verl = through_verl(monkeypatch, trl, methods)
+    methods, params = named(stack)
+    trl = through_trl(tmp_path, methods, params)
+    verl = through_verl(monkeypatch, trl, methods, params)
     ours, theirs = trl["decision"], verl["decision"]
+    old, new = trl["rollouts"], verl["decision"].rollouts
+    assert torch.equal(old.staleness, new.staleness) and torch.equal(old.newest_version, new.newest_version)
+    assert int(old.staleness.max()) == (NOW - 1 if "aged" in methods else 0)
     assert torch.equal(ours.stays, theirs.stays) and torch.equal(ours.trained, theirs.trained)
     assert torch.allclose(ours.rollouts.reward, theirs.rollouts.reward, atol=1e-6, equal_nan=True)
     assert torch.allclose(ours.row_advantages, theirs.row_advantages, atol=1e-6)
