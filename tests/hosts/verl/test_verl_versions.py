@@ -25,7 +25,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.requests import Generated
+from rl_plugins.requests import Generate, Generated
 from rl_plugins.rollouts import Completion, PlanRow
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
@@ -105,6 +105,23 @@ def test_the_trainer_hands_out_the_client_where_versions_are_asked_for() -> None
     import pickle
 
     assert type(pickle.loads(pickle.dumps(theirs))) is type(theirs), "it travels to the agent loops"
+
+
+def test_a_program_on_that_client_knows_the_version_of_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    from test_verl_programs import made_by
+
+    made = client(monkeypatch, {"u_0": [(2, 2, "aborted"), (3, 1, "completed"), (4, 2, "completed")]})
+
+    def program(prompt: Any) -> Any:
+        (first,) = yield Generate(prompt.start(), max_tokens=5)
+        begun = prompt.start().add(first).observe((6,)).force((9,))
+        (second,) = yield Generate(begun, max_tokens=5)
+        return [begun.add(second)]
+
+    ((row,),) = made_by(program, made, n=1)
+    assert row.response_ids == [7, 7, 7, 6, 9, 7, 7] and row.response_mask == [1, 1, 1, 0, 1, 1, 1]
+    assert row.extra_fields[VERSIONS] == [[[2, 2], [3, 1], [-1, 1], [4, 2]]]
+    assert (row.extra_fields["min_global_steps"], row.extra_fields["max_global_steps"]) == (2, 4)
 
 
 # ---- completions that are given
