@@ -8,18 +8,20 @@ and become given completions), `check` (the gate of the plan looks at each of th
 generation boundary does with the state), `save` (a checkpoint, with its bytes).
 
 Draw: D prompts with embeddings of 1,024 float16 numbers in a file that stays on the disk, 256 references, 1,024 chosen.
-`predict` reads all embeddings once.
+`start` is the adapter's pass over them, `predict` reads all once, `MB` is what the process grows by, pages of the file
+included.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -91,28 +93,32 @@ def buffer(repetitions: int) -> dict[str, Any]:
     return found
 
 
-def grown() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def peak() -> float:
+    """Most memory this process ever had, in MB."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
 
 
-def selection(size: int, adapter: bool, repetitions: int) -> dict[str, Any]:
+def write(path: Path, size: int) -> None:
     rng = np.random.default_rng(0)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "embeddings.npy"
-        values = np.lib.format.open_memmap(path, "w+", np.float16, (size, WIDTH))
-        for start in range(0, size, 65_536):
-            values[start : start + 65_536] = rng.standard_normal((min(65_536, size - start), WIDTH), dtype=np.float32)
-        values.flush()
-        del values
-        before, begin = grown(), time.perf_counter()
-        predictor = Predictor(np.load(path, mmap_mode="r"), Adapter(WIDTH) if adapter else None)
-        found: dict[str, Any] = {"start": round(time.perf_counter() - begin, 2)}
-        references = torch.from_numpy(rng.choice(size, REFERENCES, replace=False))
-        rates = torch.from_numpy(rng.integers(0, 9, REFERENCES) / 8)
-        found["predict"] = seconds(lambda: predictor.predict(references, rates), repetitions)
-        logits = selection_logits(predictor.predict(references, rates), 0.5, 1e-3)
-        found["draw"] = seconds(lambda: draw(logits, CHOSEN, np.random.default_rng(1)), repetitions)
-        found["peak MB, pages of the file included"] = round(grown() - before)
+    values = np.lib.format.open_memmap(path, "w+", np.float16, (size, WIDTH))
+    for start in range(0, size, 65_536):
+        values[start : start + 65_536] = rng.standard_normal((min(65_536, size - start), WIDTH), dtype=np.float32)
+    values.flush()
+
+
+def selection(path: Path, size: int, adapter: bool, repetitions: int) -> dict[str, Any]:
+    """In a process of its own, so that its memory is its own."""
+    torch.set_num_threads(1)
+    rng, before, begin = np.random.default_rng(0), peak(), time.perf_counter()
+    predictor = Predictor(np.load(path, mmap_mode="r"), Adapter(WIDTH) if adapter else None)
+    found: dict[str, Any] = {"start": round(time.perf_counter() - begin, 2)}
+    references = torch.from_numpy(rng.choice(size, REFERENCES, replace=False))
+    rates = torch.from_numpy(rng.integers(0, 9, REFERENCES) / 8)
+    found["predict"] = seconds(lambda: predictor.predict(references, rates), repetitions)
+    logits = selection_logits(predictor.predict(references, rates), 0.5, 1e-3)
+    found["draw"] = seconds(lambda: draw(logits, CHOSEN, np.random.default_rng(1)), repetitions)
+    found["MB"] = round(peak() - before)
     return found
 
 
@@ -126,7 +132,11 @@ def main() -> None:
     print(json.dumps(results["buffer"], indent=1), flush=True)
     for size, adapter in ((10**4, False), (10**4, True), (10**5, False), (10**5, True), (10**6, False)):
         name = f"{size} prompts{', adapter' if adapter else ''}"
-        results[name] = selection(size, adapter, 1 if size == 10**6 else args.repetitions)
+        with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, get_context("spawn")) as process:
+            path = Path(folder) / "embeddings.npy"
+            write(path, size)
+            repetitions = 1 if size == 10**6 else args.repetitions
+            results[name] = process.submit(selection, path, size, adapter, repetitions).result()
         print(name, results[name], flush=True)
     args.out.write_text(json.dumps(results, indent=1))
 

@@ -247,8 +247,11 @@ def _names(arms: Sequence[Arm]) -> list[str]:
 
 def _demo_params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     from rl_plugins.demo.settings import DEMO_PARAMS
+    from rl_plugins.runtime import registry
 
-    return {name: dict(DEMO_PARAMS[name]) for name in names if name in DEMO_PARAMS}
+    known = registry.all_names()
+    parts = [p for name in names if name in known for p in getattr(registry.load(name), "parts", (name,))]
+    return {name: dict(DEMO_PARAMS[name]) for name in parts if name in DEMO_PARAMS}
 
 
 def _demo_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -15,7 +15,20 @@ REWARDS = ("exact", "digits", "careful")
 GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained
 # Graded rewards leave small groups something to tell rollouts apart by, and come in two sizes for methods that combine
 # several. Methods that tell right from wrong rollouts get the binary one.
-WANT_BINARY = ("vade", "grpo_roc", "v0", "v0_5", "drpo", "mssr", "mssr_baseline", "mssr_prompts", "latr", "arrol")
+WANT_BINARY = (
+    "vade",
+    "grpo_roc",
+    "v0",
+    "v0_5",
+    "drpo",
+    "mssr",
+    "mssr_baseline",
+    "mssr_prompts",
+    "latr",
+    "arrol",
+    "dots",
+    "dots_rr",
+)
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
     "rewards/exact/mean": "right, in training",
@@ -47,6 +60,7 @@ ON_CPU: Mapping[str, Any] = {
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
     "brpo": {"judge": "rl_plugins.demo.judges:digits"},
+    "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }
 

@@ -121,3 +121,13 @@ def _distinct_prompts(rng: random.Random, level: int, split: str, count: int) ->
     while len(prompts) < count:
         prompts[random_prompt(rng, level, split)] = None
     return list(prompts)
+
+
+def embeddings(dataset: Any) -> list[list[float]]:
+    """A row of 8 numbers for each row of the tasks, which tells its task and its level: for `dots` in the demo, where a
+    frozen language model would embed the prompts. Rows that are alike lie together."""
+    names = sorted(set(dataset["task"]))
+    return [
+        [6.0 * (task == name) for name in names] + [0.0] * (3 - len(names)) + [6.0 * (level == k) for k in LEVELS]
+        for task, level in zip(dataset["task"], dataset["level"], strict=True)
+    ]
