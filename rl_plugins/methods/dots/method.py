@@ -76,6 +76,7 @@ class Dots(Method):
         "per cycle; with an adapter their projections are kept, 4 bytes x D x 896."
     )
     disagreements = (
+        "The paper was read through notes made from the authors' code and its abstract, not in full.",
         "The authors' adapter and its training data are not shipped: `rl-plugins train-adapter` trains one from your "
         "own pass rates. The sizes of the calibration's hidden layer (64) is ours.",
         "Without an adapter (`adapter: none`) embeddings are compared as they are, which the paper does not try.",

@@ -82,6 +82,7 @@ class RolloutReplay(Method):
         "twice that (34 MB for 512 groups of 8 rollouts of 512 tokens)."
     )
     disagreements = (
+        "The paper was read through notes made from the authors' code and its abstract, not in full.",
         "The authors drop groups whose mean reward is 0 or 1; here the rewards must differ, so that groups of other "
         "constant rewards leave too.",
         "The authors' buffer holds duplicates and constant groups until the next draw, and they count against its "
