@@ -129,7 +129,8 @@ def test_micro_batches_change_nothing(engine, rows, how, methods):
     assert len(one.gradients) == 4 and len(one.losses[0]) == 4
     for other, sizes in ((case.but(micro=2), [2] * 4), (case.but(micro=4), [1] * 4), (case.but(tokens=40), [1, 2] * 2)):
         result = engine.train(other)
-        same_gradients(result, one)
+        # the weight of a row is the exp of a sum of log-probs, so their rounding counts once per token
+        same_gradients(result, one, 1e-5 if methods == ("vcpo",) else EXACT)
         assert [len(x) for x in result.losses] == sizes
         assert result.methods == pytest.approx(one.methods, rel=1e-5)
 
