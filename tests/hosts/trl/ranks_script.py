@@ -62,6 +62,8 @@ LOGGED = (
     "completions/mean_length",
     "frac_reward_zero_std",
     "softmax/groups",
+    "rl_plugins/staleness_mean",
+    "minpro/weight_mean",
     "clip_ratio/region_mean",
     "talk/talked",
     "learning_rate",

@@ -12,6 +12,7 @@ ROWS = dict(loss_type="grpo", beta=0.04, max_steps=2, learning_rate=0.05)
 OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
 REAL = {"real": True, "max_completion_length": 130}
 PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
+REPLAY = {**OFF, "max_steps": 6, "resume": 4, "method_params": {"rollout_replay": {"start_batch": 1}}}
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
@@ -33,6 +34,7 @@ CASES = [
     ["walk", ["walk"], {**ROWS, **REAL, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
     ["passes", ["mc_grpo"], {**PASSES, "resume": 4}],
+    ["replay", ["rollout_replay", "minpro"], REPLAY],
 ]
 
 
@@ -51,6 +53,8 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         same(one_rank[name], results[name], 2e-7)
     for run in (one_rank, results):  # resumed in the second pass over the dataset
         resumed_alike(run["passes"], batches=2)
+        resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
+    assert results["replay"]["logs"]["rl_plugins/staleness_mean"][-1] > 0
     uneven = results["uneven"]["decisions"][0]["trained"]
     assert uneven[:32].sum() == 8 and uneven[32:].sum() == 32
     over = results["over first"]["decisions"][0]["trained"]
