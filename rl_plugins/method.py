@@ -171,6 +171,8 @@ class Method:
             `needs` must then name.
         min_group_size: rollouts per prompt that the run must train at least; a run with fewer is refused.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
+        decides_rollouts: True: its `plan` sets how many rollouts prompts get. Two such methods are refused, because the
+            later one would win. Spare rollouts and edits are no such decision, and compose.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
             missing nevertheless.
@@ -207,6 +209,7 @@ class Method:
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     min_group_size: int = 1
     rounds: bool = False
+    decides_rollouts: ClassVar[bool] = False
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
     corrects_sampling: bool = False

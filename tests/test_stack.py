@@ -795,3 +795,13 @@ def test_the_limit_of_batches_without_a_reward_is_a_whole_number(value):
     ):
         check_max_unrewarded_batches(value, "max_unrewarded_batches")
     assert check_max_unrewarded_batches(0, "max_unrewarded_batches") == 0
+
+
+def test_two_methods_that_decide_how_many_rollouts_prompts_get_are_refused():
+    """The later one would win without a word; spare rollouts compose with either."""
+    message = "`v0` and `v0_5` both decide how many rollouts prompts get, and only one can. Remove `v0` or `v0_5` from"
+    with pytest.raises(ConfigError, match=message):
+        build_stack(["v0", "v0_5"])
+    with pytest.raises(ConfigError, match="`mssr_baseline` and `v0` both decide"):
+        build_stack(["mssr_baseline", "v0"])
+    assert build_stack(["v0", "mc_grpo"]).names == ["v0", "mc_grpo"]

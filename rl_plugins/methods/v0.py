@@ -101,6 +101,7 @@ class V0(Method):
         ),
     )
     full_batch = True  # rollouts are moved between prompts, not taken away
+    decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):

@@ -90,6 +90,7 @@ class V05(Method):
     needs = frozenset({"prompt_index"})
     rounds = True
     idle = (Idle({"unknown": 1}, "the prior knows no prompt, so the baseline is the group's own. Look at `prior`."),)
+    decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):

@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -56,6 +56,16 @@ def check_max_unrewarded_batches(value: Any, name: str) -> int:
     return value
 
 
+def _only_one(methods: Sequence[Method], what: str) -> None:
+    """Refuses several methods that decide the same."""
+    if len(methods) > 1:
+        names = [f"`{m.name}`" for m in methods]
+        raise ConfigError(
+            f"The methods {' and '.join(names)} both decide {what}, and only one can. Remove {' or '.join(names)} from "
+            f"`methods`."
+        )
+
+
 class MethodStack(Context):
     """Methods in the order of the flag.
 
@@ -81,7 +91,8 @@ class MethodStack(Context):
             draw other random numbers. Part of the saved state.
 
     Raises:
-        ConfigError: two methods claim the same exclusive hook.
+        ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, or aggregate
+            losses differently.
     """
 
     def __init__(
@@ -107,12 +118,9 @@ class MethodStack(Context):
         self._warned: set[str] = set()
         self.claims = {hook: [m for m in methods if hook in m.claims()] for hook in HOOKS}
         for hook, claimants in self.claims.items():
-            if HOOKS[hook].kind == "exclusive" and len(claimants) > 1:
-                names = [m.name for m in claimants]
-                raise ConfigError(
-                    f"The methods {' and '.join(f'`{n}`' for n in names)} both decide `{hook}`, and only one can. "
-                    f"Remove {' or '.join(f'`{n}`' for n in names)} from `methods`."
-                )
+            if HOOKS[hook].kind == "exclusive":
+                _only_one(claimants, f"`{hook}`")
+        _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get")
         sums = {m.aggregation for m in self.claims["policy_loss"] + self.claims["regularize"]}
         if len(sums) > 1:
             names = [f"`{m.name}` ({m.aggregation})" for m in self.claims["policy_loss"] + self.claims["regularize"]]

@@ -84,6 +84,7 @@ class Dots(Method):
         "`reference: previous` is ours.",
     )
     needs = frozenset({"prompt_index"})
+    decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):

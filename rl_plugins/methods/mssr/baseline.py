@@ -74,6 +74,7 @@ class MssrBaseline(Tracked):
         "The authors' code does not save its counts and skips its first pass on resume; here they are saved.",
         "The authors' optional first pass over the whole dataset is `value_column`, made beforehand.",
     )
+    decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
