@@ -11,7 +11,7 @@ from one_method import method, refused
 
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow
-from rl_plugins.runtime.plan import admitted_prompts, check_rewards, first_plan, next_plan
+from rl_plugins.runtime.plan import admitted_prompts, check_rewards, check_versions, first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
 
 # ---- first plan
@@ -470,3 +470,16 @@ def test_rewards_of_a_given_completion_are_of_functions_of_the_run():
     check_rewards(row, ("score", "length"))
     with pytest.raises(MethodError, match="prompt 4 a reward `score`; the reward functions are length, format."):
         check_rewards(row, ("length", "format"))
+
+
+def test_a_given_completion_is_not_newer_than_the_weights_there_are():
+    row = PlanRow(4, 0, 2, given=(Completion((1, 2), versions=(3, 5)), Completion((1,))))
+    check_versions(row, 5)
+    with pytest.raises(MethodError, match="prompt 4 made by the weights 5, and the newest published ones are 4"):
+        check_versions(row, 4)
+
+
+def test_log_probs_of_tokens_that_were_only_read_are_not_read():
+    given = Completion((1, 2), (math.nan, -0.5), observed=(True, False))
+    m = method(plan=lambda plan: plan.replace(rows=(plan.rows[0].replace(given=(given,)), *plan.rows[1:])))
+    assert first_plan(MethodStack([m]), [3], 2, 2, 10).rows[0].given == (given,)

@@ -36,7 +36,7 @@ class April(Method):
     Tokens a group brings from earlier batches are off-policy. The authors train on them as they are, with old log-probs
     computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
 
-        mask        tokens of older weights leave the update (their reward still counts for the group)
+        mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
         token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
 
     A group begun more than `max_staleness` batches ago is begun anew (`stale: restart`) or given up (`drop`), complete
@@ -46,13 +46,14 @@ class April(Method):
     float32, nats; advantages float64. Versions are published weights: in TRL every optimizer step publishes.
 
     Special cases: groups beyond N that are complete when decoding stops wait, complete, and are trained and scored
-    next, with tokens that are stale then. A token whose rollout log-prob is not known has weight 1.
+    next; where all groups of a batch waited complete, their newest tokens count as its own for `mask`. A token whose
+    rollout log-prob is not known has weight 1.
 
     State: none of its own (the queue is the driver's and is saved with it).
 
     Logs: `resumed`, `restarted`, `dropped`, `fresh`, groups of the batch; `waiting`, groups before it; `stale_rows`,
     share of rows with a token that is not of the present weights; `staleness`, largest age of a row's oldest token in
-    published weights; `stale_tokens` (share) and `token_age` (their mean); `masked`,
+    published weights; where tokens' versions are known `stale_tokens` (share) and `token_age` (their mean); `masked`,
     share of the tokens; `weight` (mean), `weight_stale` (mean over stale tokens), `capped` (share).
 
     Raises:
@@ -94,7 +95,7 @@ class April(Method):
         " it goes on; here they are saved, as token ids.",
         "`max_staleness` is ours.",
     )
-    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens", "token_versions"})
+    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
     host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
         Idle(
@@ -130,6 +131,8 @@ class April(Method):
             self.corrects_sampling = True
             self.needs = self.needs | {"old_logprobs", "rollout_logprobs"}
             options[CORRECTION] = None  # the same weight twice
+        elif p.correction == "mask":
+            self.needs = self.needs | {"token_versions"}
         self.host_options = {"verl": options}
 
     def check(self, run: Run) -> None:
@@ -168,21 +171,26 @@ class April(Method):
         p = self.params
         if not len(tokens):
             return None
-        assert tokens.version is not None  # in `needs`
         self.log("stale_rows", (rollouts.staleness > 0).double().mean())
         self.log("staleness", rollouts.staleness.max(), reduce="max")
-        age = rollouts.current_version - tokens.version
-        stale = age > 0
-        self.log("stale_tokens", stale.double().mean())
-        self.log("token_age", _mean(age.double(), stale))
+        stale = None
+        if tokens.version is not None:
+            age = rollouts.current_version - tokens.version
+            stale = age > 0
+            self.log("stale_tokens", stale.double().mean())
+            self.log("token_age", _mean(age.double(), stale))
         if p.correction == "mask":
-            self.log("masked", stale.double().mean())
-            return Shape(keep_tokens=~stale)
+            assert tokens.version is not None  # in `needs`
+            # of the batch: where all of it waited, or was made a fixed time ago, nothing would be trained otherwise
+            older = tokens.version < tokens.version.max()
+            self.log("masked", older.double().mean())
+            return Shape(keep_tokens=~older)
         if p.correction == "token_tis":
             weight = self._weight(tokens)
             self.log("weight", weight.mean())
             self.log("capped", (weight >= p.tis_cap * (1 - 1e-9)).double().mean())
-            self.log("weight_stale", _mean(weight, stale))
+            if stale is not None:
+                self.log("weight_stale", _mean(weight, stale))
             return Shape(advantages=tokens.advantages * weight)
         return None
 

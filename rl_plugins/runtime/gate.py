@@ -227,8 +227,10 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
     if completion.logprobs is not None:
         if len(completion.logprobs) != len(completion.tokens):
             return "a given completion needs as many log-probs as tokens, or None"
+        read = completion.observed or itertools.repeat(False)  # log-probs of tokens that were only read say nothing
         if not _all_within(completion.logprobs, "f", -math.inf, 0) and not all(
-            isinstance(p, Real) and -math.inf < p <= 0 for p in completion.logprobs
+            isinstance(p, Real) and (seen is True or -math.inf < p <= 0)
+            for p, seen in zip(completion.logprobs, read, strict=False)
         ):
             return "a log-prob of a given completion must be a finite number of at most 0"
     for name in ("versions", "observed"):
@@ -236,7 +238,9 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
         if values is not None and (not isinstance(values, Sequence) or len(values) != len(completion.tokens)):
             return f"a given completion needs as many `{name}` as tokens, or None"
     versions = completion.versions or ()
-    if not all(isinstance(v, Integral) and 0 <= v < INT64 for v in versions):
+    if not _all_within(versions, "iu", -1, INT64 - 1) and not all(
+        isinstance(v, Integral) and 0 <= v < INT64 for v in versions
+    ):
         return "`versions` of a given completion must be whole numbers of at least 0"
     if completion.observed is not None:
         if not all(isinstance(x, bool) for x in completion.observed):

@@ -187,6 +187,22 @@ def check_rewards(row: PlanRow, names: Sequence[str]) -> None:
             )
 
 
+def check_versions(row: PlanRow, now: int) -> None:
+    """Refuses given completions whose tokens are newer than the weights there are.
+
+    Args:
+        now: the newest published weights.
+    """
+    for completion in row.given:
+        newest = max(completion.versions or (), default=now)
+        if newest > now:
+            raise MethodError(
+                f"The plan gives a completion of prompt {row.prompt_index} made by the weights {newest}, and the newest "
+                f"published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out for "
+                f"completions of other runs."
+            )
+
+
 def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_size: int | None = None) -> Plan:
     for m in methods:
         new = stack.call("plan", m, plan)

@@ -22,7 +22,7 @@ from rl_plugins.rollouts import Completion, PlanRow, Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.plan import check_length, check_rewards
+from rl_plugins.runtime.plan import check_length, check_rewards, check_versions
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
@@ -166,6 +166,7 @@ class GenerationBatch:
         for p in special:
             check_length(p, self.trainer.max_completion_length)
             check_rewards(p, self.trainer.reward_func_names)
+            check_versions(p, self.trainer.state.global_step)
         return rows
 
     def _work_of_rounds(self) -> Work:
@@ -295,7 +296,7 @@ class GenerationBatch:
         for i, row in enumerate(rows):
             if i not in made:
                 given = row.given or Completion((eos,))
-                made[i] = list(given.tokens), None if given.logprobs is None else list(given.logprobs)
+                made[i] = list(given.tokens), _sampled(given)
         out = [made[i][0] or [eos] for i in range(len(rows))]
         if not self.trainer.use_vllm:
             return out, None
@@ -506,6 +507,13 @@ class GenerationBatch:
         if self.trainer.multi_objective_aggregation == "normalize_then_sum":
             return gdpo_advantages(rollouts.rewards, rollouts.reward_weights, rollouts.groups)
         return grpo_advantages(rollouts, self.trainer.scale_rewards)
+
+
+def _sampled(given: Completion) -> list[float | None] | None:
+    """Log-probs for TRL, which reads those of masked tokens, too."""
+    if given.logprobs is None or given.observed is None:
+        return None if given.logprobs is None else list(given.logprobs)
+    return [0.0 if read else p for p, read in zip(given.logprobs, given.observed, strict=True)]
 
 
 def _staleness_of(decision: Decision) -> dict[str, float]:

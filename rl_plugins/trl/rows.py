@@ -212,7 +212,7 @@ def collect(
         tokens = LocalTokens(
             position=None if whole else inside.nonzero()[:, 1].int(),
             forced=_forced_tokens([rows[i] for i in real], length, inside),
-            version=None if versions is None or "token_versions" not in needs else versions[inside],
+            version=None if versions is None else versions[inside],
             columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
         )
     if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them

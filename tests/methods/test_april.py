@@ -429,14 +429,17 @@ def test_mask_takes_older_tokens_out() -> None:
     assert logged["april/masked"] == pytest.approx(1 - float(new.double().mean()))
 
 
-def test_a_batch_that_waited_complete_is_stale_though_its_tokens_are_of_one_version() -> None:
+def test_a_batch_that_waited_complete_is_stale_and_not_masked_away() -> None:
+    """So is one of an asynchronous mode in which every row is a fixed number of published weights old."""
     rollouts = make_rollouts([1.0, 0.0, 0.0, 1.0], group_size=2, lengths=[3] * 4, current_version=4)
-    rollouts = rollouts.replace(version=torch.full((4,), 2))
+    rollouts = rollouts.replace(version=torch.tensor([1, 2, 2, 2]))
     stack = start_stack(april(correction="mask"))
     decision = one_step(stack, rollouts, make_tokens(rollouts))
     logged = combine([stack.metrics.take()])
-    assert not decision.keep_tokens.any() and not decision.trained.any()
-    assert logged["april/staleness"] == 2 and logged["april/stale_rows"] == logged["april/masked"] == 1
+    assert decision.keep_tokens.tolist() == [False] * 3 + [True] * 9
+    assert decision.trained.tolist() == [False] + [True] * 3
+    assert logged["april/staleness"] == 3 and logged["april/stale_rows"] == logged["april/stale_tokens"] == 1
+    assert logged["april/masked"] == 0.25
 
 
 @settings(max_examples=50, deadline=None)
@@ -515,9 +518,19 @@ def test_parameters_out_of_range(params: dict[str, Any], message: str) -> None:
 
 
 def test_signals_are_asked_for_only_where_they_are_used() -> None:
-    always = {"prompt_index", "tokens", "token_versions"}
-    assert april().needs == april(correction="mask").needs == always
+    always = {"prompt_index", "tokens"}
+    assert april().needs == always
+    assert april(correction="mask").needs == always | {"token_versions"}
     assert april(correction="token_tis").needs == always | {"old_logprobs", "rollout_logprobs"}
+
+
+def test_a_host_that_knows_versions_of_rows_only() -> None:
+    rollouts, tokens = batch_of()
+    stack = start_stack(april(correction="token_tis"))
+    one_step(stack, rollouts, tokens.replace(version=None))
+    logged = combine([stack.metrics.take()])
+    assert logged["april/staleness"] == int(rollouts.staleness.max()) > 0
+    assert "april/weight" in logged and not {"april/stale_tokens", "april/weight_stale"} & set(logged)
 
 
 @pytest.mark.parametrize(
