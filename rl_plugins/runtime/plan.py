@@ -197,8 +197,8 @@ def check_versions(row: PlanRow, now: int) -> None:
         newest = max(completion.versions or (), default=now)
         if newest > now:
             raise MethodError(
-                f"The plan gives a completion of prompt {row.prompt_index} made by the weights {newest}, and the newest "
-                f"published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out for "
+                f"The plan gives a completion of prompt {row.prompt_index} made by the weights {newest}, and the "
+                f"newest published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out for "
                 f"completions of other runs."
             )
 
