@@ -198,8 +198,8 @@ def check_versions(row: PlanRow, now: int) -> None:
         if newest > now:
             raise MethodError(
                 f"The plan gives a completion of prompt {row.prompt_index} made by the weights {newest}, and the "
-                f"newest published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out for "
-                f"completions of other runs."
+                f"newest published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out "
+                f"for completions of other runs."
             )
 
 
