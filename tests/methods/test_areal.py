@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,9 +179,10 @@ def test_a_rule_that_begins_nothing_is_an_error() -> None:
 # ---- as a hook, and on hosts
 
 
-def queue(carried: int, batch: int, drawn: int = 0) -> Queue:
-    group = Carried(prompt_index=0, size=2, drawn=drawn, tokens=(3, 3), finished=(False, False), versions=(0, 0))
-    return Queue((group,) * carried, 4, 2, batch)
+def queue(carried: int, batch: int, drawn: int = 0, complete: int = 0) -> Queue:
+    group = Carried(prompt_index=0, size=2, drawn=drawn, tokens=(3, 3), finished=(True, False), versions=(0, 0))
+    ready = replace(group, finished=(True, True))
+    return Queue((group,) * (carried - complete) + (ready,) * complete, 4, 2, batch)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,10 @@ def queue(carried: int, batch: int, drawn: int = 0) -> Queue:
         ({"max_staleness": 2}, queue(8, 1), (4, 8, 0)),
         ({"max_staleness": 2, "max_concurrent": 6}, queue(0, 0), (6, 0, 0)),
         ({"max_staleness": 2, "max_concurrent": 1}, queue(0, 0), (4, 0, 0)),  # a batch must be begun
+        ({"max_staleness": 2, "max_concurrent": 6}, queue(5, 1), (1, 5, 0)),
+        ({"max_staleness": 2, "max_concurrent": 6}, queue(5, 1, complete=3), (4, 5, 0)),  # 2 are in the making
+        ({"max_staleness": 2}, queue(8, 1, complete=8), (4, 8, 0)),
+        ({"max_staleness": 2, "max_concurrent": 6, "bound": "drop"}, queue(5, 3, complete=3), (6, 0, 5)),
         ({"max_staleness": 2, "bound": "drop"}, queue(8, 2), (4, 8, 0)),
         ({"max_staleness": 2, "bound": "drop"}, queue(8, 3), (12, 0, 8)),
         ({"max_staleness": 2}, queue(8, 9), (4, 8, 0)),

@@ -339,6 +339,17 @@ def test_a_cycle_draws_as_many_prompts_as_it_trains_fresh() -> None:
     assert len(fresh) == 2 and len(method.state["left"]) == 2  # mu * 2 drawn, 2 trained
 
 
+def test_a_replayed_prompt_stays_among_those_the_cycle_deals() -> None:
+    method = dots(cycle=3)
+    stack = start_stack(method, run=make_run(dataset_size=D, group_size=SIZE, reward_names=("reward_0",)))
+    method.state |= {"place": 1, "left": [5, 6, 7]}
+    rollouts = make_rollouts(
+        [1.0, 0.0] * 2, [0, 0, 1, 1], prompt_index=[5, 5, 6, 6], payload=[None, None, *[{"rollout_replay": (0, 0)}] * 2]
+    )
+    one_step(stack, rollouts, make_tokens(rollouts), budget=4)
+    assert method.state["had"] == [5] and method.state["left"] == [6, 7]
+
+
 def test_a_resumed_run_trains_the_same_prompts(tmp_path: Path) -> None:
     for reference in ("now", "previous"):
         whole = Host(dots(reference=reference, cycle=3))

@@ -22,7 +22,7 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_plan, make_rollouts, make_tokens, one_step, start_stack
+from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 
 SIZE, PROMPTS = 3, 12
 NAMES = ("reward_0", "reward_1")
@@ -37,7 +37,8 @@ class Host:
     are. Its batch number is the published weights."""
 
     def __init__(self, method: Method, seed: int = 0, groups: int = 4, levels: int = 2, sizes: bool = False) -> None:
-        self.stack, self.groups, self.levels, self.sizes = start_stack(method, seed=seed), groups, levels, sizes
+        self.stack = start_stack(method, seed=seed, run=make_run(group_size=SIZE))
+        self.groups, self.levels, self.sizes = groups, levels, sizes
         self.made: list[dict[str, Any]] = []  # every fresh group ever made, by prompt and batch
 
     def batch(self) -> tuple[list[PlanRow], Rollouts, dict[str, float]]:
@@ -164,14 +165,14 @@ def test_the_buffer_equals_a_plain_list(
                 if staleness is not None:
                     assert batch - min(row["versions"]) <= staleness
         rows = sum(p.n for p in plan)
-        assert rows <= SIZE * 4 and sum(p.n for p in given) <= (1 - share) * SIZE * 4 + 1e-9
+        assert sum(p.n for p in given) <= (1 - share) * SIZE * 4 + 1e-9
         assert len({p.group for p in plan}) == len(plan) and len({p.prompt_index for p in given}) == len(given)
         if batch < 2:
             assert not given
-        elif staleness is None and not sizes:
-            usable = len(before)
-            assert len(given) == min(usable, int((1 - share) * 4 + 1e-9))
-            assert rows == SIZE * 4  # fresh prompts fill what is missing
+        elif staleness is None:
+            assert len(given) == min(len(before), int((1 - share) * 4 + 1e-9))
+        assert rows == SIZE * 4  # fresh prompts fill what is missing
+        assert all(len(p.given) in (0, SIZE) for p in plan)
         # the loop: newest per prompt, no equal rewards, the oldest leave
         for made in host.made[begun:]:
             expected = [g for g in expected if g["prompt"] != made["prompt"]]
@@ -180,7 +181,7 @@ def test_the_buffer_equals_a_plain_list(
         ):
             total = [sum(row["rewards"]) for row in made["rows"]]
             readable = all(row["observed"].count(False) for row in made["rows"])
-            if max(total) > min(total) and readable:
+            if max(total) > min(total) and readable and len(total) == SIZE:
                 expected.append({"prompt": made["prompt"], "rows": made["rows"]})
         expected = expected[-limit:]
         if staleness is not None:
@@ -237,6 +238,11 @@ def test_what_is_saved_stays_as_it_was_when_the_buffer_goes_on() -> None:
     assert stored(other.stack) == content
 
 
+def start_pairs(*others: Method, **params: Any) -> MethodStack:
+    """A run with groups of 2."""
+    return start_stack(replay(**params), *others, run=make_run(group_size=2))
+
+
 def given_rows(rewards: list[float], **changes: Any) -> tuple[Rollouts, Tokens]:
     host = Host(replay())
     rows = [
@@ -261,15 +267,14 @@ def given_rows(rewards: list[float], **changes: Any) -> tuple[Rollouts, Tokens]:
     ],
 )
 def test_groups_of_equal_rewards_are_not_stored(rewards: list[float], kept: list[int]) -> None:
-    method = replay()
-    stack = start_stack(method)
+    stack = start_pairs()
     one_step(stack, *given_rows(rewards))
     assert [g["prompt"] for g in stored(stack)] == kept
     assert combine([stack.metrics.take()])["rollout_replay/constant"] == 1 - len(kept) / 2
 
 
 def test_a_group_of_equal_rewards_hides_the_older_one_of_its_prompt() -> None:
-    stack = start_stack(replay())
+    stack = start_pairs()
     one_step(stack, *given_rows([1, 0, 1, 0]))
     one_step(stack, *given_rows([1, 1, 1, 0]))
     assert [g["prompt"] for g in stored(stack)] == [1]
@@ -290,33 +295,86 @@ def test_what_cannot_be_replayed_is_not_stored() -> None:
         (rollouts.replace(index=torch.tensor([0, 1, 0, 0])), tokens),
     ]
     for r, t in cases:
-        stack = start_stack(replay())
+        stack = start_pairs()
         one_step(stack, r, t)
         assert [g["prompt"] for g in stored(stack)] == [1]
         assert combine([stack.metrics.take()])["rollout_replay/unstorable"] == 0.5
 
 
-def test_rows_that_left_are_not_stored() -> None:
+def test_a_group_of_which_rollouts_left_is_not_stored() -> None:
     class Leaves(Method):
         name = "leaves"
 
         def select(self, rollouts: Rollouts) -> Any:
-            return torch.tensor([True, True, False, False, True, True, False])
+            return torch.tensor([True, True, False, False, True, True, False, True, False])
 
-    method = replay()
-    stack = start_stack(method, Leaves())
-    rollouts, tokens = given_rows([1, 0, 1, 0, 1, 0, 1])
-    rollouts = rollouts.replace(group=torch.tensor([0, 0, 1, 1, 2, 2, 2]))
+    stack = start_pairs(Leaves())
+    rollouts, tokens = given_rows([1, 0, 1, 0, 1, 0, 1, 1, 0])
+    rollouts = rollouts.replace(group=torch.tensor([0, 0, 1, 1, 2, 2, 2, 3, 3]))
     one_step(stack, rollouts.replace(prompt_index=rollouts.group), tokens)
     assert [(g["prompt"], len(g["rows"])) for g in stored(stack)] == [(0, 2), (2, 2)]
+    assert combine([stack.metrics.take()])["rollout_replay/unstorable"] == pytest.approx(1 / 3)
+
+
+def test_of_several_groups_of_one_prompt_the_last_is_stored() -> None:
+    stack = start_pairs()
+    rollouts, tokens = given_rows([1, 0, 0.25, 0.5, 0, 0.75])
+    one_step(stack, rollouts.replace(prompt_index=torch.tensor([5, 5, 6, 6, 5, 5])), tokens)
+    found = [(g["prompt"], [row["rewards"][0] for row in g["rows"]]) for g in stored(stack)]
+    assert found == [(6, [0.25, 0.5]), (5, [0, 0.75])]
+
+
+def test_after_a_resume_with_another_group_size_older_groups_are_not_drawn() -> None:
+    host = Host(replay(), levels=9)
+    for _ in range(3):
+        host.batch()
+    plan = host.stack.call("plan", host.stack.methods[0], make_plan(4, SIZE + 1).replace(batch=3))
+    assert len(stored(host.stack)) > 2 and not any(row.given for row in plan.rows)
+
+
+def publications(method: RolloutReplay, ahead: int, per: int, batches: int) -> list[int]:
+    """Largest age of the replayed rows of each batch, 0 without one, of a host that publishes every `per` batches.
+    It plans those batches together, `ahead` publications before it trains them."""
+    host, waiting, ages = Host(method, levels=9, groups=8), list[list[PlanRow]](), list[int]()
+    for batch in range(batches):
+        now = batch // per
+        for step in range(ahead + 1) if batch == 0 else [0] * (batch % per == 0):
+            for part in range(per):
+                proposal = np.random.default_rng([batch, step, part]).permutation(PROMPTS)[:8].tolist()
+                waiting.append(list(first_plan(host.stack, proposal, SIZE, 8 * SIZE, PROMPTS).rows))
+        plan = waiting.pop(0)
+        rollouts, tokens = host.generate(plan, np.random.default_rng(batch))
+        fresh = torch.tensor([not p.given for p in plan]).repeat_interleave(SIZE)
+        version = torch.where(fresh, torch.tensor(max(0, now - ahead)), rollouts.version)
+        versions = torch.where(fresh[tokens.row], version[tokens.row], tokens.version)
+        rollouts = rollouts.replace(version=version, newest_version=version, current_version=now)
+        one_step(host.stack, rollouts, tokens.replace(version=versions), budget=len(rollouts))
+        ages.append(int(rollouts.staleness[~fresh].max()) if bool((~fresh).any()) else 0)
+    return ages
+
+
+@pytest.mark.parametrize(("ahead", "per"), [(0, 1), (0, 2), (0, 3)])
+def test_no_row_is_older_than_the_bound(ahead: int, per: int) -> None:
+    ages = publications(replay(max_staleness=2), ahead, per, 24)
+    assert max(ages) == 2 and max(publications(replay(), ahead, per, 24)) > 2
+
+
+@pytest.mark.parametrize("per", [1, 2])
+def test_where_batches_wait_the_bound_holds_once_the_delay_was_seen(per: int) -> None:
+    ahead, method = 2, replay(max_staleness=5)
+    ages = publications(method, ahead, per, 40)
+    first = next(i for i, age in enumerate(ages) if age)
+    assert method.state["delay"] == ahead
+    assert max(ages[: first + (ahead + 1) * per]) <= 5 + ahead
+    assert max(ages[first + (ahead + 1) * per :]) == 5
 
 
 def test_another_prompt_under_the_same_number_is_an_error() -> None:
     rollouts, tokens = given_rows([1, 0])
     same = zlib.crc32(torch.tensor([3, 0]).numpy().tobytes())
-    one_step(start_stack(replay()), rollouts.replace(payload=[{"rollout_replay": same}] * 2), tokens)
+    one_step(start_stack(replay()), rollouts.replace(payload=[{"rollout_replay": (same, 0)}] * 2), tokens)
     with pytest.raises(MethodError, match="prompt 0 is not the one that the stored rollouts answered"):
-        one_step(start_stack(replay()), rollouts.replace(payload=[{"rollout_replay": same + 1}] * 2), tokens)
+        one_step(start_stack(replay()), rollouts.replace(payload=[{"rollout_replay": (same + 1, 0)}] * 2), tokens)
 
 
 def test_an_asynchronous_host_gets_as_many_prompts_of_the_same_size() -> None:

@@ -98,16 +98,18 @@ class ArealAdmission(Method):
 
     def admit(self, queue: Queue) -> Admission:
         """The rule for a host that asks before each batch, as in a simulation."""
-        p, carried = self.params, len(queue.carried)
-        most = p.max_concurrent if p.max_concurrent is None else max(p.max_concurrent, queue.groups)
-        room = capacity(queue.batch, queue.batch * queue.groups, carried, queue.groups, p.max_staleness, most)
+        p = self.params
         old = tuple(
             i
             for i, group in enumerate(queue.carried)
             if p.bound == "drop" and queue.batch - group.drawn > p.max_staleness
         )
-        go = tuple(i for i in range(carried) if i not in old)
-        return Admission(max(room + len(old), queue.groups - len(go), 0), go, drop=old)
+        go = tuple(i for i in range(len(queue.carried)) if i not in old)
+        complete = sum(all(queue.carried[i].finished) for i in go)
+        most = p.max_concurrent if p.max_concurrent is None else max(p.max_concurrent, queue.groups)
+        accepted = queue.batch * queue.groups + complete
+        room = capacity(queue.batch, accepted, len(go) - complete, queue.groups, p.max_staleness, most)
+        return Admission(max(room, queue.groups - len(go), 0), go, drop=old)
 
 
 def capacity(

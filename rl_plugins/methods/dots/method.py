@@ -186,11 +186,12 @@ class Dots(Method):
         trained = rollouts.kept & (rollouts.prompt_index >= 0)
         self.log("reference_rollouts", int(reference.sum()))
         self._report(rollouts, trained)
-        had = set(rollouts.prompt_index[trained].tolist())
+        fresh = trained & ~_is_given(rollouts)  # the cycle deals these; a replayed prompt may still come
+        had = set(rollouts.prompt_index[fresh].tolist())
         state["had"] = sorted({*state["had"], *had})
         state["left"] = [i for i in state["left"] if i not in had]
         state["place"] = (state["place"] + 1) % self.params.cycle
-        state["fresh"] = Groups(rollouts.group[trained & ~_is_given(rollouts)]).count
+        state["fresh"] = Groups(rollouts.group[fresh]).count
         if not self.rounds and bool(reference.any()):
             reward = weighted_reward(rollouts.rewards, rollouts.reward_weights)[reference]
             groups = Groups(rollouts.prompt_index[reference])

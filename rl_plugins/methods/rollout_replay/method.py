@@ -15,7 +15,7 @@ from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 from rl_plugins.params import MethodParams, below, param
-from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 
 PAPER = Paper(
     "2506.05316",
@@ -39,7 +39,7 @@ class RolloutReplay(Method):
     and when the batch is done, for each of its fresh groups:
 
         the older group of the same prompt leaves the buffer
-        it enters the buffer if the rewards of its rollouts differ
+        it enters the buffer if it is whole and the rewards of its rollouts differ
         of more than `buffer_groups` groups the oldest leave
 
     A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards.
@@ -50,18 +50,25 @@ class RolloutReplay(Method):
     Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
     float64; versions are published weights, as in `Rollouts.version`.
 
-    Special cases: a group is stored with the rollouts that stayed (`select`), whatever their number. With fewer
-    usable groups than wanted the fresh prompts fill the batch. A group of equal rewards is not stored and still
-    replaces the older one of its prompt. A group older than `max_staleness` is not drawn. Tokens that were only read
-    (of tools, environments, programs) are replayed as such. Groups with a token of unknown sampling probability, an
-    empty rollout, or a prompt outside of the dataset are not stored (`unstorable`), nor are rollouts of several rows or
-    of turns that a method compares: a given completion has neither. sigma = 1 is the host's own batch.
+    Special cases: a group is whole if as many rollouts stayed (`select`) as the host trains per prompt; others are not
+    stored, nor drawn after a resume with another group size. With fewer usable groups than wanted the fresh prompts
+    fill the batch. A group of equal rewards is not stored and still replaces the older one of its prompt; of several
+    groups of one prompt in a batch the last one that can be is stored. Tokens that were only read (of tools,
+    environments, programs) are replayed as such. Groups with a token of unknown sampling probability, an empty
+    rollout, or a prompt outside of the dataset are not stored (`unstorable`), nor are rollouts of several rows or of
+    turns that a method compares: a given completion has neither. sigma = 1 is the host's own batch.
 
-    State: the groups, as tensors; the draw is from `self.rng`, so a resumed run replays the same groups.
+    `max_staleness` bounds the age in the batch that is expected to train the group: the weights known when it is
+    planned, plus those the last publication added, plus the largest delay seen so far between the two. The delay is
+    read from replayed rows. It is 0 but in verl's asynchronous modes, where a batch is trained up to
+    `num_warmup_batches` publications after it is planned; there the replayed rows planned before the first ones were
+    trained may be older than the bound by the delay. `oldest` tells what was trained.
+
+    State: the groups, as tensors, and the delay; the draw is from `self.rng`, so a resumed run replays the same groups.
 
     Logs: `replayed`, share of the trained rows; `staleness`, their mean and `oldest`, their largest age in published
     weights; `stored`, groups in the buffer after the batch; `constant` and `unstorable`, share of the fresh groups
-    that were not stored because of equal rewards, and because they cannot be.
+    that were not stored because of equal rewards, and because they cannot be (those that are not whole included).
 
     Raises:
         MethodError: the prompt of a replayed group is not the one that its rollouts answered.
@@ -87,9 +94,12 @@ class RolloutReplay(Method):
         "constant rewards leave too.",
         "The authors' buffer holds duplicates and constant groups until the next draw, and they count against its "
         "size; here neither is stored. Their code adds each fresh batch twice, which the same step hides, and needs "
-        "groups of 8.",
+        "groups of 8; here they have the host's group size.",
+        "Groups of which rollouts left are not replayed: verl's asynchronous modes take groups of one size alone, and "
+        "elsewhere the batch would not be full.",
         "With fewer usable groups than wanted the authors' batch is smaller, or fails; here fresh prompts fill it.",
-        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone.",
+        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone. What has been planned is not "
+        "taken back: in verl's asynchronous modes the bound holds once the delay from plan to training was seen.",
     )
     needs: frozenset[str] | set[str] = frozenset(
         {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
@@ -99,8 +109,8 @@ class RolloutReplay(Method):
         Idle(
             {"replayed": 0},
             "no stored group was replayed. Look at `stored`: with 0, all rollouts of a group have equal rewards "
-            "(`constant`) or cannot be stored (`unstorable`); else `max_staleness` is too small, or `start_batch` not "
-            "reached yet.",
+            "(`constant`) or cannot be stored (`unstorable`: rollouts of the group left, or their tokens are not "
+            "known); else `max_staleness` is too small, or `start_batch` not reached yet.",
         ),
     )
 
@@ -109,7 +119,11 @@ class RolloutReplay(Method):
         fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
         buffer_groups: int = param(512, "groups the buffer holds; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
-            None, "published weights after which a group is not replayed; none: never", ge=1, only_if=REPLAYS
+            None,
+            "largest age of a group, in published weights, in the batch it is drawn for, as far as the delay from plan "
+            "to training is known; none: any",
+            ge=1,
+            only_if=REPLAYS,
         )
         start_batch: int = param(
             2,
@@ -122,6 +136,10 @@ class RolloutReplay(Method):
         super().__init__(params)
         if self.params.fresh_share == 1:
             self.needs, self.replays = frozenset(), False
+        self._group_size = 0
+
+    def start(self, run: Run) -> None:
+        self._group_size = run.group_size
 
     def plan(self, plan: Plan) -> Plan | None:
         p = self.params
@@ -130,22 +148,21 @@ class RolloutReplay(Method):
             return None
         total = plan.trained or plan.budget
         stored = Buffer.of_state(self.state["groups"])
-        chosen = self._drawn(stored, int((1 - p.fresh_share) * total + 1e-6))
+        chosen = self._drawn(stored, plan.group_size, int((1 - p.fresh_share) * total + 1e-6))
         rows, room = list(plan.rows), total - int(stored.rollouts[chosen].sum())
         numbers = []  # of groups that are replaced
         while sum(row.n for row in rows) > room:
             numbers.append(rows.pop(max(i for i, row in enumerate(rows) if row.n > 0)).group)
         free = max([row.group for row in plan.rows], default=-1) + 1
         numbers = [*reversed(numbers), *range(free, free + len(chosen))]
-        names = self.state["names"]
-        rows += [_planned(stored, i, names, number) for i, number in zip(chosen, numbers, strict=False)]
+        rows += [self._planned(stored, i, number) for i, number in zip(chosen, numbers, strict=False)]
         return plan.replace(rows=tuple(rows))
 
     def select(self, rollouts: Rollouts) -> Tensor:
         """Keeps everything, if the prompts of replayed groups are those their rollouts answered."""
         ids = rollouts.token_ids
-        for row, question in enumerate(_questions(rollouts)):
-            if question is not None and ids is not None and _digest(ids.prompt[row]) != question:
+        for row, mark in enumerate(_marks(rollouts)):
+            if mark is not None and ids is not None and _digest(ids.prompt[row]) != mark[0]:
                 raise MethodError(
                     f"prompt {int(rollouts.prompt_index[row])} is not the one that the stored rollouts answered, so "
                     f"their log-probs are of another text. Something edits prompts differently from batch to batch (a "
@@ -157,8 +174,8 @@ class RolloutReplay(Method):
         p = self.params
         if p.fresh_share == 1:
             return
-        now = rollouts.current_version
-        replayed = torch.tensor([q is not None for q in _questions(rollouts)], dtype=torch.bool) & rollouts.kept
+        now, marks = rollouts.current_version, _marks(rollouts)
+        replayed = torch.tensor([m is not None for m in marks], dtype=torch.bool) & rollouts.kept
         if bool(rollouts.kept.any()):
             self.log("replayed", replayed[rollouts.kept].double().mean())
         if bool(replayed.any()):
@@ -169,28 +186,48 @@ class RolloutReplay(Method):
         stored = (
             Buffer.of_state(self.state["groups"]) if "groups" in self.state else Buffer.empty(made.rewards.shape[1])
         )
-        stored = stored.keep(~torch.isin(stored.prompt, prompts)).add(made)
+        again = (made.prompt[:, None] == made.prompt).triu(1).any(1)  # a later group of this batch has its prompt
+        stored = stored.keep(~torch.isin(stored.prompt, prompts)).add(made.keep(~again))
         stays = torch.arange(len(stored)) >= len(stored) - p.buffer_groups
         if p.max_staleness is not None:
             stays &= now - stored.version <= p.max_staleness
         stored = stored.keep(stays).compact()
-        pace = max(0, now - self.state.get("now", now - 1))
-        self.state = {"groups": stored.state(), "names": list(rollouts.reward_names), "now": now, "pace": pace}
+        # batches between two publications add none, and the next one is trained after a publication all the same
+        pace = max(0, now - self.state.get("now", now - 1)) or self.state.get("pace", 0)
+        delay = max([self.state.get("delay", 0), *(now - m[1] for m in marks if m is not None)])
+        names = list(rollouts.reward_names)
+        self.state = {"groups": stored.state(), "names": names, "now": now, "pace": pace, "delay": delay}
         self.log("stored", len(stored))
 
-    def _drawn(self, stored: Buffer, room: int) -> list[int]:
-        """Stored groups of at most so many rows together."""
-        limit = self.params.max_staleness
-        then = self.state["now"] + self.state["pace"]  # the weights this batch is going to train
-        fit = torch.arange(len(stored)) if limit is None else (then - stored.version <= limit).nonzero()[:, 0]
-        chosen, size = [], stored.rollouts.tolist()
-        for i in fit[torch.from_numpy(self.rng("replay").permutation(len(fit)))].tolist():
-            if size[i] <= room:
-                chosen.append(i)
-                room -= size[i]
-            if room <= 0:
-                break
+    def _drawn(self, stored: Buffer, size: int, room: int) -> list[int]:
+        """Stored groups of this size, of at most so many rows together."""
+        fit = stored.rollouts == size
+        if self.params.max_staleness is not None:
+            fit &= self._next() + self.state["delay"] - stored.version <= self.params.max_staleness
+        places = fit.nonzero()[:, 0]
+        order = torch.from_numpy(self.rng("replay").permutation(len(places)))
+        chosen: list[int] = places[order][: room // size].tolist()
         return chosen
+
+    def _next(self) -> int:
+        """The weights that a batch planned now trains if nothing delays it."""
+        return int(self.state["now"] + self.state["pace"])
+
+    def _planned(self, stored: Buffer, group: int, number: int) -> PlanRow:
+        """A stored group as a row of the plan."""
+        names = self.state["names"]
+        given = tuple(
+            Completion(
+                tokens=_listed(c["tokens"]),
+                logprobs=_listed(c["logprobs"]),
+                versions=_listed(c["versions"]),
+                rewards=dict(zip(names, c["rewards"].tolist(), strict=True)),
+                observed=_listed(c["observed"]) if bool(c["observed"].any()) else None,
+            )
+            for c in stored.completions(group)
+        )
+        payload = {self.name: (int(stored.question[group]), self._next())}
+        return PlanRow(int(stored.prompt[group]), number, len(given), given=given, payload=payload)
 
     def _one_row_each(self, rollouts: Rollouts) -> Tensor:
         """(rows,) bool: rows that a given completion can be; a group of others is not stored."""
@@ -224,7 +261,7 @@ class RolloutReplay(Method):
         rows = fresh.nonzero()[:, 0]
         groups, reward = Groups(rollouts.group[rows]), rollouts.reward[rows]
         rows, place = rows[order := torch.sort(groups.index, stable=True).indices], groups.index[order]
-        storable = groups.min(whole[fresh].double()) > 0
+        storable = (groups.min(whole[fresh].double()) > 0) & (groups.size == self._group_size)
         stored = storable & (groups.max(reward) > groups.min(reward))
         self.log("unstorable", (~storable).double().mean())
         self.log("constant", (storable & ~stored).double().mean())
@@ -253,28 +290,13 @@ class RolloutReplay(Method):
         ), prompts
 
 
-def _planned(stored: Buffer, group: int, names: Sequence[str], number: int) -> PlanRow:
-    """A stored group as a row of the plan."""
-    given = tuple(
-        Completion(
-            tokens=_listed(c["tokens"]),
-            logprobs=_listed(c["logprobs"]),
-            versions=_listed(c["versions"]),
-            rewards=dict(zip(names, c["rewards"].tolist(), strict=True)),
-            observed=_listed(c["observed"]) if bool(c["observed"].any()) else None,
-        )
-        for c in stored.completions(group)
-    )
-    payload = {RolloutReplay.name: int(stored.question[group])}
-    return PlanRow(int(stored.prompt[group]), number, len(given), given=given, payload=payload)
-
-
 def _listed(values: Tensor) -> tuple[Any, ...]:
     return tuple(values.numpy().tolist())  # torch's own takes several times as long
 
 
-def _questions(rollouts: Rollouts) -> list[int | None]:
-    """Of each row that was replayed, the digest of the prompt that it answered."""
+def _marks(rollouts: Rollouts) -> list[Sequence[int] | None]:
+    """Of each row that was replayed, the digest of the prompt that it answered, and the weights that were expected to
+    be trained when it was planned."""
     payload = rollouts.payload or [None] * len(rollouts)
     return [p.get(RolloutReplay.name) if isinstance(p, Mapping) else None for p in payload]
 
