@@ -27,7 +27,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from rl_plugins.entries import Entries
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import MethodError, shown
 from rl_plugins.renamed import renamed
 
 if TYPE_CHECKING:
@@ -189,7 +189,11 @@ class Trajectory:
         return tuple((np.asarray(self.kinds) != int(Kind.OBSERVED)).astype(int).tolist())
 
     def add(self, generated: Generated) -> Trajectory:
-        """With a continuation that was generated from exactly this trajectory."""
+        """With a continuation that was generated from exactly this trajectory.
+
+        Raises:
+            MethodError: `versions` are not of every token.
+        """
         kind = Kind.SAMPLED if generated.sampled else Kind.FORCED
         logprobs = generated.logprobs if generated.sampled else None
         versions = generated.versions or (generated.version,)
@@ -240,6 +244,11 @@ class Trajectory:
     ) -> Trajectory:
         """Longer by `tokens`; what it has already is not copied. A single version is that of all of them."""
         n, known = len(tokens), Entries.of(self.logprobs, "d")
+        if len(versions) not in (1, n):
+            raise MethodError(
+                f"a continuation of {n} tokens has {len(versions)} `versions`, {shown(list(versions[:8]), 80)} at "
+                f"first. Give one of each token, or none and a single `version`."
+            )
         return replace(
             self,
             tokens=Entries.of(self.tokens, "q").grown(tokens),

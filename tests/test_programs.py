@@ -92,6 +92,17 @@ def test_every_token_is_booked_once_and_cutting_is_exact(made, length):
     assert t.context == (1, 2, *t.tokens)
 
 
+@pytest.mark.parametrize("versions", [(4, 5), (4, 5, 6, 7)])
+def test_a_continuation_has_a_version_of_every_token_or_one(versions):
+    tokens, logprobs = (5, 6, 7), (-1.0, -2.0, -3.0)
+    message = rf"3 tokens has {len(versions)} `versions`, \[4, 5.* Give one of each token, or none and a single `versi"
+    with pytest.raises(MethodError, match=message):
+        Trajectory((1,)).add(Generated(tokens, logprobs, "eos", 3, versions=versions))
+    for right, made in (((), (3, 3, 3)), ((4,), (4, 4, 4)), ((4, 4, 5), (4, 4, 5))):
+        assert Trajectory((1,)).add(Generated(tokens, logprobs, "eos", 3, versions=right)).versions == made
+    assert len(Trajectory((1,)).add(Generated((), (), "length", 3))) == 0
+
+
 def test_what_was_sampled_elsewhere_is_forgotten():
     t = Trajectory((1,)).add(Generated((5, 6), (-1.0, -2.0), "eos")).observe((7,)).add(Generated((8,), (-3.0,), "eos"))
     t = t.forget_sampling(1)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 import transfer_queue as tq
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl import DataProto
@@ -181,8 +181,11 @@ class Decisions:
 
     def select(self, batch: Batch) -> Selected:
         """`rewards` and `select` on everything that was generated; rows that leave are gone afterwards."""
-        batch.reorder(plan_order(batch.keys, notes_of(fetch(batch, [COLUMN]))))
+        notes = notes_of(fetch(batch, [COLUMN]))
+        order = plan_order(batch.keys, notes)
+        batch.reorder(order)
         rows = fetch(batch, self._selection_columns())
+        rows[COLUMN] = NonTensorStack(*(NonTensorData(notes[i]) for i in order))  # large: not fetched again
         now = self.stack.batch
         rollouts = read_rollouts(
             rows, batch, self.stack, self.rewards, self.tokenizer, now, self.published, self.steps_since
@@ -217,7 +220,7 @@ class Decisions:
         names = [n.removeprefix("column:") for n in self.stack.needs if n.startswith("column:")]
         anywhere = [*names, *NESTED_COLUMNS] if names else []
         prompts = ["prompts"] if self.stack.needs & {"turns", "token_ids"} else []
-        read = [COLUMN, "extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
+        read = ["extra_fields", "response_mask", "responses", "rm_scores", *prompts, *anywhere]
         return list(dict.fromkeys(read))
 
     def _write_rewards(self, batch: Batch, rows: Columns, selection: Selection) -> None:

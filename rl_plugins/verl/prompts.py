@@ -11,9 +11,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
+from rl_plugins.entries import Entries
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.runtime.plan import check_length
+from rl_plugins.runtime.plan import check_length, check_versions
 from rl_plugins.verl.facts import NESTED_COLUMNS
 from rl_plugins.verl.host import Columns, Dataset
 
@@ -32,12 +33,13 @@ Ranges = Sequence[Sequence[int]]  # [start, stop) of every unbroken run
 
 
 class Given(TypedDict):
-    """A completion of the plan, and the weighted sum of its rewards."""
+    """A completion of the plan, and the weighted sum of its rewards. Every row of a group carries all of them, so they
+    are numbers in their bytes (`Entries`), which are copied as a whole."""
 
-    tokens: list[int]
-    logprobs: list[float] | None
-    versions: NotRequired[list[int] | None]
-    observed: NotRequired[list[bool] | None]
+    tokens: Sequence[int]
+    logprobs: Sequence[float] | None  # float32, as verl keeps them
+    versions: NotRequired[Sequence[int] | None]
+    observed: NotRequired[Sequence[bool] | None]
     rewards: NotRequired[dict[str, float] | None]
     reward: NotRequired[float | None]
 
@@ -148,6 +150,7 @@ class PromptBatches:
         draw: int = 1,
         by_program: bool = False,
         sizes: Sequence[int] = (),
+        published: int | None = None,
     ) -> Columns:
         """A TensorDict with one row per plan row, each under a uid of its own.
 
@@ -158,9 +161,11 @@ class PromptBatches:
             draw: number of the plan in that batch, from 1.
             by_program: a method makes the rollouts with a program.
             sizes: rows of each plan, where several were made one after the other; `draw` is then of the first.
+            published: the newest published weights; None where it is not known.
 
         Raises:
-            MethodError: a completion or prefix that does not fit, or an edit that lacks columns.
+            MethodError: a completion or prefix that does not fit, a completion of weights that are not published yet,
+                or an edit that lacks columns.
             ConfigError: something is given that this run's agent loop or correction cannot serve.
         """
         import numpy as np
@@ -171,6 +176,9 @@ class PromptBatches:
         batch = collate_fn([self._row(p) for p in rows])
         batch.pop(PROMPT_INDEX, None)
         batch["uid"] = np.array([str(uuid.uuid4()) for _ in rows], dtype=object)
+        planned = [bool(p.given or p.prefix or p.max_tokens is not None) for p in rows]
+        if any(planned) or by_program:
+            self._check_planned(rows, batch, by_program, published)
         batch[COLUMN] = np.array([None] * len(rows), dtype=object)
         first = 0
         for later, size in enumerate(sizes or [len(rows)]):
@@ -182,9 +190,6 @@ class PromptBatches:
         counts = [p.n + p.spare for p in rows]
         if any(n != self.group_size for n in counts):
             batch["__rollout_n__"] = torch.tensor(counts)
-        planned = [bool(p.given or p.prefix or p.max_tokens is not None) for p in rows]
-        if any(planned) or by_program:
-            self._check_planned(rows, batch, by_program)
         if any(planned) and not by_program:  # a program serves all of that itself
             agents = list(batch.get("agent_name", [self.default_agent] * len(rows)))
             batch["agent_name"] = np.array(
@@ -223,7 +228,9 @@ class PromptBatches:
             f"{', '.join(sorted(set(row) - set(TECHNICAL)))} and the fields of {' and '.join(NESTED_COLUMNS)}."
         )
 
-    def _check_planned(self, rows: Sequence[PlanRow], batch: Mapping[str, Any], by_program: bool) -> None:
+    def _check_planned(
+        self, rows: Sequence[PlanRow], batch: Mapping[str, Any], by_program: bool, published: int | None
+    ) -> None:
         agents = {str(a) for a in batch.get("agent_name", [self.default_agent])}
         if agents != {"single_turn_agent"}:
             what = (
@@ -249,6 +256,8 @@ class PromptBatches:
                     f"{', '.join(self.rewards)}. Give rewards of these names, or none."
                 )
             check_length(p, self.response_length)
+            if published is not None:
+                check_versions(p, published)
 
 
 SCORE: Mapping[str, float] = {"score": 1.0}
@@ -273,10 +282,10 @@ def note_of(plan: PlanRow, wave: str, place: int, round_: int, weights: Mapping[
         "max_tokens": plan.max_tokens,
         "given": [
             {
-                "tokens": list(c.tokens),
-                "logprobs": None if c.logprobs is None else list(c.logprobs),
-                "versions": None if c.versions is None else list(c.versions),
-                "observed": None if c.observed is None else list(c.observed),
+                "tokens": Entries(c.tokens, "i"),
+                "logprobs": None if c.logprobs is None else Entries(c.logprobs, "f"),
+                "versions": None if c.versions is None else Entries(c.versions, "i"),
+                "observed": None if c.observed is None else Entries(c.observed, "b"),
                 "rewards": None if c.rewards is None else dict(c.rewards),
                 "reward": None if c.rewards is None else weighted(c.rewards, weights),
             }

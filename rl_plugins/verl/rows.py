@@ -306,10 +306,11 @@ def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
 
     A row's extra field `VERSIONS` holds of every request, in order, its attempts: [version, tokens], -1 for tokens of
     no policy. Requests are matched with the unbroken runs of trained tokens, if there are as many, because an agent
-    loop may cut the end of a turn. A row without the field is of one version.
+    loop may cut the end of a turn; otherwise they are matched as a whole, if they tell as many tokens as are trained.
+    A row whose tags name one version is of that version, whatever the requests of its loop were.
 
     Raises:
-        MethodError: a row of several versions does not say it of all of its trained tokens.
+        MethodError: a row of several versions, whose requests do not say which token is of which.
     """
     now, found = rollouts.current_version, []
     extra, masks = plain(rows["extra_fields"]), rows["response_mask"].unbind()
@@ -317,32 +318,41 @@ def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
     for e, mask, (oldest, newest) in zip(extra, masks, spans, strict=True):
         live = mask.bool()
         requests = [made for made in e.get(VERSIONS) or () if made]
-        if not requests and oldest == newest:
-            found.append(torch.where(live, oldest, now))
-            continue
-        inside = ranges(live.numpy())
-        if len(inside) != len(requests):  # then as one
-            inside, requests = [[0, int(live.sum())]], [[run for made in requests for run in made]]
-        told = [_cut(made, stop - start) for made, (start, stop) in zip(requests, inside, strict=True)]
-        made = torch.cat(told)
-        missing = int(live.sum()) - len(made)
-        if missing and oldest != newest:
+        told = _matched(requests, ranges(live.numpy()))
+        if oldest == newest:
+            told = torch.full((int(live.sum()),), oldest) if told is None else torch.where(told < 0, told, oldest)
+        elif told is None or bool(((told >= 0) & ((told < oldest) | (told > newest))).any()):
+            every = [run for made in requests for run in made]
+            names = ", ".join(map(str, sorted({version for version, _ in every})[:8])) or "none"
             raise MethodError(
-                f"A method needs the versions of tokens, and a rollout made by the versions {oldest} to {newest} says "
-                f"them of {len(made)} of its {len(made) + missing} trained tokens. Its agent loop must hand on "
-                f"`extra_fields` of what the engine answers (`{VERSIONS}`). Use one of verl's own loops, or remove "
+                f"A method needs the versions of tokens. A rollout made by the versions {oldest} to {newest} has "
+                f"{int(live.sum())} trained tokens in {len(ranges(live.numpy()))} turns, and its agent loop tells "
+                f"{sum(n for _, n in every)} tokens in {len(requests)} requests, of the versions {names}, so it is "
+                f"not known which token is of which. The loop must hand on `extra_fields` of what the engine answers "
+                f"(`{VERSIONS}`), and every request must be a turn of the row. Use one of verl's own loops, or remove "
                 f"the method."
             )
         versions = torch.full(mask.shape, now, dtype=torch.int64)
-        versions[live] = torch.cat([made, torch.full((missing,), oldest)])
-        found.append(torch.where(versions < 0, now, versions))
+        versions[live] = torch.where(told < 0, now, told)
+        found.append(versions)
     return found
 
 
-def _cut(runs: Sequence[Sequence[int]], length: int) -> Tensor:
-    """[value, number], .. -> at most `length` values."""
+def _matched(requests: Sequence[Sequence[Sequence[int]]], turns: Ranges) -> Tensor | None:
+    """Versions of the trained tokens as the requests tell them; None if it is not known which token is of which."""
+    told, lengths = [_spread(made) for made in requests], [stop - start for start, stop in turns]
+    if len(told) != len(lengths):
+        made = torch.cat([torch.empty(0, dtype=torch.int64), *told])
+        return made if len(made) == sum(lengths) else None
+    if any(len(t) < n for t, n in zip(told, lengths, strict=True)):
+        return None
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(t[:n] for t, n in zip(told, lengths, strict=True))])
+
+
+def _spread(runs: Sequence[Sequence[int]]) -> Tensor:
+    """[value, number], .. -> the values."""
     values, counts = torch.tensor(runs, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    return torch.repeat_interleave(values, counts)[:length]
+    return torch.repeat_interleave(values, counts)
 
 
 def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:

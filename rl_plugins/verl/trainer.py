@@ -179,7 +179,8 @@ class MethodsTrainer(host.Trainer):
         """Prompts of a plan, or of several of these sizes, as verl's batch, and uid -> plan row."""
         stack = self.methods
         draw = stack.draw - max(0, len(sizes) - 1)
-        planned = self._prompts.build(rows, wave, round_, stack.batch, draw, stack.claimed("rollout"), sizes)
+        programs = stack.claimed("rollout")
+        planned = self._prompts.build(rows, wave, round_, stack.batch, draw, programs, sizes, self._published)
         tu.assign_non_tensor_data(planned, "global_steps", self.global_steps)
         return planned, dict(zip(map(str, planned["uid"]), rows, strict=True))
 

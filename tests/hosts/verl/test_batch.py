@@ -111,6 +111,22 @@ def run(
     return selected, before, mine.settle(selected.batch, selected)
 
 
+def test_notes_are_fetched_once(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold all completions a plan gives."""
+    asked: list[str] = []
+    get = queue.kv_batch_get
+
+    def counted(keys: Any, partition_id: Any = None, select_fields: Any = None) -> Any:
+        asked.extend(select_fields)
+        return get(keys, partition_id, select_fields)
+
+    monkeypatch.setattr(queue, "kv_batch_get", counted)
+    rows = {f"{uid}_{k}_0": row(g, float(k), payload=(uid, k)) for uid, g in (("b", 1), ("a", 0)) for k in (1, 0)}
+    selected, _, _ = run(queue, rows)
+    assert asked.count(COLUMN) == 1 and selected.generated.payload == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert selected.generated.reward.tolist() == [0.0, 1.0, 0.0, 1.0]
+
+
 def test_rows_come_in_the_order_of_the_plan(queue: MemoryQueue) -> None:
     rows = {
         "b_1_0": row(1, 0.0),
@@ -400,7 +416,7 @@ def test_plans_become_prompt_batches() -> None:
     notes = [getattr(x, "data", x) for x in batch[COLUMN]]
     assert [n["prompt_index"] for n in notes] == [3, 1] and notes[1]["payload"] == {"k": 1}
     (note,) = notes[1]["given"]
-    assert (note["tokens"], note["logprobs"], note["rewards"], note["reward"]) == ([5, 6], [-1.0, -2.0], None, None)
+    assert (note["tokens"], note["logprobs"], note["rewards"], note["reward"]) == ((5, 6), (-1.0, -2.0), None, None)
     prompts = [getattr(x, "data", x) for x in batch["raw_prompt"]]
     assert prompts[1] == [{"role": "user", "content": "hint"}] and prompts[0][0]["content"] == "3"
     assert getattr(batch["extra_info"][1], "data", batch["extra_info"][1])["level"] == 9
@@ -441,6 +457,17 @@ def test_plans_that_cannot_be_served(row: PlanRow, overrides: list[str], error: 
     number_rows(dataset)
     with pytest.raises(error, match=message):
         PromptBatches(dataset, config(*overrides)).build([row])
+
+
+def test_given_completions_are_of_published_weights() -> None:
+    dataset = Dataset()
+    number_rows(dataset)
+    trainer = object.__new__(MethodsSync)
+    trainer._prompts, trainer.methods, trainer.global_steps = PromptBatches(dataset, config()), MethodStack([]), 4
+    newer, known = ((Completion((1, 2), versions=(0, v)),) for v in (4, 3))
+    with pytest.raises(MethodError, match=r"prompt 3 made by the weights 4, and the newest published ones are 3"):
+        trainer._build([PlanRow(0, 0, 2), PlanRow(3, 1, 2, given=newer)])
+    assert len(trainer._build([PlanRow(3, 0, 2, given=known), PlanRow(3, 1, 2, given=(Completion((1,)),))])[0]) == 2
 
 
 def test_given_completions_must_not_be_lost() -> None:

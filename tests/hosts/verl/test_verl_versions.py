@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,6 +158,25 @@ def test_a_completion_without_log_probs_is_forced_and_made_now() -> None:
     assert planned(Completion((7,), rewards={"b": math.nan})).reward_score != 0, "no reward is given"
 
 
+def test_given_completions_travel_as_bytes() -> None:
+    """Every row of a group has all of them: they cost their bytes, and come out of the queue as they were."""
+    from tensordict import NonTensorStack
+    from transfer_queue.utils.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    n = 512
+    one = Completion(tuple(range(70_000, 70_000 + n)), (-0.3,) * n, (3,) * n, {"score": 1.0}, (False, True) * (n // 2))
+    note = note_of(PlanRow(3, 5, 8, given=tuple(dataclasses.replace(one) for _ in range(8))), "w", 0, 0)
+    assert len(pickle.dumps(note)) < 8 * (13 * n + 400)
+    assert len(pickle.dumps(NonTensorStack(note, note))) < 2 * 8 * (13 * n + 400)
+    encoded = MsgpackEncoder().encode(note)
+    for again in (pickle.loads(pickle.dumps(note)), MsgpackDecoder().decode(encoded)):
+        assert again == note
+        made = planned(one, **{COLUMN: again})
+        assert made.response_ids == list(one.tokens) and made.response_mask == [1, 0] * (n // 2)
+        assert made.response_logprobs == pytest.approx(list(one.logprobs or ()), rel=1e-7)
+        assert made.extra_fields[VERSIONS] == [[[3, n // 2]]]
+
+
 def test_a_note_of_an_earlier_version_is_served() -> None:
     """Prompts in flight lie in checkpoints."""
     note = note_of(PlanRow(3, 5, 1, given=(Completion((7, 8), (-1.0, -2.0)),)), "w", 0, 0)
@@ -249,8 +269,49 @@ def test_versions_of_tokens(queue: MemoryQueue) -> None:
 
 def test_a_loop_that_does_not_say_it_is_refused(queue: MemoryQueue) -> None:
     assert decided(queue, [(told(0, 3), 4, 4), (told(0, 2), 4, 4)])[2] == [[4, 4, 4], [4, 4]]
-    with pytest.raises(MethodError, match=r"versions 3 to 4 says them of 1 of its 3 trained tokens\. Its agent loop"):
+    few = r"by the versions 3 to 4 has 3 trained tokens in 1 turns, .* tells 1 tokens in 1 requests, of the versions 3,"
+    with pytest.raises(MethodError, match=few):
         decided(queue, [(told(0, 3, **{VERSIONS: [[[3, 1]]]}), 3, 4)])
+    with pytest.raises(MethodError, match=r"tells 0 tokens in 0 requests, of the versions none, .* hand on `extra_fie"):
+        decided(queue, [(told(0, 3), 3, 4)])
+
+
+def test_a_row_of_one_version_is_of_that_version_whatever_its_loop_asked(queue: MemoryQueue) -> None:
+    """Every row of a loop has the requests of all of them; a loop may ask beside its turns, too."""
+    requests = [[[1, 5]], [[2, 5]]]
+    rows = [
+        (told(0, 5, **{VERSIONS: requests}), 1, 1),  # a row of each request
+        (told(0, 5, **{VERSIONS: requests}), 2, 2),
+        (told(1, 3, **{VERSIONS: [[[4, 9]], [[4, 3]]]}), 4, 4),  # a summary before the turn
+        (told(1, 5, [1, 1, 0, 1, 1], **{VERSIONS: [[[-1, 2], [7, 1]], [[7, 5]]]}), 7, 7),  # a prefix, and a cut turn
+        (told(2, 5, [1, 1, 0, 1, 1], **{VERSIONS: [[[-1, 2], [7, 2]]]}), 7, 7),  # of a program: one list
+        (told(2, 3, **{VERSIONS: [[[6, 3]]]}), 7, 7),
+    ]
+    _, tokens, columns = decided(queue, rows)
+    expected = [[1] * 5, [2] * 5, [4] * 3, [9, 9, 7, 7], [9, 9, 7, 7], [7] * 3]
+    assert [tokens.version[tokens.row == i].tolist() for i in range(6)] == expected
+    assert columns[1] == [2] * 5 and columns[3] == [9, 9, 9, 7, 7]
+
+
+def test_adjoining_requests_are_one_turn_if_nothing_was_cut(queue: MemoryQueue) -> None:
+    assert decided(queue, [(told(0, 5, **{VERSIONS: [[[1, 3]], [[2, 2]]]}), 1, 2)])[2] == [[1, 1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "requests", "oldest", "newest", "message"),
+    [
+        ([1, 1, 0, 1, 1], [[[1, 3]], [[2, 2]], [[3, 5]]], 1, 3, "4 trained tokens in 2 turns, .* 10 tokens in 3 requ"),
+        ([1, 1, 1, 1], [[[1, 3]], [[2, 2]]], 1, 2, "4 trained tokens in 1 turns, .* 5 tokens in 2 requests"),
+        ([1, 1, 0, 1, 1], [[[1, 2]], [[3, 2]]], 2, 3, "tells 4 tokens in 2 requests, of the versions 1, 3, so"),
+        ([1, 1, 1, 1], [[[2, 2]], [[4, 2]]], 2, 3, "tells 4 tokens in 2 requests, of the versions 2, 4, so"),
+    ],
+)
+def test_requests_that_cannot_be_matched_are_refused(
+    queue: MemoryQueue, mask: list[int], requests: Any, oldest: int, newest: int, message: str
+) -> None:
+    """Rather than versions of other tokens: the loop cut or asked what is no turn of the row."""
+    with pytest.raises(MethodError, match=message):
+        decided(queue, [(told(0, len(mask), mask, **{VERSIONS: requests}), oldest, newest)])
 
 
 def test_without_the_signal_nothing_is_read(queue: MemoryQueue) -> None:
