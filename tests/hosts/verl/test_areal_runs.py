@@ -74,6 +74,8 @@ def test_fresh_rows_are_as_old_as_eta_and_stored_groups_return_as_they_were(ahea
             known = (logprobs, float(rollouts.reward[row]))
             if bool(old[row]):
                 assert version < batch and known in made[key]
+                _, expected = rollouts.payload[row]["rollout_replay"]
+                assert batch - expected == ETA  # the delay from plan to training, which `max_staleness` adds
                 found += 1
             else:
                 made.setdefault(key, []).append(known)
