@@ -165,6 +165,7 @@ class Method:
         disagreements: where paper and code differ and which parameter selects.
         Params: a frozen dataclass of parameters.
         needs: signals (see SIGNALS). Only what somebody needs is computed.
+        hosts: those that can serve it at all; `check` says why another cannot.
         host_options: {"trl": {"option": value}}: host settings this method sets. A different value of the user's own
             is an error that shows both.
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
@@ -205,6 +206,7 @@ class Method:
     disagreements: ClassVar[Sequence[str]] = ()
     Params: ClassVar[type[MethodParams]] = MethodParams
     needs: frozenset[str] | set[str] = frozenset()
+    hosts: ClassVar[Sequence[str]] = ("trl", "verl")
     host_options: Mapping[str, Mapping[str, Any]] = {}
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     min_group_size: int = 1

@@ -100,7 +100,8 @@ def hosts_of(cls: type[Method]) -> list[str]:
     return [
         name
         for name, host in HOSTS.items()
-        if set(cls.claims()) <= set(host.hooks)
+        if name in cls.hosts
+        and set(cls.claims()) <= set(host.hooks)
         and set(cls.in_eval) <= set(host.eval_hooks)
         and not signals & set(host.missing)
     ]

@@ -64,6 +64,7 @@ class ArealAdmission(Method):
         "AReaL counts a published version per optimizer step; verl publishes every `parameter_sync_step` batches.",
     )
     host_options = {"verl": {WARMUP[0]: 4, WARMUP[1]: 4, THRESHOLD: None}}  # of the default parameters
+    hosts = ("verl",)
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -34,7 +34,9 @@ def same(two, one, ranks):
     assert all(torch.equal(a, b) for a, b in zip(two[0].gradients, two[1].gradients, strict=True))
     assert torch.equal(two[0].weights, two[1].weights)
     assert (two[0].weights - one.weights).abs().max() < 1e-6
-    assert two[0].methods == two[1].methods == pytest.approx(one.methods, rel=1e-5)
+    # the shift of vcpo's baseline is a difference of means of weights that are exps of sums over a row
+    rounding = 1e-4 if "vcpo/baseline_shift" in one.methods else 1e-5
+    assert two[0].methods == two[1].methods == pytest.approx(one.methods, rel=rounding)
     for name in ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/lr"):
         assert two[0].metrics[name] == pytest.approx(one.metrics[name], rel=1e-5), name
     assert len(one.gradients) == ranks
