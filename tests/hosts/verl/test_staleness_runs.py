@@ -33,6 +33,7 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"trainer.total_training_steps={len(AGES)}",
         ],
         trainer="watched_separate_async",
+        RL_PLUGINS_TEST_VERSIONS="1",
     )
 
 

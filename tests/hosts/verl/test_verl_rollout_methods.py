@@ -186,6 +186,7 @@ def test_april_where_verl_carries_groups_over(tmp_path: Path) -> None:
         ],
         trainer="watched_colocate_async",
         RL_PLUGINS_TEST_TOKEN_SECONDS="0.3",
+        RL_PLUGINS_TEST_VERSIONS="1",
     )
     assert "trainer.v1.colocate_async.num_warmup_batches=0.5" in run.log, "what the method sets is printed"
     mixed = 0

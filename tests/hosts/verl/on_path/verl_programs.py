@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 
 import probes
@@ -205,6 +206,8 @@ class Watch(probes.Probe):
 
     name = "watch"
     needs = frozenset({"tokens", "raw_text"})
+    if "RL_PLUGINS_TEST_VERSIONS" in os.environ:
+        needs |= {"token_versions"}
 
     def observe(self, rollouts, tokens, stats):
         torch.save((rollouts, tokens), OUT / f"watch{rollouts.batch}.pt")
