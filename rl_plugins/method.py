@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from rl_plugins.requests import Program, Prompt
     from rl_plugins.rollouts import (
         Admission,
+        Budget,
         Plan,
         PromptPool,
         Queue,
@@ -295,6 +296,18 @@ class Method:
     def regularize(self, terms: Terms) -> Tensor:
         """Returns a term per token, (rows, time), added to the loss and aggregated like it."""
         raise MethodError(self._unclaimed("regularize"))
+
+    # ---- on paper
+
+    def budget(self, budget: Budget, run: Run) -> Budget | Sequence[Budget]:
+        """What batches come to with this method, for `rl-plugins doctor` and dry runs: `budget` changed relative to
+        what is given, or one entry per stage of a curriculum or schedule.
+
+        A method says so if it changes the number of prompts, of rollouts (spare ones included) or of rounds, or trains
+        fewer rows by a rule of its own. `budget` is the host's, as the methods before it in the flag changed it. It is
+        asked before `start`, like `check`, and decides nothing; the contract test compares it with the plans.
+        """
+        return budget
 
     # ---- what they offer
 

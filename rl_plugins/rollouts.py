@@ -128,6 +128,29 @@ class Plan(Replaceable):
         return sum(row.n + row.spare for row in self.rows)
 
 
+@dataclass(frozen=True)
+class Budget(Replaceable):
+    """What every generation batch comes to on paper, before the run (`Method.budget`). Pairs are (least, most), both
+    included.
+
+    Args:
+        prompts: that are planned, in all rounds; one with several groups counts for each of them.
+        per_prompt: rollouts of a group that may be trained (`n`, or those of `spare` ones that stay).
+        generated: rows that are made, in all rounds; spare ones and completions that are given count.
+        trained: rows that go into the update.
+        rounds: of generation, at most.
+        stage: of a curriculum or a schedule: its batches, and what else changes in it ("batches 0 to 99: the hardest
+            quarter"); empty if all batches are alike.
+    """
+
+    prompts: tuple[int, int]
+    per_prompt: tuple[int, int]
+    generated: tuple[int, int]
+    trained: tuple[int, int]
+    rounds: int = 1
+    stage: str = ""
+
+
 @renamed(prompt="prompt_index")
 @dataclass(frozen=True)
 class Carried:

@@ -536,6 +536,20 @@ def test_doctor_shows_the_plan_of_a_run(run):
     }
 
 
+def test_doctor_shows_what_batches_come_to(run):
+    text = rl_plugins("doctor", "--config", run())
+    assert (
+        "\nBudget of a batch\n  all batches: 4 prompts with 4 rollouts each; 20 rows generated in 1 round, 16 trained\n"
+        in text
+    )
+    config = run(methods=["v0_5"], method_params={"v0_5": {"k_init": 2, "increment": 3}}, loss_type="dapo")
+    text = rl_plugins("trl", "grpo", "--config", config, "--dry-run")
+    assert (
+        "all batches: 4 prompts with 2 to 16 rollouts each; 8 to 16 rows generated in up to 6 rounds, 8 to 16" in text
+    )
+    assert "Budget" not in rl_plugins("doctor", "--config", run(methods=["gdpo"], method_params=None))
+
+
 def test_doctor_plans_off_policy_runs_and_whole_epochs(run):
     config = run(steps_per_generation=4, num_iterations=2, max_steps=-1, num_train_epochs=3, methods=["vade"],
                  method_params=None)  # fmt: skip

@@ -224,6 +224,15 @@ def test_a_run_with_methods(tmp_path):
     assert "its columns and size are not checked" not in text and text.endswith("No problem found.\n")
 
 
+def test_what_batches_come_to(tmp_path):
+    train = data(tmp_path / "train.parquet", 50)
+    text = examine(*RUN, f"data.train_files={train}")
+    numbers = "16 prompts with 4 rollouts each; 80 rows generated in 1 round, 64 trained"
+    assert f"\nBudget of a batch\n  all batches: {numbers}\n" in text
+    text = examine(*RUN[:4], "trainer.v1.trainer_mode=rl_plugins_sync", "+rl_plugins.methods=[minpro]")
+    assert "Budget" not in text
+
+
 def test_several_optimizer_steps_and_several_rewards():
     text = examine(
         *RUN[:4],

@@ -115,6 +115,12 @@ def plan(self, plan):
     return plan.replace(rows=tuple(r.replace(spare=r.spare + self.params.spare, payload="toy") for r in plan.rows))
 
 
+def budget(self, budget, run):
+    low, high = budget.generated
+    more = budget.prompts[0] * self.params.spare
+    return budget.replace(generated=(low + more, high + more))
+
+
 def rewards(self, rollouts):
     return rollouts.reward - 0.01 * rollouts.length
 
@@ -193,6 +199,7 @@ ALL_HOOKS = {
     "start": start,
     "select_prompts": select_prompts,
     "plan": plan,
+    "budget": budget,
     "rewards": rewards,
     "select": select,
     "advantages": advantages,
@@ -221,8 +228,8 @@ def problems(cls, **options) -> str:
 def test_a_good_method_with_every_hook_passes():
     generators = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     report = check_method(toy(**ALL_HOOKS), scale=2.0)
-    assert report.hooks == tuple(h for h in ALL_HOOKS if h != "start")
-    assert len(report.checks) == 13
+    assert report.hooks == tuple(h for h in ALL_HOOKS if h not in ("start", "budget"))
+    assert len(report.checks) == 14
     assert report.not_checked == ()
     assert "toy keeps the contract" in str(report)
     assert torch.equal(generators[0], torch.get_rng_state())
@@ -453,6 +460,11 @@ BROKEN = [
     (dict(policy_loss=state_in_loss), "reads self.state in the update place"),
     (dict(before_update=state_before_update), "reads self.state in the update place"),
     (dict(plan=grows), "`plan` accumulates"),
+    (
+        {**ALL_HOOKS, "budget": Method.budget},
+        "batch 0 is outside of what `budget` says: 20 rows generated instead of 16; `budget` must say so",
+    ),
+    (dict(plan=plan, budget=lambda self, budget, run: 20), "int instead of a Budget, or of one per stage"),
     (dict(plan=too_many), "`plan` trains 20 rows of a budget of 16"),
     (dict(plan=other_prompts), "which were not chosen"),
     (dict(plan=negative), "negative number of rollouts"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Admission, Queue, Rollouts, Run, Shape, Tokens
+from rl_plugins.rollouts import Admission, Budget, Queue, Rollouts, Run, Shape, Tokens
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
 SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
@@ -143,9 +143,18 @@ class April(Method):
                 "`max_staleness` out."
             )
 
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """Rollouts that are begun or go on. In verl's modes that generate ahead a batch begins as many as it trains."""
+        if run.host == "verl":
+            return budget
+        groups = budget.prompts[1]
+        total = self._in_the_making(groups)
+        rows = budget.generated[1] // max(1, groups)
+        return budget.replace(prompts=(groups, total), generated=(budget.generated[0], total * rows))
+
     def admit(self, queue: Queue) -> Admission:
         p = self.params
-        total = max(queue.groups, math.floor(p.over_sampling * queue.groups + 1e-6))  # 1.16 * 25 is less than 29
+        total = self._in_the_making(queue.groups)
         old = {
             i
             for i, group in enumerate(queue.carried)
@@ -166,6 +175,9 @@ class April(Method):
         ):
             self.log(name, value)
         return answer
+
+    def _in_the_making(self, groups: int) -> int:
+        return max(groups, math.floor(self.params.over_sampling * groups + 1e-6))  # 1.16 * 25 is less than 29
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         p = self.params

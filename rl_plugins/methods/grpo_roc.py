@@ -15,7 +15,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Plan, Rollouts, Run
+from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
@@ -186,17 +186,30 @@ class GrpoRoc(Method):
                 f"group size is {size}. Lower `min_wrong` or `min_correct`, or raise the group size."
             )
 
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """`oversample` times the rollouts. Groups of one reward leave, and all groups may be such."""
+        (fewest, most), (low, high), (least, total) = budget.prompts, budget.generated, budget.trained
+        more = [self._made(n) - n for n in budget.per_prompt]
+        lowest = fewest * more[0]  # with further rounds: of the first alone
+        if budget.rounds == 1:
+            lowest = max(lowest, self._made(least) - least)
+        highest = min(most * more[1], self._made(total) - total + most)  # each group rounds up
+        return budget.replace(generated=(low + lowest, high + highest), trained=(0, total))
+
     def plan(self, plan: Plan) -> Plan:
         """ceil(oversample * n) rollouts for every n that are trained."""
         rows, planned = [], dict[str, list[int]]()
         for row in plan.rows:
-            ours = math.ceil(row.n * self.params.oversample - 1e-9) - row.n  # 50 * 1.1 is 55.00000000000001
+            ours = self._made(row.n) - row.n
             group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
             group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
             rows.append(row.replace(spare=row.spare + ours))
         # not in a payload, which another method's could overwrite, and which a rollout program sees
         self.state.setdefault("planned", {}).update(planned)
         return plan.replace(rows=tuple(rows))
+
+    def _made(self, n: int) -> int:
+        return math.ceil(n * self.params.oversample - 1e-9)  # 50 * 1.1 is 55.00000000000001
 
     def select(self, rollouts: Rollouts) -> Tensor:
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.

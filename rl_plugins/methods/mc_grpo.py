@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Plan, Rollouts, Shape, Tokens
+from rl_plugins.rollouts import Budget, Plan, Rollouts, Run, Shape, Tokens
 
 _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 
@@ -96,6 +96,10 @@ class McGrpo(Method):
             "limit of |advantage|, none for no limit (paper); try 3 to 10 where mad_zero or max_abs_advantage is large",
             gt=0,
         )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        low, high = (made + groups for made, groups in zip(budget.generated, budget.prompts, strict=True))
+        return budget.replace(generated=(low, high))
 
     def plan(self, plan: Plan) -> Plan:
         """One more rollout for every group, made to leave again."""

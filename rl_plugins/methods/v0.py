@@ -16,7 +16,7 @@ from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import PriorParams, make_prior
-from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins.rollouts import Budget, Plan, Rollouts, Run, Tokens
 
 Array = NDArray[np.float64]
 
@@ -140,6 +140,14 @@ class V0(Method):
                 f"the group size is {run.group_size}; with rollouts between `min_rollouts` = {p.min_rollouts} and "
                 f"`max_rollouts` = {p.max_rollouts} each, it must lie between them, for the total stays the same."
             )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """The host's total, in groups of other sizes."""
+        p, total, groups = self.params, budget.trained[1], budget.prompts[1]
+        if p.allocation == "uniform":
+            return budget
+        least = min(p.min_rollouts, budget.per_prompt[0])
+        return budget.replace(per_prompt=(least, min(p.max_rollouts, total - (groups - 1) * least)))
 
     def start(self, run: Run) -> None:
         self.state = self.prior.start(run)

@@ -18,6 +18,7 @@ from datasets import load_dataset
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.rollouts import Plan
 from rl_plugins.runtime import preflight
+from rl_plugins.runtime.budget import print_budget
 from rl_plugins.runtime.chat import has_template
 from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
@@ -76,6 +77,8 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
     print("\nOne generation batch")
     for what, text in _batch(stack, known, processes, found):
         print(f"  {what:<18}{text}")
+    if not found.problems:
+        found.problems.extend(print_budget(stack, facts.run_of(known), known.args.generation_batch_size))
     if found.notes:
         print("\nNotes")
         for note in found.notes:

@@ -22,6 +22,7 @@ from typing import Any
 
 from rl_plugins.errors import ConfigError, RLPluginsError
 from rl_plugins.rollouts import Plan
+from rl_plugins.runtime.budget import print_budget
 from rl_plugins.runtime.report import VARIABLES, plan_lines, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.verl import compat, facts, start
@@ -301,6 +302,8 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
     for what, text in _describe(run, settings):
         print(f"  {what:<18}{text}")
     if stack and settings is not None:
+        rows = run.read("data.train_batch_size") * run.read.group_size
+        problems += [] if problems else print_budget(stack, run.known().run(), rows)
         print("\nNot in this run")
         offered = facts.verl_facts(stack, settings, config)
         for name, why in (*offered.missing_hooks.items(), *offered.missing_signals.items()):

@@ -16,7 +16,7 @@ from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
 from rl_plugins.methods.rollout_replay.method import PAPER
 from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 
 
 class Dots(Method):
@@ -125,6 +125,19 @@ class Dots(Method):
             raise ConfigError(
                 f"`references` is {p.references}, and the dataset has {run.dataset_size} prompts. Lower it."
             )
+
+    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
+        """One batch of every cycle has the reference rollouts, too, with `now` in a round before its own."""
+        k, cycle = self.params.references, self.params.cycle
+        (fewest, most), (low, high) = budget.prompts, budget.generated
+        more = k * run.group_size
+        with_references = budget.replace(
+            prompts=(fewest + k, most + k),
+            generated=(low + more, high + more),
+            rounds=budget.rounds + self.rounds,
+            stage=f"the {'first' if self.rounds else 'last'} batch of every {cycle}" if cycle > 1 else "",
+        )
+        return [with_references, budget.replace(stage="the others")][: min(cycle, 2)]
 
     def start(self, run: Run) -> None:
         p = self.params

@@ -14,7 +14,7 @@ from rl_plugins.method import Idle, Method
 from rl_plugins.methods.echo.answers import boxed_answer
 from rl_plugins.methods.echo.confidence import PAPER
 from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Plan, Rollouts
+from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
 
 
 class EchoLabels(Method):
@@ -79,6 +79,12 @@ class EchoLabels(Method):
         super().__init__(params)
         column = self.params.label_column
         self.needs = frozenset({"text"} | ({f"column:{column}"} if column else set()))
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """`n_votes` rollouts of each prompt at least."""
+        (fewest, most), (low, high) = budget.prompts, budget.generated
+        more = [max(0, self.params.n_votes - n) for n in budget.per_prompt]
+        return budget.replace(generated=(low + fewest * more[1], high + most * more[0]))
 
     def plan(self, plan: Plan) -> Plan:
         """More rollouts, made to leave again; the first row of a group brings them."""

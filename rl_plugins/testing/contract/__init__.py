@@ -30,7 +30,7 @@ from rl_plugins.testing.contract.decisions import (
 )
 from rl_plugins.testing.contract.documents import check_documentation, check_parameters
 from rl_plugins.testing.contract.kit import NOT_CHECKED, Kit
-from rl_plugins.testing.contract.plans import check_plans, check_prompts
+from rl_plugins.testing.contract.plans import check_budget, check_plans, check_prompts
 from rl_plugins.testing.contract.updates import check_before_update, check_losses
 
 # In this order; their docstrings are the lines of the report. One that returns False had nothing to check.
@@ -44,6 +44,7 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_layouts,
     check_plans,
     check_prompts,
+    check_budget,
     check_determinism,
     check_resumption,
     check_observe_twice,

@@ -24,6 +24,7 @@ class DecidedBatch:
     plan: list[PlanRow]
     tokens: Tokens
     decision: Decision
+    rounds: int
 
 
 def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
@@ -39,7 +40,7 @@ def run_batch(kit: Kit, stack: MethodStack) -> DecidedBatch:
     tokens = kit.tokens(rollouts, forced=forced, seed=stack.batch)
     decision = kit.decide(stack, rollouts, tokens, BUDGET * kit.rows_per_rollout)
     check_full(stack, decision, BUDGET * kit.rows_per_rollout)
-    return DecidedBatch(rows, tokens, decision)
+    return DecidedBatch(rows, tokens, decision, max(1, rounds.number))
 
 
 def _generate(kit: Kit, plan: Sequence[PlanRow], batch: int) -> tuple[Rollouts, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import TOKEN_SIGNALS, Method
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
+from rl_plugins.rollouts import Rollouts, Run, Tokens, TurnTable
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
@@ -77,12 +77,16 @@ class Kit:
         """A started stack of a fresh instance, behind other methods."""
         method = self.build()
         stack = _QuietStack([*before, method])
+        stack.start(self.run)
+        self.calls = []
+        return stack
+
+    @property
+    def run(self) -> Run:
         data = self.dataset
         columns = tuple(data.column_names)
         facts = dict(dataset=data, dataset_size=PROMPTS, columns=columns, group_size=GROUP_SIZE) | self.facts
-        stack.start(make_run(**facts))
-        self.calls = []
-        return stack
+        return make_run(**facts)
 
     @property
     def columns(self) -> list[str]:
