@@ -126,6 +126,16 @@ class Idle:
 
 
 @dataclass(frozen=True)
+class SameAs:
+    """In `host_options`: the value that another option of the host has."""
+
+    option: str
+
+    def __repr__(self) -> str:
+        return f"the value of {self.option}"
+
+
+@dataclass(frozen=True)
 class Paper:
     """Where a method comes from.
 
@@ -167,8 +177,8 @@ class Method:
         Params: a frozen dataclass of parameters.
         needs: signals (see SIGNALS). Only what somebody needs is computed.
         hosts: those that can serve it at all; `check` says why another cannot.
-        host_options: {"trl": {"option": value}}: host settings this method sets. A different value of the user's own
-            is an error that shows both.
+        host_options: {"trl": {"option": value}}: host settings this method sets; a value may be `SameAs("other")`. A
+            different value of the user's own is an error that shows both.
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which
             `needs` must then name.
         min_group_size: rollouts per prompt that the run must train at least; a run with fewer is refused.

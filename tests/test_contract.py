@@ -33,6 +33,7 @@ PARAMS: dict[str, dict[str, Any]] = {
         "embeddings": lambda data: [[math.sin(i + 2.0 * j) for j in range(4)] for i in range(16)],
         "references": 4,
     },
+    "dars": {"n_first": 2, "n_max": 6},
     "drpo": {"threshold": 0.5},
     "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
     "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},

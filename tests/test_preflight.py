@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
 from rl_plugins.runtime.preflight import HostFacts, moved, no_row_has, preflight, render_table, table
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_run, start_stack
@@ -172,6 +172,21 @@ def test_two_methods_that_want_different_values_are_refused_in_every_order():
         ]
     assert check(wants("a", beta=0.1), wants("b", beta=0.1)) == {"beta": 0.1}
     assert check(wants("a", beta=0.1), wants("b", top_p=0.9)) == {"beta": 0.1, "top_p": 0.9}
+
+
+def test_an_option_that_is_the_same_as_another():
+    facts = dict(options={"mini": 256, "batch": 24, "beta": 0.5}, defaults={"mini": 256, "batch": 1024, "beta": 0.5})
+    assert check(wants("m", mini=SameAs("batch")), **facts) == {"mini": 24}
+    assert check(wants("m", mini=SameAs("batch")), **{**facts, "options": {**facts["options"], "mini": 24}}) == {}
+    assert problems(wants("m", mini=SameAs("batch")), **{**facts, "options": {**facts["options"], "mini": 7}}) == [
+        "`m` sets mini=24, but the config has mini=7. Remove one of them."
+    ]
+    assert check(wants("a", mini=SameAs("batch")), wants("b", mini=24), **facts) == {"mini": 24}
+    two = wants("a", mini=SameAs("batch")), wants("b", mini=SameAs("beta"))
+    assert problems(*two, **facts) == ["`b` needs mini=0.5 and `a` needs mini=24. Remove one of the methods."]
+    assert problems(wants("m", mini=SameAs("size")), **facts) == [
+        "`m` sets mini=the value of size, which trl 1.16.0 does not have. Remove the method."
+    ]
 
 
 def test_an_option_the_host_does_not_have():

@@ -28,6 +28,8 @@ WANT_BINARY = (
     "arrol",
     "dots",
     "dots_rr",
+    "dars",
+    "dars_b",
 )
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
@@ -60,6 +62,7 @@ ON_CPU: Mapping[str, Any] = {
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
     "brpo": {"judge": "rl_plugins.demo.judges:digits"},
+    "dars": {"n_first": 3},  # of 4
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.stack import MethodStack
 
@@ -206,8 +206,10 @@ def _set_option(
     options: dict[str, Any],
     wanted: dict[str, tuple[str, Any]],
 ) -> str | None:
-    if option not in host.options:
+    source = value.option if isinstance(value, SameAs) else option
+    if {option, source} - set(host.options):
         return f"`{m.name}` sets {option}={value!r}, which {host.name} {host.version} does not have. Remove the method."
+    value = host.options[source] if isinstance(value, SameAs) else value
     current, default = host.options[option], host.defaults.get(option)
     first, needed = wanted.setdefault(option, (m.name, value))
     if needed != value:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS
+from rl_plugins.method import HOOKS, SameAs
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
@@ -173,7 +173,8 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
             f"Set actor_rollout_ref.actor.shuffle=False."
         )
     columns = dataset_columns(read)
-    asked = {option for m in stack.methods for option in m.host_options.get("verl", {})}
+    wanted = [o for m in stack.methods for o in m.host_options.get("verl", {}).items()]
+    asked = {option for option, _ in wanted} | {value.option for _, value in wanted if isinstance(value, SameAs)}
     return HostFacts(
         name="verl",
         version=verl_version(),

@@ -1,0 +1,19 @@
+"""DARS and DARS-B (arXiv 2508.13755): more rollouts for hard prompts, and the whole batch in every optimizer step."""
+
+from __future__ import annotations
+
+from rl_plugins.method import Bundle
+from rl_plugins.methods.dars.breadth import DarsBreadth
+from rl_plugins.methods.dars.method import PAPER, Dars
+from rl_plugins.methods.dars.schedule import helping, served
+
+DARS_B = Bundle(
+    name="dars_b",
+    parts={"dars": {}, "dars_breadth": {}},
+    paper=PAPER,
+    about="Depth and breadth: a second helping of rollouts for hard prompts (`dars`), and a large batch that is "
+    "trained as a whole, several times over (`dars_breadth`). The authors' runs have 3072 prompts of 8 first "
+    "rollouts, 2 passes, learning rate 5e-6 (1.5B), temperature 1, no KL, and responses of up to 3072 tokens.",
+)
+
+__all__ = ["DARS_B", "Dars", "DarsBreadth", "helping", "served"]

@@ -1,0 +1,184 @@
+"""DARS (arXiv 2508.13755): prompts that are seldom answered rightly get a second helping of rollouts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.methods.dars.schedule import Schedule, helping, served
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import GroupSoFar, Once, Plan, PlanRow, Rollouts, Run, weighted_reward
+
+PAPER = Paper(
+    "2508.13755",
+    "Depth-Breadth Synergy in RLVR: Unlocking LLM Reasoning Gains with Adaptive Exploration",
+    "Zhicheng Yang and Zhijiang Guo and Yinya Huang and Yongxin Wang and Dongchun Xie and Hanhui Li and Yiwei Wang "
+    "and Xiaodan Liang and Jing Tang",
+    2025,
+    code="yangzhch6/DARS",
+)
+
+
+class Dars(Method):
+    """Difficulty Adaptive Rollout Sampling: gives hard prompts the rollouts that GRPO's advantages deny them.
+
+    The total of |advantage| of a prompt peaks where half of its rollouts are right and vanishes for hard ones. Every
+    prompt gets N rollouts. With u the share of successes among them, 0.5 / N if there is none:
+
+        S  = 2 u (1 - u),  P = N / 2                   mean |advantage| of a rollout, and its total at u = 1/2
+        S  = 2 sqrt(u (1 - u)),  P = N                 with `use_std`
+        dn = ceil((P - N S) / S)                       schedule et: every prompt has the same total
+        dn = ceil((2 (1 - u) P - N S) / S)             schedule hw: harder ones have more
+        dn = min(dn, n_max - N),  0 for u >= 1/2
+
+    and dn more in a second round. All rollouts of a prompt are one group. Groups whose share of successes is then 0, or
+    at least `upper`, leave. Advantages are the host's, r - mean of the group, divided by its deviation with `use_std`.
+
+    The authors' batch grows with the need, the host's does not: it holds group size x prompts rows. N of the group size
+    are the first rollouts, the rest is room for helpings, and prompts that leave for certain (u >= `upper`, or no
+    success and no helping) free theirs. If the helpings need more than that, each gets a share in proportion, by
+    largest remainder. A prompt without a success keeps room for all of its rollouts, for it may be rescued. Room that
+    is not needed stays empty. n_max = n_first is GRPO with a filter.
+
+    Symbols: N = `n_first`; a success is a reward >= success_threshold, of the reward functions, before `rewards` hooks.
+    A rollout of several rows counts once.
+
+    Special cases: a rollout without a reward (NaN) is in no share. A prompt without any reward gets no helping and
+    leaves. Prompts with given completions (replay) are left as planned. First rollouts are never discarded for what
+    happens to others.
+
+    Logs: `asked`, rollouts of all helpings; `served`, the share of them that fitted; `rescued`, prompts without a
+    success among the first rollouts and with one later; `left`, share of the groups that left.
+
+    Raises:
+        ConfigError: n_max < n_first, or n_first > group size.
+
+    Source: arXiv 2508.13755; `verl/verl/trainer/ppo/ray_dars_trainer.py` of the authors' code (schedule_ET,
+    schedule_HW, filter) at 9b21b714.
+    """
+
+    name = "dars"
+    paper = PAPER
+    fidelity = "code"
+    use_when = "Many prompts are answered rightly now and then only, and Pass@K is what you want."
+    avoid_when = (
+        "Nearly all hard prompts are out of reach (watch dars/rescued): their helpings are then made for nothing. "
+        "Rewards are graded and their grades matter: shares of successes are all it sees."
+    )
+    cost = (
+        "A second round of generation. At least n_first rollouts per prompt are generated, at most group size of those "
+        "that may be trained and n_first of the others; a group size of 1.5 to 2 times n_first makes room."
+    )
+    disagreements = (
+        "The authors' batch grows with the need and is padded; here helpings share the room of the host's batch, and "
+        "`served` tells how much of them fitted.",
+        "In the authors' code a helping is negative where n_max < n_first; here that is refused.",
+        "In the authors' code a batch of which nothing is left does not count as a step; here it does.",
+        "Paper and code take the mean reward for the share of successes; here it is the share of rewards from "
+        "success_threshold on, the same for rewards 0 and 1.",
+        "Whether the paper also divides by the deviation was not established: the code can, its scripts do not "
+        "(`use_std`, off).",
+    )
+    rounds = True
+    decides_rollouts = True
+    host_options = {"trl": {"scale_rewards": "none"}, "verl": {"algorithm.norm_adv_by_std_in_grpo": False}}
+    idle = (
+        Idle(
+            {"asked": 0},
+            "no prompt asked for further rollouts. None is right in fewer than half of its rollouts, or `n_max` is "
+            "`n_first`.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        n_first: int = param(8, "N, first rollouts of every prompt", ge=1)
+        n_max: int | None = param(None, "rollouts of a prompt at most; none: 32 with et, 64 with hw (paper)", ge=1)
+        schedule: Schedule = param("et", "equal totals of |advantage| (et), or larger ones for harder prompts (hw)")
+        use_std: bool = param(False, "division of advantages by the group's deviation, and the schedule that suits it")
+        upper: float = param(1.0, "share of successes from which a group leaves", gt=0, le=1)
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+
+        @property
+        def most(self) -> int:
+            return self.n_max or (32 if self.schedule == "et" else 64)
+
+        def check(self) -> None:
+            if self.most < self.n_first:
+                raise ConfigError(
+                    f"`n_max` is {self.most}, below `n_first` = {self.n_first}; it must be at least that. Raise "
+                    f"`n_max` or lower `n_first`."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        std = self.params.use_std
+        self.host_options = {
+            "trl": {"scale_rewards": "group" if std else "none"},
+            "verl": {"algorithm.norm_adv_by_std_in_grpo": std},
+        }
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if run.group_size < p.n_first:
+            raise ConfigError(
+                f"the batch has room for {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the "
+                f"group size (what is above n_first is room for helpings), or lower `n_first`."
+            )
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """N spare rollouts each; in the second round the helpings, as far as they fit."""
+        if plan.round == 0:
+            n = self.params.n_first
+            rows = tuple(row if row.given else row.replace(n=0, spare=row.spare + n) for row in plan.rows)
+            return plan.replace(rows=rows)
+        if plan.round > 1:
+            return None
+        groups = [g for g in plan.so_far if not g.row.given]
+        asked, sizes = [self._helping(g) for g in groups], [len(g.rewards) for g in groups]
+        room = plan.budget - plan.trained
+        room -= sum(size for g, size, a in zip(groups, sizes, asked, strict=True) if a or self._stays(g))
+        found = served(asked, max(0, room))
+        self.log("asked", sum(asked))
+        if sum(asked):
+            self.log("served", sum(found) / sum(asked))
+        return plan.replace(rows=(*plan.rows, *_further(groups, found)))
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Groups of one outcome leave."""
+        p, each = self.params, _as_planned(rollouts)
+        success = torch.where(torch.isnan(each.reward), torch.nan, (each.reward >= p.success_threshold).double())
+        rate = each.groups.mean(success)
+        first = torch.where(each.rollout < p.n_first, success, torch.nan)
+        stays = (rate > 0) & (rate < p.upper)
+        self.log("rescued", int(((each.groups.max(first) == 0) & (rate > 0)).sum()), "sum")
+        self.log("left", (~stays).double().mean())
+        return each.rows.rows(each.groups.rows(stays))
+
+    def _rate(self, group: GroupSoFar) -> float:
+        """u; NaN without a reward."""
+        known = group.rewards[~torch.isnan(group.rewards)]
+        return float((known >= self.params.success_threshold).double().mean()) if len(known) else math.nan
+
+    def _helping(self, group: GroupSoFar) -> int:
+        p = self.params
+        return helping(self._rate(group), p.schedule, p.n_first, p.most, p.use_std)
+
+    def _stays(self, group: GroupSoFar) -> bool:
+        """Whether a group is trained that gets no helping."""
+        return 0 < self._rate(group) < self.params.upper
+
+
+def _as_planned(rollouts: Rollouts) -> Once:
+    """Every rollout once with the reward that `plan` saw, so that what leaves is what it counted on."""
+    return rollouts.replace(reward=weighted_reward(rollouts.rewards, rollouts.reward_weights)).once
+
+
+def _further(groups: list[GroupSoFar], numbers: list[int]) -> list[PlanRow]:
+    pairs = zip(groups, numbers, strict=True)
+    return [g.row.replace(n=n, spare=0, given=()) for g, n in pairs if n]
