@@ -222,7 +222,7 @@ class Method:
     advantages_per: ClassVar[Literal["row", "turn"]] = "row"
     min_group_size: int = 1
     rounds: bool = False
-    decides_rollouts: ClassVar[bool] = False
+    decides_rollouts: bool = False
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
     corrects_sampling: bool = False

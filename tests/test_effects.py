@@ -176,6 +176,7 @@ CASES: dict[str, Case] = {
         ({}, {"judge": None, "judge_url": NOWHERE, "judge_model": "m", "judge_retries": 0}),
         {"judge": judge},
     ),
+    "brorl": Case(values={"ramp": [((1, 8),)], "answer": [len]}),
     "cleaner": Case(
         World(model=writes(*TURNS), max_tokens=600),
         {

@@ -30,6 +30,7 @@ WANT_BINARY = (
     "dots_rr",
     "dars",
     "dars_b",
+    "brorl",
 )
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
@@ -63,6 +64,7 @@ DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
     "brpo": {"judge": "rl_plugins.demo.judges:digits"},
     "dars": {"n_first": 3},  # of 4
+    "brorl": {"ramp": [[0, 16]]},  # 4 rollouts per prompt are the demo's
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }

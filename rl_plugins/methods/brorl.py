@@ -1,0 +1,329 @@
+"""BroRL (arXiv 2510.01180): hundreds of rollouts per prompt, one scale of advantages, and a learning rate for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.estimators import centered_rewards
+from rl_plugins.groups import Groups, joint
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import GIVEN, MethodParams, param
+from rl_plugins.rollouts import Plan, Rollouts, Rows, Update
+
+NORMALIZED = {"norm_over": ("trajectory", "token")}
+POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
+
+
+class BroRL(Method):
+    """Broadened RL: a plateau of training is left by N = 512 rollouts per prompt instead of 16.
+
+    Of the N rollouts of a prompt with rewards r_i, over all groups of a generation batch:
+
+        groups whose rewards are all equal leave                  (`dynamic_sampling`)
+        c_i = r_i - mean of the group
+        A_i = (c_i - mean c) / (std c + eps)                      over the trajectories of all groups that are left
+
+    `norm_over: token` weighs each trajectory with its tokens L_i, as verl's `reinforce_plus_plus_baseline` does: mean
+    and variance over tokens, A_i = (c_i - mean c) / sqrt(var c + eps). `none` is A_i = c_i.
+
+    N is the host's number of rollouts per prompt. A `ramp` of pairs (batch, N) changes it during a run: from that
+    generation batch on, the plan has floor(rows / N) prompts of N rollouts in the same number of rows.
+
+    With `base_rows`, the rows per optimizer step that the host's learning rate was tuned for, each optimizer step of B
+    rows has
+
+        lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
+
+    without a change to schedule or moments. Without `base_rows` the rate is the host's. A ramp does not change the rows
+    of an update and therefore not its rate. B counts the rows that are trained: groups that leave and are not replaced
+    make the step smaller, and the rate with it.
+
+    Why breadth helps, for one token and exact sums: `mass_balance`.
+
+    Symbols: r, c, A (rows,) float64; L (rows,) tokens that may carry a gradient. Deviations have the divisor n - 1.
+
+    Special cases: rollouts without a reward (NaN) are in no statistic and have A = 0; a group with fewer than two
+    scored rollouts has none that differ, so it leaves, or has A = 0 for every `norm_over`. A batch whose rewards are
+    equal in every group has A = 0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of several
+    rows counts once, with the mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that does
+    not divide the rows of a batch leaves fewer than N of them empty. Groups of given completions stay as they are.
+
+    Logs: `signal`, share of the groups with unequal rewards; `success`, mean over groups of the share of rewards >=
+    success_threshold; `distinct_answers` per group; `unseen_mass`, Good-Turing estimate of the probability of answers
+    that a group did not find (answers found once / rollouts), mean over groups; `group_size`, rollouts per prompt;
+    `lr_scale`, per optimizer step, with `base_rows`.
+
+    Raises:
+        ConfigError: a parameter out of range, batches of a ramp out of order.
+        MethodError: a batch has fewer rows than the N of the ramp.
+
+    Source: arXiv 2510.01180, recipe and Theorem 1 (mass balance) as quoted by two summaries and a review that agree
+    with the abstract; the theorem was derived anew and checked by finite differences.
+    """
+
+    name = "brorl"
+    paper = Paper(
+        "2510.01180",
+        "BroRL: Scaling Reinforcement Learning via Broadened Exploration",
+        "Jian Hu and Mingjie Liu and Ximing Lu and Fang Wu and Zaid Harchaoui and Shizhe Diao and Yejin Choi and "
+        "Pavlo Molchanov and Jun Yang and Jan Kautz and Yi Dong",
+        2025,
+    )
+    fidelity = "paper"
+    use_when = (
+        "Training with 8 to 32 rollouts per prompt has come to a plateau, and there is a budget for 32 times that."
+    )
+    avoid_when = (
+        "Training still improves with small groups, or rollouts are expensive: the paper gains 1 to 2 points with 512 "
+        "rollouts per prompt instead of 16. Few prompts per batch also mean that a batch sees few prompts."
+    )
+    cost = (
+        "N rollouts per prompt. With 512 in place of 16 and as many prompts, a step costs 32 times as much; with a "
+        "ramp it costs the same and has fewer prompts. TRL's transformers engine generates a batch in one call, whose "
+        "memory grows with its rows (benchmarks/README.md)."
+    )
+    disagreements = (
+        "The paper was read through summaries and a review, not in full; no code was found.",
+        "Divisor n - 1 and eps 1e-8 are not said. Mean and deviation are taken over trajectories by default: the paper "
+        "builds on a recipe that takes them over tokens in verl (`norm_over: token`), where long responses weigh more.",
+        "The paper refills a batch after dynamic sampling; here groups that leave are not replaced.",
+        "`ramp` and `norm_over: none` are ours. One summary of the theorem drops the factor 1/N, which scales eta.",
+        "Clip range, temperature, weights of the sampling policy and resets of the reference are options of the host; "
+        "the paper's values could not be read. ProRL, where it starts from, clips at 0.2 and 0.4.",
+    )
+    needs = frozenset({"text"})
+    min_group_size = 2
+    idle = (
+        Idle(
+            {"signal": 0.0},
+            "the rewards of every group are equal. Prompts are too easy or too hard, or N is too small for them.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        norm_over: Literal["trajectory", "token", "none"] = param(
+            "trajectory", "what mean and deviation of the batch are taken over; none: A is the centred reward"
+        )
+        eps: float = param(1e-8, "added to the deviation (token: to the variance)", gt=0, only_if=NORMALIZED)
+        dynamic_sampling: bool = param(True, "groups whose rewards are all equal leave")
+        ramp: tuple[tuple[int, ...], ...] = param(
+            (), "pairs (generation batch, N): rollouts per prompt from that batch on; none: the host's number"
+        )
+        base_rows: int | None = param(
+            None, "rows per optimizer step that the learning rate was tuned for; none: the host's rate stays", ge=1
+        )
+        lr_scale: Literal["sqrt", "linear", "none"] = param(
+            "sqrt", "how the learning rate follows the rows of an optimizer step", only_if={"base_rows": GIVEN}
+        )
+        success_threshold: float = param(0.5, "reward from which a rollout counts as a success in what is logged")
+        answer: Callable[..., Any] | None = param(
+            None, "function(text) of a completion's answer (None: it has none), to count answers; none: the whole text"
+        )
+
+        def check(self) -> None:
+            for i, pair in enumerate(self.ramp):
+                if len(pair) != 2 or pair[0] < 0 or pair[1] < 2:
+                    raise ConfigError(
+                        f"`ramp` has the entry {list(pair[:4])}; each must be two whole numbers, a generation batch "
+                        f"from 0 and rollouts per prompt from 2: [[0, 16], [100, 64]]."
+                    )
+                if i and pair[0] <= self.ramp[i - 1][0]:
+                    raise ConfigError(
+                        f"`ramp` has batch {pair[0]} after batch {self.ramp[i - 1][0]}; batches must ascend."
+                    )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.decides_rollouts = bool(self.params.ramp)
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Fewer (or more) prompts of N rollouts each, once the ramp has begun."""
+        size = group_size(self.params.ramp, plan.batch)
+        fresh = [row for row in plan.rows if row.n > 0 and not row.given]
+        if size is None or not fresh:
+            return None
+        room = plan.budget - sum(row.n for row in plan.rows if row.given)
+        if room < size and min(row.group for row in plan.rows) == 0:  # later calls fill a batch with what still fits
+            raise MethodError(
+                f"`ramp` asks for {size} rollouts per prompt from this batch ({plan.batch}) on, and the batch has room "
+                f"for {room} rows. Make the batch larger or the ramp smaller."
+            )
+        taken = {row.group for row in fresh[: room // size]}
+        rows = tuple(
+            row.replace(n=size if row.group in taken else 0) if row.n > 0 and not row.given else row
+            for row in plan.rows
+        )
+        return plan.replace(rows=rows)
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Leaves out groups whose rewards teach nothing, and logs what the batch looks like."""
+        inside = rollouts.subset(rollouts.kept)
+        unequal = _unequal(inside)
+        self._report(inside, unequal)
+        keep = rollouts.kept.clone()
+        if self.params.dynamic_sampling:
+            keep[rollouts.kept] = inside.groups.rows(unequal)
+        return keep
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        p, each = self.params, rollouts.once
+        values = centered_rewards(each.reward, each.groups)
+        if p.norm_over == "trajectory":
+            mean, variance = _moments(values, torch.ones_like(values))
+            values = (values - mean) / (variance.sqrt() + p.eps)
+        elif p.norm_over == "token":
+            tokens = torch.where(torch.isnan(rollouts.reward), 0.0, rollouts.length.double())
+            mean, variance = _moments(values, each.rows.sum(tokens))
+            values = (values - mean) / (variance + p.eps).sqrt()
+        alone = each.groups.rows(each.groups.n(each.reward)) < 2  # over tokens the mean would move them
+        return each.rows.rows(torch.where(alone, 0.0, values.nan_to_num(nan=0.0)))
+
+    def before_update(self, rows: Rows) -> Update:
+        p, count = self.params, len(rows.length)
+        if p.base_rows is None or not count:
+            return Update()
+        scale = lr_factor(count, p.base_rows, p.lr_scale)
+        self.log("lr_scale", scale)
+        return Update(scale)
+
+    def _report(self, rollouts: Rollouts, unequal: Tensor) -> None:
+        each = rollouts.once
+        scored = each.groups.n(each.reward) > 0
+        success = torch.where(
+            torch.isnan(each.reward), torch.nan, (each.reward >= self.params.success_threshold).double()
+        )
+        self.log("signal", unequal[scored].double().mean())
+        self.log("success", each.groups.mean(success)[scored].mean())
+        self.log("group_size", each.groups.size.double().mean())
+        assert rollouts.text is not None  # in `needs`
+        texts = [rollouts.text[i] for i in each.last.tolist()]
+        answer = self.params.answer or str.strip
+        distinct, unseen = answer_statistics(each.groups, [answer(text) for text in texts])
+        self.log("distinct_answers", distinct.nanmean())
+        self.log("unseen_mass", unseen.nanmean())
+
+
+def group_size(ramp: Sequence[Sequence[int]], batch: int) -> int | None:
+    """Rollouts per prompt in a generation batch; None before the ramp begins."""
+    begun = [n for first, n in ramp if first <= batch]
+    return begun[-1] if begun else None
+
+
+def lr_factor(rows: float, base_rows: float, rule: Literal["sqrt", "linear", "none"]) -> float:
+    """(rows / base_rows)^p, the factor on the learning rate of an optimizer step of so many rows."""
+    return float((rows / base_rows) ** POWERS[rule])
+
+
+def answer_statistics(groups: Groups, answers: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """Different answers of each group, and the Good-Turing estimate of the probability of those it did not find.
+
+    Args:
+        groups: of the rollouts.
+        answers: of each rollout, in any form that can be compared; None: it has none and is left out.
+
+    Returns:
+        (groups,) float64 different answers, and answers found once / rollouts with an answer; NaN without any answer.
+    """
+    number: dict[Hashable, int] = {}
+    ids = [
+        -1 if a is None else number.setdefault(a if isinstance(a, Hashable) else repr(a), len(number)) for a in answers
+    ]
+    known = torch.tensor(ids, dtype=torch.int64) >= 0
+    group = groups.index[known]
+    answer = Groups(joint(group, torch.tensor(ids, dtype=torch.int64)[known]))
+    owner = Groups(answer.max(group.double()).long(), count=groups.count)
+    rollouts = torch.bincount(group, minlength=groups.count).double()
+    found = owner.size.double()
+    once = owner.sum((answer.size == 1).double())
+    return torch.where(rollouts > 0, found, torch.nan), once / rollouts
+
+
+@dataclass(frozen=True)
+class MassBalance:
+    """What one update does to the probability of all correct tokens, to first order in eta.
+
+    Attributes:
+        reward: S_R, mean reward under p of the sampled tokens.
+        step: dz, the change of each logit.
+        sampled_correct, sampled_wrong: never negative for right >= 0 >= wrong.
+        unsampled: can be negative; goes to 0 as fewer tokens are left unsampled.
+        total: their sum, the change of the probability.
+    """
+
+    reward: Tensor
+    step: Tensor
+    sampled_correct: Tensor
+    sampled_wrong: Tensor
+    unsampled: Tensor
+    total: Tensor
+
+
+def mass_balance(
+    p: Tensor, correct: Tensor, sampled: Tensor, right: float = 1.0, wrong: float = -1.0, eta_over_n: float = 1.0
+) -> MassBalance:
+    """Theorem 1 of the paper: a softmax over tokens, whose logits go up the gradient of the reward of sampled tokens.
+
+        S_R = R_c sum_{S, C} p + R_w sum_{S, W} p,   dz_j = (eta / N) p_j (R_j 1[j in S] - S_R)
+        dQ  = (eta / N) [(R_c - S_R) Q_W A2 + (S_R - R_w) Q_C B2 + S_R (Q_C U_W2 - Q_W U_C2)]
+
+    C are the correct tokens, W the others, S the sampled ones and U the rest. Q is a sum of p; A2, B2, U_C2, U_W2 are
+    sums of p^2 over S and C, S and W, U and C, U and W. Only the whole of the correct tokens is protected: a single one
+    can lose probability for any N.
+
+    Args:
+        p: (.., tokens) probabilities that sum to 1.
+        correct, sampled: (.., tokens) bool, C and S.
+        right, wrong: R_c and R_w, rewards of correct and other tokens.
+        eta_over_n: learning rate / number of samples.
+
+    Returns:
+        Numbers (..,) float64, and `step` (.., tokens).
+
+    Raises:
+        ValueError: shapes differ, or probabilities do not sum to 1.
+    """
+    if p.shape != correct.shape or p.shape != sampled.shape:
+        raise ValueError(
+            f"p, correct and sampled are {tuple(p.shape)}, {tuple(correct.shape)} and {tuple(sampled.shape)}; they "
+            f"must have the same shape."
+        )
+    p = p.double()
+    if bool(((p.sum(-1) - 1).abs() > 1e-6).any()):
+        raise ValueError(f"p sums to {float(p.sum(-1).flatten()[0]):g}; probabilities of one place must sum to 1.")
+
+    def over(values: Tensor, *masks: Tensor) -> Tensor:
+        for mask in masks:
+            values = torch.where(mask, values, 0.0)
+        return values.sum(-1)
+
+    reward = right * over(p, sampled, correct) + wrong * over(p, sampled, ~correct)
+    of_token = torch.where(correct, p.new_tensor(right), p.new_tensor(wrong))
+    step = eta_over_n * p * (torch.where(sampled, of_token, 0.0) - reward[..., None])
+    q_correct, q_wrong = over(p, correct), over(p, ~correct)
+    sampled_correct = eta_over_n * (right - reward) * q_wrong * over(p**2, sampled, correct)
+    sampled_wrong = eta_over_n * (reward - wrong) * q_correct * over(p**2, sampled, ~correct)
+    coupling = q_correct * over(p**2, ~sampled, ~correct) - q_wrong * over(p**2, ~sampled, correct)
+    unsampled = eta_over_n * reward * coupling
+    return MassBalance(
+        reward, step, sampled_correct, sampled_wrong, unsampled, sampled_correct + sampled_wrong + unsampled
+    )
+
+
+def _unequal(rollouts: Rollouts) -> Tensor:
+    """(groups,) bool, groups whose scored rollouts have different rewards."""
+    each = rollouts.once
+    return each.groups.max(centered_rewards(each.reward, each.groups).abs()) > 0  # NaN is not
+
+
+def _moments(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance (divisor: sum of weights - 1) of the values that are not NaN, each as often as its weight."""
+    count = torch.where(torch.isnan(x), 0.0, weight)
+    mean = torch.nansum(count * x) / count.sum()
+    return mean, torch.nansum(count * (x - mean) ** 2) / (count.sum() - 1).clamp(min=1)
