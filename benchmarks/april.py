@@ -29,6 +29,7 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import numpy as np
+from cpu_runs import cpu_run
 
 from rl_plugins.compare.report import Interval
 from rl_plugins.methods.april import April
@@ -149,9 +150,6 @@ def rows(n: int) -> Any:
 
 def measure(over_sampling: float | None, policy: Path, folder: Path, batches: int, seed: int) -> dict[str, Any]:
     import torch
-    from transformers.trainer_callback import PrinterCallback
-
-    from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     trained: list[list[list[int]]] = []
 
@@ -162,26 +160,20 @@ def measure(over_sampling: float | None, policy: Path, folder: Path, batches: in
     given: dict[str, Any] = {"methods": [] if over_sampling is None else ["april"]}
     if over_sampling is not None:
         given["method_params"] = {"april": {"over_sampling": over_sampling}}
-    args = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=REAL_GROUPS * REAL_SIZE,
+    trainer = cpu_run(
+        folder,
+        REAL_GROUPS * REAL_SIZE,
+        batches,
+        reward,
+        model=policy,
+        dataset=rows(4000),
         num_generations=REAL_SIZE,
-        max_steps=batches,
         learning_rate=1e-7,  # lengths shall stay what they are
         max_completion_length=LIMIT,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
         logging_steps=1,
         seed=seed,
         **given,
     )
-    trainer = GRPOTrainer(model=str(policy), reward_funcs=reward, args=args, train_dataset=rows(4000))
-    trainer.remove_callback(PrinterCallback)
     decode, steps = [0.0], []
     generate, step = trainer.model.generate, trainer.training_step
 

@@ -28,41 +28,23 @@ ARMS = {
 def worker(out: Path, rows: int, steps: int) -> None:
     """One rank of all arms."""
     import torch
-    from transformers.trainer_callback import PrinterCallback
+    from cpu_runs import cpu_run
 
     from rl_plugins.demo import rewards
-    from rl_plugins.demo.policy import load_policy
-    from rl_plugins.demo.tasks import build_dataset
-    from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)
     ranks, found = int(os.environ.get("WORLD_SIZE", "1")), {}
     for arm, (methods, options) in ARMS.items():
-        args = GRPOConfig(
-            output_dir=str(out.parent / "out"),
-            per_device_train_batch_size=rows // ranks,
-            num_generations=8,
-            max_steps=steps * options.get("num_iterations", 1),
-            max_completion_length=14,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+        trainer = cpu_run(
+            out.parent / "out",
+            rows // ranks,
+            steps * options.get("num_iterations", 1),
+            [rewards.digits, rewards.format],
             logging_steps=1,
             ddp_backend="gloo" if ranks > 1 else None,
             methods=methods,
             **options,
         )
-        trainer = GRPOTrainer(
-            model=str(load_policy()),
-            reward_funcs=[rewards.digits, rewards.format],
-            args=args,
-            train_dataset=build_dataset(2000),
-        )
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
         logged = [h for h in trainer.state.log_history if "rl_plugins/seconds" in h][2:]  # the first ones warm up
         names = sorted({n for h in logged for n in h if n.startswith("rl_plugins/seconds")} | {"step_time"})

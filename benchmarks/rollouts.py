@@ -28,14 +28,13 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import torch
+from cpu_runs import cpu_run
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
-from transformers.trainer_callback import PrinterCallback
 
-from rl_plugins.demo.policy import build_model, load_policy
+from rl_plugins.demo.policy import build_model
 from rl_plugins.demo.rewards import exact
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.runtime.carry_over import from_plain
-from rl_plugins.trl import GRPOConfig, GRPOTrainer
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.engine import TrlEngine
 from rl_plugins.trl.generation import GenerationBatch
@@ -187,30 +186,19 @@ def run(arm: dict[str, Any], folder: Path, rows: int, batches: int, seed: int) -
     cache = {k: v for k, v in arm.items() if k == "rollout_cache_gb"}
     params = {k: {"eta_steps": [0], **v} if k == "latr" else v for k, v in arm.items() if k not in cache}
     watch = Watch()
-    args = GRPOConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=rows,
+    trainer = cpu_run(
+        folder,
+        rows,
+        WARM + batches,
+        watch.reward,
+        dataset=build_dataset(2000, seed=1),
         num_generations=GROUP,
-        max_steps=WARM + batches,
         learning_rate=0.0,
-        max_completion_length=14,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        logging_steps=1000,
         seed=seed,
         methods=list(params),
         method_params=params,
         **cache,
     )
-    trainer = GRPOTrainer(
-        model=str(load_policy()), reward_funcs=watch.reward, args=args, train_dataset=build_dataset(2000, seed=1)
-    )
-    trainer.remove_callback(PrinterCallback)
     watch.attach(trainer)
     with Engine(watch):
         trainer.train()

@@ -22,13 +22,9 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import torch
-import trl
-from transformers.trainer_callback import PrinterCallback
+from cpu_runs import cpu_run
 
 from rl_plugins.demo import rewards
-from rl_plugins.demo.policy import load_policy
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},
@@ -66,32 +62,10 @@ def measure(
 ) -> tuple[float, float]:
     """(seconds per optimizer step, of them outside generation), without the first step."""
     stock = "methods" not in arm
-    config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if stock else (GRPOConfig, GRPOTrainer)
     per_batch = arm.get("num_iterations", 1)
-    args = config(
-        output_dir=str(folder),
-        per_device_train_batch_size=rows,
-        num_generations=8,
-        max_steps=(steps + 1) * per_batch,
-        learning_rate=1e-5,
-        max_completion_length=14,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        logging_steps=1000,
-        **arm,
+    t = cpu_run(
+        folder, rows, (steps + 1) * per_batch, [rewards.digits, rewards.format], stock, learning_rate=1e-5, **arm
     )
-    t = trainer(
-        model=str(load_policy()),
-        reward_funcs=[rewards.digits, rewards.format],
-        args=args,
-        train_dataset=build_dataset(2000),
-    )
-    t.remove_callback(PrinterCallback)
     parts, times = Parts(t, clock), []
     step = t.training_step
 

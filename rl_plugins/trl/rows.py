@@ -101,7 +101,7 @@ class LocalTokens:
     Args:
         position: (tokens,) int32; None: they are the first of each row.
         forced: (tokens,) bool; None: none is.
-        version: (tokens,); None: nobody reads them, or all are of the present weights.
+        version: (tokens,) published weights that made each; None: the present ones made all of them.
         columns: signal -> (tokens,).
     """
 

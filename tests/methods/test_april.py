@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -564,20 +563,6 @@ def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None
     assert set_ == {k: v for k, v in wanted.items() if v != defaults[k]}
     with pytest.raises(ConfigError, match="num_warmup_batches"):
         preflight(build_stack(["april"], {"april": params}), HostFacts(options={**defaults, WARMUP: 7}, **facts))
-
-
-def test_these_are_options_of_verl_with_these_defaults() -> None:
-    found = importlib.util.find_spec("verl")  # importing it takes seconds
-    if found is None or found.origin is None:
-        pytest.skip("verl is not installed")
-    from omegaconf import OmegaConf
-
-    folder = Path(found.origin).parent / "trainer" / "config"
-    config = OmegaConf.load(folder / "ppo_trainer.yaml")
-    values = [OmegaConf.select(config, name) for name in (WARMUP, SEPARATE_WARMUP, THRESHOLD, STRATEGY)]
-    assert values == [1, 1, 8, "drop"]
-    correction = OmegaConf.load(folder / "algorithm" / "rollout_correction.yaml")
-    assert correction.rollout_is is None and CORRECTION == "algorithm.rollout_correction.rollout_is"
 
 
 def test_verl_cannot_restart() -> None:

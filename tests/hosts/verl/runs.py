@@ -38,6 +38,15 @@ PROGRAMS = {
     "gone": "Gone",
 }
 
+# Rollouts on a device of their own, one batch per publication.
+SEPARATE = [
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
+    "+ray_kwargs.ray_init.num_gpus=2",
+    "ray_kwargs.ray_init.num_cpus=16",
+]
 
 # Metrics of staleness of ours -> those of verl they are equal to.
 STALENESS = {

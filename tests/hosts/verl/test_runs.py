@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, STALENESS, Run, check_groups, finished, start
+from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_groups, finished, start
 
 from rl_plugins.groups import Groups
 
@@ -445,6 +445,7 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
         tmp_path / "resumed",
         [*common, "trainer.total_training_steps=4", "trainer.resume_mode=auto"],
         trainer="watched_colocate_async",
+        RL_PLUGINS_TEST_SETTLED="1",  # of groups that are complete the oldest are trained
     )
     for run in (killed, resumed):
         for step in run.steps():
@@ -465,16 +466,13 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
 def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     """Killed in the save of step 3 and resumed from step 2, while rollouts are made all the time."""
     options = [
+        *SEPARATE,
         "+rl_plugins.methods=[vade,minpro]",
         "trainer.v1.separate_async.parameter_sync_step=2",
         "trainer.v1.separate_async.num_warmup_batches=2",
         "trainer.v1.sampler.max_off_policy_threshold=null",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
-        "+ray_kwargs.ray_init.num_gpus=2",
-        "ray_kwargs.ray_init.num_cpus=16",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
         "trainer.save_freq=1",
         f"trainer.default_local_dir={tmp_path / 'checkpoints'}",
     ]
@@ -501,7 +499,8 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     assert [e["step"] for e in run.of("decided")][:4] == [1, 1, 2, 2]
     told = [s["decision"].rollouts for s in steps]
     assert [(r.current_version, r.steps_since_published) for r in told] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert [r.staleness.tolist() for r in told] == [[0] * 32, [0] * 32, [1] * 32, [1] * 32], "in publications"
+    ages = [sorted(set(r.staleness.tolist())) for r in told]  # a group may wait until the next publication
+    assert ages[:2] == [[0], [0]] and {*ages[2], *ages[3]} <= {0, 1}, "in publications"
     assert [e["step"] for e in resumed.of("decided")] == [3, 3, 4, 4]
     for process, number in ((run, 1), (run, 2), (resumed, 3), (resumed, 4)):
         logged, measured = process.metrics(number), process.measured(number)

@@ -1,69 +1,107 @@
-"""Rollouts of a known age in verl's real asynchronous trainer: what a run sets, what hooks see, what is logged.
+"""AReaL's admission and stored groups in verl's real asynchronous trainer: rollouts of a known age, what hooks see of
+them, what is logged, and the loss that corrects for it.
 
-With `num_warmup_batches=k`, no threshold and one batch per publication every row is exactly k publications old from
-global step k + 1 on.
+With `num_warmup_batches=k`, one batch per publication, and groups that are complete when weights are published, every
+fresh row is exactly k publications old from global step k + 1 on.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, STALENESS, Run, finished
+from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, finished
+
+from rl_plugins.methods.areal import capacity
 
 pytestmark = pytest.mark.host
 
-AGES = [0, 1, 2, 3, 4, 4, 4]
+ETA, STEPS = 4, 7
+BARS = {0: None, 1: "1", 2: "2_3", 3: "2_3", 4: "4_7"}  # of `staleness_share`; none for fresh rows
+HALF = PROMPTS * SAMPLES // 2
 
 
 @pytest.fixture(scope="module")
-def stale(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """`april` begins five groups per group trained, which is a warm-up of four batches."""
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return finished(
-        tmp_path_factory.mktemp("verl") / "stale",
+        tmp_path_factory.mktemp("verl") / "ahead",
         [
-            "+rl_plugins.methods=[april,minpro,watch]",
-            "+rl_plugins.method_params.april.over_sampling=5",
-            "trainer.v1.separate_async.parameter_sync_step=1",
-            "actor_rollout_ref.rollout.nnodes=1",
-            "actor_rollout_ref.rollout.n_gpus_per_node=1",
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_file",
-            "+ray_kwargs.ray_init.num_gpus=2",
-            "ray_kwargs.ray_init.num_cpus=16",
+            *SEPARATE,
+            "+rl_plugins.methods=[areal,rollout_replay,watch]",
+            f"+rl_plugins.method_params.areal_admission.max_staleness={ETA}",
+            "+rl_plugins.method_params.rollout_replay.start_batch=1",
             "actor_rollout_ref.actor.optim.lr=1e-2",
-            f"trainer.total_training_steps={len(AGES)}",
+            f"trainer.total_training_steps={STEPS}",
         ],
         trainer="watched_separate_async",
         RL_PLUGINS_TEST_VERSIONS="1",
+        RL_PLUGINS_TEST_SETTLED="1",
     )
 
 
-def test_every_row_is_as_old_as_was_set(stale: Run) -> None:
-    assert "trainer.v1.separate_async.num_warmup_batches=4.0" in stale.log, "what the method sets is printed"
-    for batch, (step, age) in enumerate(zip(stale.steps(), AGES, strict=True)):
-        rollouts = step["decision"].rollouts
+def replayed(payload: object) -> torch.Tensor:
+    return torch.tensor([isinstance(p, dict) and "rollout_replay" in p for p in payload])  # type: ignore[attr-defined]
+
+
+def test_as_many_groups_are_begun_as_the_rule_allows(ahead: Run) -> None:
+    """When a batch is trained at version v, (eta + v + 1) B groups have been begun, and the rule allows none more."""
+    begun = version = 0
+    for event in ahead.events:
+        if event["kind"] == "plan":
+            begun += len(event["groups"])
+        if event["kind"] == "decided":
+            accepted = version * PROMPTS
+            assert begun == (ETA + version + 1) * PROMPTS
+            assert capacity(version, accepted, begun - accepted, PROMPTS, ETA) == 0
+            version += 1
+    assert version == STEPS
+
+
+def test_fresh_rows_are_as_old_as_eta_and_stored_groups_return_as_they_were(ahead: Run) -> None:
+    assert f"trainer.v1.separate_async.num_warmup_batches={ETA}" in ahead.log, "what the method sets is printed"
+    made: dict[tuple[int, ...], list[tuple[list[float], float]]] = {}  # the same tokens may be sampled twice
+    found = 0
+    for batch, step in enumerate(ahead.steps()):
+        rollouts, tokens = torch.load(ahead.folder / f"watch{batch}.pt", weights_only=False)
         assert (rollouts.current_version, rollouts.steps_since_published) == (batch, 0), "one publication per step"
-        assert rollouts.staleness.tolist() == [age] * PROMPTS * SAMPLES
-        assert torch.equal(rollouts.version, rollouts.newest_version)
+        assert torch.equal(rollouts.version, rollouts.newest_version) and len(tokens) == int(rollouts.length.sum())
+        old = replayed(rollouts.payload)
+        fresh = rollouts.staleness[~old]
+        assert fresh.tolist() == [min(batch, ETA)] * len(fresh)
+        assert torch.equal(step["decision"].rollouts.staleness, rollouts.staleness)
+        assert int(step["decision"].trained.sum()) == PROMPTS * SAMPLES
+        # planned ahead, when the first groups were not there yet
+        assert int(old.sum()) == (HALF if batch > ETA else 0)
+        for row in range(len(rollouts)):
+            mine = tokens.row == row
+            logprobs = tokens.rollout_logprobs[mine].tolist()
+            version = int(rollouts.version[row])
+            assert set(tokens.version[mine].tolist()) == {version}
+            key = (version, int(rollouts.prompt_index[row]), *rollouts.token_ids.completion[row].tolist())
+            known = (logprobs, float(rollouts.reward[row]))
+            if bool(old[row]):
+                assert version < batch and known in made[key]
+                _, expected = rollouts.payload[row]["rollout_replay"]
+                assert batch - expected == ETA  # the delay from plan to training, which `max_staleness` adds
+                found += 1
+            else:
+                made.setdefault(key, []).append(known)
+    assert found == (STEPS - ETA - 1) * HALF
 
 
-def test_tokens_have_the_version_of_their_row(stale: Run) -> None:
-    for batch, age in enumerate(AGES):
-        rollouts, tokens = torch.load(stale.folder / f"watch{batch}.pt", weights_only=False)
-        assert (tokens.version == batch - age).all() and len(tokens) == int(rollouts.length.sum())
-        assert stale.metrics(batch + 1)["april/staleness"] == age
-
-
-def test_the_metrics_of_staleness_are_verls(stale: Run) -> None:
-    bars = {0: "0", 1: "1", 2: "2_3", 3: "2_3", 4: "4_7"}
-    for number, age in enumerate(AGES, 1):
-        logged, measured = stale.metrics(number), stale.measured(number)
+def test_the_metrics_of_staleness_are_verls(ahead: Run) -> None:
+    for batch in range(STEPS):
+        logged, measured = ahead.metrics(batch + 1), ahead.measured(batch + 1)
         for ours, theirs in STALENESS.items():
-            assert logged[f"rl_plugins/{ours}"] == measured[f"training/off_policy/{theirs}"] == age
-        shares = {k: v for k, v in logged.items() if "staleness_share" in k and v}
-        assert shares == ({f"rl_plugins/staleness_share/{bars[age]}": 1.0} if age else {})
+            assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
         assert logged["rl_plugins/mixed_version_rows"] == 0.0
+        if batch <= ETA:  # nothing is replayed yet
+            assert {logged[f"rl_plugins/{ours}"] for ours in STALENESS} == {batch}
+            shares = {k.rpartition("/")[2]: v for k, v in logged.items() if "staleness_share" in k and v}
+            assert shares == ({BARS[batch]: 1.0} if batch else {})
 
 
-def test_minpro_weighs_old_tokens_less(stale: Run) -> None:
-    weights = [stale.metrics(number)["actor/minpro/weight_mean"] for number in range(1, len(AGES) + 1)]
-    assert weights[0] == pytest.approx(1.0, abs=1e-3) and max(weights[4:]) < 0.97
+def test_the_loss_weighs_them(ahead: Run) -> None:
+    largest = [ahead.metrics(number)["actor/decoupled_ppo/weight_max"] for number in range(1, STEPS + 1)]
+    assert largest[0] == pytest.approx(1, abs=1e-3) and min(largest[2:]) > 1.01
+    shares = [ahead.metrics(n)["rollout_replay/replayed"] for n in range(1, STEPS + 1)]
+    assert shares == [0.0] * (ETA + 1) + [0.5] * (STEPS - ETA - 1)

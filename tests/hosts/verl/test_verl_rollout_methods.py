@@ -203,6 +203,7 @@ def test_april_where_verl_carries_groups_over(tmp_path: Path) -> None:
         logged, measured = run.metrics(k + 1), run.measured(k + 1)
         several = (rollouts.version < rollouts.newest_version).double()
         assert logged["rl_plugins/mixed_version_rows"] == float(several.mean())
+        assert logged["april/staleness"] == int(rollouts.staleness.max())
         for ours, theirs in STALENESS.items():
             assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
         mixed += int(several.sum())

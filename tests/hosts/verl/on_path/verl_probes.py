@@ -33,6 +33,11 @@ def _carousel(module: object) -> None:
 
     from rl_plugins.verl import loss, trainer
 
+    def waiting_prompts() -> dict:
+        """Groups that were begun and are not trained yet, with their tags."""
+        keys = (tq.kv_list("train") or {}).get("train", {})
+        return {key: tag for key, tag in keys.items() if tag.get("is_prompt")}
+
     def watch(cls: type) -> type:
         """Writes what a step decided."""
 
@@ -48,6 +53,15 @@ def _carousel(module: object) -> None:
                     groups=[str(uid) for uid in batch["uid"]],
                 )
                 return batch
+
+            def on_sample_begin(self):
+                """With RL_PLUGINS_TEST_SETTLED every group that was begun is complete before weights are published: as
+                in a run whose generation is faster than its training, on a machine of any speed."""
+                while os.environ.get("RL_PLUGINS_TEST_SETTLED") and any(
+                    tag.get("status") in ("pending", "running") for tag in waiting_prompts().values()
+                ):
+                    time.sleep(0.1)
+                super().on_sample_begin()
 
             def _sample(self, global_steps, partition_id, batch_size):
                 batch, metrics = super()._sample(global_steps, partition_id, batch_size)
@@ -93,9 +107,7 @@ def _carousel(module: object) -> None:
 
                     workers.save_checkpoint = held
                 super()._save_checkpoint()
-                prompts = (tq.kv_list("train") or {}).get("train", {})
-                waiting = [key for key, tag in prompts.items() if tag.get("is_prompt")]
-                note("saved", step=self.global_steps, waiting=waiting)
+                note("saved", step=self.global_steps, waiting=[*waiting_prompts()])
 
             def step(self, metrics, timing_raw):
                 batch = super().step(metrics, timing_raw)
