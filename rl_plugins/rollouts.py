@@ -248,6 +248,7 @@ class Run:
             before the run.
         chat: tokenizer and chat template of the policy: texts of other sources become token ids with them. In `start`
             only; None before the model is there.
+        rows_per_update: rows per optimizer step of all processes, if every row is trained; None if not known.
     """
 
     host: str
@@ -262,6 +263,7 @@ class Run:
     max_completion_length: int
     fingerprint: str = ""
     chat: Chat | None = None
+    rows_per_update: int | None = None
 
 
 # ---- after generation

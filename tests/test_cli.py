@@ -547,6 +547,10 @@ def test_doctor_shows_what_batches_come_to(run):
     assert (
         "all batches: 4 prompts with 2 to 16 rollouts each; 8 to 16 rows generated in up to 6 rounds, 8 to 16" in text
     )
+    params = {"brorl": {"ramp": [[1, 8]], "base_rows": 4}}
+    text = rl_plugins("doctor", "--config", run(methods=["brorl"], method_params=params))
+    rate = "learning rate x 2 (16 rows per optimizer step, base 4)"
+    assert f"  batches 1 on, {rate}: 2 prompts with 8 rollouts each; 16 rows generated in 1 round, 0 to 16" in text
     assert "Budget" not in rl_plugins("doctor", "--config", run(methods=["gdpo"], method_params=None))
 
 

@@ -14,7 +14,7 @@ from rl_plugins.estimators import centered_rewards
 from rl_plugins.groups import Groups, joint
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Plan, Rollouts, Rows, Update
+from rl_plugins.rollouts import Budget, Plan, Rollouts, Rows, Run, Update
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
 POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
@@ -143,6 +143,41 @@ class BroRL(Method):
         super().__init__(params)
         self.decides_rollouts = bool(self.params.ramp)
 
+    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
+        """One entry per step of the ramp, with the learning rate of optimizer steps that train all of their rows.
+
+        Raises:
+            ConfigError: a batch has fewer rows than the N of the ramp.
+        """
+        p, rate = self.params, ""
+        if p.base_rows is not None and run.rows_per_update is not None:
+            factor = lr_factor(run.rows_per_update, p.base_rows, p.lr_scale)
+            rate = f"learning rate x {factor:.4g} ({run.rows_per_update} rows per optimizer step, base {p.base_rows})"
+        if p.dynamic_sampling:
+            budget = budget.replace(trained=(0, budget.trained[1]))
+        stages = [budget.replace(stage=rate)]
+        if p.ramp:
+            first, ends = p.ramp[0][0], [*(batch for batch, _ in p.ramp[1:]), None]
+            stages = [budget.replace(stage=_stage(0, first, rate))] if first else []
+            for (batch, n), end in zip(p.ramp, ends, strict=True):
+                stages.append(self._planned(budget, n, run).replace(stage=_stage(batch, end, rate)))
+        return stages
+
+    def _planned(self, budget: Budget, n: int, run: Run) -> Budget:
+        """Groups of n rollouts in as many rows."""
+        rows, made, groups = budget.trained[1], budget.generated, budget.prompts[1]
+        if n > rows:
+            raise ConfigError(_too_small(n, rows))
+        spare = (made[1] - rows) // max(1, groups)
+        prompts = rows // n if run.dataset_size is None else min(rows // n, run.dataset_size)
+        generated, trained = prompts * (n + spare), prompts * n
+        return budget.replace(
+            prompts=(prompts, prompts),
+            per_prompt=(n, n),
+            generated=(generated, generated),
+            trained=(min(budget.trained[0], trained), trained),
+        )
+
     def plan(self, plan: Plan) -> Plan | None:
         """Fewer (or more) prompts of N rollouts each, once the ramp has begun."""
         size = group_size(self.params.ramp, plan.batch)
@@ -151,10 +186,7 @@ class BroRL(Method):
             return None
         room = plan.budget - sum(row.n for row in plan.rows if row.given)
         if room < size and min(row.group for row in plan.rows) == 0:  # later calls fill a batch with what still fits
-            raise MethodError(
-                f"`ramp` asks for {size} rollouts per prompt from this batch ({plan.batch}) on, and the batch has room "
-                f"for {room} rows. Make the batch larger or the ramp smaller."
-            )
+            raise MethodError(_too_small(size, room))
         taken = {row.group for row in fresh[: room // size]}
         rows = tuple(
             row.replace(n=size if row.group in taken else 0) if row.n > 0 and not row.given else row
@@ -208,6 +240,18 @@ class BroRL(Method):
         distinct, unseen = answer_statistics(each.groups, [answer(text) for text in texts])
         self.log("distinct_answers", distinct.nanmean())
         self.log("unseen_mass", unseen.nanmean())
+
+
+def _too_small(n: int, rows: int) -> str:
+    return (
+        f"`ramp` asks for {n} rollouts per prompt, and a batch has room for {rows} rows. Make the batch larger or the "
+        f"ramp smaller."
+    )
+
+
+def _stage(first: int, end: int | None, rate: str) -> str:
+    batches = f"batches {first} on" if end is None else f"batches {first} to {end - 1}"
+    return ", ".join(filter(None, (batches, rate)))
 
 
 def group_size(ramp: Sequence[Sequence[int]], batch: int) -> int | None:

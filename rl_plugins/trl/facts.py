@@ -222,6 +222,9 @@ def run_of(known: KnownRun) -> Run:
         total_steps=known.steps,
         total_batches=math.ceil(known.steps / optimizer_steps_per_batch(known.args)),
         max_completion_length=known.args.max_completion_length,
+        rows_per_update=known.args.generation_batch_size
+        * known.args.gradient_accumulation_steps
+        // known.args.steps_per_generation,
     )
 
 

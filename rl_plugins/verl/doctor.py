@@ -417,8 +417,7 @@ def _batch(run: _Examined) -> Iterator[tuple[str, str]]:
         except RLPluginsError as e:
             run.problems.append(str(e))
     steps = read.optimizer_steps_per_batch
-    per_step = read("actor_rollout_ref.actor.ppo_mini_batch_size") * size
-    yield "optimizer steps", f"{steps} per batch, of {per_step} rows each"
+    yield "optimizer steps", f"{steps} per batch, of {read.rows_per_update} rows each"
     yield "policy", _policy(read, steps, batches)
     lag = _lag(run)
     if lag:

@@ -73,6 +73,10 @@ class Reader:
         batch = self("data.train_batch_size", mini) // self.batches_per_global_step
         return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
 
+    @property
+    def rows_per_update(self) -> int:
+        return int(self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)) * self.group_size
+
 
 @dataclass(frozen=True)
 class Known:
@@ -106,6 +110,7 @@ class Known:
             total_steps=batches * self.read.optimizer_steps_per_batch,
             total_batches=batches,
             max_completion_length=self.read("data.max_response_length"),
+            rows_per_update=self.read.rows_per_update,
         )
 
     def plan(self, stack: MethodStack, proposal: Sequence[int]) -> Plan:
