@@ -230,7 +230,8 @@ def test_what_batches_come_to(tmp_path):
     numbers = "16 prompts with 4 rollouts each; 80 rows generated in 1 round, 64 trained"
     assert f"\nBudget of a batch\n  all batches: {numbers}\n" in text
     params = "+rl_plugins.method_params.brorl={base_rows:16,ramp:[[3,16]]}"
-    text = examine(*RUN[:4], "trainer.v1.trainer_mode=rl_plugins_sync", "+rl_plugins.methods=[brorl]", params)
+    methods = ("trainer.v1.trainer_mode=rl_plugins_sync", "+rl_plugins.methods=[brorl]", params)
+    text = examine(*RUN[:5], *methods, f"data.train_files={train}")
     rate = "learning rate x 2 (64 rows per optimizer step, base 16)"
     assert f"  batches 3 on, {rate}: 4 prompts with 16 rollouts each; 64 rows generated in 1 round, 0 to 64" in text
     text = examine(*RUN[:4], "trainer.v1.trainer_mode=rl_plugins_sync", "+rl_plugins.methods=[minpro]")
