@@ -19,7 +19,8 @@ from rl_plugins.method import SameAs
 from rl_plugins.methods.dars import DARS_B, Dars, DarsBreadth, helping, served
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, PlanRow, Rollouts
+from rl_plugins.rollouts import Budget, Completion, PlanRow, Rollouts
+from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.preflight import preflight
@@ -347,6 +348,22 @@ def test_beside_a_method_with_a_spare_rollout() -> None:
         rollouts, rounds = generated(stack, right(0, 1, 3, 8, of=9), 16)
         assert sum(r.n for r in rounds.rows) <= 64
         one_step(stack, rollouts, budget=64)
+
+
+def test_budget_on_paper() -> None:
+    """4 prompts, 40 rows: one prompt without a success may get 24, two 24, three 16, four 8."""
+    stack = dars_stack(10)
+    (told,) = budgets(stack, make_run(group_size=10), 40)
+    assert told == Budget((4, 4), (8, 32), (32, 32 + 24), (0, 40), 2)
+    (told,) = budgets(dars_stack(8, n_max=8), make_run(group_size=8), 32)
+    assert told == Budget((4, 4), (8, 8), (32, 32), (0, 32), 1)
+    (told,) = budgets(dars_stack(8, n_max=9), make_run(group_size=8), 8)
+    assert told == Budget((1, 1), (8, 8), (8, 8), (0, 8), 1)
+    both = start_stack(McGrpo(), Dars(), run=make_run(group_size=10))
+    assert budgets(both, make_run(group_size=10), 40)[0].generated == (36, 60)
+    for first, successes in (((0, 8, 8, 8), 1), ((0, 0, 8, 8), 2), ((0, 0, 0, 8), 3), ((0, 0, 0, 0), 4)):
+        rollouts, _ = generated(dars_stack(10), right(*first), 10)
+        assert len(rollouts) == 32 + min(24 * successes, 40 - 8 * successes) <= 56
 
 
 # ---- parameters and hosts

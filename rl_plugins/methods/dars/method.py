@@ -12,7 +12,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
 from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import GroupSoFar, Once, Plan, PlanRow, Rollouts, Run, weighted_reward
+from rl_plugins.rollouts import Budget, GroupSoFar, Once, Plan, PlanRow, Rollouts, Run, weighted_reward
 
 PAPER = Paper(
     "2508.13755",
@@ -130,6 +130,20 @@ class Dars(Method):
                 f"the batch has room for {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the "
                 f"group size (what is above n_first is room for helpings), or lower `n_first`."
             )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """n_first of each prompt, and as many helpings as fit beside those that ask for them."""
+        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
+        most = helping(0.0, p.schedule, p.n_first, p.most, p.use_std)
+        helped = [min(k * most, rows - k * p.n_first) for k in range(prompts + 1)]  # if k prompts ask
+        spare = [made - n for made, n in zip(budget.generated, budget.trained, strict=True)]
+        low, high = budget.prompts[0] * p.n_first + spare[0], prompts * p.n_first + spare[1] + max(0, *helped)
+        return budget.replace(
+            per_prompt=(p.n_first, p.n_first + min(most, rows - p.n_first)),
+            generated=(low, high),
+            trained=(0, rows),
+            rounds=budget.rounds + (max(helped) > 0),
+        )
 
     def plan(self, plan: Plan) -> Plan | None:
         """N spare rollouts each; in the second round the helpings, as far as they fit."""
