@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.evidence import Counts
 from rl_plugins.groups import Groups
 from rl_plugins.params import FUNCTION, MethodParams, param
 from rl_plugins.services import Service, number, prompt_text
@@ -126,8 +127,11 @@ class RunningMean(Prior):
         decay: what a visit leaves of the older outcomes.
         guess_unseen: a prompt without outcomes gets the mean over those that have some; else it is not known.
 
-    State: `total` and `weight`, (dataset size,) float64.
+    State: `total` and `weight`, (dataset size,) float64, and `mean_sum`, `mean_count`: of the means of those that have
+    some.
     """
+
+    counts = Counts(("total", "weight"))
 
     def __init__(self, decay: float, guess_unseen: bool = True) -> None:
         self.decay, self.guess_unseen = decay, guess_unseen
@@ -135,15 +139,15 @@ class RunningMean(Prior):
     def start(self, run: Run) -> dict[str, Any]:
         if run.dataset_size is None:
             raise ConfigError("the dataset is a stream without a length; a prior that remembers prompts needs one.")
-        zero = torch.zeros(run.dataset_size, dtype=torch.float64)
-        return {"total": zero, "weight": zero.clone()}
+        return {**self.counts.start(run.dataset_size), "mean_sum": 0.0, "mean_count": 0}
 
     def predict(self, state: Mapping[str, Any], prompts: Tensor) -> Tensor:
-        total, weight, place = state["total"], state["weight"], prompts.clamp(min=0)
-        known = (prompts >= 0) & (weight[place] > 0)
-        seen = weight > 0
-        unseen = (total[seen] / weight[seen]).mean() if self.guess_unseen else torch.nan  # NaN if nothing was seen
-        return torch.where(known, self.mean(total[place], weight[place]), unseen)
+        total, weight = self.counts.of(state, prompts.clamp(min=0))
+        known = (prompts >= 0) & (weight > 0)
+        some = self.guess_unseen and state["mean_count"] > 0
+        return torch.where(
+            known, self.mean(total, weight), state["mean_sum"] / state["mean_count"] if some else torch.nan
+        )
 
     def mean(self, total: Tensor, weight: Tensor) -> Tensor:
         """The value of prompts that have outcomes."""
@@ -153,11 +157,16 @@ class RunningMean(Prior):
         self, state: Mapping[str, Any], prompts: Tensor, values: Tensor, rng: np.random.Generator
     ) -> dict[str, Any]:
         own = prompts >= 0
-        visited = Groups(prompts[own])
-        total, weight = state["total"].clone(), state["weight"].clone()
-        total[visited.ids] = self.decay * total[visited.ids] + visited.sum(values[own])
-        weight[visited.ids] = self.decay * weight[visited.ids] + visited.n(values[own])
-        return {"total": total, "weight": weight}
+        visited, state = Groups(prompts[own]), dict(state)
+        total, weight = self.counts.of(state, visited.ids)
+        before = weight > 0
+        gained = visited.sum(values[own]), visited.n(values[own])
+        self.counts.visit(state, visited.ids, self.decay, gained)
+        then = (total[before] / weight[before]).sum()
+        total, weight = self.counts.of(state, visited.ids)
+        state["mean_sum"] += float((total / weight).sum() - then)
+        state["mean_count"] += len(before) - int(before.sum())
+        return state
 
 
 class BetaPosterior(RunningMean):

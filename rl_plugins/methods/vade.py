@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.evidence import SMALL, Counts
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.thompson import SCORES, best_draws
+
+COUNTS = Counts(("alpha", "beta"))
 
 
 class Vade(Method):
@@ -41,10 +45,12 @@ class Vade(Method):
     counts once, with the mean over its rows. A batch that is not full asks again: the answer continues the ranking of
     the same draw.
 
-    State: alpha and beta, 0 at the start. One Beta draw per generation batch, from `self.rng`.
+    State: alpha and beta, 0 at the start (`rl_plugins.evidence.Counts`). One draw per generation batch, from
+    `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.thompson`: the same distribution).
 
     Logs: `informative`, share of the batch's prompts whose rollouts differ in success (0 < r < n); `posterior_mean` of
-    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those.
+    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those. The last three
+    are of at most 65,536 prompts, evenly spaced.
 
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
@@ -112,50 +118,47 @@ class Vade(Method):
             raise ConfigError(
                 "the dataset is a stream without a length; give one with random access, or remove `vade`."
             )
-        zero = torch.zeros(run.dataset_size, dtype=torch.float64)
-        self.state = {"alpha": zero, "beta": zero.clone()}
+        self.state = COUNTS.start(run.dataset_size)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
-        alpha, beta = self._counts(pool.size)
-        taken = sorted({i for i in pool.taken if i >= 0})  # a foreign prompt is -1
+        state = self._counts(pool.size)
+        taken = {i for i in pool.taken if i >= 0}  # a foreign prompt is -1
         if n > pool.size - len(taken):
             raise MethodError(
                 f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
                 f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
             )
-        p = torch.from_numpy(self.rng("prompts").beta((alpha + 1).numpy(), (beta + 1).numpy()))
-        information = p * (1 - p) ** 2 if self.params.score == "p(1-p)^2" else p * (1 - p)
-        information[taken] = -1.0
-        chosen: list[int] = torch.sort(information, descending=True, stable=True).indices[:n].tolist()
+        score, rng = SCORES[self.params.score], self.rng("prompts")
+        draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, taken, rng)
+        chosen: list[int] = draws.rows.tolist()
         return chosen
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p = self.params
-        alpha, beta = self._counts()
+        state = self._counts()
+        size = len(state["alpha"])
         counted = ~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)
         prompts = Groups(rollouts.prompt_index[counted])
         batch = prompts.ids
-        if len(batch) and int(batch.max()) >= len(alpha):
+        if len(batch) and int(batch.max()) >= size:
             raise self._other_dataset(f"prompt {int(batch.max())} was trained")
         reward, share = rollouts.reward[counted], rollouts.once.share(rollouts.reward)[counted]
         success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
+        outcomes = prompts.sum(share * success), prompts.sum(share * (1 - success))
+        COUNTS.visit(state, batch, p.selected_decay, outcomes, p.unselected_decay)
 
-        new_alpha, new_beta = p.unselected_decay * alpha, p.unselected_decay * beta
-        new_alpha[batch] = p.selected_decay * alpha[batch] + prompts.sum(share * success)
-        new_beta[batch] = p.selected_decay * beta[batch] + prompts.sum(share * (1 - success))
-        self.state = {"alpha": new_alpha, "beta": new_beta}
-
-        mixed, evidence = prompts.max(success) > prompts.min(success), new_alpha + new_beta
+        alpha, beta = COUNTS.of(state, slice(None, None, -(-size // SMALL)))
+        mixed, evidence = prompts.max(success) > prompts.min(success), alpha + beta
         self.log("informative", mixed.double().mean())
-        self.log("posterior_mean", ((new_alpha + 1) / (evidence + 2)).mean())
+        self.log("posterior_mean", ((alpha + 1) / (evidence + 2)).mean())
         self.log("seen", (evidence > 0).double().mean())
         self.log("evidence", evidence[evidence > 0].mean())
 
-    def _counts(self, size: int | None = None) -> tuple[Tensor, Tensor]:
+    def _counts(self, size: int | None = None) -> dict[str, Any]:
         alpha, beta = self.state["alpha"], self.state["beta"]
         if len(alpha) != len(beta) or (size is not None and len(alpha) != size):
             raise self._other_dataset(f"the dataset has {size} prompts")
-        return alpha, beta
+        return self.state
 
     def _other_dataset(self, what: str) -> StateError:
         return StateError(

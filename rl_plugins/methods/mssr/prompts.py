@@ -66,7 +66,7 @@ class MssrPrompts(Tracked):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         super().observe(rollouts, tokens, stats)
         scored = rollouts.prompt_index[~torch.isnan(rollouts.reward) & (rollouts.prompt_index >= 0)]
-        self.state = {**self.state, "tried": self.state["tried"].index_fill(0, scored, 1.0)}
+        self.state["tried"].index_fill_(0, scored, 1.0)
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         if len(self.state["alpha"]) != pool.size:

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, StateError
+from rl_plugins.evidence import Counts
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import Column
 from rl_plugins.rollouts import Rollouts, Run, Tokens
 
+COUNTS = Counts(("alpha", "beta"))
 PAPER = Paper(
     "2512.18215",
     "Stable and Efficient Single-Rollout RL for Multimodal Reasoning",
@@ -102,7 +104,7 @@ class Tracked(Method):
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         """Every generated rollout counts, those that `select` removed too; one of several rows counts once."""
-        p, alpha, beta = self.params, self.state["alpha"].clone(), self.state["beta"].clone()
+        p = self.params
         window = [*self.state["kl"], *(_kl(tokens) if p.rho is None else [])][-p.kl_window :]
         rho = forgetting_rate(window, p)
         found = rollouts.once  # in the order of groups and rollouts, whatever the order of the rows
@@ -112,18 +114,17 @@ class Tracked(Method):
         success = (found.reward[counted] > p.success_threshold).double()
         visits = prompts.size.double()
         faded = rho ** (prompts.rows(visits) - prompts.rank(torch.arange(len(success))))  # by the outcomes after each
-        for counts, outcome in ((alpha, success), (beta, 1 - success)):
-            counts[prompts.ids] = rho**visits * counts[prompts.ids] + prompts.sum(faded * outcome)
-        self.state = {**self.state, "alpha": alpha, "beta": beta, "kl": window}
+        outcomes = prompts.sum(faded * success), prompts.sum(faded * (1 - success))
+        COUNTS.visit(self.state, prompts.ids, rho**visits, outcomes)
+        self.state["kl"] = window
         self.log("rho", rho)
         self.log("success", success.mean())
 
     def _values(self, prompts: Tensor) -> Tensor:
         """(n,) value of these dataset rows; the initial one for a foreign prompt (-1)."""
         self._check(prompts)
-        alpha, beta = self.state["alpha"], self.state["beta"]
-        place = prompts.clamp(min=0)
-        return torch.where(prompts < 0, self.params.initial_value, alpha[place] / (alpha[place] + beta[place]))
+        alpha, beta = COUNTS.of(self.state, prompts.clamp(min=0))
+        return torch.where(prompts < 0, self.params.initial_value, alpha / (alpha + beta))
 
     def _check(self, prompts: Tensor) -> None:
         size = len(self.state["alpha"])
