@@ -29,13 +29,15 @@ CONTRACT = {
     "estimators",
     "method",
 }
-AUTHORS = {"contract", "agents", "services", "priors"}
+AUTHORS = {"contract", "agents", "services", "evidence", "thompson", "priors"}
 ADAPTER = {*AUTHORS, "runtime"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
     "services": {"contract", "runtime.threads"},  # calls that may hang are limited in one place
-    "priors": {"contract", "services"},
+    "evidence": {"contract"},
+    "thompson": {"evidence"},
+    "priors": {"contract", "services", "evidence"},
     "runtime": {"contract", "runtime"},
     "methods": {*AUTHORS, "methods"},
     "trl": {*ADAPTER, "trl"},
