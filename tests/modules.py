@@ -77,7 +77,7 @@ LAYERS = {
     "The contract: all that the author of a method reads": (
         "method params rollouts requests entries groups losses estimators errors renamed"
     ),
-    "For methods with turns, judges, a memory of prompts": "agents services evidence thompson priors environments turns",
+    "For methods: turns, judges, memory of prompts": "agents services evidence thompson priors environments turns",
     "One paper each": "methods",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
