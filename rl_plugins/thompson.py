@@ -55,7 +55,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Score:
+class Ranking:
     """A function of the success rate with one peak in (0, 1), rising before it and falling after it, with the second
     derivative -2 there, so that peak - (w / 2)^2 is a level of about the width w."""
 
@@ -80,8 +80,8 @@ class Score:
 
 
 SCORES = {
-    "p(1-p)^2": Score(lambda p: p * (1 - p) ** 2, 1 / 3),
-    "p(1-p)": Score(lambda p: p * (1 - p), 1 / 2),
+    "p(1-p)^2": Ranking(lambda p: p * (1 - p) ** 2, 1 / 3),
+    "p(1-p)": Ranking(lambda p: p * (1 - p), 1 / 2),
 }
 
 
@@ -89,7 +89,7 @@ def best_draws(
     counts: Callable[[Tensor | slice], tuple[Tensor, ...]],
     size: int,
     most: float,
-    score: Score,
+    score: Ranking,
     n: int,
     taken: set[int],
     rng: np.random.Generator,
@@ -120,7 +120,7 @@ def _level(
     counts: Callable[[Tensor | slice], tuple[Tensor, ...]],
     size: int,
     density: float,
-    score: Score,
+    score: Ranking,
     inner: tuple[float, float],
     outer: tuple[float, float],
     drawn: Rows,
@@ -147,7 +147,7 @@ def _level(
 def _rest(
     counts: Callable[[Tensor | slice], tuple[Tensor, ...]],
     size: int,
-    score: Score,
+    score: Ranking,
     without: set[int],
     inner: tuple[float, float],
     rng: np.random.Generator,

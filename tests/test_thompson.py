@@ -103,7 +103,7 @@ def test_no_posterior_has_a_larger_density(most: float, share: float, first: flo
 
 
 @pytest.mark.parametrize("score", SCORES.values())
-def test_levels_of_the_scores(score: thompson.Score) -> None:
+def test_levels_of_the_scores(score: thompson.Ranking) -> None:
     p = np.linspace(0, 1, 100_001)
     assert score.peak == pytest.approx(score.value(p).max()) and score.place == pytest.approx(
         p[score.value(p).argmax()], abs=1e-5
