@@ -91,7 +91,12 @@ MAX_ROUNDS = 64
 
 @dataclass(frozen=True)
 class GroupSoFar:
-    """A group after the rounds so far: its plan row of the first round and the rewards, (rollouts,) float64."""
+    """A group after the rounds so far.
+
+    Args:
+        row: of the first round as it was planned, payload included.
+        rewards: (rollouts,) float64 of all its rollouts, in the order they were planned.
+    """
 
     row: PlanRow
     rewards: Tensor
@@ -104,7 +109,8 @@ class Plan(Replaceable):
 
     Args:
         rows: of this round. In round 0 the host's own plan: every prompt with `n = group_size`. In later rounds empty;
-            a row added there with the group number of an earlier one adds rollouts to that group.
+            a row added there with the group number of an earlier one adds rollouts to that group, also under another
+            text (`edit`).
         group_size: rollouts per prompt the host trains.
         budget: rows that may still be trained.
         round: 0, 1, ..

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import itertools
 import logging
 import random
+import re
 import shutil
 from dataclasses import dataclass
 from typing import Any
@@ -805,3 +807,25 @@ def test_two_methods_that_decide_how_many_rollouts_prompts_get_are_refused():
     with pytest.raises(ConfigError, match="`mssr_baseline` and `v0` both decide"):
         build_stack(["mssr_baseline", "v0"])
     assert build_stack(["v0", "mc_grpo"]).names == ["v0", "mc_grpo"]
+
+
+def test_a_part_of_a_bundle_that_decides_it_too_is_refused_with_the_way_out():
+    params = {"dots": {"embeddings": "embeddings.npy"}}
+    message = "Remove `dots` or `v0` from `methods`. `dots` is part of `dots_rr`: write `-dots`."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build_stack(["dots_rr", "v0"], params)
+    assert build_stack(["dots_rr", "v0", "-dots"]).names == ["rollout_replay", "decoupled_ppo", "v0"]
+    with pytest.raises(ConfigError, match="both decide `advantages`.* `brpo` from `methods`.$"):
+        build_stack(["gdpo", "brpo"], {"brpo": {"judge": len}})
+
+
+def test_every_two_built_in_methods_that_decide_it_are_refused():
+    deciding = []
+    for name in registry.all_names():
+        cls = registry.load(name)
+        if isinstance(cls, type) and cls.decides_rollouts:
+            deciding.append(cls(build_params(cls.Params, cls.example_params, name)))
+    assert {"v0", "v0_5", "dots", "mssr_baseline"} <= {m.name for m in deciding}
+    for one, other in itertools.combinations(deciding, 2):
+        with pytest.raises(ConfigError, match=f"`{one.name}` and `{other.name}` both decide"):
+            MethodStack([one, other])

@@ -56,13 +56,15 @@ def check_max_unrewarded_batches(value: Any, name: str) -> int:
     return value
 
 
-def _only_one(methods: Sequence[Method], what: str) -> None:
+def _only_one(methods: Sequence[Method], what: str, bundle_of: Mapping[str, str]) -> None:
     """Refuses several methods that decide the same."""
     if len(methods) > 1:
         names = [f"`{m.name}`" for m in methods]
+        parts = [m.name for m in methods if m.name in bundle_of]
+        inside = "".join(f" `{name}` is part of `{bundle_of[name]}`: write `-{name}`." for name in parts)
         raise ConfigError(
             f"The methods {' and '.join(names)} both decide {what}, and only one can. Remove {' or '.join(names)} from "
-            f"`methods`."
+            f"`methods`.{inside}"
         )
 
 
@@ -119,8 +121,8 @@ class MethodStack(Context):
         self.claims = {hook: [m for m in methods if hook in m.claims()] for hook in HOOKS}
         for hook, claimants in self.claims.items():
             if HOOKS[hook].kind == "exclusive":
-                _only_one(claimants, f"`{hook}`")
-        _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get")
+                _only_one(claimants, f"`{hook}`", self.bundle_of)
+        _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
         sums = {m.aggregation for m in self.claims["policy_loss"] + self.claims["regularize"]}
         if len(sums) > 1:
             names = [f"`{m.name}` ({m.aggregation})" for m in self.claims["policy_loss"] + self.claims["regularize"]]

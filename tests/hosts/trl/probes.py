@@ -220,6 +220,48 @@ class Payloads(Probe):
         Payloads.seen = rollouts
 
 
+class Helpings(Probe):
+    """A first round that is all spare: the lower half of the groups goes on, with other words, in the room of those
+    that leave."""
+
+    name = "helpings"
+    rounds = True
+    needs = frozenset({"tokens", "token_ids"})
+
+    def plan(self, plan):
+        if plan.round == 0:
+            rows = [r.replace(n=0, spare=4, payload={"planned": r.prompt_index}) for r in plan.rows]
+            return plan.replace(rows=tuple(rows))
+        if plan.round > 1:
+            return None
+        if any(g.row.payload != {"planned": g.row.prompt_index} for g in plan.so_far):
+            raise ValueError(f"not the rows as planned: {[g.row for g in plan.so_far]}")
+        means = torch.stack([g.rewards.mean() for g in plan.so_far])
+        low = torch.argsort(means, stable=True)[: len(means) // 2].sort().values.tolist()
+        each = plan.budget // len(low) - 4  # nothing of the budget is spent so far; the first four stay
+        return plan.replace(rows=tuple(self.helping(plan.so_far[i].row, each) for i in low))
+
+    def helping(self, row, n):
+        words = [{"role": "user", "content": f"d:{row.prompt_index:04d}"}]
+        return row.replace(n=n, spare=0, edit={"prompt": words}, payload={**row.payload, "helping": 1})
+
+    def select(self, rollouts):
+        return rollouts.groups.rows(rollouts.groups.size > 4)
+
+    def observe(self, rollouts, tokens, stats):
+        Helpings.seen = rollouts
+
+
+class Twice(Probe):
+    """The first half of the prompts, each in two groups of its own."""
+
+    name = "twice"
+
+    def plan(self, plan):
+        half = plan.rows[: len(plan.rows) // 2]
+        return plan.replace(rows=(*half, *(r.replace(group=r.group + len(half)) for r in half)))
+
+
 class Given(Probe):
     """Every kind of row a plan can ask for."""
 

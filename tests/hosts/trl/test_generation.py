@@ -378,6 +378,48 @@ def test_rows_of_rounds_keep_their_payload_their_order_and_their_rewards(tmp_pat
     assert history(t, "rewards/rewarder/std")[0] == pytest.approx(r.reward.std().item())
 
 
+def test_later_rounds_edit_prompts_and_have_the_room_of_groups_that_leave(tmp_path):
+    """A first round that is all spare (n = 0); what it leaves goes to the four groups of lowest mean reward, whose
+    further rollouts answer other words and join the group they name, with the row as planned."""
+    import probes
+
+    t, spy = run(tmp_path, ["helpings"], max_steps=2)
+    for batch, out in zip(spy.batches_of_driver, spy.batches, strict=True):
+        d = batch.decided.decision
+        r, groups = d.rollouts, d.rollouts.groups
+        assert sorted(groups.size.tolist()) == [4] * 4 + [16] * 4 and int(d.trained.sum()) == 64 == len(r) - 16
+        first = torch.stack([r.reward[(r.group == g) & (r.rollout < 4)].mean() for g in range(8)])
+        low = groups.size == 16
+        assert first[low].max() <= first[~low].min() and torch.equal(d.trained, groups.rows(low))
+        inside = r.subset(d.trained).groups
+        mean, std = (inside.rows(f(r.reward[d.trained])) for f in (inside.mean, inside.std))
+        expected = (r.reward[d.trained] - mean) / (std + 1e-4)
+        torch.testing.assert_close(d.row_advantages[d.trained], expected)
+        # what is trained: 4 rollouts of the dataset's prompt and 12 of the other words, in one group
+        words = t.processing_class.batch_decode(
+            [p[m > 0] for p, m in zip(out["prompt_ids"], out["prompt_mask"], strict=True)]
+        )
+        hints = [f"d:{i:04d}" for i in r.prompt_index[d.trained].tolist()]
+        found = [hint in text for hint, text in zip(hints, words, strict=True)]
+        assert found == ([False] * 4 + [True] * 12) * 4
+        assert [p.get("helping", 0) for p, kept in zip(r.payload, d.trained, strict=True) if kept] == [
+            int(x) for x in found
+        ]
+    assert [p["planned"] for p in probes.Helpings.seen.payload] == probes.Helpings.seen.prompt_index.tolist()
+    assert history(t, "rl_plugins/rows_generated") == [80.0] * 2 and history(t, "rl_plugins/rows_trained") == [64.0] * 2
+
+
+def test_a_prompt_in_two_groups_of_its_own(tmp_path):
+    """Each group has a mean of its own, and TRL's own advantages are those of the groups."""
+    _, spy = run(tmp_path, ["twice"], max_steps=1)
+    d = spy.batches_of_driver[0].decided.decision
+    r, groups = d.rollouts, d.rollouts.groups
+    assert groups.size.tolist() == [8] * 8 and d.estimator == "host"
+    assert torch.equal(r.prompt_index[:32], r.prompt_index[32:]) and len(r.prompt_index.unique()) == 4
+    mean, std = (groups.rows(f(r.reward)) for f in (groups.mean, groups.std))
+    torch.testing.assert_close(d.row_advantages, (r.reward - mean) / (std + 1e-4), rtol=1e-5, atol=1e-6)
+
+
 def test_fillers_have_no_reward(tmp_path):
     """60 rows and 4 fillers: what TRL logs of rewards is of the 60."""
     t, spy = run(tmp_path, ["small"], max_steps=1)

@@ -4,6 +4,7 @@ wait for half an hour, longer than a launch may take."""
 from __future__ import annotations
 
 import pytest
+import torch
 from rank_runs import QUEUE, SHARDED, check_sharded, launch, resumed_alike, same
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
@@ -15,6 +16,7 @@ PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
 REPLAY = {**OFF, "max_steps": 6, "resume": 4, "method_params": {"rollout_replay": {"start_batch": 1}}}
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
+    ["helpings", ["helpings"], dict(max_steps=2, learning_rate=0.05)],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
     ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
     ["filter", ["filter", "ppo"], OFF],
@@ -58,6 +60,8 @@ def test_two_ranks_are_one(tmp_path, one_rank):
     uneven = results["uneven"]["decisions"][0]["trained"]
     assert uneven[:32].sum() == 8 and uneven[32:].sum() == 32
     over = results["over first"]["decisions"][0]["trained"]
+    helpings = results["helpings"]["decisions"][0]
+    assert sorted(torch.bincount(helpings["group"]).tolist()) == [4] * 4 + [16] * 4, "rounds with edits"
     assert over[:48].sum() == 48, "the first rank keeps more rows than its 32 slots"
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_groups, finished, start
 
+from rl_plugins.demo.policy import build_tokenizer
 from rl_plugins.groups import Groups
 
 pytestmark = pytest.mark.host
@@ -34,6 +35,8 @@ PLACES = [
     "one",
     "decoupled_ppo",
     "vcpo",
+    "helpings+watch",
+    "twice",
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
@@ -128,6 +131,39 @@ def test_rounds_add_to_the_groups(carousel: Run) -> None:
     assert low.tolist() == (groups.size == 12).nonzero()[:, 0].tolist()
     expected = (r - groups.rows(groups.mean(r))) / (groups.rows(groups.std(r)) + 1e-6)
     assert torch.allclose(d.row_advantages, expected, atol=1e-9)
+
+
+def test_later_rounds_edit_prompts_and_have_the_room_of_groups_that_leave(carousel: Run) -> None:
+    """A first round that is all spare (n = 0): 4 rollouts each; the four groups of lowest mean reward get 12 more under
+    other words, which join the group they name, with the row as planned."""
+    step = place(carousel, "helpings+watch")
+    d, number = step["decision"], PLACES.index("helpings+watch")
+    rollouts, groups, r = d.rollouts, d.rollouts.groups, d.rollouts.reward
+    assert sorted(groups.size.tolist()) == [4] * 4 + [16] * 4 and step["batch_rows"] == 64 and step["padding"] == 0
+    means = Groups(rollouts.group).mean(torch.where(rollouts.rollout < 4, r, torch.nan))
+    low = groups.size == 16
+    assert means[low].max() <= means[~low].min() and torch.equal(d.trained, groups.rows(low))
+    inside = rollouts.subset(d.trained)
+    mean, std = (inside.groups.rows(f(inside.reward)) for f in (inside.groups.mean, inside.groups.std))
+    assert torch.allclose(d.row_advantages[d.trained], (inside.reward - mean) / (std + 1e-6), atol=1e-6)
+    assert [p["planned"] for p in rollouts.payload] == rollouts.prompt_index.tolist()
+    words = build_tokenizer().batch_decode([list(p) for p in rollouts.token_ids.prompt])
+    hinted = [f"d:{i:04d}" in text for i, text in zip(rollouts.prompt_index.tolist(), words, strict=True)]
+    assert hinted == [p.get("helping", 0) == 1 for p in rollouts.payload] == (rollouts.rollout >= 4).tolist()
+    update = next(u for u in carousel.updates() if u["methods"] == ["helpings", "watch"])
+    trained = build_tokenizer().batch_decode([list(p) for p in update["rows"]["prompts"]])
+    wanted = [text for text, kept in zip(words, d.trained.tolist(), strict=True) if kept]
+    assert sorted(trained) == sorted(wanted) and carousel.metrics(number + 1)["rl_plugins/rows_generated"] == 80
+
+
+def test_a_prompt_in_two_groups_of_its_own(carousel: Run) -> None:
+    d = place(carousel, "twice")["decision"]
+    rollouts, groups, r = d.rollouts, d.rollouts.groups, d.rollouts.reward
+    assert groups.size.tolist() == [SAMPLES] * PROMPTS and d.estimator == "host", "each has a mean of its own"
+    assert torch.equal(rollouts.prompt_index[:32], rollouts.prompt_index[32:])
+    assert len(rollouts.prompt_index.unique()) == PROMPTS // 2
+    expected = (r - groups.rows(groups.mean(r))) / (groups.rows(groups.std(r)) + 1e-6)
+    assert torch.allclose(d.row_advantages, expected, atol=1e-5)
 
 
 def test_gdpo_normalizes_each_reward(carousel: Run) -> None:
@@ -232,8 +268,6 @@ def test_staleness_is_verls_own(carousel: Run) -> None:
 
 
 def carousel_text(ids: tuple[int, ...]) -> str:
-    from rl_plugins.demo.policy import build_tokenizer
-
     return build_tokenizer().decode(ids)
 
 
