@@ -116,7 +116,7 @@ class Column(Prior):
             if whole is not None:
                 return torch.where(prompts < 0, torch.nan, whole[prompts.clamp(min=0)])
         check = number(allow_nan=True)
-        values = [torch.nan if i < 0 else check(_cell(self._dataset, i, self.name)) for i in prompts.tolist()]
+        values = [torch.nan if i < 0 else check(cell(self._dataset, i, self.name)) for i in prompts.tolist()]
         return torch.tensor(values, dtype=torch.float64)
 
 
@@ -207,7 +207,7 @@ class ContextPrior(Prior):
         }
 
     def text(self, prompt: int) -> str:
-        return prompt_text(_cell(self._dataset, prompt, self.prompt_column))
+        return prompt_text(cell(self._dataset, prompt, self.prompt_column))
 
 
 class Nearest(ContextPrior):
@@ -319,7 +319,12 @@ def _whole_column(dataset: Any, name: str) -> Tensor | None:
     return None if column.null_count else torch.from_numpy(column.to_numpy().astype("float64"))
 
 
-def _cell(dataset: Any, prompt: int, column: str) -> Any:
+def cell(dataset: Any, prompt: int, column: str) -> Any:
+    """What stands in a column of a dataset row, or in a field of those whose fields count as columns.
+
+    Raises:
+        ConfigError: nothing does.
+    """
     row = dataset[prompt]
     for place in (row, *(row[name] for name in _NESTED if isinstance(row.get(name), Mapping))):
         if column in place:

@@ -242,6 +242,11 @@ CASES: dict[str, Case] = {
         ({"eta": (1.0,), "eta_steps": (0,)}, {}),
         {"tau_abs": 0.1, "tau_rel": 0.9, "lookahead": (2, 4)},
     ),
+    "linear_ts": Case(
+        values={"column": ["answer"], "context": [("constant", "progress")]},
+        settings=({}, {"draws": 7}),
+        params={"column": "domain"},
+    ),
     "m_grpo": Case(World(prepare=PREPARE["m_grpo"]), {"main_agent": ["sub"]}),
     "m_grpo_rollout": Case(
         World(model=writes("call a", "call bb", "end"), max_tokens=200),

@@ -66,6 +66,7 @@ DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "dars": {"n_first": 3},  # of 4
     "brorl": {"ramp": [[0, 16]]},  # 4 rollouts per prompt are the demo's
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
+    "linear_ts": {"column": "level", "draws": 16},
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }
 

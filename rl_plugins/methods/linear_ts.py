@@ -1,0 +1,335 @@
+"""Linear Thompson sampling (arXiv 2505.15155): which domain of the dataset comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, shown
+from rl_plugins.groups import Groups
+from rl_plugins.method import Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.priors import cell
+from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+
+Array = NDArray[np.float64]
+
+CONSTANT, PROGRESS = "constant", "progress"
+MOST_ARMS = 1000  # a column with more values names no domains
+MOST_LOGGED = 16  # arms with metrics of their own
+THOMPSON, CONTEST = {"rule": "thompson"}, {"rule": "contest"}
+
+
+class LinearTS(Method):
+    """A bandit over the values of a dataset column: prompts come from the domains that promise most to learn.
+
+    Every value a of `column` is an arm with the posterior N(m_a, P_a^-1) of a reward that is linear in a context x.
+    Before a generation batch
+
+        theta_a ~ N(m_a, P_a^-1)                        `draws` times
+        weight of a = share of the draws in which x . theta_a is the largest of all arms
+
+    and after it, for each arm that had prompts, with its reward r:
+
+        m_a <- (P_a + x x^T / s2)^-1 (P_a m_a + r x / s2),   P_a <- P_a + x x^T / s2
+
+    from P_a = I / prior_variance and m_a = 0. x is what was known before the batch, r what came out of it.
+
+    The weights become shares of the batch's prompts by largest remainder; what rounding took from an arm is owed to it
+    in the next batch. The prompts of an arm come in a shuffled order, all of them before one comes again.
+
+    `reward` r of an arm: `informative`, the share of its groups whose rewards differ, or `gain`, its mean reward minus
+    that of its last visit. `context` x: a list of `constant` (1), `progress` (generation batch / batches of the run)
+    and names of logged values of the last update, taken as they are (0 before there is one).
+
+    `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor, a risk-adjusted bandit
+    without guarantees: of the last `window` rewards of each arm,
+
+        s_a = (mean_a - mean of all arms' rewards) / max(deviation_a, deviation_floor)
+        weight of a = (1 - exploration) max(s_a, 0) / sum_b max(s_b, 0) + exploration / arms
+
+    with equal weights while no score is positive.
+
+    Symbols: m (arms, d), P (arms, d, d), theta, x (d,) float64, d numbers of context; s2 = `noise_variance`;
+    deviations are population deviations.
+
+    Special cases: rows without a reward (NaN) are no evidence; an arm without any is not updated. Rows that `select`
+    removed count, foreign prompts do not. A rollout of several rows counts once. `gain` begins with an arm's second
+    visit. An arm gives all the prompts it has left at most; the rest is shared by the others. In asynchronous modes a
+    batch is booked under the context of the time it is trained, which is later than the one it was chosen in.
+
+    State: precision, mean, the last rewards and mean reward per arm, what is owed, the place in each arm's order, and
+    the logged values of the context. All draws are from `self.rng`.
+
+    Logs: per arm (the first 16 in alphabetical order) `share/<value>` of the batch's prompts and `reward/<value>`;
+    `reward`, mean over arms; `largest_share`.
+
+    Raises:
+        ConfigError: no such column, one value, or more than 1000; a stream; a parameter out of range.
+        MethodError: more prompts are asked for than are left.
+
+    Source: arXiv 2505.15155; `rdagent/scenarios/qlib/proposal/bandit.py` of the authors' code for the defaults.
+    """
+
+    name = "linear_ts"
+    paper = Paper(
+        "2505.15155",
+        "R&D-Agent-Quant: A Multi-Agent Framework for Data-Centric Factors and Model Joint Optimization",
+        "Yuante Li and Xu Yang and Xiao Yang and Minrui Xu and Xisen Wang and Weiqing Liu and Jiang Bian",
+        2025,
+        code="microsoft/RD-Agent",
+    )
+    fidelity = "paper"
+    use_when = "The dataset is a mix of a few domains, and how much the policy can learn from each changes in a run."
+    avoid_when = (
+        "The mix of domains is part of the task: an arm that teaches little is visited little. Or domains differ less "
+        "than a batch can tell: rewards are means over the few groups of an arm."
+    )
+    cost = "Nothing per step; the column is read once at the start."
+    disagreements = (
+        "The authors' code changes P in place before it computes P m, so that m <- m + P'^-1 x r / s2: no error is "
+        "ever subtracted, and m grows without end. Here it is the posterior.",
+        "In the authors' code r is a fixed linear function of the same x, the metrics after the step; here x is what "
+        "was known before and r what came after.",
+        "The authors choose between two arms (factor or model) with eight metrics as context. Domains of a dataset as "
+        "arms, shares of a batch, `draws` above 1, both rewards and `contest` as an option here are ours.",
+        "ContestTrade predicts mean and deviation of the next reward by two LightGBM models from the last five, and "
+        "gives nothing to arms with a score of 0 or less. `exploration` is ours, as is the mean that is subtracted: "
+        "rewards in [0, 1] would all be positive.",
+    )
+    needs = frozenset({"prompt_index"})
+    example_params = {"column": "domain"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        column: str = param("", "dataset column whose values are the arms")
+        rule: Literal["thompson", "contest"] = param(
+            "thompson", "posterior draws, or mean over deviation of the last rewards"
+        )
+        reward: Literal["informative", "gain"] = param(
+            "informative", "share of an arm's groups with unequal rewards, or growth of its mean reward"
+        )
+        context: tuple[str, ...] = param(
+            (CONSTANT,), "numbers of x: constant, progress, or names of logged values", only_if=THOMPSON
+        )
+        draws: int = param(
+            1,
+            "posterior draws per batch; 1: a whole batch comes from one arm (paper), more: a mix",
+            ge=1,
+            only_if=THOMPSON,
+        )
+        prior_variance: float = param(10.0, "of each number of theta", gt=0, only_if=THOMPSON)
+        noise_variance: float = param(0.5, "s2, of a reward", gt=0, only_if=THOMPSON)
+        window: int = param(5, "last rewards of an arm that count", ge=1, only_if=CONTEST)
+        deviation_floor: float = param(0.01, "smallest deviation that is divided by", gt=0, only_if=CONTEST)
+        exploration: float = param(
+            0.1, "share of the batch that is dealt to all arms alike", ge=0, le=1, only_if=CONTEST
+        )
+
+        def check(self) -> None:
+            if not self.column:
+                raise ConfigError("parameter `column` is missing: name the dataset column whose values are the arms.")
+            if not self.context or len(set(self.context)) < len(self.context):
+                raise ConfigError(
+                    f"`context` is {shown(list(self.context))}; it needs at least one name, and none twice: constant, "
+                    f"progress or logged values."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({"prompt_index", f"column:{self.params.column}"})
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        if run.dataset is None or run.dataset_size is None:
+            raise ConfigError(
+                "the dataset is a stream, whose rows cannot be chosen; give one with random access, or remove "
+                "`linear_ts`."
+            )
+        values = [str(v) for v in column_values(run.dataset, p.column, run.dataset_size)]
+        self._names = sorted(set(values))
+        count, d = len(self._names), len(p.context)
+        if not 1 < count <= MOST_ARMS:
+            raise ConfigError(
+                f"the column `{p.column}` has {count} different values (one is {shown(self._names[0])}); it must "
+                f"have 2 to {MOST_ARMS}. Name a column of domains."
+            )
+        number = {name: i for i, name in enumerate(self._names)}
+        arm = np.array([number[v] for v in values], dtype=np.int64)
+        self._arm = torch.from_numpy(arm)
+        order = np.argsort(arm, kind="stable")
+        self._prompts = np.split(order, np.cumsum(np.bincount(arm, minlength=count))[:-1])
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._batches = max(1, run.total_batches)
+        zero = torch.zeros(count, dtype=torch.float64)
+        self.state = {
+            "precision": torch.eye(d, dtype=torch.float64).repeat(count, 1, 1) / p.prior_variance,
+            "mean": torch.zeros(count, d, dtype=torch.float64),
+            "last": [[] for _ in range(count)],
+            "level": zero + torch.nan,
+            "owed": zero.clone(),
+            "place": torch.zeros(count, dtype=torch.int64),
+            "seed": torch.full((count,), -1, dtype=torch.int64),
+            "logged": {},
+        }
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        taken = np.array(sorted({i for i in pool.taken if i >= 0}), dtype=np.int64)  # a foreign prompt is -1
+        free = np.array([len(prompts) for prompts in self._prompts])
+        free = free - np.bincount(self._arm.numpy()[taken], minlength=len(free))
+        if n > free.sum():
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {free.sum()} of the dataset's {pool.size} are left. Make the "
+                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+            )
+        count, owed = shares(self._weights(pool.batch), n, free, self.state["owed"].numpy())
+        self.state["owed"] = torch.from_numpy(owed)
+        without = set(taken.tolist())
+        chosen = [i for arm, k in enumerate(count.tolist()) if k for i in self._next(arm, k, without)]
+        # prompts of one arm side by side would make optimizer steps of one domain
+        mixed: list[int] = self.rng("mix").permutation(chosen).tolist()
+        return mixed
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p, state, each = self.params, self.state, rollouts.once
+        known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
+        reward, groups = each.reward[known], Groups(each.group[known])
+        arm = self._arm[each.prompt_index[known]]
+        of_group = Groups(groups.max(arm.double()).long(), count=len(self._names))
+        informative = of_group.mean((groups.max(reward) > groups.min(reward)).double())
+        level = Groups(arm, count=len(self._names)).mean(reward)
+        value = informative if p.reward == "informative" else level - state["level"]
+        state["level"] = torch.where(torch.isnan(level), state["level"], level)
+        visited = (~torch.isnan(value)).nonzero()[:, 0]
+        x = self._x(rollouts.batch)
+        for i in visited.tolist():
+            state["precision"][i], state["mean"][i] = posterior(
+                state["precision"][i], state["mean"][i], x, float(value[i]), p.noise_variance
+            )
+            state["last"][i] = [*state["last"][i], float(value[i])][-p.window :]
+        self._keep_logged(stats)
+        self._report(rollouts, value)
+
+    def _weights(self, batch: int) -> Array:
+        """(arms,) that sum to 1."""
+        p, state = self.params, self.state
+        if p.rule == "contest":
+            return contest_weights(state["last"], p.deviation_floor, p.exploration)
+        noise = self.rng("theta").normal(size=(p.draws, *state["mean"].shape))
+        value = thompson_draws(state["precision"], state["mean"], torch.from_numpy(noise)) @ self._x(batch)
+        return np.bincount(value.argmax(1).numpy(), minlength=len(self._names)) / p.draws
+
+    def _x(self, batch: int) -> Tensor:
+        """(d,) x for a generation batch."""
+        logged = self.state["logged"]
+        known = {CONSTANT: 1.0, PROGRESS: min(batch / self._batches, 1.0)}
+        values = [known[name] if name in known else logged.get(name, 0.0) for name in self.params.context]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def _keep_logged(self, stats: Mapping[str, float]) -> None:
+        names = [name for name in self.params.context if name not in (CONSTANT, PROGRESS)]
+        finite = {name: float(stats[name]) for name in names if name in stats and np.isfinite(stats[name])}
+        self.state["logged"] = {**self.state["logged"], **finite}
+        missing = [name for name in names if name not in stats]
+        if stats and missing:
+            self.warn(
+                f"the run does not log {', '.join(f'`{n}`' for n in missing)}, so the context has 0 there. It logs: "
+                f"{', '.join(sorted(stats)[:20])}."
+            )
+
+    def _next(self, arm: int, k: int, without: set[int]) -> list[int]:
+        """The next k prompts of an arm in its order, but for those of `without`, which they join."""
+        place, chosen = self.state["place"], list[int]()
+        while len(chosen) < k:
+            prompts = self._prompts[arm]
+            seed, at = int(self.state["seed"][arm]), int(place[arm])
+            if seed < 0 or at >= len(prompts):
+                seed, at = int(self.rng(f"order {arm} {seed}").integers(2**31)), 0
+                self.state["seed"][arm] = seed
+            if self._orders.get(arm, (-1,))[0] != seed:
+                self._orders[arm] = seed, np.random.default_rng(seed).permutation(prompts)
+            prompt = int(self._orders[arm][1][at])
+            place[arm] = at + 1
+            if prompt not in without:
+                without.add(prompt)
+                chosen.append(prompt)
+        return chosen
+
+    def _report(self, rollouts: Rollouts, value: Tensor) -> None:
+        prompts = Groups(rollouts.prompt_index[rollouts.prompt_index >= 0]).ids
+        share = torch.bincount(self._arm[prompts], minlength=len(value)).double() / max(1, len(prompts))
+        self.log("reward", value.nanmean())
+        self.log("largest_share", share.max())
+        for i, name in enumerate(self._names[:MOST_LOGGED]):
+            self.log(f"share/{name}", share[i])
+            self.log(f"reward/{name}", value[i])
+
+
+def posterior(
+    precision: Tensor, mean: Tensor, x: Tensor, reward: float, noise_variance: float
+) -> tuple[Tensor, Tensor]:
+    """Precision (d, d) and mean (d,) of theta after a reward x . theta + noise."""
+    updated = precision + torch.outer(x, x) / noise_variance
+    return updated, torch.linalg.solve(updated, precision @ mean + reward * x / noise_variance)
+
+
+def thompson_draws(precision: Tensor, mean: Tensor, noise: Tensor) -> Tensor:
+    """(draws, arms, d) theta ~ N(mean, precision^-1).
+
+    Args:
+        precision: (arms, d, d). mean: (arms, d).
+        noise: (draws, arms, d) standard normal.
+    """
+    upper = torch.linalg.cholesky(precision).mT  # P = L L^T, and L^-T noise has the covariance P^-1
+    return mean + torch.linalg.solve_triangular(upper, noise[..., None], upper=True)[..., 0]
+
+
+def contest_weights(last: Sequence[Sequence[float]], deviation_floor: float, exploration: float) -> Array:
+    """(arms,) weights of `rule: contest` from the last rewards of each arm; one without any has the score 0."""
+    rewards = [r for of_arm in last for r in of_arm]
+    everything = float(np.mean(rewards)) if rewards else 0.0
+    score = np.array([(np.mean(x) - everything) / max(float(np.std(x)), deviation_floor) if x else 0.0 for x in last])
+    positive = np.maximum(score, 0.0)
+    total = positive.sum()
+    weights = positive / total if total > 0 else np.full(len(last), 1 / len(last))
+    return np.asarray((1 - exploration) * weights + exploration / len(last))
+
+
+def shares(weights: Array, n: int, free: NDArray[np.int64], owed: Array) -> tuple[NDArray[np.int64], Array]:
+    """n split in proportion to the weights, by largest remainder (of equal ones the first).
+
+    Args:
+        weights: (arms,) that sum to 1.
+        free: (arms,) the most each can give; what an arm lacks the others give in proportion to their weights, and
+            alike where these are 0.
+        owed: (arms,) what earlier roundings took from each; it is added to its part first.
+
+    Returns:
+        (arms,) counts that sum to n, and (arms,) what is owed now, in [-1, 1].
+    """
+    count = np.zeros(len(weights), dtype=np.int64)
+    part = np.maximum(weights * n + owed, 0.0)
+    while count.sum() < n:
+        open_ = count < free
+        part = np.where(open_, part, 0.0)
+        part = np.where(open_, 1.0, 0.0) if part.sum() <= 0 else part
+        quota = part * ((n - count.sum()) / part.sum())
+        given = np.floor(quota + 1e-9).astype(np.int64)
+        rest = max(0, int(n - count.sum() - given.sum()))
+        given[np.argsort(-(quota - given), kind="stable")[:rest]] += 1
+        count = np.minimum(count + given, free)
+        part = np.where(part > 0, weights, 0.0)
+    return count, np.clip(owed + weights * n - count, -1.0, 1.0)
+
+
+def column_values(dataset: Any, column: str, size: int) -> list[Any]:
+    """A column of a dataset, or a field of those whose fields count as columns."""
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return list(dataset[column])
+    return [cell(dataset, i, column) for i in range(size)]
