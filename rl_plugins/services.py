@@ -24,10 +24,13 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from rl_plugins.errors import ConfigError, MethodError, shortened, shown
 from rl_plugins.runtime.threads import Threads
+
+if TYPE_CHECKING:
+    from rl_plugins.rollouts import Run
 
 PROBES = 8  # calls, spread over the list, that must all fail before the others are not made
 LONGEST_PAUSE = 60.0  # seconds between two tries
@@ -474,6 +477,18 @@ def prompt_text(prompt: Any) -> str:
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n\n".join(f"{m.get('role', 'user')}: {m.get('content', '')}" for m in messages)
+
+
+def media_of(run: Run) -> str:
+    """Where the prompts of a run have images, video or sound: a column, or parts of the first prompt's messages; empty
+    if they are text alone, as far as can be told."""
+    found = [c for c in run.columns if c.rstrip("s") in ("image", "video", "audio")]
+    if not found and run.dataset is not None and run.dataset_size:
+        prompt = run.dataset[0].get("prompt")
+        messages = prompt if isinstance(prompt, (list, tuple)) else ()
+        parts = [m["content"] for m in messages if isinstance(m, Mapping) and isinstance(m.get("content"), list)]
+        found = [f"prompt ({p.get('type')})" for content in parts for p in content if p.get("type") != "text"]
+    return ", ".join(dict.fromkeys(found))
 
 
 def with_task(prompt: Any, change: Callable[[str], str]) -> Any:

@@ -324,6 +324,15 @@ CASES: dict[str, Case] = {
             "write": [lambda messages, history, seen: [*messages, {"role": "user", "content": f"{len(history)}"}]],
         },
     ),
+    "xrpo_seeds": Case(
+        values={
+            "embed": [lambda texts: [[draw(t, k) for k in range(4)] for t in texts]],
+            "prompt_column": ["question"],
+            "template": ["{examples} {problem}"],
+            "max_characters": [1],
+        },
+        settings=({}, {"corpus_size": 3}),
+    ),
     "v0": Case(
         values={"prior": [lambda prompts, context: [draw(p) for p in prompts]], "prior_column": ["score"]},
         settings=({}, {"prior": "column", "prior_column": "rate"}),

@@ -30,6 +30,10 @@ WANT_BINARY = (
     "dots_rr",
     "dars",
     "dars_b",
+    "xrpo",
+    "xrpo_allocate",
+    "xrpo_seeds",
+    "xrpo_novelty",
     "brorl",
 )
 LABELS = {

@@ -19,7 +19,7 @@ from rl_plugins.method import SameAs
 from rl_plugins.methods.dars import DARS_B, Dars, DarsBreadth, helping, served
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Budget, Completion, PlanRow, Rollouts
+from rl_plugins.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts
 from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
@@ -294,8 +294,10 @@ def test_a_threshold_makes_graded_rewards_right_or_wrong() -> None:
     ] * 2
     assert sizes(generated(dars_stack(32, success_threshold=0.61), graded, 32)[0]) == [32]
     assert sizes(generated(dars_stack(32, success_threshold=0.2), graded, 32)[0]) == [8]
-    stack = dars_stack(32, success_threshold=0.61)
-    assert not one_step(stack, generated(stack, graded, 32)[0], budget=32).stays.any()
+    for threshold, stays in ((0.61, False), (0.6, True), (0.2, True), (0.1, False)):
+        stack = dars_stack(32, success_threshold=threshold)
+        rollouts = make_rollouts([*graded[0][:8], 0.1][threshold == 0.1 :], [0] * (9 - (threshold == 0.1)))
+        assert bool(one_step(stack, rollouts, budget=32).stays.all()) == stays
 
 
 def test_upper() -> None:
@@ -343,11 +345,21 @@ def test_given_completions_and_rows_of_others_are_left_as_they_are() -> None:
 
 def test_beside_a_method_with_a_spare_rollout() -> None:
     """mc_grpo's pivot leaves after the filter; nothing overflows."""
-    for methods in ([McGrpo(), Dars()], [Dars(), McGrpo()]):
-        stack = start_stack(*methods, run=make_run(group_size=16))
-        rollouts, rounds = generated(stack, right(0, 1, 3, 8, of=9), 16)
-        assert sum(r.n for r in rounds.rows) <= 64
-        one_step(stack, rollouts, budget=64)
+    for size in (16, 8):
+        for methods in ([McGrpo(), Dars()], [Dars(), McGrpo()]):
+            stack = start_stack(*methods, run=make_run(group_size=size))
+            rollouts, rounds = generated(stack, right(0, 1, 3, 3, of=9), size)
+            assert [r.spare for r in rounds.rows[:4]] == [9 if isinstance(methods[0], McGrpo) else 8] * 4
+            assert all(r.n >= 0 for r in rounds.rows) and sum(r.n for r in rounds.rows) <= 4 * size
+            one_step(stack, rollouts, budget=4 * size)
+
+
+def test_rows_that_another_method_added_in_the_round_take_room() -> None:
+    """Of 20 rows 8 are the first rollouts, 5 another method's."""
+    (method,) = dars_stack(8).methods
+    added = PlanRow(4, 9, 5)
+    so_far = (GroupSoFar(PlanRow(0, 0, 0, spare=8), torch.zeros(8).double()),)
+    assert method.plan(Plan((added,), 8, 20, 1, so_far)).rows == (added, PlanRow(0, 0, 7))
 
 
 def test_budget_on_paper() -> None:

@@ -1,0 +1,30 @@
+"""XRPO (arXiv 2510.06672): where rollouts go, examples for prompts that failed, and a bonus for rare right answers."""
+
+from __future__ import annotations
+
+from rl_plugins.method import Bundle
+from rl_plugins.methods.xrpo.allocate import PAPER, XrpoAllocate, allocate, half_width
+from rl_plugins.methods.xrpo.novelty import XrpoNovelty, relative_likelihood
+from rl_plugins.methods.xrpo.seeds import XrpoSeeds
+from rl_plugins.methods.xrpo.similarity import tfidf_cosine
+
+XRPO = Bundle(
+    name="xrpo",
+    parts={"xrpo_allocate": {}, "xrpo_seeds": {"second_round": False}, "xrpo_novelty": {}},
+    paper=PAPER,
+    about="Three switches that also work apart: rollouts go to the prompts whose success rate is least certain "
+    "(`xrpo_allocate`), those among them that failed so far get solved examples into their context (`xrpo_seeds`), and "
+    "right answers that were unlikely count more (`xrpo_novelty`). Without `xrpo_allocate` set `second_round` of "
+    "`xrpo_seeds`. The paper has about 16 rollouts per prompt, and reports up to 4 % pass@1 over GRPO and GSPO.",
+)
+
+__all__ = [
+    "XRPO",
+    "XrpoAllocate",
+    "XrpoNovelty",
+    "XrpoSeeds",
+    "allocate",
+    "half_width",
+    "relative_likelihood",
+    "tfidf_cosine",
+]

@@ -1,0 +1,181 @@
+"""XRPO's allocator (arXiv 2510.06672): rollouts go to the prompts whose success rate is least certain."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Budget, GroupSoFar, Plan, Run
+
+PAPER = Paper(
+    "2510.06672",
+    "XRPO: Pushing the limits of GRPO with Targeted Exploration and Exploitation",
+    "Udbhav Bamba and Minghao Fang and Yifan Yu and Haizhong Zheng and Fan Lai",
+    2025,
+    code="UIUC-MLSys/XRPO",
+)
+Array = NDArray[np.float64]
+
+
+class XrpoAllocate(Method):
+    """Spends the rollouts of a batch in phases, the later ones where a prompt's mean reward is least certain.
+
+    Every prompt gets `n_first` rollouts. What is left of the batch is spread evenly over the phases 2 .. `phases` (an
+    odd rest goes to the earlier ones). In each of them, with n rewards of deviation s (divisor n - 1) of prompt q,
+
+        h(n)  = t_{1 - alpha/2, n - 1} s / sqrt(n)         half width of the interval of the mean reward
+        Pi    = h(n) - h(n + 1) + exploration sqrt(log(1 + T) / n)
+
+    and the rollouts are handed out one by one to the largest Pi; n grows with each, s stays until the phase is
+    generated. T counts all rollouts of these prompts so far, those handed out included. The total is the host's.
+
+    Symbols: h, Pi one per prompt, float64.
+
+    Special cases: a rollout without a reward (NaN) is not in n. A prompt with fewer than two rewards has s = 0; n
+    counts as 1 at least. Of equal Pi the prompt with fewer rollouts comes first, then the one that was planned first.
+    Prompts with given completions (replay) keep their number.
+
+    State: rollouts that are still to be handed out in the batch.
+
+    Logs: `half_width`, mean h of the prompts with s > 0 before the last phase; `most`, rollouts of the largest group;
+    `moved`, share of the rollouts that went elsewhere than in equal groups.
+
+    Raises:
+        ConfigError: n_first > group size, or a group of one.
+
+    Source: arXiv 2510.06672, as read through third parties: h, Pi, alpha and three phases.
+    """
+
+    name = "xrpo_allocate"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Groups are of 8 or more, and prompts of one batch range from hopeless to solved."
+    avoid_when = (
+        "Groups are small: two or three rewards tell little of s, and a prompt that failed twice counts as certain."
+    )
+    cost = "The same number of rollouts, in `phases` rounds of generation instead of one."
+    disagreements = (
+        "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
+        "Inferred: that rollouts are handed out one by one; what T counts (one source calls it training steps); the "
+        "square root of the bonus (another source has none).",
+        "n_first and the weight of the bonus could not be read: half of the group size and `exploration` are ours. "
+        "examples/evidence/xrpo.py measures both.",
+        "Of equal priorities the prompt with fewer rollouts comes first, which is ours: without a bonus all prompts of "
+        "one outcome are equal.",
+    )
+    rounds = True
+    decides_rollouts = True
+    full_batch = True  # rollouts are moved between prompts, not taken away
+    min_group_size = 2
+    idle = (Idle({"moved": 0}, "all groups are equally large. Lower `n_first`, or look whether rewards differ."),)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        phases: int = param(3, "rounds of generation", ge=2, le=32)
+        n_first: int | None = param(
+            None, "rollouts of every prompt in the first phase; none: half of the group size", ge=2
+        )
+        alpha: float = param(0.05, "1 - confidence of the interval", gt=0, lt=1)
+        exploration: float = param(0.1, "weight of the bonus for prompts with few rollouts", ge=0)
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if p.n_first is not None and p.n_first > run.group_size:
+            raise ConfigError(
+                f"the batch has {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the group "
+                f"size, or lower `n_first`."
+            )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """`n_first` of each prompt, and the rest spread over the later phases."""
+        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
+        least = min(self._first(run.group_size), budget.per_prompt[0])
+        left = rows - prompts * least
+        return budget.replace(per_prompt=(least, least + left), rounds=budget.rounds + min(left, p.phases - 1))
+
+    def start(self, run: Run) -> None:
+        self.state = {"left": 0}
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """n_first each; in every later round a phase of the rest."""
+        p = self.params
+        if plan.round == 0:
+            first = self._first(plan.group_size)
+            rows = tuple(row if row.given else row.replace(n=min(row.n, first)) for row in plan.rows)
+            self.state["left"] = plan.trained - sum(row.n for row in rows)
+            return plan.replace(rows=rows)
+        groups = [g for g in plan.so_far if not g.row.given]
+        left = min(self.state["left"], plan.budget - plan.trained)
+        if plan.round >= p.phases or left <= 0 or not groups:
+            return None
+        phase = -(-left // (p.phases - plan.round))
+        rewards = [g.rewards[~g.rewards.isnan()].double().numpy() for g in groups]
+        n, std = np.array([len(r) for r in rewards]), np.array([deviation(r) for r in rewards])
+        extra = allocate(n, std, sum(len(g.rewards) for g in groups), phase, p.alpha, p.exploration)
+        self.state["left"] -= phase
+        if self.state["left"] == 0:
+            self._report(groups, extra, half_width(std, n, p.alpha)[std > 0])
+        pairs = zip(groups, extra, strict=True)
+        return plan.replace(rows=(*plan.rows, *(g.row.replace(n=e, spare=0, given=()) for g, e in pairs if e)))
+
+    def _first(self, group_size: int) -> int:
+        return self.params.n_first or max(2, group_size // 2)
+
+    def _report(self, groups: Sequence[GroupSoFar], extra: Sequence[int], width: Array) -> None:
+        size = np.array([len(g.rewards) - g.row.spare + e for g, e in zip(groups, extra, strict=True)])
+        self.log("most", int(size.max()), "max")
+        self.log("moved", float(np.abs(size - size.mean()).sum() / 2 / size.sum()))
+        if len(width):
+            self.log("half_width", float(width.mean()))
+
+
+def deviation(rewards: Array) -> float:
+    """Standard deviation with divisor n - 1; 0 for fewer than two rewards. The order of the rewards is of no matter."""
+    ordered = np.sort(rewards)
+    return float(ordered.std(ddof=1)) if len(ordered) > 1 and ordered[0] != ordered[-1] else 0.0
+
+
+def half_width(std: Array, n: Array | NDArray[np.int64], alpha: float) -> Array:
+    """Half width of the Student-t interval of the mean of n values, elementwise; 0 where std is 0.
+
+    Args:
+        std: deviation, divisor n - 1.
+        n: values, at least 2 where std is above 0.
+    """
+    from scipy.stats import t  # takes longer to load than all methods
+
+    return np.asarray(t.ppf(1 - alpha / 2, np.maximum(n, 2) - 1) * std / np.sqrt(np.maximum(n, 1)))
+
+
+def allocate(
+    n: Sequence[int] | NDArray[np.int64],
+    std: Sequence[float] | Array,
+    drawn: int,
+    total: int,
+    alpha: float = 0.05,
+    exploration: float = 0.1,
+) -> list[int]:
+    """How many of `total` further rollouts each prompt gets, handed out one by one to the largest priority.
+
+    Args:
+        n: (prompts,) rewards so far.
+        std: (prompts,) their deviations.
+        drawn: rollouts made so far, those without a reward included.
+        alpha, exploration: as the parameters.
+    """
+    first, deviations = np.array(n, dtype=np.int64), np.asarray(std, dtype=np.float64)
+    have = first.copy()
+    width = half_width(np.ones(1), np.arange(int(have.max()) + total + 2), alpha)  # [n], of a deviation of 1
+    for t in range(total):
+        gain = deviations * (width[have] - width[have + 1])
+        priority = gain + exploration * np.sqrt(math.log(1 + drawn + t) / np.maximum(have, 1))
+        best = np.flatnonzero(priority == priority.max())
+        have[best[np.argmin(have[best])]] += 1
+    return [int(e) for e in have - first]

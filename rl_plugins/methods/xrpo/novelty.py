@@ -1,0 +1,93 @@
+"""XRPO's sharpening (arXiv 2510.06672): right answers that are unlikely for their group are reinforced more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Idle, Method
+from rl_plugins.methods.xrpo.allocate import PAPER
+from rl_plugins.params import MethodParams, above, param
+from rl_plugins.rollouts import Rollouts, Shape, Tokens
+
+
+class XrpoNovelty(Method):
+    """Adds a bounded bonus to the advantage of right answers that the policy found less likely than its others.
+
+    After any estimator, for rollout i of a group, with A_i > 0:
+
+        s_i   = mean over its tokens of log pi_old
+        eta_i = exp(s_i - mean of s over the group)
+        A_i  <- A_i + min(max(weight (1 - eta_i), 0), cap A_i)
+
+    So the bonus is in [0, cap A_i], and above 0 only where eta_i < 1. Advantages of 0 and below stay as they are.
+    `weight` = 0 or `cap` = 0 changes nothing, nor does adding a constant to all log-probs.
+
+    Symbols: A (tokens,) float64, s and eta one per rollout. A rollout of several rows is one answer: its tokens count
+    together. Where a row's tokens have different advantages, each has the bonus of its own.
+
+    Special cases: rollouts without a reward (NaN) or without a token are in no mean. Groups of equal log-probs, and
+    groups whose advantages are 0, stay as they are.
+
+    Logs: `bonus`, mean bonus of the tokens with A > 0; `capped`, share of them that the cap holds; `novel`, share of
+    the rollouts with eta < 1 among those with A > 0.
+
+    Raises:
+        ConfigError: the run has no old log-probs.
+        MethodError: a host hands out tokens without them. They are never recomputed here.
+
+    Source: arXiv 2510.06672, as read through third parties: eta, bonus, weight 2.5 and cap 0.5.
+    """
+
+    name = "xrpo_novelty"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Rewards are right or wrong, and the policy's right answers become all alike."
+    avoid_when = "Answers are short and log-probs of wrong tokens noisy: what is unlikely is then mostly luck."
+    cost = "Old log-probs of the batch: one pass more in TRL where each batch is used for a single update."
+    disagreements = (
+        "A third party's code gives the bonus to wrong answers, too (|A| in place of A), which reviews of the paper "
+        "contradict. It is not offered.",
+        "Whether the mean of s is over the whole group or its right answers could not be read: it is the whole group, "
+        "as in that code.",
+    )
+    needs = frozenset({"tokens", "old_logprobs"})
+    idle = (Idle({"bonus": 0}, "no right answer is less likely than its group, or `weight` or `cap` is 0."),)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        weight: float = param(2.5, "lambda, bonus of an answer of vanishing likelihood", ge=0)
+        cap: float = param(
+            0.5, "kappa: the bonus is at most this share of the advantage", ge=0, only_if={"weight": above(0)}
+        )
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        p = self.params
+        if tokens.old_logprobs is None:
+            raise MethodError(
+                "the tokens have no `old_logprobs`, of which novelty is made. Use a host that computes log-probs of "
+                "the policy at the start of the step, or remove `xrpo_novelty`."
+            )
+        of_rollout = rollouts.once.rows.index[tokens.row]
+        advantage, likelihood = tokens.advantages, relative_likelihood(rollouts, tokens)[of_rollout]
+        wanted = (p.weight * (1 - likelihood)).clamp(min=0)
+        positive = advantage > 0
+        bonus = torch.where(positive, torch.minimum(wanted, p.cap * advantage), 0.0)
+        self.log("bonus", bonus[positive].mean())
+        self.log("capped", (wanted > p.cap * advantage)[positive].double().mean())
+        right = Groups(of_rollout[positive])
+        self.log("novel", (right.min(likelihood[positive]) < 1).double().mean())
+        return Shape(advantages=advantage + bonus)
+
+
+def relative_likelihood(rollouts: Rollouts, tokens: Tokens) -> Tensor:
+    """eta, (rollouts,) float64: the likelihood per token over that of the group; 1 where there is none."""
+    each = rollouts.once
+    assert tokens.old_logprobs is not None
+    mean = Groups(each.rows.index[tokens.row], count=each.rows.count).mean(tokens.old_logprobs.double())
+    mean = torch.where(torch.isnan(each.reward), torch.nan, mean)
+    return torch.exp(mean - each.groups.rows(each.groups.mean(mean))).nan_to_num(nan=1.0)

@@ -1,0 +1,283 @@
+"""XRPO's seeding (arXiv 2510.06672): prompts that failed are tried again with solved ones like them in the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.method import Idle, Method
+from rl_plugins.methods.xrpo.allocate import PAPER
+from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.services import fill, media_of, prompt_text, with_task
+
+TEMPLATE = """Here are similar problems with their solutions.
+
+{examples}
+
+Solve this problem in the same way.
+
+{problem}"""
+EXAMPLE = "Problem:\n{problem}\n\nSolution:\n{solution}"
+MOST_TEXTS = 65536  # prompts whose words or embeddings are kept in memory
+
+
+class XrpoSeeds(Method):
+    """Puts solved examples of similar problems into the context of prompts whose rollouts all failed.
+
+    A corpus C holds right answers of earlier batches, the newest of each prompt. In every round but the first, for a
+    prompt q without a success so far:
+
+        E  = the `examples` prompts of C that are most similar to q, q itself never among them
+        o ~ pi(. | template(E with their answers, q))        instead of pi(. | q)
+
+    Similarity is the cosine of TF-IDF vectors of the prompts, or of what `embed` makes of them; a prompt with a
+    similarity of 0 or less is no example. Without an example q stays as it is. A prompt that has a success stays plain
+    from then on.
+
+    The rollouts are trained under the prompt they were made with, examples included, so they are on-policy. They join
+    the group of the plain ones. What is learned is to solve q with examples in sight; that it carries over to the plain
+    prompt is the paper's hope.
+
+    With `second_round` half of every prompt's rollouts (of an odd number the smaller half) are made in a second round;
+    the number stays. Without it, it changes the prompts of the rows that other methods plan in later rounds
+    (`xrpo_allocate`, `dars`, `v0_5`), and plans none.
+
+    Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
+    the corpus, after them. A rollout of several rows is one answer.
+
+    Special cases: prompts whose rollouts have no reward at all (NaN), foreign prompts (-1) and rows with given
+    completions are not seeded. An answer longer than `max_characters` is cut. A corpus larger than `corpus_size` loses
+    its oldest answers.
+
+    State: the answers by dataset row, oldest first; of the present batch what is left for the second round, and which
+    rollouts were seeded.
+
+    Logs: `corpus`, prompts in it; `later`, rollouts of later rounds; `seeded`, those of them with examples; `rescued`,
+    prompts that first succeeded with examples; `right`, share of successes with examples.
+
+    Raises:
+        ConfigError: prompts with images, a stream, a template without its fields.
+        MethodError: a prompt column that does not exist, or `embed` returns something else than a row of finite numbers
+            for each text.
+
+    Source: arXiv 2510.06672, as read through third parties: the rule, K = 2, and a fixed template.
+    """
+
+    name = "xrpo_seeds"
+    paper = PAPER
+    fidelity = "paper"
+    use_when = "Many prompts are never answered rightly, others like them are, and answers fit into the context twice."
+    avoid_when = "Prompts have little in common, or are near the length limit already. Answers are worth no imitation."
+    cost = (
+        "Prompts of seeded rollouts are longer by `examples` prompts and answers of up to max_characters each, and so "
+        "are their log-prob passes: the host's prompt limit must leave room. A second round of generation."
+    )
+    disagreements = (
+        "Whether the paper trains on the plain or the augmented prompt was not established; the plain one would be "
+        "off-policy, so it is the augmented one here.",
+        "The paper retrieves with Qwen3-Embedding-8B; here it is TF-IDF unless `embed` is given.",
+        "The paper's template was not read; it is our own words. Limits of the corpus, and that it keeps one answer of "
+        "each prompt, are ours.",
+        "In the paper an answer joins the corpus at once; here with its batch.",
+    )
+    rounds = True
+    decides_rollouts = True
+    full_batch = True
+    idle = (
+        Idle(
+            {"later": 0},
+            "no rollouts were planned after the first round, so none could be seeded. Set `second_round`, or name a "
+            "method that generates in rounds.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        examples: int = param(2, "K, solved prompts in the context", ge=1)
+        second_round: bool = param(
+            True, "half of the rollouts in a second round; off beside a method that makes rounds"
+        )
+        corpus_size: int = param(1024, "prompts whose answers are kept", ge=1)
+        max_characters: int = param(2000, "length at which an answer is cut", ge=1)
+        embed: Callable[..., Any] | None = param(
+            None, "function embed(texts): a row of numbers for each text, instead of TF-IDF"
+        )
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        template: str | None = param(
+            None, "prompt with the fields {examples} and {problem}; none: English words of our own"
+        )
+
+        def check(self) -> None:
+            missing = [f for f in ("{examples}", "{problem}") if f not in (self.template or TEMPLATE)]
+            if missing:
+                raise ConfigError(f"`template` lacks {' and '.join(missing)}; the policy must see both.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.decides_rollouts = self.params.second_round
+        self.needs = frozenset({"prompt_index", "text", f"column:{self.params.prompt_column}"})
+        self._dataset: Any = None
+        self._known: dict[int, Any] = {}  # dataset row -> its words, or its embedding
+
+    def check(self, run: Run) -> None:
+        media = media_of(run)
+        if media:
+            raise ConfigError(
+                f"the prompts have {media}, and examples of several prompts with images cannot be put into one. Use a "
+                f"dataset of texts, or remove `{self.name}`."
+            )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        return budget.replace(rounds=budget.rounds + (self.params.second_round and budget.per_prompt[1] > 1))
+
+    def start(self, run: Run) -> None:
+        if run.dataset is None:
+            raise ConfigError(
+                f"the dataset is a stream, and answers are kept by dataset rows. Use a dataset with random access, or "
+                f"remove `{self.name}`."
+            )
+        self._dataset = run.dataset
+        self.state = {"answers": {}, "left": {}, "seeded": []}
+
+    def plan(self, plan: Plan) -> Plan:
+        """Of the first round the half, if it is to be split; in later rounds the rest, and examples for those that
+        failed."""
+        if plan.round == 0:
+            return self._split(plan) if self.params.second_round else plan
+        rows, so_far = plan.rows, {g.row.group: g for g in plan.so_far}
+        if plan.round == 1:
+            left = self.state["left"]
+            rest = [(g.row, left.get(str(g.row.group), 0)) for g in plan.so_far]
+            rows += tuple(row.replace(n=n, spare=0, given=()) for row, n in rest if n)
+        self.log("later", sum(row.n + row.spare for row in rows), "sum")
+        seeded, count = [], {g: len(of.rewards) for g, of in so_far.items()}
+        for row in rows:
+            new = self._seeded(row, so_far[row.group]) if row.group in so_far else row
+            size = row.n + row.spare
+            if new is not row:
+                self.state["seeded"].append([row.group, count[row.group], size])
+            if row.group in count:
+                count[row.group] += size
+            seeded.append(new)
+        return plan.replace(rows=tuple(seeded))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        self._report(rollouts)
+        self._remember(rollouts)
+        self.state["left"], self.state["seeded"] = {}, []
+        self.log("corpus", len(self.state["answers"]))
+
+    # ---- the plan
+
+    def _split(self, plan: Plan) -> Plan:
+        rows, left = [], self.state["left"]
+        for row in plan.rows:
+            later = 0 if row.given else row.n // 2
+            if later:
+                left[str(row.group)] = left.get(str(row.group), 0) + later
+            rows.append(row.replace(n=row.n - later))
+        return plan.replace(rows=tuple(rows))
+
+    def _seeded(self, row: PlanRow, group: GroupSoFar) -> PlanRow:
+        """The row with examples in its prompt; the row itself where there is nothing to do."""
+        known = group.rewards[~group.rewards.isnan()]
+        failed = len(known) > 0 and not bool((known >= self.params.success_threshold).any())
+        if not failed or row.given or row.prompt_index < 0:
+            return row
+        examples = self._examples(row.prompt_index)
+        if not examples:
+            return row
+        column, edit, answers = self.params.prompt_column, dict(row.edit or {}), self.state["answers"]
+        shown = "\n\n".join(fill(EXAMPLE, {"problem": self._text(i), "solution": answers[str(i)]}) for i in examples)
+        prompt = edit[column] if column in edit else self._cell(row.prompt_index)
+        told = with_task(
+            prompt, lambda task: fill(self.params.template or TEMPLATE, {"examples": shown, "problem": task})
+        )
+        return row.replace(edit={**edit, column: told})
+
+    def _examples(self, prompt: int) -> list[int]:
+        """Dataset rows of the most similar solved prompts, the most similar first, of equal ones the newest."""
+        others = [i for i in map(int, reversed(self.state["answers"])) if i != prompt]
+        if not others:
+            return []
+        likeness = np.array(self._likeness(prompt, others))
+        order = np.argsort(-likeness, kind="stable")[: self.params.examples]
+        return [others[i] for i in order if likeness[i] > 0]
+
+    def _likeness(self, prompt: int, others: Sequence[int]) -> list[float]:
+        if self.params.embed is None:
+            missing = [i for i in (prompt, *others) if i not in self._known]
+            self._keep({i: words(self._text(i)) for i in missing})
+            return tfidf_cosine(self._known[prompt], [self._known[i] for i in others])
+        missing = [i for i in (prompt, *others) if i not in self._known]
+        if missing:
+            self._keep(dict(zip(missing, self._embedded([self._text(i) for i in missing]), strict=True)))
+        return [float(self._known[prompt] @ self._known[i]) for i in others]
+
+    def _keep(self, found: Mapping[int, Any]) -> None:
+        if len(self._known) > MOST_TEXTS:
+            self._known = {i: x for i, x in self._known.items() if str(i) in self.state["answers"]}
+        self._known |= found
+
+    def _embedded(self, texts: list[str]) -> Any:
+        """(texts, size) vectors of length 1, or 0."""
+        assert self.params.embed is not None
+        made = torch.as_tensor(np.asarray(self.params.embed(texts), dtype=np.float64))
+        if made.ndim != 2 or len(made) != len(texts) or not bool(torch.isfinite(made).all()):
+            raise MethodError(
+                f"`embed` returned the shape {tuple(made.shape)} for {len(texts)} texts; a row of finite numbers for "
+                f"each is needed."
+            )
+        return made / made.norm(dim=1, keepdim=True).clamp(min=1e-30)
+
+    def _text(self, prompt: int) -> str:
+        return prompt_text(self._cell(prompt))
+
+    def _cell(self, prompt: int) -> Any:
+        row, column = self._dataset[prompt], self.params.prompt_column
+        if column not in row:
+            raise MethodError(
+                f"the dataset has no column `{column}` (it has: {', '.join(sorted(row))}). Set `prompt_column`."
+            )
+        return row[column]
+
+    # ---- what became of it
+
+    def _remember(self, rollouts: Rollouts) -> None:
+        """The first right answer of each prompt takes the place of its older one, as the newest."""
+        p, answers = self.params, self.state["answers"]
+        assert rollouts.text is not None  # in `needs`
+        each = rollouts.once
+        right = each.rows.rows(each.reward >= p.success_threshold) & (rollouts.prompt_index >= 0)
+        new: dict[str, str] = {}
+        for of_rollouts in each.members(rollouts, right).values():
+            for rows in of_rollouts:
+                text = "\n".join(rollouts.text[i] for i in rows)[: p.max_characters]
+                if text.strip():
+                    new.setdefault(str(int(rollouts.prompt_index[rows[0]])), text)
+        for prompt, text in new.items():
+            answers.pop(prompt, None)
+            answers[prompt] = text
+        for prompt in list(answers)[: max(0, len(answers) - p.corpus_size)]:
+            del answers[prompt]
+
+    def _report(self, rollouts: Rollouts) -> None:
+        each = rollouts.once
+        seeded = torch.zeros(len(each.group), dtype=torch.bool)
+        for group, start, size in self.state["seeded"]:
+            seeded |= (each.group == group) & (each.rollout >= start) & (each.rollout < start + size)
+        self.log("seeded", int(seeded.sum()), "sum")
+        scored = ~torch.isnan(each.reward)
+        success = each.reward >= self.params.success_threshold
+        if bool((seeded & scored).any()):
+            self.log("right", success[seeded & scored].double().mean())
+        with_examples = each.groups.max((success & seeded).double()) > 0
+        self.log("rescued", int(with_examples.sum()), "sum")
