@@ -35,6 +35,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     },
     "dars": {"n_first": 2, "n_max": 6},
     "drpo": {"threshold": 0.5},
+    "best_perm": {"templates": ("{prompt}?", "{prompt}!")},
     "linear_ts": {"column": "domain"},
     "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
     "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},

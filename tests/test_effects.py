@@ -176,6 +176,16 @@ CASES: dict[str, Case] = {
         ({}, {"judge": None, "judge_url": NOWHERE, "judge_model": "m", "judge_retries": 0}),
         {"judge": judge},
     ),
+    "best_perm": Case(
+        values={
+            "prompt_column": ["answer"],
+            "templates": [("{prompt} again",)],
+            "hints_column": ["answer"],
+            "hint_template": ["{hint}{prompt}"],
+            "values": [(0.1, 0.9)],
+        },
+        settings=({"templates": ("{prompt}?", "{prompt}!")}, {"hints_column": "hints"}),
+    ),
     "brorl": Case(values={"ramp": [((1, 8),)], "answer": [len]}),
     "cleaner": Case(
         World(model=writes(*TURNS), max_tokens=600),

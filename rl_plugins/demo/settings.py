@@ -35,6 +35,7 @@ WANT_BINARY = (
     "xrpo_seeds",
     "xrpo_novelty",
     "brorl",
+    "best_perm",
 )
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
@@ -71,6 +72,7 @@ DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "brorl": {"ramp": [[0, 16]]},  # 4 rollouts per prompt are the demo's
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
     "linear_ts": {"column": "level", "draws": 16},
+    "best_perm": {"templates": ["{prompt}"] * 2},  # the policy knows no hints: further plain tries
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes
 }
 

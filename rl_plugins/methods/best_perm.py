@@ -1,0 +1,362 @@
+"""BestPerm (arXiv 2401.08961): prompts without a success try hints one after another, in the best order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, shown
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import GIVEN, MethodParams, param
+from rl_plugins.priors import cell
+from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.services import fill, with_task
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+MOST_LOGGED = 16  # hints with a metric of their own
+
+
+class BestPerm(Method):
+    """A cascade of hints: after plain rollouts without a success, the next hint, until one succeeds.
+
+    Reconstruction: the oracle is that of the paper's problem, a dynamic program that was derived anew; the paper has
+    neither hints nor language models, and its values are those of states of a Markov process, not constants.
+
+    Every prompt gets n_first plain rollouts. Round by round each prompt without a success then tries the next hint of
+    its list, with n_hint rollouts under the hinted prompt. The list A of at most m = `max_hints` hints maximizes
+
+        f(A) = sum_i [prod_{j<i} (1 - u_j)] u_i w_i + [prod_{all i} (1 - u_i)] w_none
+
+    with u_k the estimated acceptance of hint k, the chance that a try of it has a success, and w_k its value if it has
+    (`best_permutation`). After the batch, for every hint k that was tried:
+
+        a_k <- a_k + 1[a rollout of the try succeeded],   b_k <- b_k + 1[none did]
+        u_k  = (a_k + 1) / (a_k + b_k + 2)                                  `estimate: posterior`
+        u_k  = min(1, a_k / (a_k + b_k) + sqrt(1.5 ln t / (a_k + b_k)))     `estimate: upper`, 1 for a hint never tried
+
+    with t = 1 + cascades so far. Hints behind the accepted one, and those there was no room for, were not observed and
+    are not counted. All rollouts of a prompt are one group: the estimator compares those of a hint with the plain ones.
+
+    Hints are the texts in `hints_column`, a list per prompt (the k-th of every prompt is hint k), put into the prompt
+    by `hint_template`; or `templates`, texts with {prompt}. w_k is `values[k]`, net of what the hint costs; by default
+    1 - k / K for the k-th of K from 0, so that earlier hints are worth more. A cost that failed tries pay too is not
+    part of this problem, and the list is then not the best one.
+
+    Symbols: u, w one per hint. A success is a reward >= success_threshold, of the reward functions, before `rewards`
+    hooks.
+
+    Special cases: the group size is the room: what prompts with an early success do not need serves others, in the
+    order of the plan, and what nobody needs stays empty. Hints with w_k <= w_none are never tried. Of equal values the
+    likelier hint comes first, which changes no f. A rollout without a reward (NaN) is no evidence; a prompt without any
+    reward asks for nothing, a try without any is not counted. Prompts with given completions are left as planned. A
+    rollout of several rows counts once.
+
+    State: `accepted`, `rejected` per hint, `cascades`.
+
+    Logs: `plain`, share of the prompts with a success among the plain rollouts; `hinted`, share that tried a hint;
+    `rescued`, share of those that had a success by one; `tries` per prompt that tried; `acceptance/k`, u of hint k (the
+    first 16) as it was used.
+
+    Raises:
+        ConfigError: neither or both sources of hints, a template without {prompt}, too few values, n_first > group
+            size, a stream, a dataset with images.
+        MethodError: hints of a prompt are no list of texts, or more than `values`.
+
+    Source: arXiv 2401.08961, problem and oracle BestPerm; without code.
+    """
+
+    name = "best_perm"
+    paper = Paper(
+        "2401.08961",
+        "Cascading Reinforcement Learning",
+        "Yihan Du and R. Srikant and Wei Chen",
+        2024,
+    )
+    fidelity = "reconstruction"
+    use_when = "Many prompts have no success at all, and hints for them exist, from weak to strong."
+    avoid_when = (
+        "The policy is to be trained on the prompts as they are alone: rollouts of a hint are trained under the hinted "
+        "prompt. Or tries cost much and success is rare: the order does not account for failed tries."
+    )
+    cost = (
+        "One more round of generation per hint that is tried. Between n_first and group size rollouts per prompt on "
+        "average, in the room of the batch."
+    )
+    disagreements = (
+        "The paper's values depend on the state and are learned with a bonus; here they are constants, and the "
+        "acceptance alone is estimated, stationary and alike for all prompts.",
+        "A later hint meets only prompts on which the earlier ones failed, so its estimate is that of hard prompts.",
+        "`upper` is the bound of cascading bandits (1.5 ln t); the paper's has another bonus. `posterior`, rounds in "
+        "the room of the batch and default values are ours.",
+    )
+    needs = frozenset({"prompt_index"})
+    rounds = True
+    decides_rollouts = True
+    idle = (
+        Idle(
+            {"hinted": 0.0},
+            "no prompt tried a hint: each had a success among its first rollouts, or no hint is worth more than "
+            "`value_none`, or n_first leaves no room.",
+        ),
+    )
+    example_params = {"hints_column": "hints"}
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        hints_column: str = param("", "dataset column with a list of hints per prompt")
+        hint_template: str = param(
+            "{prompt}\n\nHint: {hint}", "the hinted prompt, with {prompt} and {hint}", only_if={"hints_column": GIVEN}
+        )
+        templates: tuple[str, ...] = param((), "hinted prompts with {prompt}, instead of a column")
+        n_first: int | None = param(None, "plain rollouts of every prompt; none: half of the group size", ge=1)
+        n_hint: int = param(1, "rollouts of a try", ge=1)
+        max_hints: int = param(3, "m, hints a prompt tries at most", ge=1, le=32)
+        values: tuple[float, ...] = param(
+            (), "w, value of a success by each hint, net of its cost; none: 1 - k/K for hint k of K"
+        )
+        value_none: float = param(0.0, "w_none, value of no success")
+        estimate: Literal["upper", "posterior"] = param(
+            "upper", "acceptance as an upper confidence bound (paper) or the mean of a Beta posterior"
+        )
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+
+        def check(self) -> None:
+            if bool(self.hints_column) == bool(self.templates):
+                raise ConfigError(
+                    f"{'both' if self.templates else 'neither'} `hints_column` and `templates` are given; give one of "
+                    f"them: a dataset column with lists of hints, or hinted prompts with {{prompt}}."
+                )
+            wanted = ("{prompt}", "{hint}") if self.hints_column else ("{prompt}",)
+            for text in [self.hint_template] if self.hints_column else self.templates:
+                missing = [field for field in wanted if field not in text]
+                if missing:
+                    raise ConfigError(f"the template {shown(text)} lacks {' and '.join(missing)}.")
+            if self.values and len(self.values) < len(self.templates):
+                raise ConfigError(
+                    f"`values` has {len(self.values)} numbers for {len(self.templates)} templates; it needs one each."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        column = self.params.hints_column
+        self.needs = frozenset({"prompt_index"} | ({f"column:{column}"} if column else set()))
+
+    def check(self, run: Run) -> None:
+        media = sorted(set(run.columns) & set(MEDIA))
+        if media:
+            raise ConfigError(
+                f"the dataset has the column{'s' if len(media) > 1 else ''} {', '.join(media)}, and rounds under other "
+                f"prompts cannot be made with images, videos or audio. Use prompts of text."
+            )
+        if (self.params.n_first or 1) > run.group_size:
+            raise ConfigError(
+                f"`n_first` is {self.params.n_first}, and the batch has room for {run.group_size} rollouts per prompt. "
+                f"Lower `n_first`, or raise the group size (what is above n_first is room for hints)."
+            )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """n_first of each prompt, and tries while there is room."""
+        p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
+        first = min(self._first(run.group_size), budget.per_prompt[0])
+        tries = min(p.max_hints, len(p.templates) or p.max_hints)
+        most = min(rows, prompts * (first + tries * p.n_hint))
+        spare = [made - n for made, n in zip(budget.generated, budget.trained, strict=True)]
+        low = budget.prompts[0] * first
+        return budget.replace(
+            per_prompt=(first, first + min(tries * p.n_hint, most - prompts * first)),
+            generated=(low + spare[0], most + spare[1]),
+            trained=(low, most),
+            rounds=1 + min(tries, most - prompts * first),
+        )
+
+    def start(self, run: Run) -> None:
+        if run.dataset is None:
+            raise ConfigError(
+                "the dataset is a stream; hints are added to prompts of a dataset with random access. Use one, or "
+                "remove `best_perm`."
+            )
+        self._dataset = run.dataset
+        self.state = {"accepted": [], "rejected": [], "cascades": 0}
+
+    def plan(self, plan: Plan) -> Plan:
+        """n_first plain rollouts each; in later rounds a try of the next hint for prompts without a success."""
+        p = self.params
+        if plan.round == 0:
+            first = self._first(plan.group_size)
+            rows = [row if row.given else row.replace(n=min(row.n, first)) for row in plan.rows]
+            return plan.replace(rows=tuple(rows))
+        rows, left = list(plan.rows), plan.budget - plan.trained
+        for group in plan.so_far:
+            if left <= 0:
+                break
+            if self._without_success(group):
+                hints = self._hints(group.row)
+                order = self.order(len(hints))
+                if plan.round <= len(order):
+                    tried = order[plan.round - 1]
+                    n = min(p.n_hint, left)
+                    rows.append(self._hinted(group.row, tried, hints[tried], n))
+                    left -= n
+        return plan.replace(rows=tuple(rows))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        state, each = self.state, rollouts.once
+        used = self._acceptance(max(len(state["accepted"]), len(self.params.templates)))
+        reward = each.rows.mean(weighted_reward(rollouts.rewards, rollouts.reward_weights))
+        success = torch.where(torch.isnan(reward), torch.nan, (reward >= self.params.success_threshold).double())
+        payload = rollouts.payload or [None] * len(rollouts)
+        hint = torch.tensor([_tried(payload[i]) for i in each.last.tolist()], dtype=torch.int64)
+        plain = each.groups.max(torch.where(hint < 0, success, torch.nan))
+        tries, hinted, rescued = 0, set[int](), set[int]()
+        for k in sorted(set(hint[hint >= 0].tolist())):
+            of_group = each.groups.max(torch.where(hint == k, success, torch.nan))
+            tried, accepted = (~torch.isnan(of_group)).nonzero()[:, 0].tolist(), (of_group > 0).nonzero()[:, 0].tolist()
+            for name, more in (("accepted", len(accepted)), ("rejected", len(tried) - len(accepted))):
+                state[name] = [*state[name], *[0] * (k + 1 - len(state[name]))]
+                state[name][k] += more
+            tries += len(tried)
+            hinted.update(tried)
+            rescued.update(accepted)
+        state["cascades"] += len(hinted)
+        self._report(plain, len(hinted), len(rescued), tries)
+        for k, u in enumerate(used[:MOST_LOGGED]):
+            self.log(f"acceptance/{k}", u)
+
+    def order(self, hints: int) -> list[int]:
+        """The hints that a prompt with so many of them tries, in this order."""
+        p = self.params
+        if p.values and len(p.values) < hints:
+            raise MethodError(
+                f"A prompt has {hints} hints, and `values` has {len(p.values)} numbers. Give one per hint, or none."
+            )
+        values = list(p.values[:hints]) or [1 - k / hints for k in range(hints)]
+        return best_permutation(self._acceptance(hints), values, p.max_hints, p.value_none)[0]
+
+    def _acceptance(self, hints: int) -> list[float]:
+        """u of the first `hints` hints."""
+        state, found = self.state, []
+        for k in range(hints):
+            a, b = (state[name][k] if k < len(state[name]) else 0 for name in ("accepted", "rejected"))
+            if self.params.estimate == "posterior":
+                found.append((a + 1) / (a + b + 2))
+            else:
+                found.append(upper_bound(a, a + b, 1 + state["cascades"]))
+        return found
+
+    def _first(self, group_size: int) -> int:
+        return min(self.params.n_first or -(-group_size // 2), group_size)
+
+    def _without_success(self, group: GroupSoFar) -> bool:
+        """Whether a group has rewards and none of them is a success; not so for replayed ones."""
+        scored = group.rewards[~torch.isnan(group.rewards)]
+        failed = len(scored) > 0 and bool((scored < self.params.success_threshold).all())
+        return failed and group.row.n > 0 and not group.row.given
+
+    def _hints(self, row: PlanRow) -> list[str]:
+        """The hints of a prompt, or the templates."""
+        p = self.params
+        if p.templates:
+            return list(p.templates)
+        found = self._cell(row, p.hints_column)
+        if found is None:
+            return []
+        hints = [found] if isinstance(found, str) else list(found)
+        if not all(isinstance(hint, str) for hint in hints):
+            raise MethodError(
+                f"The column `{p.hints_column}` of prompt {row.prompt_index} holds {shown(found)}; it must be a list "
+                f"of texts."
+            )
+        return hints
+
+    def _hinted(self, row: PlanRow, k: int, hint: str, n: int) -> PlanRow:
+        """n rollouts of the group of `row` under the prompt with hint k."""
+        p = self.params
+        template, fields = (hint, {}) if p.templates else (p.hint_template, {"hint": hint})
+        prompt = with_task(
+            self._cell(row, p.prompt_column), lambda problem: fill(template, {**fields, "prompt": problem})
+        )
+        payload = {**(row.payload if isinstance(row.payload, Mapping) else {}), self.name: k}
+        edit = {**(row.edit or {}), p.prompt_column: prompt}
+        return row.replace(n=n, spare=0, given=(), edit=edit, payload=payload)
+
+    def _cell(self, row: PlanRow, column: str) -> Any:
+        """What stands in a column of a planned prompt."""
+        if row.edit and column in row.edit:
+            return row.edit[column]
+        if row.prompt_index < 0:
+            raise MethodError(
+                f"A foreign prompt of the plan has no column `{column}` in its `edit`, where hints come from."
+            )
+        return cell(self._dataset, row.prompt_index, column)
+
+    def _report(self, plain: Tensor, hinted: int, rescued: int, tries: int) -> None:
+        known = plain[~torch.isnan(plain)]
+        self.log("plain", known.mean())
+        self.log("hinted", hinted / max(1, len(plain)))
+        if hinted:
+            self.log("rescued", rescued / hinted, weight=hinted)
+            self.log("tries", tries / hinted, weight=hinted)
+
+
+def best_permutation(u: Sequence[float], w: Sequence[float], m: int, w_none: float = 0.0) -> tuple[list[int], float]:
+    """The list of at most m items of the largest value, if items are tried in turn until one is accepted.
+
+        f(A) = sum_i [prod_{j<i} (1 - u_j)] u_i w_i + [prod_{all i} (1 - u_i)] w_none
+
+    For a given set the best order is by falling w, and items with w <= w_none are of no use. With the others in that
+    order, F[i][k] the best value of items from i on with k places left:
+
+        F[i][k] = max(F[i+1][k], u_i w_i + (1 - u_i) F[i+1][k-1]),   F[N][.] = F[.][0] = w_none
+
+    in O(N log N + N m). Of equal w the larger u comes first, which changes no value; an item is taken only where it is
+    strictly better. The value is per accepted item: a cost of tries that are not accepted is not part of the problem.
+
+    Args:
+        u: of each item, the probability that it is accepted, in [0, 1].
+        w: of each item, its value if it is.
+        m: items at most.
+        w_none: value if none is.
+
+    Returns:
+        The items in the order of the tries, and f.
+
+    Raises:
+        ValueError: different lengths, u outside of [0, 1], a number that is not finite, m < 0.
+
+    Source: arXiv 2401.08961, oracle BestPerm.
+    """
+    if len(u) != len(w) or m < 0 or not all(0 <= x <= 1 for x in u) or not all(map(math.isfinite, [*w, w_none])):
+        raise ValueError(
+            f"u (in [0, 1]) and w need one finite number per item and m must be at least 0; given: {len(u)} and "
+            f"{len(w)} numbers, m = {m}."
+        )
+    items = sorted((i for i in range(len(w)) if w[i] > w_none), key=lambda i: (-w[i], -u[i], i))
+    m = min(m, len(items))
+    best = [[w_none] * (m + 1)]  # from the last item to the first
+    for i in reversed(items):
+        after = best[-1]
+        taken = (u[i] * w[i] + (1 - u[i]) * after[k - 1] for k in range(1, m + 1))
+        best.append([w_none, *(max(skip, take) for skip, take in zip(after[1:], taken, strict=True))])
+    best.reverse()
+    order, k = [], m
+    for place, i in enumerate(items):
+        if k and best[place][k] > best[place + 1][k]:
+            order.append(i)
+            k -= 1
+    return order, best[0][m]
+
+
+def upper_bound(accepted: float, tries: float, t: float) -> float:
+    """Upper confidence bound of an acceptance: mean + sqrt(1.5 ln t / tries), at most 1; 1 before the first try."""
+    return min(1.0, accepted / tries + math.sqrt(1.5 * math.log(t) / tries)) if tries else 1.0
+
+
+def _tried(payload: Any) -> int:
+    """The hint a rollout was made with, -1 for none."""
+    return int(payload.get(BestPerm.name, -1)) if isinstance(payload, Mapping) else -1
