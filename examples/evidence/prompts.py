@@ -2,8 +2,8 @@
 
 The policy and the tasks of `rl-plugins demo`, binary reward, but another mix: a quarter of the prompts has two digits,
 which the policy soon sorts without a mistake, and 40 % have ten or twelve, of which it solves 10 and 3 % at first. All
-arms generate the same number of rollouts in all, up to 128 a batch (8 per prompt where the arm does not decide that); an
-arm that needs fewer has more batches. Measured:
+arms generate the same number of rollouts in all, up to 128 a batch (8 per prompt where the arm does not decide that);
+an arm that needs fewer has more batches. Measured:
 
     signal     share of the generated rollouts that are in a group with right and wrong ones
     held out   right answers on 200 prompts of the same mix that are never trained, 8 samples each, after the last step
