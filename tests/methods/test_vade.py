@@ -307,6 +307,26 @@ def test_global_generators_are_not_touched() -> None:
     assert torch.equal(torch.rand(3), wanted[0]) and np.array_equal(np.random.rand(3), wanted[1])
 
 
+def test_a_large_dataset_is_not_gone_through() -> None:
+    """Above 65,536 prompts counts are scaled and not every rate is drawn; the rule stays."""
+    size = 100_000
+    stack, method = vade_stack(size)
+    generator = np.random.default_rng(0)
+    alpha, beta = generator.uniform(0, 9, (2, size))
+    set_counts(method, alpha, beta)
+    observe(stack, make_rollouts([1.0, 0.0, 0.0, 1.0], prompt_index=[3] * 4))
+    assert float(method.state["alpha"][7]) == alpha[7] and method.state["scale"] == 0.999, "others are not written"
+    chosen = choose(stack, size, 64)
+    assert len(set(chosen)) == 64
+    mean = (alpha[chosen] + 1) / (alpha[chosen] + beta[chosen] + 2)
+    assert abs(mean.mean() - 0.35) < 0.1 and mean.std() < 0.15, "prompts of a rate near 1/3; all have 0.5 and 0.18"
+    assert choose(stack, size, 24, taken=tuple(chosen[:40])) == chosen[40:]
+    again = vade_stack(size)
+    set_counts(again[1], alpha, beta)
+    observe(again[0], make_rollouts([1.0, 0.0, 0.0, 1.0], prompt_index=[3] * 4))
+    assert choose(again[0], size, 64) == chosen
+
+
 # ---- through the driver
 
 
