@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, shown
+from rl_plugins.errors import ConfigError, MethodError, did_you_mean, shown
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method, Paper
 from rl_plugins.params import MethodParams, param
@@ -21,6 +21,7 @@ from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
 Array = NDArray[np.float64]
 
 CONSTANT, PROGRESS = "constant", "progress"
+OF_BATCH = ("reward", "informative", "length", "truncated")  # values of the last batch that a context may have
 MOST_ARMS = 1000  # a column with more values names no domains
 MOST_LOGGED = 16  # arms with metrics of their own
 THOMPSON, CONTEST = {"rule": "thompson"}, {"rule": "contest"}
@@ -45,8 +46,17 @@ class LinearTS(Method):
     in the next batch. The prompts of an arm come in a shuffled order, all of them before one comes again.
 
     `reward` r of an arm: `informative`, the share of its groups whose rewards differ, or `gain`, its mean reward minus
-    that of its last visit. `context` x: a list of `constant` (1), `progress` (generation batch / batches of the run)
-    and names of logged values of the last update, taken as they are (0 before there is one).
+    that of its last visit. `context` x is a list of
+
+        constant      1
+        progress      generation batch / batches of the run
+        reward        mean reward of the last batch
+        informative   share of its groups whose rewards differ
+        length        its mean length in tokens, over the longest completion the run allows
+        truncated     share of its rollouts that the length limit cut off
+        method/name   what a method of the run logs in its optimizer steps: the value of the last one
+
+    The last five are 0 before there is one.
 
     `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor, a risk-adjusted bandit
     without guarantees: of the last `window` rewards of each arm,
@@ -65,7 +75,7 @@ class LinearTS(Method):
     batch is booked under the context of the time it is trained, which is later than the one it was chosen in.
 
     State: precision, mean, the last rewards and mean reward per arm, what is owed, the place in each arm's order, and
-    the logged values of the context. All draws are from `self.rng`.
+    the values of the context. All draws are from `self.rng`.
 
     Logs: per arm (the first 16 in alphabetical order) `share/<value>` of the batch's prompts and `reward/<value>`;
     `reward`, mean over arms; `largest_share`.
@@ -116,7 +126,10 @@ class LinearTS(Method):
             "informative", "share of an arm's groups with unequal rewards, or growth of its mean reward"
         )
         context: tuple[str, ...] = param(
-            (CONSTANT,), "numbers of x: constant, progress, or names of logged values", only_if=THOMPSON
+            (CONSTANT,),
+            "numbers of x: constant, progress, reward, informative, length, truncated, or method/name of what is "
+            "logged in optimizer steps",
+            only_if=THOMPSON,
         )
         draws: int = param(
             1,
@@ -138,8 +151,15 @@ class LinearTS(Method):
             if not self.context or len(set(self.context)) < len(self.context):
                 raise ConfigError(
                     f"`context` is {shown(list(self.context))}; it needs at least one name, and none twice: constant, "
-                    f"progress or logged values."
+                    f"progress, values of the batch or logged values."
                 )
+            known = (CONSTANT, PROGRESS, *OF_BATCH)
+            for name in self.context:
+                if name not in known and "/" not in name:
+                    raise ConfigError(
+                        f"`context` has {shown(name)}; allowed: {', '.join(known)}, and method/name of what a method "
+                        f"logs in optimizer steps.{did_you_mean(name, known)}"
+                    )
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -166,7 +186,7 @@ class LinearTS(Method):
         order = np.argsort(arm, kind="stable")
         self._prompts = np.split(order, np.cumsum(np.bincount(arm, minlength=count))[:-1])
         self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
-        self._batches = max(1, run.total_batches)
+        self._batches, self._longest = max(1, run.total_batches), run.max_completion_length
         zero = torch.zeros(count, dtype=torch.float64)
         self.state = {
             "precision": torch.eye(d, dtype=torch.float64).repeat(count, 1, 1) / p.prior_variance,
@@ -176,7 +196,7 @@ class LinearTS(Method):
             "owed": zero.clone(),
             "place": torch.zeros(count, dtype=torch.int64),
             "seed": torch.full((count,), -1, dtype=torch.int64),
-            "logged": {},
+            "values": {},
         }
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
@@ -202,7 +222,7 @@ class LinearTS(Method):
         reward, groups = each.reward[known], Groups(each.group[known])
         arm = self._arm[each.prompt_index[known]]
         of_group = Groups(groups.max(arm.double()).long(), count=len(self._names))
-        informative = of_group.mean((groups.max(reward) > groups.min(reward)).double())
+        informative = of_group.mean(informative_of(groups, reward))
         level = Groups(arm, count=len(self._names)).mean(reward)
         value = informative if p.reward == "informative" else level - state["level"]
         state["level"] = torch.where(torch.isnan(level), state["level"], level)
@@ -213,7 +233,7 @@ class LinearTS(Method):
                 state["precision"][i], state["mean"][i], x, float(value[i]), p.noise_variance
             )
             state["last"][i] = [*state["last"][i], float(value[i])][-p.window :]
-        self._keep_logged(stats)
+        self._keep_values(rollouts, informative_of(groups, reward), stats)
         self._report(rollouts, value)
 
     def _weights(self, batch: int) -> Array:
@@ -227,20 +247,27 @@ class LinearTS(Method):
 
     def _x(self, batch: int) -> Tensor:
         """(d,) x for a generation batch."""
-        logged = self.state["logged"]
-        known = {CONSTANT: 1.0, PROGRESS: min(batch / self._batches, 1.0)}
-        values = [known[name] if name in known else logged.get(name, 0.0) for name in self.params.context]
+        known = {**self.state["values"], CONSTANT: 1.0, PROGRESS: min(batch / self._batches, 1.0)}
+        values = [known.get(name, 0.0) for name in self.params.context]
         return torch.tensor(values, dtype=torch.float64)
 
-    def _keep_logged(self, stats: Mapping[str, float]) -> None:
+    def _keep_values(self, rollouts: Rollouts, informative: Tensor, stats: Mapping[str, float]) -> None:
+        """What the context of the next batch needs of this one."""
+        of_batch = {
+            "reward": rollouts.once.reward.nanmean(),
+            "informative": informative.mean(),
+            "length": rollouts.length.double().mean() / self._longest,
+            "truncated": rollouts.truncated.double().mean(),
+        }
         names = [name for name in self.params.context if name not in (CONSTANT, PROGRESS)]
-        finite = {name: float(stats[name]) for name in names if name in stats and np.isfinite(stats[name])}
-        self.state["logged"] = {**self.state["logged"], **finite}
-        missing = [name for name in names if name not in stats]
-        if stats and missing:
+        found = {name: float(of_batch.get(name, stats.get(name, torch.nan))) for name in names}
+        finite = {name: value for name, value in found.items() if np.isfinite(value)}
+        self.state["values"] = {**self.state["values"], **finite}
+        missing = [name for name in names if name not in of_batch and name not in stats]
+        if missing and rollouts.batch > 0:  # before the first batch nothing was updated
             self.warn(
-                f"the run does not log {', '.join(f'`{n}`' for n in missing)}, so the context has 0 there. It logs: "
-                f"{', '.join(sorted(stats)[:20])}."
+                f"no method logs {', '.join(f'`{n}`' for n in missing)} in optimizer steps, so the context has 0 "
+                f"there. Logged are: {', '.join(sorted(stats)[:20]) or 'none'}."
             )
 
     def _next(self, arm: int, k: int, without: set[int]) -> list[int]:
@@ -269,6 +296,11 @@ class LinearTS(Method):
         for i, name in enumerate(self._names[:MOST_LOGGED]):
             self.log(f"share/{name}", share[i])
             self.log(f"reward/{name}", value[i])
+
+
+def informative_of(groups: Groups, reward: Tensor) -> Tensor:
+    """(groups,) 1 where rewards differ, else 0."""
+    return (groups.max(reward) > groups.min(reward)).double()
 
 
 def posterior(

@@ -131,7 +131,7 @@ def test_draws_have_the_posteriors_mean_and_covariance():
 def test_the_state_follows_the_loop_over_batches():
     """Rewards of each arm in each batch, booked under the context of that batch; an arm without prompts keeps its."""
     stack, method = ts_stack(
-        batches=10, context=("constant", "progress", "grad"), noise_variance=0.3, prior_variance=2.0
+        batches=10, context=("constant", "progress", "vcpo/grad"), noise_variance=0.3, prior_variance=2.0
     )
     rng, seen = np.random.default_rng(0), {a: ([], []) for a in range(3)}
     logged = 0.0
@@ -146,7 +146,7 @@ def test_the_state_follows_the_loop_over_batches():
                 seen[arm][1].append(sum(row.max() > row.min() for row in own) / len(own))
         logged = rng.random()
         index = np.repeat(prompts, 4).tolist()
-        observe(stack, make_rollouts(rewards.ravel(), prompt_index=index, batch=batch), {"grad": logged})
+        observe(stack, make_rollouts(rewards.ravel(), prompt_index=index, batch=batch), {"vcpo/grad": logged})
     for arm in range(3):
         wanted_p, wanted_m = batch_posterior(*seen[arm], 0.3, 2.0)
         assert method.state["precision"][arm].numpy() == pytest.approx(wanted_p, abs=1e-9)
@@ -210,17 +210,38 @@ def test_a_group_of_several_prompts_and_rows_that_left():
 # ---- the context
 
 
-def test_context_of_unknown_names_is_0_and_warned_of(caplog: pytest.LogCaptureFixture):
-    stack, method = ts_stack(context=("constant", "loss", "grad"))
+def test_context_of_values_that_nobody_logs_is_0_and_warned_of(caplog: pytest.LogCaptureFixture):
+    stack, method = ts_stack(context=("constant", "vcpo/ess", "vcpo/rate"))
     rollouts = make_rollouts([1.0, 0.0], [0, 0], prompt_index=[0, 0])
     observe(stack, rollouts)  # nothing was updated yet
     assert not caplog.records
-    observe(stack, rollouts, {"grad": NAN, "other": 1.0})
-    assert "the run does not log `loss`, so the context has 0 there. It logs: grad, other." in caplog.text
+    later = rollouts.replace(batch=1)
+    observe(stack, later)
+    assert (
+        "no method logs `vcpo/ess`, `vcpo/rate` in optimizer steps, so the context has 0 there. Logged are: none."
+        in (caplog.text)
+    )
+    observe(stack, later, {"vcpo/rate": NAN, "other/x": 1.0})
+    assert (
+        "no method logs `vcpo/ess` in optimizer steps, so the context has 0 there. Logged are: other/x, vcpo/rate."
+        in (caplog.text)
+    )
     assert method._x(0).tolist() == [1.0, 0.0, 0.0]
-    observe(stack, rollouts, {"grad": 3.0, "loss": 2.0})
-    observe(stack, rollouts, {"grad": math.inf, "loss": 1.0})
+    observe(stack, later, {"vcpo/rate": 3.0, "vcpo/ess": 2.0})
+    observe(stack, later, {"vcpo/rate": math.inf, "vcpo/ess": 1.0})
     assert method._x(0).tolist() == [1.0, 1.0, 3.0]
+
+
+def test_context_of_the_last_batch():
+    stack, method = ts_stack(context=("reward", "informative", "length", "truncated"))
+    assert method._x(0).tolist() == [0.0] * 4
+    rewards, truncated = [1.0, 0.0, NAN, 0.5, 0.5, 0.5], torch.tensor([True, False, False, False, False, False])
+    rollouts = make_rollouts(rewards, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], truncated=truncated)
+    observe(stack, rollouts.replace(rollout=torch.tensor([0, 1, 2, 0, 1, 1]), index=torch.tensor([0, 0, 0, 0, 0, 1])))
+    wanted = [(1.0 + 0.0 + 0.5 + 0.5) / 4, 0.5, 3.5 / 12, 1 / 6]
+    assert method._x(0).tolist() == pytest.approx(wanted)
+    observe(stack, make_rollouts([1.0], [0], prompt_index=[-1], lengths=[6]))
+    assert method._x(0).tolist() == pytest.approx([1.0, 0.5, 0.5, 0.0])  # no group of the dataset, so as before
 
 
 def test_progress_ends_at_1():
@@ -462,6 +483,10 @@ def test_streams_and_missing_columns_are_refused():
         ({}, "parameter `column` is missing"),
         ({"column": "a", "context": []}, "`context` is .* needs at least one name, and none twice"),
         ({"column": "a", "context": ["progress", "progress"]}, "none twice"),
+        (
+            {"column": "a", "context": ["progres"]},
+            "`context` has 'progres'; allowed: constant, .*Did you mean `progress`",
+        ),
         ({"column": "a", "rule": "contest", "draws": 4}, "`draws` has no effect"),
         ({"column": "a", "window": 4}, "`window` has no effect"),
     ],
