@@ -279,6 +279,11 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
                 f"{names} generates in rounds, which cannot be served with {what}: TRL runs those once per batch. "
                 f"Remove {what} or the method."
             )
+        if known.has_images:
+            problems.append(
+                f"{names} generates in rounds, and the dataset has images: rows of image batches cannot be added or "
+                f"cut. Remove the method."
+            )
     if problems:
         raise ConfigError("\n".join(problems))
     return options
@@ -445,6 +450,8 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
     if known.size is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
+    if known.has_images:
+        missing["text_prompts"] = "the dataset has images, which belong to the prompt as it is. Remove the method."
     if len(known.rewards) < 2:
         missing["several_rewards"] = (
             f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "

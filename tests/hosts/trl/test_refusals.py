@@ -37,8 +37,7 @@ def refused(tmp_path, match, methods, **options):
             model="no/such/model",
             reward_funcs=options.get("reward", score),
             args=args,
-            train_dataset=build_dataset(64),
-            **options.get("more", {}),
+            **{"train_dataset": build_dataset(64), **options.get("more", {})},
         )
     assert "\n\n" not in str(e.value)
 
@@ -54,6 +53,21 @@ def test_names_and_parameters(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=match):
             make(tmp_path, methods, method_params=params, reward=[score, length])
+
+
+def test_rounds_and_other_texts_beside_images(tmp_path, monkeypatch):
+    """Before the model is loaded: the columns of the dataset tell."""
+    import probes
+
+    monkeypatch.setattr(probes.Hinting, "needs", frozenset({"text_prompts"}))
+    images = {"more": {"train_dataset": build_dataset(64).add_column("image", [None] * 64)}}
+    refused(tmp_path, "`probing` generates in rounds, and the dataset has images", ["probing"], **images)
+    refused(
+        tmp_path,
+        "`hinting` needs prompts of text alone, without images, videos or audio: the dataset has images",
+        ["hinting"],
+        **images,
+    )
 
 
 def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):

@@ -68,7 +68,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> MemoryQueue:
 
 @pytest.fixture(autouse=True, scope="module")
 def _probes():
-    with registered(Wants, SeesTurns, Rolls, WantsLogprobs, Turning):
+    with registered(Wants, SeesTurns, Rolls, WantsLogprobs, Turning, Rewording):
         yield
 
 
@@ -689,3 +689,20 @@ def test_plans_of_an_evaluation_edit_prompts(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(Edits, "change", change)
         with pytest.raises(MethodError, match="may edit prompts and attach payloads"):
             list(planned)
+
+
+class Rewording(WantsLogprobs):
+    name = "rewording"
+    needs = frozenset({"text_prompts"})
+
+
+def test_other_texts_beside_images(tmp_path: Path) -> None:
+    """The columns of the dataset tell before Ray starts, under the names the config gives them."""
+    from datasets import Dataset as Table
+
+    file = tmp_path / "train.parquet"
+    Table.from_list([{"prompt": "x", "pictures": ["a"]}]).to_parquet(str(file))
+    rewording = [*PROGRAM[:-1], "+rl_plugins.methods=[rewording]", f"data.train_files={file}"]
+    prepare(config(*rewording))
+    with pytest.raises(ConfigError, match="`rewording` needs prompts of text alone, .* the columns pictures, which"):
+        prepare(config(*rewording, "data.image_key=pictures"))
