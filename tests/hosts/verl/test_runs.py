@@ -46,6 +46,8 @@ COMMON = [
     "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]
+# Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
+TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch"]
 RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd", "decoupled_ppo", "vcpo"]
 
 
@@ -76,9 +78,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("verl") / "ranks",
         [
             *COMMON,
-            f"+carousel=[{','.join(RANK_PLACES)}]",
+            f"+carousel=[{','.join(RANK_PLACES + 2 * TWICE)}]",
             "+rl_plugins.methods=[mc_grpo]",
-            f"trainer.total_training_steps={len(RANK_PLACES)}",
+            "+carousel_params.fission_grpo.role=user",
+            "+carousel_params.fission_grpo.message='verl_programs:complaint'",
+            "+carousel_params.fission_grpo.error_threshold=0.5",
+            "data.max_prompt_length=64",
+            f"trainer.total_training_steps={len(RANK_PLACES + 2 * TWICE)}",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -428,6 +434,8 @@ def test_gradients_on_two_ranks_with_two_steps(ranks: Run) -> None:
     assert len(first) == len(second)
     steps = {tuple(n.split("+")): 0 for n in RANK_PLACES}
     for mine, theirs in zip(first, second, strict=True):
+        if tuple(mine["methods"]) not in steps:
+            continue
         steps[tuple(mine["methods"])] += 1
         norm, rows = reference([mine, theirs])
         assert mine["global_batch_size"] == theirs["global_batch_size"] == rows, mine["methods"]
@@ -444,6 +452,24 @@ def test_the_learning_rate_follows_the_effective_sample_size(carousel: Run, rank
     assert off_policy["actor/lr"] == on_policy["actor/lr"], "the schedule does not see it"
     weight = ranks.metrics(RANK_PLACES.index("decoupled_ppo") + 1)["actor/decoupled_ppo/weight_mean"]
     assert weight == pytest.approx(1, abs=1e-3), "this engine samples from the trained weights"
+
+
+def test_fission_turns_errors_into_prompts(ranks: Run) -> None:
+    before, after = len(RANK_PLACES), len(RANK_PLACES + TWICE)
+    first, _ = torch.load(ranks.folder / f"watch{before}.pt", weights_only=False)
+    assert ranks.metrics(before + 1)["fission_grpo/pool"] > 0 and bool((first.prompt_index >= 0).all())
+    rollouts, _ = torch.load(ranks.folder / f"watch{after}.pt", weights_only=False)
+    foreign = rollouts.prompt_index == -1
+    assert ranks.metrics(after + 1)["fission_grpo/served"] > 0 and 0 < int(foreign.sum()) < 64
+    assert not set(rollouts.group[foreign].tolist()) & set(rollouts.group[~foreign].tolist()), "groups of their own"
+
+
+def test_clips_act_in_the_second_update(ranks: Run) -> None:
+    for place, name in zip(TWICE, ("echo_clip", "aepo_clip"), strict=True):
+        updates = [u for u in ranks.updates() if u["methods"] == place.split("+")]
+        assert len(updates) == 4 and all(u["grad_norm"] > 0 for u in updates)
+        logged = ranks.metrics(len(RANK_PLACES) + 1 + TWICE.index(place))
+        assert any(f"{name}/" in key for key in logged), sorted(logged)
 
 
 def test_steps_do_not_cut_groups(ranks: Run) -> None:

@@ -132,16 +132,18 @@ def _carousel(module: object) -> None:
     class Carousel(watch(trainer.MethodsSync)):
         def __init__(self, config):
             super().__init__(config)
-            self._places = []
+            self._places, known = [], {}  # a place that comes again goes on with its state
             for place in config.carousel:
-                names = tuple(n for n in place.split("+") if n)
-                everything = {**self.settings.method_params, **plain(config.get("carousel_params", {}))}
-                params = {k: dict(v) for k, v in everything.items() if k in names}
-                settings = dataclasses.replace(self.settings, methods=names, method_params=params)
-                self._places.append((settings, settings.stack()))
+                if place not in known:
+                    names = tuple(n for n in place.split("+") if n)
+                    everything = {**self.settings.method_params, **plain(config.get("carousel_params", {}))}
+                    params = {k: dict(v) for k, v in everything.items() if k in names}
+                    settings = dataclasses.replace(self.settings, methods=names, method_params=params)
+                    known[place] = (settings, settings.stack())
+                self._places.append(known[place])
 
         def on_init_end(self):
-            for _, stack in self._places:
+            for stack in {id(stack): stack for _, stack in self._places}.values():
                 stack.start(self.known().run())
             super().on_init_end()
 
