@@ -96,7 +96,6 @@ SIGNALS: dict[str, str] = {
     "raw_text": "completions as text, special tokens kept",
     "messages": "completions as the host's list of messages",
     "prompt_index": "a stable dataset row for every prompt (a dataset with random access, not a stream)",
-    "text_prompts": "prompts of text alone, without images, videos or audio",
     "several_rewards": "two or more reward functions",
     "off_policy": "tokens that another policy sampled than the one that is updated",
     "several_updates": "several optimizer steps between one pass of old log-probs and the next",

@@ -450,8 +450,6 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         missing["ref_logprobs"] = "there is no reference model with beta=0. Set beta > 0."
     if known.size is None:
         missing["prompt_index"] = "the dataset is a stream (or owned by an environment). Use a dataset with an index."
-    if known.has_images:
-        missing["text_prompts"] = "the dataset has images, which belong to the prompt as it is. Remove the method."
     if len(known.rewards) < 2:
         missing["several_rewards"] = (
             f"the run has {len(known.rewards)} reward function. Pass two or more in reward_funcs, e.g. one for "

@@ -360,10 +360,6 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
         missing["sum_squared_probs"] = (
             "the fused kernels of verl make no logits. Set actor_rollout_ref.model.use_fused_kernels=False."
         )
-    if media := _media(read):
-        missing["text_prompts"] = (
-            f"the dataset has the columns {', '.join(media)}, which belong to the prompt as it is. Remove the method."
-        )
     if problem := _no_template(read):
         missing["chat_template"] = problem
     if len(settings.rewards) < 2:
@@ -374,12 +370,6 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
     if read("actor_rollout_ref.rollout.multi_turn.enable", False):
         missing["messages"] = "conversations with tools are not kept by verl's agent loops."
     return missing
-
-
-def _media(read: Reader) -> list[str]:
-    """Columns of the dataset with images, videos or audio."""
-    columns = dataset_columns(read) or ()
-    return [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
 
 
 def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
@@ -394,7 +384,8 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
             f"{read.mode} takes a fixed number of prompts out of its buffer. {sync}"
         )
-    columns, media = dataset_columns(read) or (), _media(read)
+    columns = dataset_columns(read) or ()
+    media = [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
     if media and stack.claimed("rollout"):
         yield (
             f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "

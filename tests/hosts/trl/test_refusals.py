@@ -55,19 +55,11 @@ def test_names_and_parameters(tmp_path):
             make(tmp_path, methods, method_params=params, reward=[score, length])
 
 
-def test_rounds_and_other_texts_beside_images(tmp_path, monkeypatch):
+def test_rounds_and_other_texts_beside_images(tmp_path):
     """Before the model is loaded: the columns of the dataset tell."""
-    import probes
-
-    monkeypatch.setattr(probes.Hinting, "needs", frozenset({"text_prompts"}))
     images = {"more": {"train_dataset": build_dataset(64).add_column("image", [None] * 64)}}
     refused(tmp_path, "`probing` generates in rounds, and the dataset has images", ["probing"], **images)
-    refused(
-        tmp_path,
-        "`hinting` needs prompts of text alone, without images, videos or audio: the dataset has images",
-        ["hinting"],
-        **images,
-    )
+    refused(tmp_path, "`xrpo_seeds`: the prompts have image, and examples of several", ["xrpo_seeds"], **images)
 
 
 def test_groups_rewards_and_services_that_methods_need(tmp_path, monkeypatch):

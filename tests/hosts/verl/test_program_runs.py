@@ -427,10 +427,11 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
             "+rl_plugins.methods=[april,ladder,gigpo,watch]",
             "+rl_plugins.method_params.april.over_sampling=1.5",
             "+rl_plugins.method_params.april.correction=token_tis",
+            "actor_rollout_ref.rollout.max_num_seqs=40",  # of 96, so that groups are not all at the same turn
             "trainer.total_training_steps=3",
         ],
         trainer="watched_colocate_async",
-        RL_PLUGINS_TEST_TOKEN_SECONDS="0.3",
+        RL_PLUGINS_TEST_TOKEN_SECONDS="0.2",
         RL_PLUGINS_TEST_VERSIONS="1",
     )
     assert "trainer.v1.colocate_async.num_warmup_batches=0.5" in run.log, "what the method sets is printed"

@@ -566,6 +566,8 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
         logged, measured = process.metrics(number), process.measured(number)
         for ours, theirs in STALENESS.items():
             assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
+    old = [r.metrics(number)["actor/minpro/weight_mean"] for r, number in ((run, 2), (resumed, 3), (resumed, 4))]
+    assert max(old) < 0.99, f"old tokens weigh less: {old}"
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
     assert logged["vade/seen"] > run.metrics(1)["vade/seen"]

@@ -68,7 +68,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> MemoryQueue:
 
 @pytest.fixture(autouse=True, scope="module")
 def _probes():
-    with registered(Wants, SeesTurns, Rolls, WantsLogprobs, Turning, Rewording):
+    with registered(Wants, SeesTurns, Rolls, WantsLogprobs, Turning):
         yield
 
 
@@ -691,18 +691,12 @@ def test_plans_of_an_evaluation_edit_prompts(monkeypatch: pytest.MonkeyPatch) ->
             list(planned)
 
 
-class Rewording(WantsLogprobs):
-    name = "rewording"
-    needs = frozenset({"text_prompts"})
-
-
 def test_other_texts_beside_images(tmp_path: Path) -> None:
-    """The columns of the dataset tell before Ray starts, under the names the config gives them."""
+    """The columns of the dataset tell before Ray starts."""
     from datasets import Dataset as Table
 
     file = tmp_path / "train.parquet"
-    Table.from_list([{"prompt": "x", "pictures": ["a"]}]).to_parquet(str(file))
-    rewording = [*PROGRAM[:-1], "+rl_plugins.methods=[rewording]", f"data.train_files={file}"]
-    prepare(config(*rewording))
-    with pytest.raises(ConfigError, match="`rewording` needs prompts of text alone, .* the columns pictures, which"):
-        prepare(config(*rewording, "data.image_key=pictures"))
+    Table.from_list([{"prompt": "x", "images": ["a"]}]).to_parquet(str(file))
+    seeds = [*PROGRAM[:-1], "+rl_plugins.methods=[xrpo_seeds]", f"data.train_files={file}"]
+    with pytest.raises(ConfigError, match="`xrpo_seeds`: the prompts have images, and examples of several"):
+        prepare(config(*seeds))

@@ -1,0 +1,204 @@
+"""Samplers, budgets and curricula in TRL's real trainer: which rows were generated for whom in which round, which left,
+and what became of their advantages. What a method decides is computed anew here, in plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import history, make, weights
+from scipy.stats import t as student_t
+from test_generation import run
+
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.errors import ConfigError
+
+pytestmark = pytest.mark.host
+
+DATA = build_dataset(200, seed=1)
+
+
+def right(completion_ids: Any, level: Any, **kwargs: Any) -> list[float]:
+    """1 in about one of `level` completions: always on the first level, seldom on the fifth."""
+    return [float((sum(c) + len(c)) % k == 0) for c, k in zip(completion_ids, level, strict=True)]
+
+
+def sampled(tmp_path: Any, names: list[str], **options: Any) -> tuple[Any, Any, list[Any]]:
+    """The trainer, the spy and what was decided in each batch."""
+    t, spy = run(tmp_path, names, reward=options.pop("reward", right), **options)
+    return t, spy, [batch.decided.decision for batch in spy.batches_of_driver]
+
+
+def by_group(decision: Any, values: Any) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for g, x in zip(decision.rollouts.group.tolist(), values, strict=True):
+        found.setdefault(g, []).append(x)
+    return found
+
+
+def each_group(decision: Any, function: Callable[[list[float]], float]) -> list[float]:
+    """A number per row, made of the trained rewards of its group."""
+    r = decision.rollouts
+    rewards = by_group(decision, [x if k else None for x, k in zip(r.reward.tolist(), decision.trained, strict=True)])
+    of = {g: function([x for x in xs if x is not None]) for g, xs in rewards.items() if any(x is not None for x in xs)}
+    return [of[g] for g, k in zip(r.group.tolist(), decision.trained, strict=True) if k]
+
+
+# ---- before the model is loaded
+
+
+@pytest.mark.parametrize(
+    ("names", "params", "message"),
+    [
+        (["dars", "v0"], {}, "`dars` and `v0` both decide how many rollouts prompts get, and only one can"),
+        (["xrpo", "dars"], {}, "Remove .* `xrpo_allocate` is part of `xrpo`: write `-xrpo_allocate`"),
+        (["brorl", "dars"], {"brorl": {"ramp": [[0, 16]]}}, "`brorl` and `dars` both decide how many rollouts"),
+        (["dars"], {"dars": {"n_first": 9}}, "room for 8 rollouts per prompt, and `n_first` is 9"),
+        (["linear_ts"], {"linear_ts": {"column": "domain"}}, "dataset has no column `domain`.* task"),
+    ],
+)
+def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, names, method_params=params)
+
+
+@pytest.mark.parametrize("name", ["linear_ts", "vade"])
+def test_what_belongs_to_dataset_rows_is_refused_for_a_stream(tmp_path: Any, name: str) -> None:
+    params = {"linear_ts": {"column": "task"}} if name == "linear_ts" else {}
+    with pytest.raises(ConfigError, match=f"`{name}` needs a stable dataset row .*: the dataset is a stream"):
+        make(tmp_path, [name], method_params=params, dataset=DATA.to_iterable_dataset())
+
+
+# ---- what was generated and trained
+
+
+def test_dars_gives_hard_prompts_a_second_helping(tmp_path: Any) -> None:
+    t, _, decisions = sampled(tmp_path, ["dars"], max_steps=3, method_params={"dars": {"n_first": 4, "n_max": 12}})
+    helped = 0
+    for number, d in enumerate(decisions):
+        rewards, asked, room = by_group(d, d.rollouts.reward.tolist()), {}, 64
+        for g, xs in rewards.items():
+            u = sum(xs[:4]) / 4
+            s = 2 * (u or 0.125) * (1 - (u or 0.125))
+            asked[g] = 0 if u >= 0.5 else min(math.ceil((2 - 4 * s) / s), 8)
+            room -= 4 * (asked[g] > 0 or 0 < u < 1)
+        given = {g: len(xs) - 4 for g, xs in rewards.items()}
+        assert sum(given.values()) == min(sum(asked.values()), room) and all(given[g] <= asked[g] for g in given)
+        assert given == asked or sum(asked.values()) > room
+        helped += sum(given.values())
+        stays = {g for g, xs in rewards.items() if 0 < sum(xs) < len(xs)}
+        assert d.trained.tolist() == [g in stays for g in d.rollouts.group.tolist()] and int(d.trained.sum()) <= 64
+        mean = each_group(d, lambda xs: sum(xs) / len(xs))
+        kept = d.rollouts.reward[d.trained]
+        torch.testing.assert_close(d.row_advantages[d.trained], kept - torch.tensor(mean).double())
+        assert history(t, "dars/asked")[number] == sum(asked.values())
+        assert history(t, "rl_plugins/rows_generated")[number] == 32 + sum(given.values())
+    assert helped > 20 and t.args.scale_rewards == "none"
+
+
+def test_brorl_has_fewer_prompts_with_more_rollouts_and_a_rate_for_its_rows(tmp_path: Any) -> None:
+    params = {"ramp": [[1, 16]], "base_rows": 16}
+    t, _, (first, second) = sampled(tmp_path, ["brorl"], max_steps=2, method_params={"brorl": params})
+    assert first.rollouts.groups.size.tolist() == [8] * 8 and second.rollouts.groups.size.tolist() == [16] * 4
+    for number, d in enumerate((first, second)):
+        rewards = by_group(d, d.rollouts.reward.tolist())
+        assert d.trained.tolist() == [0 < sum(rewards[g]) < len(rewards[g]) for g in d.rollouts.group.tolist()]
+        c = d.rollouts.reward[d.trained] - torch.tensor(each_group(d, lambda xs: sum(xs) / len(xs))).double()
+        torch.testing.assert_close(d.row_advantages[d.trained], (c - c.mean()) / (c.std() + 1e-8))
+        rows = int(d.trained.sum())
+        assert history(t, "brorl/lr_scale")[number] == pytest.approx(math.sqrt(rows / 16))
+    assert not bool(first.trained.all()), "groups of one reward leave"
+    assert history(t, "learning_rate") == [t.args.learning_rate] * 2, "the schedule does not see it"
+    one, plain = (
+        sampled(tmp_path, ["brorl"], max_steps=1, max_grad_norm=0.0, method_params={"brorl": p})
+        for p in ({"base_rows": 16}, {})
+    )
+    begin = weights(run(tmp_path, [], max_steps=1, learning_rate=0.0)[0])
+    factor = math.sqrt(int(one[2][0].trained.sum()) / 16)
+    moved = [weights(x[0]) - begin for x in (one, plain)]
+    assert (moved[0] - factor * moved[1]).norm() / moved[0].norm() < 1e-3 and factor > 1.2
+
+
+def test_linear_ts_takes_a_batch_from_one_domain_and_learns_which(tmp_path: Any) -> None:
+    t, _, decisions = sampled(tmp_path, ["linear_ts"], max_steps=4, method_params={"linear_ts": {"column": "task"}})
+    arms = sorted(set(DATA["task"]))
+    precision, mean = [0.1] * len(arms), [0.0] * len(arms)
+    for d in decisions:
+        prompts = sorted(set(d.rollouts.prompt_index.tolist()))
+        (arm,) = {DATA[i]["task"] for i in prompts}
+        rewards = by_group(d, d.rollouts.reward.tolist())
+        informative = sum(min(xs) < max(xs) for xs in rewards.values()) / len(rewards)
+        k = arms.index(arm)
+        mean[k] = (precision[k] * mean[k] + informative / 0.5) / (precision[k] + 2)
+        precision[k] += 2
+    state = t.methods.methods[0].state
+    assert state["precision"].flatten().tolist() == pytest.approx(precision)
+    assert state["mean"].flatten().tolist() == pytest.approx(mean) and max(mean) > 0.3
+    assert history(t, "linear_ts/largest_share") == [1.0] * 4
+
+
+def priority(deviation: float, n: int, drawn: int) -> float:
+    """What xrpo gains from one more rollout of a prompt."""
+    width = [student_t.ppf(0.975, m - 1) * deviation / math.sqrt(m) for m in (n, n + 1)]
+    return width[0] - width[1] + 0.1 * math.sqrt(math.log(1 + drawn) / n)
+
+
+def logprobs(t: Any, out: Any) -> torch.Tensor:
+    """(rows,) mean log-prob of the tokens of each trained row, by the present weights."""
+    ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
+    mask = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
+    with torch.no_grad():
+        lp = t._get_per_token_logps_and_entropies(t.model.eval(), ids, mask, out["completion_ids"].size(1))[0]
+    return (lp * out["completion_mask"]).double().sum(1) / out["completion_mask"].sum(1)
+
+
+def test_xrpo_hands_out_phases_seeds_what_failed_and_lifts_what_is_rare(tmp_path: Any) -> None:
+    t, spy, decisions = sampled(tmp_path, ["xrpo"], max_steps=3, learning_rate=0.0)
+    solved, found = set[str](), 0
+    for number, (d, out) in enumerate(zip(decisions, spy.batches, strict=True)):
+        r, rewards = d.rollouts, by_group(d, d.rollouts.reward.tolist())
+        order = sorted(rewards)
+        have, drawn, later = dict.fromkeys(order, 4), 32, []  # (group, rollout) of rows of later rounds
+        for _ in (2, 3):  # phases of 16
+            so_far = {g: torch.tensor(rewards[g][: have[g]], dtype=torch.float64) for g in order}
+            deviation = {g: float(x.std()) for g, x in so_far.items()}
+            grown = dict(have)
+            for k in range(16):
+                gain = {g: round(priority(deviation[g], grown[g], drawn + k), 12) for g in order}
+                grown[max(order, key=lambda g: (gain[g], -grown[g], -g))] += 1
+            failed = {g for g in order if max(rewards[g][: have[g]]) < 0.5}
+            later += [(g, k, g in failed) for g in order for k in range(have[g], grown[g])]
+            have, drawn = grown, drawn + 16
+        assert r.groups.size.tolist() == [have[g] for g in order] and len(r) == 64
+        assert history(t, "xrpo_allocate/most")[number] == max(have.values())
+        # seeds: examples of earlier batches, for prompts without a success so far, in later rounds
+        words = t.processing_class.batch_decode([p[m > 0] for p, m in zip(*both(out, "prompt"), strict=True)])
+        may = {(g, k) for g, k, failed_so_far in later if failed_so_far}
+        place = list(zip(r.group.tolist(), r.rollout.tolist(), strict=True))
+        seeded = [p for p, text in zip(place, words, strict=True) if "similar problems" in text]
+        assert set(seeded) <= may and len(seeded) == history(t, "xrpo_seeds/seeded")[number]
+        assert not seeded or number > 0, "answers of earlier batches"
+        found += len(seeded)
+        for (g, k), text in zip(place, words, strict=True):
+            if (g, k) in seeded:
+                own = DATA[int(r.prompt_index[place.index((g, k))])]["prompt"][0]["content"]
+                assert own in text.rpartition("way.")[2] and any(s in text.partition("way.")[0] for s in solved)
+        solved |= {DATA[i]["prompt"][0]["content"] for i in r.prompt_index[r.reward > 0.5].tolist()}
+        # novelty: after the host's advantages, on what is right and rarer than its group
+        mean, std = (r.groups.rows(f(r.reward)) for f in (r.groups.mean, r.groups.std))
+        base = (r.reward - mean) / (std + 1e-4)
+        rare = logprobs(t, out)
+        eta = torch.exp(rare - r.groups.rows(r.groups.mean(rare)))
+        bonus = torch.minimum((2.5 * (1 - eta)).clamp(min=0), 0.5 * base)
+        expected = base + torch.where(base > 0, bonus, 0.0)
+        torch.testing.assert_close(d.row_advantages, expected, rtol=1e-4, atol=1e-4)
+        assert float((d.row_advantages - base).max()) > 0.01
+        torch.testing.assert_close(out["advantages"].double(), expected, rtol=1e-4, atol=1e-4)
+    assert found > 0
+
+
+def both(out: Any, name: str) -> tuple[Any, Any]:
+    return out[f"{name}_ids"], out[f"{name}_mask"]
