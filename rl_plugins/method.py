@@ -184,7 +184,9 @@ class Method:
         min_group_size: rollouts per prompt that the run must train at least; a run with fewer is refused.
         rounds: `plan` is called again with the rewards so far until it asks for nothing.
         decides_rollouts: True: its `plan` sets how many rollouts prompts get. Two such methods are refused, because the
-            later one would win. Spare rollouts and edits are no such decision, and compose.
+            later one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of
+            one size out of a buffer (verl's asynchronous modes) refuses it; where parameters may leave the host's
+            number, the instance says False.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
             missing nevertheless.

@@ -132,6 +132,7 @@ class V0(Method):
         super().__init__(params)
         self.prior = make_prior(self.params, 0.0, 1.0, guess_unseen=False)  # equal guesses would not give equal budgets
         self.needs = self.prior.needs
+        self.decides_rollouts = self.params.allocation != "uniform"
 
     def check(self, run: Run) -> None:
         p = self.params

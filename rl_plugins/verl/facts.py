@@ -378,6 +378,12 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
     rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
     if rounds and read.mode != "sync":
         yield f"{rounds} generates in rounds, and a batch of {read.mode} is generated ahead of time. {sync}"
+    deciding = ", ".join(f"`{m.name}`" for m in stack.methods if m.decides_rollouts and not m.rounds)
+    if deciding and read.mode != "sync":
+        yield (
+            f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
+            f"groups, each of {read.group_size} rollouts. {sync}"
+        )
     if stack.rows_per_rollout > 1 and read.mode != "sync":
         names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
         yield (

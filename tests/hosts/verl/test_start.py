@@ -69,6 +69,21 @@ REFUSED = {
         "calculate_log_probs=False is given. Set it to True",
     ),
     "rounds ahead of time": (["trainer.v1.trainer_mode=rl_plugins_colocate_async"], "probing", "rounds"),
+    "helpings ahead of time": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async"],
+        "dars",
+        "`dars` generates in rounds",
+    ),
+    "other groups ahead of time": (
+        ["trainer.v1.trainer_mode=rl_plugins_colocate_async"],
+        "v0",
+        "`v0` decides how many rollouts prompts get, and colocate_async takes batches .* each of 4 rollouts",
+    ),
+    "a ramp ahead of time": (
+        ["trainer.v1.trainer_mode=rl_plugins_colocate_async", "+rl_plugins.method_params.brorl.ramp=[[1,8]]"],
+        "brorl",
+        "`brorl` decides how many rollouts",
+    ),
     "filter": (["algorithm.filter_groups.enable=True"], "mc_grpo", "filter_groups.enable=False"),
     "critic": (["algorithm.adv_estimator=gae"], "mc_grpo", "critic"),
     "KL in the reward": (["algorithm.use_kl_in_reward=True"], "mc_grpo", "use_kl_loss=True"),
