@@ -200,5 +200,43 @@ def test_xrpo_hands_out_phases_seeds_what_failed_and_lifts_what_is_rare(tmp_path
     assert found > 0
 
 
+def test_best_perm_tries_hints_in_the_order_of_the_oracle(tmp_path: Any) -> None:
+    data = DATA.map(lambda row: {"hints": ["sort", row["answer"]]})
+    params = {"hints_column": "hints", "hint_template": "{prompt} {hint}", "n_first": 4, "n_hint": 2, "max_hints": 2}
+    params["values"] = [1.0, 1.0]
+    options = {"dataset": data, "method_params": {"best_perm": params}}
+    t, spy, decisions = sampled(tmp_path, ["best_perm"], max_steps=5, **options)
+    accepted, rejected, cascades, orders = [0, 0], [0, 0], 0, set()
+    for d, out in zip(decisions, spy.batches, strict=True):
+        tries = [a + b for a, b in zip(accepted, rejected, strict=True)]
+        log = 1.5 * math.log(1 + cascades)
+        u = [min(1, a / n + math.sqrt(log / n)) if n else 1.0 for a, n in zip(accepted, tries, strict=True)]
+        one, other = sorted((0, 1), key=lambda k: (-u[k], k))  # equally valuable: the likelier first, if it adds
+        order = (one, other) if u[one] + (1 - u[one]) * u[other] > u[other] else (other,)
+        orders.add(order)
+        r, expected = d.rollouts, []
+        words = t.processing_class.batch_decode([p[m > 0] for p, m in zip(*both(out, "prompt"), strict=True)])
+        for rewards in by_group(d, r.reward.tolist()).values():
+            tried, made = 0, 4
+            while max(rewards[:made]) < 0.5 and tried < len(order):
+                made, tried = made + 2, tried + 1
+                k, won = order[tried - 1], max(rewards[made - 2 : made]) > 0.5
+                accepted[k], rejected[k] = accepted[k] + won, rejected[k] + (not won)
+            cascades += tried > 0
+            assert len(rewards) == made
+            expected += [None] * 4 + [k for k in order[:tried] for _ in range(2)]
+        assert [(p or {}).get("best_perm") for p in r.payload] == expected
+        for i, k, text in zip(r.prompt_index.tolist(), expected, words, strict=False):  # fillers are the last ones
+            problem = data[i]["prompt"][0]["content"]
+            assert (
+                text.strip()
+                .removeprefix("<user>")
+                .startswith(problem if k is None else f"{problem} {data[i]['hints'][k]}")
+            )
+    state = t.methods.methods[0].state
+    assert (state["accepted"], state["rejected"], state["cascades"]) == (accepted, rejected, cascades)
+    assert len(orders) > 1 and sum(accepted) > 0 and sum(rejected) > 0, orders
+
+
 def both(out: Any, name: str) -> tuple[Any, Any]:
     return out[f"{name}_ids"], out[f"{name}_mask"]
