@@ -19,6 +19,7 @@ from scipy.stats import t as student
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
+from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.xrpo import (
     XRPO,
     XrpoAllocate,
@@ -172,6 +173,26 @@ def test_allocation_by_hand() -> None:
     assert allocate([4, 20], [0.0, 1.0], 24, 1, exploration=0.5) == [1, 0]
 
 
+def test_the_bonus_grows_with_all_rollouts_made_and_handed_out() -> None:
+    assert (
+        allocate([2, 4], [0.0, 0.3], 6, 24, exploration=0.05) == loop([2, 4], [0, 0.3], 6, 24, 0.05, 0.05) == [10, 14]
+    )
+    of_drawn = [allocate([1, 4], [0.0, 0.5], drawn, 8, exploration=0.4) for drawn in (5, 8)]
+    assert of_drawn == [[4, 4], [5, 3]]
+    stack = allocating(8, phases=2, exploration=0.4)  # three of eight have no reward, and count as made
+    rollouts, _ = generated(stack, [[0.0, NAN, NAN, NAN], [1.0, 0.0, 0.0, 0.0]], 8)
+    assert sizes(rollouts) == [4 + 5, 4 + 3]
+
+
+def test_the_confidence_counts() -> None:
+    for alpha, extra in ((0.05, [5, 3]), (0.5, [4, 4])):
+        stack = allocating(8, phases=2, alpha=alpha, exploration=0.1)
+        rewards = [[1.0, 0.0, 1.0, 0.0], [0.7, 0.0, 0.0, 0.0]]
+        std = [float(np.std(r, ddof=1)) for r in rewards]
+        assert allocate([4, 4], std, 8, 8, alpha, 0.1) == loop([4, 4], std, 8, 8, alpha, 0.1) == extra
+        assert sizes(generated(stack, rewards, 8)[0]) == [4 + e for e in extra]
+
+
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(2, 9), prompts=st.integers(1, 6), total=st.integers(0, 30), std=st.sampled_from([0.0, 0.4]))
 def test_equal_deviations_without_a_bonus_are_as_equal_as_possible(
@@ -275,7 +296,10 @@ def test_what_the_allocator_logs() -> None:
     assert (a, b) == (11, 5) and told["xrpo_allocate/most"] == 11 and told["xrpo_allocate/moved"] == 3 / 16
     width = half_width(np.array([np.std([1, 0, 1, 0], ddof=1)]), np.array([4]), 0.05)
     assert told["xrpo_allocate/half_width"] == pytest.approx(width[0])
-    stack = allocating(8)  # in two phases the last one tells
+    both = stack_of(McGrpo(), XrpoAllocate(XrpoAllocate.Params(n_first=4, phases=2)))
+    rollouts, _ = generated(both, [[1.0, 0.0, 1.0, 0.0], [0.0]], 8)
+    assert logged(both)["xrpo_allocate/most"] == max(sizes(rollouts)) - 1, "its pivot is not trained"
+    stack = allocating(8)  # of two phases the last one tells
     generated(stack, [[1.0, 0.0, 1.0, 0.0], [0.0]], 8)
     assert set(logged(stack)) == {f"xrpo_allocate/{n}" for n in ("most", "moved", "half_width")}
     stack = allocating(8, phases=2)
@@ -334,12 +358,12 @@ def shown(rollouts: Rollouts, group: int) -> list[Any]:
 
 def test_half_of_the_rollouts_move_to_a_second_round_with_examples() -> None:
     stack = seeding(7)
-    solved(stack, 1, 2, 3)
-    rollouts, rounds = generated(stack, [[0.0], [0.0, 1.0], [NAN], [1.0]], 7, prompts=[0, 1, 2, 3])
+    solved(stack, 1, 2, 3, 5)
+    rollouts, rounds = generated(stack, [[0.0], [0.0, 1.0], [NAN], [1.0]], 7, prompts=[0, 4, 5, 2])
     assert [(r.group, r.n) for r in rounds.rows] == [(g, 4) for g in range(4)] + [(g, 3) for g in range(4)]
     assert sizes(rollouts) == [7] * 4 and rounds.number == 2
-    for g in (1, 2, 3):  # one success, no reward at all, all right
-        assert shown(rollouts, g) == [TEXTS[g]] * 7
+    for g, prompt in ((1, 4), (2, 5), (3, 2)):  # one success, no reward at all, all right
+        assert stack.methods[0]._examples(prompt) and shown(rollouts, g) == [TEXTS[prompt]] * 7
     assert shown(rollouts, 0)[:4] == [TEXTS[0]] * 4
     (prompt,) = set(shown(rollouts, 0)[4:])
     assert prompt == (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_plugins.method import Bundle
-from rl_plugins.methods.xrpo.allocate import PAPER, XrpoAllocate, allocate, half_width
+from rl_plugins.methods.xrpo.allocator import PAPER, XrpoAllocate, allocate, half_width
 from rl_plugins.methods.xrpo.novelty import XrpoNovelty, relative_likelihood
 from rl_plugins.methods.xrpo.seeds import XrpoSeeds
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine

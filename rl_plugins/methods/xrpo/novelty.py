@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.xrpo.allocate import PAPER
+from rl_plugins.methods.xrpo.allocator import PAPER
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 

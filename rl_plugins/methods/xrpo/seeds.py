@@ -11,7 +11,7 @@ import torch
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.xrpo.allocate import PAPER
+from rl_plugins.methods.xrpo.allocator import PAPER
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens
