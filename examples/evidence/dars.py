@@ -9,7 +9,13 @@ Simulations without a model; the real method plans in rounds, filters, and its g
    at the start. In every batch all prompts are rolled out and each logit takes a step along its share of the policy
    gradient, sum of A_i (r_i - p) over the rows of the batch. The uniform arm gets exactly the rollouts that the arm it
    is compared with generated in that batch, spread evenly. Measured: share of prompts ever solved (a right rollout in
-   any batch), and of the prompts that began below 0.05 the share that ends above 0.5; mean p at the end.
+   any batch), and of the prompts that began below 0.05 the share that ends above 0.5; mean p at the end. Both arms
+   divide by the rows with an advantage, so GRPO's step is not made smaller by groups without signal.
+
+Found (10 seeds): totals are not flat below one half, because a prompt without a success is taken for p = 1/16, but hard
+prompts weigh more: at p = 0.05 2.45 (et) and 4.84 (hw) of 3.5 at one half in GRPO, which has 0.66, or 1.43 with as many
+rollouts. Of the hard prompts 0.43 (et) and 0.44 (hw) are learned against 0.31 of GRPO with as many rollouts; ever
+solved 0.88 and 0.87 against 0.84 and 0.83.
 
     python examples/evidence/dars.py --seeds 10 --out evidence-results
 """

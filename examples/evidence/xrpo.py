@@ -13,6 +13,12 @@ Simulations without a model; the real methods plan in rounds and shape advantage
    entropy of the right answers (nats, log 5 = 1.61 is all alike) where the pass rate first is 0.9, and after all
    batches; batches until then.
 
+Found (10 seeds): the error falls from 5.0 to 4.5 (exploration 0.05) and 4.3 (0.025), and the share of mixed groups from
+0.449 to 0.440 and 0.433: rollouts leave the prompts that seem solved or hopeless. Without a bonus and with `n_first` 4
+prompts that failed four times get no more, and the error doubles; from 0.5 on groups are equal. The entropy of the
+right answers at a pass rate of 0.9 is 0.060 +- 0.009 nats higher with the paper's cap, 0.201 +- 0.026 with a cap of 2,
+and it takes 3 and 12 batches longer to get there.
+
     python examples/evidence/xrpo.py --seeds 10 --out evidence-results
 """
 

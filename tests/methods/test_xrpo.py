@@ -293,7 +293,7 @@ def test_what_the_allocator_logs() -> None:
     stack = allocating(8, n_first=4, phases=2)
     rollouts, _ = generated(stack, [[1.0, 0.0, 1.0, 0.0], [0.0]], 8)
     told, (a, b) = logged(stack), sizes(rollouts)
-    assert (a, b) == (11, 5) and told["xrpo_allocate/most"] == 11 and told["xrpo_allocate/moved"] == 3 / 16
+    assert (a, b) == (12, 4) and told["xrpo_allocate/most"] == 12 and told["xrpo_allocate/moved"] == 4 / 16
     width = half_width(np.array([np.std([1, 0, 1, 0], ddof=1)]), np.array([4]), 0.05)
     assert told["xrpo_allocate/half_width"] == pytest.approx(width[0])
     both = stack_of(McGrpo(), XrpoAllocate(XrpoAllocate.Params(n_first=4, phases=2)))
@@ -533,6 +533,13 @@ def test_embeddings_of_a_function() -> None:
     stack = seeding(dataset=messages, embed=embed)
     solved(stack, 1, 2)
     assert stack.methods[0]._examples(0) == [1] and calls[-1] == ["add 3", "5", "add 4 and 3"]
+
+
+def test_the_length_of_an_embedding_is_of_no_matter() -> None:
+    vectors = {"q": [0.1, 0.0], "long": [10.0, 10.0], "near": [1.0, 0.1], "none": [0.0, 0.0]}
+    stack = seeding(dataset=Table(list(vectors)), embed=lambda texts: [vectors[t] for t in texts])
+    solved(stack, 1, 2, 3)
+    assert stack.methods[0]._examples(0) == [2, 1] and stack.methods[0]._examples(3) == []
 
 
 @pytest.mark.parametrize(
