@@ -289,6 +289,15 @@ def test_rows_are_kept_and_given_completions_are_left() -> None:
     assert [r.n for r in few.rows] == [3, 4]
 
 
+def test_rows_that_another_method_added_in_the_round_take_room() -> None:
+    (method,) = allocating(8, phases=2).methods
+    assert method.plan(make_plan(2, 8)).trained == 8 and method.state["left"] == 8
+    so_far = tuple(GroupSoFar(PlanRow(i, i, 4), torch.zeros(4).double()) for i in range(2))
+    added = PlanRow(4, 9, 3)
+    found = method.plan(Plan((added,), 8, 8, 1, so_far))
+    assert found.rows == (added, PlanRow(0, 0, 3), PlanRow(1, 1, 2))
+
+
 def test_what_the_allocator_logs() -> None:
     stack = allocating(8, n_first=4, phases=2)
     rollouts, _ = generated(stack, [[1.0, 0.0, 1.0, 0.0], [0.0]], 8)
@@ -707,6 +716,12 @@ def test_a_rollout_of_several_rows_is_one_answer() -> None:
     assert relative_likelihood(rollouts, tokens).tolist() == pytest.approx([eta, math.exp(0.5)])
     found = sharpened(rollouts, tokens, weight=1.0)
     assert found.tolist() == pytest.approx([2 - eta, 2 - eta, 2 - eta, -1.0])
+
+
+def test_what_is_in_no_mean_has_no_likelihood_of_its_own() -> None:
+    rollouts = make_rollouts([1.0, 0.0, NAN, 1.0], [0] * 4, lengths=[1, 1, 1, 0])
+    tokens = with_logprobs(rollouts, [-1.0, -3.0, -50.0], torch.zeros(4).double())
+    assert relative_likelihood(rollouts, tokens).tolist() == pytest.approx([math.e, 1 / math.e, 1, 1])
 
 
 def test_tokens_of_different_advantages_have_a_bonus_of_their_own() -> None:
