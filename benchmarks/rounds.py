@@ -1,8 +1,8 @@
 """A step of two and three rounds against one of as many rollouts, in TRL on the CPU.
 
 `xrpo_allocate` makes 4 rollouts of every prompt and then hands out the rest in further rounds, always as many rows in
-all. With all 8 in the first round it is asked for more and plans nothing, which is what the rounds themselves cost. Arms
-take turns; the ratio is the median over repetitions of CPU time to `methods: []` of the same repetition.
+all. With all 8 in the first round it is asked for more and plans nothing, which is what the rounds themselves cost.
+Arms take turns; the ratio is the median over repetitions of CPU time to `methods: []` of the same repetition.
 
     python benchmarks/rounds.py --repeat 7 --steps 4 --rows 256
 """
