@@ -1,16 +1,15 @@
 """Samplers, budgets and curricula in TRL's real trainer: which rows were generated for whom in which round, which left,
-and what became of their advantages. What a method decides is computed anew here, in plain loops."""
+and what became of their advantages. What a method decides is computed anew, in plain loops."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import history, make, weights
-from scipy.stats import t as student_t
+from sampler_checks import Cascade, centered, check_brorl, check_dars, check_xrpo_phases, rewards_of
 from test_generation import run
 
 from rl_plugins.demo.tasks import build_dataset
@@ -30,21 +29,6 @@ def sampled(tmp_path: Any, names: list[str], **options: Any) -> tuple[Any, Any, 
     """The trainer, the spy and what was decided in each batch."""
     t, spy = run(tmp_path, names, reward=options.pop("reward", right), **options)
     return t, spy, [batch.decided.decision for batch in spy.batches_of_driver]
-
-
-def by_group(decision: Any, values: Any) -> dict[int, list[Any]]:
-    found: dict[int, list[Any]] = {}
-    for g, x in zip(decision.rollouts.group.tolist(), values, strict=True):
-        found.setdefault(g, []).append(x)
-    return found
-
-
-def each_group(decision: Any, function: Callable[[list[float]], float]) -> list[float]:
-    """A number per row, made of the trained rewards of its group."""
-    r = decision.rollouts
-    rewards = by_group(decision, [x if k else None for x, k in zip(r.reward.tolist(), decision.trained, strict=True)])
-    of = {g: function([x for x in xs if x is not None]) for g, xs in rewards.items() if any(x is not None for x in xs)}
-    return [of[g] for g, k in zip(r.group.tolist(), decision.trained, strict=True) if k]
 
 
 # ---- before the model is loaded
@@ -79,23 +63,11 @@ def test_dars_gives_hard_prompts_a_second_helping(tmp_path: Any) -> None:
     t, _, decisions = sampled(tmp_path, ["dars"], max_steps=3, method_params={"dars": {"n_first": 4, "n_max": 12}})
     helped = 0
     for number, d in enumerate(decisions):
-        rewards, asked, room = by_group(d, d.rollouts.reward.tolist()), {}, 64
-        for g, xs in rewards.items():
-            u = sum(xs[:4]) / 4
-            s = 2 * (u or 0.125) * (1 - (u or 0.125))
-            asked[g] = 0 if u >= 0.5 else min(math.ceil((2 - 4 * s) / s), 8)
-            room -= 4 * (asked[g] > 0 or 0 < u < 1)
-        given = {g: len(xs) - 4 for g, xs in rewards.items()}
-        assert sum(given.values()) == min(sum(asked.values()), room) and all(given[g] <= asked[g] for g in given)
-        assert given == asked or sum(asked.values()) > room
-        helped += sum(given.values())
-        stays = {g for g, xs in rewards.items() if 0 < sum(xs) < len(xs)}
-        assert d.trained.tolist() == [g in stays for g in d.rollouts.group.tolist()] and int(d.trained.sum()) <= 64
-        mean = each_group(d, lambda xs: sum(xs) / len(xs))
-        kept = d.rollouts.reward[d.trained]
-        torch.testing.assert_close(d.row_advantages[d.trained], kept - torch.tensor(mean).double())
-        assert history(t, "dars/asked")[number] == sum(asked.values())
-        assert history(t, "rl_plugins/rows_generated")[number] == 32 + sum(given.values())
+        asked, given = check_dars(d, 4, 12)
+        helped += given
+        torch.testing.assert_close(d.row_advantages[d.trained], centered(d))
+        assert history(t, "dars/asked")[number] == asked
+        assert history(t, "rl_plugins/rows_generated")[number] == 32 + given
     assert helped > 20 and t.args.scale_rewards == "none"
 
 
@@ -104,10 +76,7 @@ def test_brorl_has_fewer_prompts_with_more_rollouts_and_a_rate_for_its_rows(tmp_
     t, _, (first, second) = sampled(tmp_path, ["brorl"], max_steps=2, method_params={"brorl": params})
     assert first.rollouts.groups.size.tolist() == [8] * 8 and second.rollouts.groups.size.tolist() == [16] * 4
     for number, d in enumerate((first, second)):
-        rewards = by_group(d, d.rollouts.reward.tolist())
-        assert d.trained.tolist() == [0 < sum(rewards[g]) < len(rewards[g]) for g in d.rollouts.group.tolist()]
-        c = d.rollouts.reward[d.trained] - torch.tensor(each_group(d, lambda xs: sum(xs) / len(xs))).double()
-        torch.testing.assert_close(d.row_advantages[d.trained], (c - c.mean()) / (c.std() + 1e-8))
+        check_brorl(d)
         rows = int(d.trained.sum())
         assert history(t, "brorl/lr_scale")[number] == pytest.approx(math.sqrt(rows / 16))
     assert not bool(first.trained.all()), "groups of one reward leave"
@@ -129,7 +98,7 @@ def test_linear_ts_takes_a_batch_from_one_domain_and_learns_which(tmp_path: Any)
     for d in decisions:
         prompts = sorted(set(d.rollouts.prompt_index.tolist()))
         (arm,) = {DATA[i]["task"] for i in prompts}
-        rewards = by_group(d, d.rollouts.reward.tolist())
+        rewards = rewards_of(d)
         informative = sum(min(xs) < max(xs) for xs in rewards.values()) / len(rewards)
         k = arms.index(arm)
         mean[k] = (precision[k] * mean[k] + informative / 0.5) / (precision[k] + 2)
@@ -138,12 +107,6 @@ def test_linear_ts_takes_a_batch_from_one_domain_and_learns_which(tmp_path: Any)
     assert state["precision"].flatten().tolist() == pytest.approx(precision)
     assert state["mean"].flatten().tolist() == pytest.approx(mean) and max(mean) > 0.3
     assert history(t, "linear_ts/largest_share") == [1.0] * 4
-
-
-def priority(deviation: float, n: int, drawn: int) -> float:
-    """What xrpo gains from one more rollout of a prompt."""
-    width = [student_t.ppf(0.975, m - 1) * deviation / math.sqrt(m) for m in (n, n + 1)]
-    return width[0] - width[1] + 0.1 * math.sqrt(math.log(1 + drawn) / n)
 
 
 def logprobs(t: Any, out: Any) -> torch.Tensor:
@@ -159,21 +122,8 @@ def test_xrpo_hands_out_phases_seeds_what_failed_and_lifts_what_is_rare(tmp_path
     t, spy, decisions = sampled(tmp_path, ["xrpo"], max_steps=3, learning_rate=0.0)
     solved, found = set[str](), 0
     for number, (d, out) in enumerate(zip(decisions, spy.batches, strict=True)):
-        r, rewards = d.rollouts, by_group(d, d.rollouts.reward.tolist())
-        order = sorted(rewards)
-        have, drawn, later = dict.fromkeys(order, 4), 32, []  # (group, rollout) of rows of later rounds
-        for _ in (2, 3):  # phases of 16
-            so_far = {g: torch.tensor(rewards[g][: have[g]], dtype=torch.float64) for g in order}
-            deviation = {g: float(x.std()) for g, x in so_far.items()}
-            grown = dict(have)
-            for k in range(16):
-                gain = {g: round(priority(deviation[g], grown[g], drawn + k), 12) for g in order}
-                grown[max(order, key=lambda g: (gain[g], -grown[g], -g))] += 1
-            failed = {g for g in order if max(rewards[g][: have[g]]) < 0.5}
-            later += [(g, k, g in failed) for g in order for k in range(have[g], grown[g])]
-            have, drawn = grown, drawn + 16
-        assert r.groups.size.tolist() == [have[g] for g in order] and len(r) == 64
-        assert history(t, "xrpo_allocate/most")[number] == max(have.values())
+        r, later = d.rollouts, check_xrpo_phases(d)
+        assert history(t, "xrpo_allocate/most")[number] == int(r.groups.size.max())
         # seeds: examples of earlier batches, for prompts without a success so far, in later rounds
         words = t.processing_class.batch_decode([p[m > 0] for p, m in zip(*both(out, "prompt"), strict=True)])
         may = {(g, k) for g, k, failed_so_far in later if failed_so_far}
@@ -206,36 +156,18 @@ def test_best_perm_tries_hints_in_the_order_of_the_oracle(tmp_path: Any) -> None
     params["values"] = [1.0, 1.0]
     options = {"dataset": data, "method_params": {"best_perm": params}}
     t, spy, decisions = sampled(tmp_path, ["best_perm"], max_steps=5, **options)
-    accepted, rejected, cascades, orders = [0, 0], [0, 0], 0, set()
+    books = Cascade()
     for d, out in zip(decisions, spy.batches, strict=True):
-        tries = [a + b for a, b in zip(accepted, rejected, strict=True)]
-        log = 1.5 * math.log(1 + cascades)
-        u = [min(1, a / n + math.sqrt(log / n)) if n else 1.0 for a, n in zip(accepted, tries, strict=True)]
-        one, other = sorted((0, 1), key=lambda k: (-u[k], k))  # equally valuable: the likelier first, if it adds
-        order = (one, other) if u[one] + (1 - u[one]) * u[other] > u[other] else (other,)
-        orders.add(order)
-        r, expected = d.rollouts, []
         words = t.processing_class.batch_decode([p[m > 0] for p, m in zip(*both(out, "prompt"), strict=True)])
-        for rewards in by_group(d, r.reward.tolist()).values():
-            tried, made = 0, 4
-            while max(rewards[:made]) < 0.5 and tried < len(order):
-                made, tried = made + 2, tried + 1
-                k, won = order[tried - 1], max(rewards[made - 2 : made]) > 0.5
-                accepted[k], rejected[k] = accepted[k] + won, rejected[k] + (not won)
-            cascades += tried > 0
-            assert len(rewards) == made
-            expected += [None] * 4 + [k for k in order[:tried] for _ in range(2)]
-        assert [(p or {}).get("best_perm") for p in r.payload] == expected
-        for i, k, text in zip(r.prompt_index.tolist(), expected, words, strict=False):  # fillers are the last ones
+        found = zip(d.rollouts.prompt_index.tolist(), books.check(d), words, strict=False)  # fillers are the last ones
+        for i, k, text in found:
             problem = data[i]["prompt"][0]["content"]
-            assert (
-                text.strip()
-                .removeprefix("<user>")
-                .startswith(problem if k is None else f"{problem} {data[i]['hints'][k]}")
-            )
+            asked = problem if k is None else f"{problem} {data[i]['hints'][k]}"
+            assert text.strip().removeprefix("<user>").startswith(asked)
     state = t.methods.methods[0].state
-    assert (state["accepted"], state["rejected"], state["cascades"]) == (accepted, rejected, cascades)
-    assert len(orders) > 1 and sum(accepted) > 0 and sum(rejected) > 0, orders
+    assert (state["accepted"], state["rejected"]) == (books.accepted, books.rejected)
+    assert state["cascades"] == books.cascades > 0 and len(books.orders) > 1
+    assert sum(books.accepted) > 0 and sum(books.rejected) > 0
 
 
 def both(out: Any, name: str) -> tuple[Any, Any]:

@@ -1,0 +1,116 @@
+"""What samplers and budgets must have decided, computed anew in plain loops from the rewards of a batch: for TRL's real
+trainer and for verl's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from scipy.stats import t as student_t
+
+
+def by_group(decision: Any, values: Any) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    for g, x in zip(decision.rollouts.group.tolist(), values, strict=True):
+        found.setdefault(g, []).append(x)
+    return dict(sorted(found.items()))
+
+
+def rewards_of(decision: Any) -> dict[int, list[float]]:
+    return by_group(decision, decision.rollouts.reward.tolist())
+
+
+def centered(decision: Any, spread: Callable[[list[float]], float] = lambda xs: 1.0) -> torch.Tensor:
+    """(trained,) rewards minus the mean of their group's trained ones, over a number of the group."""
+    r, kept = decision.rollouts, decision.trained.tolist()
+    groups = by_group(decision, [x if k else None for x, k in zip(r.reward.tolist(), kept, strict=True)])
+    of = {g: [x for x in xs if x is not None] for g, xs in groups.items()}
+    trained = [(x, of[g]) for x, g, k in zip(r.reward.tolist(), r.group.tolist(), kept, strict=True) if k]
+    return torch.tensor([(x - sum(xs) / len(xs)) / spread(xs) for x, xs in trained], dtype=torch.float64)
+
+
+def deviation(eps: float) -> Callable[[list[float]], float]:
+    return lambda xs: float(torch.tensor(xs, dtype=torch.float64).std()) + eps
+
+
+def check_dars(decision: Any, n_first: int, n_max: int, threshold: float = 0.5) -> tuple[int, int]:
+    """Helpings of schedule et and the groups that left; what was asked for and what was served."""
+    success = {g: [float(x >= threshold) for x in xs] for g, xs in rewards_of(decision).items()}
+    asked, room = {}, 64
+    for g, xs in success.items():
+        u = sum(xs[:n_first]) / n_first
+        s = 2 * (u or 0.5 / n_first) * (1 - (u or 0.5 / n_first))
+        asked[g] = 0 if u >= 0.5 else min(math.ceil((n_first / 2 - n_first * s) / s), n_max - n_first)
+        room -= n_first * (asked[g] > 0 or 0 < u < 1)
+    given = {g: len(xs) - n_first for g, xs in success.items()}
+    assert sum(given.values()) == min(sum(asked.values()), room) and all(given[g] <= asked[g] for g in given)
+    assert given == asked or sum(asked.values()) > room
+    stays = {g for g, xs in success.items() if 0 < sum(xs) < len(xs)}
+    assert decision.trained.tolist() == [g in stays for g in decision.rollouts.group.tolist()]
+    assert int(decision.trained.sum()) <= 64
+    return sum(asked.values()), sum(given.values())
+
+
+def check_brorl(decision: Any) -> None:
+    """Groups of one reward leave; one mean and deviation for the batch."""
+    rewards = rewards_of(decision)
+    assert decision.trained.tolist() == [min(rewards[g]) < max(rewards[g]) for g in decision.rollouts.group.tolist()]
+    c = centered(decision)
+    torch.testing.assert_close(decision.row_advantages[decision.trained], (c - c.mean()) / (c.std() + 1e-8))
+
+
+def check_xrpo_phases(decision: Any, threshold: float = 0.5) -> list[tuple[int, int, bool]]:
+    """Sizes of three phases, 4 rollouts of 8 prompts first; (group, rollout, whether all before failed) of rows of the
+    later ones."""
+    rewards, later = rewards_of(decision), []
+    order = [*rewards]
+    have, drawn = dict.fromkeys(order, 4), 32
+    for _ in (2, 3):
+        so_far = {g: torch.tensor(rewards[g][: have[g]], dtype=torch.float64) for g in order}
+        grown, spread = dict(have), {g: float(x.std()) for g, x in so_far.items()}
+        for k in range(16):
+            gain = {g: round(_gain(spread[g], grown[g], drawn + k), 12) for g in order}
+            grown[max(order, key=lambda g: (gain[g], -grown[g], -g))] += 1
+        failed = {g for g in order if max(rewards[g][: have[g]]) < threshold}
+        later += [(g, k, g in failed) for g in order for k in range(have[g], grown[g])]
+        have, drawn = grown, drawn + 16
+    assert decision.rollouts.groups.size.tolist() == [have[g] for g in order] and len(decision.rollouts) == 64
+    return later
+
+
+def _gain(spread: float, n: int, drawn: int) -> float:
+    """What xrpo gains from one more rollout of a prompt."""
+    width = [student_t.ppf(0.975, m - 1) * spread / math.sqrt(m) for m in (n, n + 1)]
+    return width[0] - width[1] + 0.1 * math.sqrt(math.log(1 + drawn) / n)
+
+
+class Cascade:
+    """The books of `best_perm` with two hints of the same value, 4 plain rollouts and 2 per try."""
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        self.threshold = threshold
+        self.accepted, self.rejected, self.cascades = [0, 0], [0, 0], 0
+        self.orders: set[tuple[int, ...]] = set()
+
+    def check(self, decision: Any) -> list[int | None]:
+        """Takes over a batch; the hint of every row, None for plain ones."""
+        tries = [a + b for a, b in zip(self.accepted, self.rejected, strict=True)]
+        log = 1.5 * math.log(1 + self.cascades)
+        u = [min(1, a / n + math.sqrt(log / n)) if n else 1.0 for a, n in zip(self.accepted, tries, strict=True)]
+        one, other = sorted((0, 1), key=lambda k: (-u[k], k))  # the likelier first, if it adds anything
+        order = (one, other) if u[one] + (1 - u[one]) * u[other] > u[other] else (other,)
+        self.orders.add(order)
+        hints: list[int | None] = []
+        for rewards in rewards_of(decision).values():
+            tried, made = 0, 4
+            while max(rewards[:made]) < self.threshold and tried < len(order):
+                made, tried = made + 2, tried + 1
+                k, won = order[tried - 1], max(rewards[made - 2 : made]) >= self.threshold
+                self.accepted[k], self.rejected[k] = self.accepted[k] + won, self.rejected[k] + (not won)
+            self.cascades += tried > 0
+            assert len(rewards) == made
+            hints += [None] * 4 + [k for k in order[:tried] for _ in range(2)]
+        assert [(p or {}).get("best_perm") for p in decision.rollouts.payload] == hints
+        return hints
