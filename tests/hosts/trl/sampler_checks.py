@@ -61,7 +61,7 @@ def check_brorl(decision: Any) -> None:
     torch.testing.assert_close(decision.row_advantages[decision.trained], (c - c.mean()) / (c.std() + 1e-8))
 
 
-def check_xrpo_phases(decision: Any, threshold: float = 0.5) -> list[tuple[int, int, bool]]:
+def check_xrpo_phases(decision: Any, exploration: float, threshold: float = 0.5) -> list[tuple[int, int, bool]]:
     """Sizes of three phases, 4 rollouts of 8 prompts first; (group, rollout, whether all before failed) of rows of the
     later ones."""
     rewards, later = rewards_of(decision), []
@@ -71,7 +71,7 @@ def check_xrpo_phases(decision: Any, threshold: float = 0.5) -> list[tuple[int, 
         so_far = {g: torch.tensor(rewards[g][: have[g]], dtype=torch.float64) for g in order}
         grown, spread = dict(have), {g: float(x.std()) for g, x in so_far.items()}
         for k in range(16):
-            gain = {g: round(_gain(spread[g], grown[g], drawn + k), 12) for g in order}
+            gain = {g: round(_gain(spread[g], grown[g], drawn + k, exploration), 12) for g in order}
             grown[max(order, key=lambda g: (gain[g], -grown[g], -g))] += 1
         failed = {g for g in order if max(rewards[g][: have[g]]) < threshold}
         later += [(g, k, g in failed) for g in order for k in range(have[g], grown[g])]
@@ -80,10 +80,10 @@ def check_xrpo_phases(decision: Any, threshold: float = 0.5) -> list[tuple[int, 
     return later
 
 
-def _gain(spread: float, n: int, drawn: int) -> float:
+def _gain(spread: float, n: int, drawn: int, exploration: float) -> float:
     """What xrpo gains from one more rollout of a prompt."""
     width = [student_t.ppf(0.975, m - 1) * spread / math.sqrt(m) for m in (n, n + 1)]
-    return width[0] - width[1] + 0.1 * math.sqrt(math.log(1 + drawn) / n)
+    return width[0] - width[1] + exploration * math.sqrt(math.log(1 + drawn) / n)
 
 
 class Cascade:

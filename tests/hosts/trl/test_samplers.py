@@ -119,10 +119,12 @@ def logprobs(t: Any, out: Any) -> torch.Tensor:
 
 
 def test_xrpo_hands_out_phases_seeds_what_failed_and_lifts_what_is_rare(tmp_path: Any) -> None:
-    t, spy, decisions = sampled(tmp_path, ["xrpo"], max_steps=3, learning_rate=0.0)
+    t, spy, decisions = sampled(
+        tmp_path, ["xrpo"], max_steps=3, learning_rate=0.0, method_params={"xrpo_allocate": {"exploration": 0.1}}
+    )
     solved, found = set[str](), 0
     for number, (d, out) in enumerate(zip(decisions, spy.batches, strict=True)):
-        r, later = d.rollouts, check_xrpo_phases(d)
+        r, later = d.rollouts, check_xrpo_phases(d, 0.1)
         assert history(t, "xrpo_allocate/most")[number] == int(r.groups.size.max())
         # seeds: examples of earlier batches, for prompts without a success so far, in later rounds
         words = t.processing_class.batch_decode([p[m > 0] for p, m in zip(*both(out, "prompt"), strict=True)])

@@ -57,6 +57,12 @@ STACKS = [
     "reshaped",
     "decoupled_ppo",
     "vcpo",
+    "helpings",
+    "dars:n_first=4",
+    "xrpo_allocate+xrpo_novelty",
+    "brorl",
+    "linear_ts:column=task",
+    "best_perm:hints_column=answer,n_first=4",
     "aged+minpro",
     "aged+vcpo",
     "aged+decoupled_ppo",
@@ -158,7 +164,8 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
         trainer.model.train()
         with harness.stub_sampling():
             loader = iter(trainer.get_train_dataloader())
-            trainer.methods.start(run_of(known_of(trainer)))
+            seen["run"] = run_of(known_of(trainer))
+            trainer.methods.start(seen["run"])
             out = trainer._generate_and_score_completions(next(loader))
     finally:
         generation.decide, batch._with_columns, batch._rollout_logprobs = decide, with_columns, sampled
@@ -201,10 +208,12 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
     )
     settings = Settings(tuple(methods), params, {"score": 1.0, "length": 0.5})
     stack = settings.stack()
+    stack.start(trl["run"])
     raw, rollouts = trl["raw"], trl["rollouts"]
     rows: dict[str, dict[str, Any]] = {}
     now = trl["now"]
     versions: dict[str, list[int]] = {}
+    waves: dict[int, list[int]] = {}  # group -> ids of its plan rows, in the order of the rounds
     for i, row in enumerate(trl["rows"]):
         if row.plan is None:
             continue
@@ -214,7 +223,12 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
         prompt = torch.tensor(trl["prompts"][i])
         scores = torch.zeros(n)
         scores[-1] = float(rollouts.reward[len(rows)])
-        key = f"uid{row.plan.group}_{row.number}_0"
+        of_group = waves.setdefault(row.plan.group, [])
+        if id(row.plan) not in of_group:
+            of_group.append(id(row.plan))
+        wave = of_group.index(id(row.plan))
+        uid = f"uid{row.plan.group}" + (f"r{wave}" if wave else "")
+        key = f"{uid}_{row.number}_0"
         versions[key] = list(row.given.versions) if row.given is not None else [now] * n
         rows[key] = {
             "prompts": prompt,
@@ -223,7 +237,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
             "response_mask": mask,
             "loss_mask": mask.clone(),
             "rm_scores": scores,
-            "uid": f"uid{row.plan.group}",
+            "uid": uid,
             "extra_fields": {
                 "reward_extra_info": {
                     name: float(rollouts.rewards[len(rows), k]) for k, name in enumerate(("score", "length"))
@@ -235,11 +249,11 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
                 "wave": "w",
                 "group": row.plan.group,
                 "place": row.plan.group,
-                "round": 0,
+                "round": wave,
                 "prefix": [],
                 "max_tokens": None,
                 "given": [],
-                "payload": None,
+                "payload": (rollouts.payload or [None] * len(rollouts))[len(rows)],
             },
             **{
                 ours: raw[theirs][i, :n].float()

@@ -8,12 +8,18 @@ that were trained.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_groups, finished, start
+from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_groups, finished, start
+
+sys.path.insert(0, str(PROBES))
+
+from sampler_checks import Cascade, centered, check_brorl, check_dars, check_xrpo_phases, deviation, rewards_of
 
 from rl_plugins.demo.policy import build_tokenizer
 from rl_plugins.groups import Groups
@@ -38,8 +44,28 @@ PLACES = [
     "helpings+watch",
     "twice",
 ]
+# Samplers, budgets and curricula. One that learns from a batch comes again.
+XRPO = "xrpo_allocate+xrpo_seeds+xrpo_novelty+watch"
+SAMPLERS = ["dars+watch", XRPO, XRPO, "brorl+watch", *2 * ["linear_ts+watch"], *2 * ["best_perm+watch"]]
+SAMPLER_PARAMS = [
+    "dars.n_first=4",
+    "dars.n_max=12",
+    "xrpo_allocate.exploration=0.1",
+    "xrpo_seeds.second_round=False",
+    "xrpo_seeds.examples=1",
+    "xrpo_seeds.template='{examples} {problem}'",
+    "brorl.ramp=[[0,16]]",
+    "brorl.base_rows=16",
+    "linear_ts.column=level",
+    "best_perm.templates=['{prompt} 1','{prompt} 2']",
+    "best_perm.n_first=4",
+    "best_perm.n_hint=2",
+    "best_perm.max_hints=2",
+    "best_perm.values=[1.0,1.0]",
+]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
+ALL = PLACES + SAMPLERS + FURTHER
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -57,13 +83,15 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("verl") / "carousel",
         [
             *COMMON,
-            f"+carousel=[{','.join(PLACES + FURTHER)}]",
+            f"+carousel=[{','.join(ALL)}]",
             "+rl_plugins.methods=[mc_grpo]",
             "+carousel_params.brpo.judge='verl_probes:judge'",
             "+carousel_params.drpo.reward=exact",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
             "actor_rollout_ref.actor.kl_loss_coef=0.0",
-            f"trainer.total_training_steps={len(PLACES + FURTHER)}",
+            *(f"+carousel_params.{p}" for p in SAMPLER_PARAMS),
+            "data.max_prompt_length=96",
+            f"trainer.total_training_steps={len(ALL)}",
         ],
         trainer="carousel",
         RL_PLUGINS_TEST_DUMP="1",
@@ -298,7 +326,7 @@ def test_a_plan_of_one_fills_the_batch_with_prompts(carousel: Run) -> None:
 def test_the_advantage_methods_act(carousel: Run) -> None:
     drpo, d3s, mssr, v0_5, v0, brpo = (place(carousel, names) for names in FURTHER)
     assert drpo["decision"].estimator == "drpo"
-    assert carousel.updates()[len(PLACES)]["grad_norm"] > 0
+    assert next(u for u in carousel.updates() if u["methods"] == ["drpo"])["grad_norm"] > 0
     share = float(d3s["decision"].keep_tokens.float().mean())  # late in its schedule, which ends at 1
     assert int(d3s["decision"].trained.sum()) < 64 and 0.2 < share < 0.8
     assert d3s["batch_rows"] == 64 and d3s["padding"] == 64 - int(d3s["decision"].trained.sum())
@@ -309,8 +337,79 @@ def test_the_advantage_methods_act(carousel: Run) -> None:
     assert brpo["decision"].estimator == "brpo" and set(brpo["decision"].rewarded_by) == {"brpo"}
 
 
+def sampler(run: Run, name: str, visit: int = 0) -> tuple[Any, Any, dict[str, float]]:
+    """Decision, tokens and what was logged in the first or a later batch of a sampler."""
+    k = [i for i, names in enumerate(ALL) if name in names.split("+")][visit]
+    _, tokens = torch.load(run.folder / f"watch{k}.pt", weights_only=False)
+    return run.steps()[k]["decision"], tokens, run.metrics(k + 1)
+
+
+def rows_of(run: Run, prompts: list[int]) -> list[dict[str, Any]]:
+    """`extra_info` of rows of the dataset."""
+    table = pyarrow.parquet.read_table(run.folder / "data" / "train.parquet").to_pylist()
+    return [table[i]["extra_info"] for i in prompts]
+
+
+def trained_prompts(run: Run, name: str, visit: int = 0) -> list[str]:
+    update = [u for u in run.updates() if name in u["methods"]][visit]["rows"]
+    real = [float(x.sum()) > 0 for x in update["rl_plugins_real"]]
+    texts = build_tokenizer().batch_decode([list(p) for p in update["prompts"]])
+    return [text for text, kept in zip(texts, real, strict=True) if kept]
+
+
+def test_dars_gives_hard_prompts_a_second_helping(carousel: Run) -> None:
+    d, _, logged = sampler(carousel, "dars")
+    asked, given = check_dars(d, 4, 12)
+    assert logged["dars/asked"] == asked > 0 and logged["rl_plugins/rows_generated"] == 32 + given
+    expected = centered(d, deviation(1e-6))  # the run divides by the deviation
+    torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_xrpo_hands_out_phases_seeds_what_failed_and_lifts_what_is_rare(carousel: Run) -> None:
+    for visit in (0, 1):
+        d, tokens, logged = sampler(carousel, "xrpo_allocate", visit)
+        later = check_xrpo_phases(d, 0.1)
+        assert logged["xrpo_allocate/most"] == int(d.rollouts.groups.size.max())
+        seeded = [text for text in trained_prompts(carousel, "xrpo_allocate", visit) if "olution" in text]
+        assert len(seeded) == logged["xrpo_seeds/seeded"] <= sum(failed for *_, failed in later)
+        assert (len(seeded) > 0) == (visit > 0 and any(failed for *_, failed in later)), "answers of earlier batches"
+        base = centered(d, deviation(1e-6))
+        rare = Groups(tokens.row).mean(tokens.old_logprobs.double())
+        eta = torch.exp(rare - d.rollouts.groups.rows(d.rollouts.groups.mean(rare)))
+        bonus = torch.minimum((2.5 * (1 - eta)).clamp(min=0), 0.5 * base)
+        expected = base + torch.where(base > 0, bonus, 0.0)
+        torch.testing.assert_close(d.row_advantages, expected, rtol=1e-4, atol=1e-4)
+        assert float((expected - base).max()) > 0.01
+
+
+def test_brorl_has_fewer_prompts_with_more_rollouts_and_a_rate_for_its_rows(carousel: Run) -> None:
+    d, _, logged = sampler(carousel, "brorl")
+    assert d.rollouts.groups.size.tolist() == [16] * 4 and d.estimator == "brorl"
+    check_brorl(d)
+    assert logged["actor/brorl/lr_scale"] == pytest.approx(math.sqrt(int(d.trained.sum()) / 16))
+
+
+def test_linear_ts_takes_a_batch_from_one_domain(carousel: Run) -> None:
+    for visit in (0, 1):
+        d, _, logged = sampler(carousel, "linear_ts", visit)
+        (level,) = {row["level"] for row in rows_of(carousel, d.rollouts.prompt_index.tolist())}
+        informative = [min(xs) < max(xs) for xs in rewards_of(d).values()]
+        assert logged[f"linear_ts/share/{level}"] == 1.0
+        assert logged[f"linear_ts/reward/{level}"] == pytest.approx(sum(informative) / PROMPTS)
+
+
+def test_best_perm_tries_hints_in_the_order_of_the_oracle(carousel: Run) -> None:
+    books = Cascade()
+    for visit in (0, 1):
+        d, _, _ = sampler(carousel, "best_perm", visit)
+        hints = [k for k in books.check(d) if k is not None]
+        words = [text.removesuffix("<asst>") for text in trained_prompts(carousel, "best_perm", visit)]
+        assert [sum(text.endswith(f" {k + 1}") for text in words) for k in (0, 1)] == [hints.count(0), hints.count(1)]
+    assert books.cascades > 0
+
+
 def test_metrics_of_hooks_and_of_everything_generated(carousel: Run) -> None:
-    for number, (names, step) in enumerate(zip(PLACES + FURTHER, carousel.steps(), strict=True), 1):
+    for number, (names, step) in enumerate(zip(ALL, carousel.steps(), strict=True), 1):
         logged, d = carousel.metrics(number), step["decision"]
         assert logged["rl_plugins/rows_generated"] == len(d.rollouts), names
         assert logged["rl_plugins/rows_trained"] == int(d.trained.sum()), names
@@ -422,7 +521,9 @@ def test_gradients_are_those_of_plain_torch(carousel: Run) -> None:
     updates, trained = carousel.updates(), [s for s in carousel.steps() if bool(s["decision"].trained.any())]
     assert len(updates) == len(trained), "one optimizer step per batch, also where more rows were generated"
     assert {"+".join(s["names"]) for s in trained} >= {*PLACES, *FURTHER} - {"brpo"}, "all groups of brpo may leave"
-    for update in updates[: len(PLACES)]:
+    compared = [u for u in updates if "+".join(u["methods"]) not in FURTHER]
+    assert len(compared) >= len(PLACES + SAMPLERS) - 1
+    for update in compared:
         norm, rows = reference([update])
         assert update["global_batch_size"] == rows, update["methods"]
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4), update["methods"]
