@@ -201,6 +201,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
             "algorithm.norm_adv_by_std_in_grpo=False",
             "actor_rollout_ref.rollout.n=8",
             "actor_rollout_ref.actor.strategy=fsdp2",
+            "actor_rollout_ref.actor.clip_ratio_c=1000",  # a second clip, which TRL has not
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
             "data.max_response_length=14",
             "+rl_plugins.methods=[]",
@@ -229,7 +230,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
         wave = of_group.index(id(row.plan))
         uid = f"uid{row.plan.group}" + (f"r{wave}" if wave else "")
         key = f"{uid}_{row.number}_0"
-        versions[key] = list(row.given.versions) if row.given is not None else [now] * n
+        versions[key] = list(row.versions or [now] * n)
         rows[key] = {
             "prompts": prompt,
             "responses": response,
@@ -238,6 +239,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
             "loss_mask": mask.clone(),
             "rm_scores": scores,
             "uid": uid,
+            **{name: values[len(rows)] for name, values in rollouts.meta.items()},
             "extra_fields": {
                 "reward_extra_info": {
                     name: float(rollouts.rewards[len(rows), k]) for k, name in enumerate(("score", "length"))
