@@ -463,6 +463,19 @@ def test_messages_edits_and_rows_that_cannot_be_seeded() -> None:
     assert later(row, other) == other  # a new group, of which nothing is known
 
 
+def test_a_batch_that_is_skipped_leaves_nothing_behind() -> None:
+    """Without any reward no hook sees the batch after its plan."""
+    stack = seeding(7)
+    solved(stack, 1, 2)
+    rollouts, _ = generated(stack, [[0.0], [NAN]], 7)
+    one_step(stack, rollouts.replace(reward=rollouts.reward * NAN, rewards=rollouts.rewards * NAN))
+    assert stack.methods[0].state["seeded"]
+    rollouts, _ = generated(stack, [[1.0], [NAN]], 7)
+    assert sizes(rollouts) == [7, 7]
+    one_step(stack, rollouts)
+    assert logged(stack)["xrpo_seeds/seeded"] == 0
+
+
 def test_only_rows_without_given_completions_are_split() -> None:
     stack = seeding(8)
     (method,) = stack.methods

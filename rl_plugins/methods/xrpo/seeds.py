@@ -151,6 +151,7 @@ class XrpoSeeds(Method):
         """Of the first round the half, if it is to be split; in later rounds the rest, and examples for those that
         failed."""
         if plan.round == 0:
+            self.state["left"], self.state["seeded"] = {}, []  # of a batch that was skipped
             return self._split(plan) if self.params.second_round else plan
         rows, so_far = plan.rows, {g.row.group: g for g in plan.so_far}
         if plan.round == 1:
