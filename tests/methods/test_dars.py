@@ -490,3 +490,21 @@ def test_breadth_in_verl() -> None:
     }
     with pytest.raises(ConfigError, match="ppo_mini_batch_size=24, but the config has .*=12"):
         verl_options(["dars_breadth"], *size, f"{actor}.ppo_mini_batch_size=12")
+
+
+def test_rounds_need_verls_sync_trainer() -> None:
+    pytest.importorskip("verl")
+    from rl_plugins.verl import facts
+    from rl_plugins.verl.config import Settings, compose
+
+    def check(methods: list[str], mode: str) -> dict[str, Any]:
+        size = ["data.train_batch_size=24", "data.max_response_length=77", "actor_rollout_ref.rollout.n=8"]
+        config = compose([*size, f"trainer.v1.trainer_mode=rl_plugins_{mode}", "algorithm.adv_estimator=grpo"])
+        return facts.check(build_stack(methods), Settings(methods=tuple(methods)), config)
+
+    assert check(["dars_b"], "sync")["actor_rollout_ref.actor.ppo_mini_batch_size"] == 24
+    assert check(["xrpo"], "sync") == check(["xrpo_novelty"], "colocate_async") == {}
+    for methods, names in ((["dars"], "`dars`"), (["xrpo"], "`xrpo_allocate`, `xrpo_seeds`")):
+        for mode in ("colocate_async", "separate_async"):
+            with pytest.raises(ConfigError, match=f"{names} generates in rounds, and a batch of {mode}"):
+                check(methods, mode)
