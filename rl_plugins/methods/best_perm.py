@@ -15,9 +15,8 @@ from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.priors import cell
 from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
-from rl_plugins.services import fill, with_task
+from rl_plugins.services import fill, media_of, with_task
 
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 MOST_LOGGED = 16  # hints with a metric of their own
 
 
@@ -148,11 +147,10 @@ class BestPerm(Method):
         self.needs = frozenset({"prompt_index"} | ({f"column:{column}"} if column else set()))
 
     def check(self, run: Run) -> None:
-        media = sorted(set(run.columns) & set(MEDIA))
-        if media:
+        if media := media_of(run):
             raise ConfigError(
-                f"the dataset has the column{'s' if len(media) > 1 else ''} {', '.join(media)}, and rounds under other "
-                f"prompts cannot be made with images, videos or audio. Use prompts of text."
+                f"the prompts have {media}, and rounds under other prompts cannot be made with images, videos or "
+                f"audio. Use prompts of text."
             )
         if (self.params.n_first or 1) > run.group_size:
             raise ConfigError(

@@ -399,7 +399,7 @@ def test_what_a_run_must_have():
     with pytest.raises(MethodError, match="the dataset is a stream"):
         start_stack(method, run=make_run(dataset=None, dataset_size=None))
     for column in ("image", "images", "videos"):
-        with pytest.raises(ConfigError, match=f"the dataset has the column {column}, and rounds under other prompts"):
+        with pytest.raises(ConfigError, match=f"the prompts have {column}, and rounds under other prompts"):
             start_stack(method, run=make_run(dataset=Table(), columns=("prompt", column)))
 
 
