@@ -203,6 +203,13 @@ def test_later_hints_are_not_observed():
     assert method._acceptance(3) == [0.8, 0.5, 0.5]
 
 
+def test_the_bound_grows_with_the_cascades():
+    _, method = cascade()
+    method.state.update(accepted=[10, 2], rejected=[90, 98], cascades=60)
+    wanted = [0.1 + math.sqrt(1.5 * math.log(61) / 100), 0.02 + math.sqrt(1.5 * math.log(61) / 100), 1.0]
+    assert method._acceptance(3) == pytest.approx(wanted)
+
+
 def test_order_follows_what_was_learned():
     stack, method = cascade(max_hints=2, values=[1.0, 0.9, 0.5], estimate="posterior")
     method.state.update(accepted=[49, 98, 98], rejected=[49, 0, 0])
@@ -309,8 +316,9 @@ def test_given_completions_and_rows_without_training_stay():
 
 def test_edits_and_payloads_of_others_stay():
     stack, method = cascade()
-    row = PlanRow(1, 0, 2, edit={"prompt": "other task", "x": 1}, payload={"else": 2})
-    (more,) = Rounds(stack, [row], 4, 4, 8).more(torch.tensor([0, 0]), torch.zeros(2, dtype=torch.float64))
+    row = PlanRow(1, 0, 2, spare=1, edit={"prompt": "other task", "x": 1}, payload={"else": 2})
+    (more,) = Rounds(stack, [row], 4, 4, 8).more(torch.tensor([0, 0, 0]), torch.zeros(3, dtype=torch.float64))
+    assert (more.n, more.spare) == (1, 0)
     assert more.edit == {"prompt": "other task\n\nHint: weak 1", "x": 1}
     assert more.payload == {"else": 2, "best_perm": 0}
 
