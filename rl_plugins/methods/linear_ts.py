@@ -99,7 +99,8 @@ class LinearTS(Method):
     use_when = "The dataset is a mix of a few domains, and how much the policy can learn from each changes in a run."
     avoid_when = (
         "The mix of domains is part of the task: an arm that teaches little is visited little. Or domains differ less "
-        "than a batch can tell: rewards are means over the few groups of an arm."
+        "than a batch can tell: rewards are means over the few groups of an arm. The posterior forgets nothing; "
+        "`contest` does."
     )
     cost = "Nothing per step; the column is read once at the start."
     disagreements = (

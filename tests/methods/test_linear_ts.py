@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.linear_ts import LinearTS, contest_weights, posterior, shares, thompson_draws
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PromptPool, Rollouts
@@ -426,6 +427,25 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path):
     assert train(whole, rate, 4) == train(resumed, rate, 4)
     assert torch.equal(method.state["mean"], other.state["mean"])
     assert choose(whole, 6) == choose(resumed, 6)
+
+
+def test_state_of_another_dataset_is_refused():
+    stack, _ = ts_stack()
+    observe(stack, make_rollouts([1.0, 0.0], [0, 0], prompt_index=[0, 0]))
+    other, _ = ts_stack(["a", "b"] * 15)
+    with pytest.raises(StateError, match="The state of `linear_ts` belongs to another dataset"):
+        other.load_state_dict(stack.state_dict("one"), "another")
+
+
+def test_beside_a_method_that_decides_the_rollouts():
+    """Its prompts are planned with the other's number of rollouts: the first ones that fit."""
+    method = LinearTS(LinearTS.Params(column="domain", draws=50))
+    run = make_run(dataset=Table(DOMAINS * 10), dataset_size=30)
+    stack = start_stack(method, BroRL(BroRL.Params(ramp=((0, 8),))), run=run)
+    plan = first_plan(stack, list(range(6)), 4, 24, 30, Table(DOMAINS * 10))
+    alone = start_stack(LinearTS(method.params), run=run)
+    chosen = [row.prompt_index for row in first_plan(alone, list(range(6)), 4, 24, 30, Table(DOMAINS * 10)).rows]
+    assert [(row.prompt_index, row.n) for row in plan.rows] == [(i, 8) for i in chosen[:3]]
 
 
 def test_batches_chosen_ahead_do_not_repeat_prompts_of_an_arm():
