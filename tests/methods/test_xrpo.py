@@ -599,7 +599,7 @@ def test_streams_columns_and_templates() -> None:
     stack = seeding(prompt_column="question")
     assert stack.methods[0].needs == {"prompt_index", "text", "column:question"}
     solved(stack, 1)
-    with pytest.raises(MethodError, match=r"no column `question` \(it has: prompt\). Set `prompt_column`"):
+    with pytest.raises(MethodError, match=r"no column `question` \(it has: prompt\)\. Add it"):
         generated(stack, [[0.0]], 8)
     for template, missing in (("{examples}", "{problem}"), ("x", "{examples} and {problem}")):
         with pytest.raises(ConfigError, match=f"`template` lacks {missing}"):

@@ -14,6 +14,7 @@ from rl_plugins.method import Idle, Method
 from rl_plugins.methods.xrpo.allocator import PAPER
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 from rl_plugins.params import MethodParams, param
+from rl_plugins.priors import cell
 from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.services import fill, media_of, prompt_text, with_task
 
@@ -198,7 +199,7 @@ class XrpoSeeds(Method):
             return row
         column, edit, answers = self.params.prompt_column, dict(row.edit or {}), self.state["answers"]
         shown = "\n\n".join(fill(EXAMPLE, {"problem": self._text(i), "solution": answers[str(i)]}) for i in examples)
-        prompt = edit[column] if column in edit else self._cell(row.prompt_index)
+        prompt = edit[column] if column in edit else cell(self._dataset, row.prompt_index, column)
         told = with_task(
             prompt, lambda task: fill(self.params.template or TEMPLATE, {"examples": shown, "problem": task})
         )
@@ -240,15 +241,7 @@ class XrpoSeeds(Method):
         return made / made.norm(dim=1, keepdim=True).clamp(min=1e-30)
 
     def _text(self, prompt: int) -> str:
-        return prompt_text(self._cell(prompt))
-
-    def _cell(self, prompt: int) -> Any:
-        row, column = self._dataset[prompt], self.params.prompt_column
-        if column not in row:
-            raise MethodError(
-                f"the dataset has no column `{column}` (it has: {', '.join(sorted(row))}). Set `prompt_column`."
-            )
-        return row[column]
+        return prompt_text(cell(self._dataset, prompt, self.params.prompt_column))
 
     # ---- what became of it
 
