@@ -87,7 +87,7 @@ class BroRL(Method):
     cost = (
         "N rollouts per prompt. With 512 in place of 16 and as many prompts, a step costs 32 times as much; with a "
         "ramp it costs the same and has fewer prompts. TRL's transformers engine generates a batch in one call, whose "
-        "memory grows with its rows (benchmarks/README.md)."
+        "memory grows with its rows, whatever N (benchmarks/README.md)."
     )
     disagreements = (
         "The paper was read through summaries and a review, not in full; no code was found.",

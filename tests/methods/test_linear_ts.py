@@ -236,10 +236,10 @@ def test_context_of_values_that_nobody_logs_is_0_and_warned_of(caplog: pytest.Lo
 def test_context_of_the_last_batch():
     stack, method = ts_stack(context=("reward", "informative", "length", "truncated"))
     assert method._x(0).tolist() == [0.0] * 4
-    rewards, truncated = [1.0, 0.0, NAN, 0.5, 0.5, 0.5], torch.tensor([True, False, False, False, False, False])
+    rewards, truncated = [1.0, 0.0, NAN, 0.8, 0.8, 0.8], torch.tensor([True, False, False, False, False, False])
     rollouts = make_rollouts(rewards, [0, 0, 0, 1, 1, 1], lengths=[1, 2, 3, 4, 5, 6], truncated=truncated)
     observe(stack, rollouts.replace(rollout=torch.tensor([0, 1, 2, 0, 1, 1]), index=torch.tensor([0, 0, 0, 0, 0, 1])))
-    wanted = [(1.0 + 0.0 + 0.5 + 0.5) / 4, 0.5, 3.5 / 12, 1 / 6]
+    wanted = [(1.0 + 0.0 + 0.8 + 0.8) / 4, 0.5, 3.5 / 12, 1 / 6]
     assert method._x(0).tolist() == pytest.approx(wanted)
     observe(stack, make_rollouts([1.0], [0], prompt_index=[-1], lengths=[6]))
     assert method._x(0).tolist() == pytest.approx([1.0, 0.5, 0.5, 0.0])  # no group of the dataset, so as before
