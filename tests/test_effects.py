@@ -30,6 +30,15 @@ def draw(*what: Any) -> float:
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:4], "big") / 2**32
 
 
+def harder_and_easier(rollouts: Any) -> Any:
+    """Right and wrong rollouts; of every four prompts in a row two are hard."""
+    of_row = zip(rollouts.prompt_index.tolist(), rollouts.rollout.tolist(), strict=True)
+    right = [
+        float(draw(prompt, number, rollouts.batch) < (0.02, 0.1, 0.7, 0.9)[prompt % 4]) for prompt, number in of_row
+    ]
+    return rollouts.replace(reward=torch.tensor(right, dtype=torch.float64))
+
+
 def writes(*turns: str) -> Callable[[str], Mapping[str, float]]:
     """A model that writes one of these texts in each turn, sure of it but where they part."""
 
@@ -235,10 +244,25 @@ CASES: dict[str, Case] = {
         ),
         {"trigger": [50], "correctness": ["format"], "message": [lambda facts: "wrong"]},
     ),
+    "drive": Case(
+        World(prepare=harder_and_easier),
+        values={"rollouts": [(2,)], "max_tokens": [(3,)], "sizes": [(0.5,)], "batches": [(3,)]},
+        settings=(
+            {"sizes": (0.5,), "batches": ()},
+            {"sizes": (0.2,), "batches": ()},
+            {"sizes": (1.0, 0.5), "batches": (4,)},
+        ),
+    ),
     "fission_grpo_reward": Case(
         World(prepare=several_rewards(THREE), facts={"reward_names": THREE}),
         {"format": ["other"], "correctness": ["other"], "length": ["length"]},
         params=PARAMS["fission_grpo_reward"],
+    ),
+    "gdro_prompt": Case(World(prepare=harder_and_easier), settings=({}, {"edges": ()})),
+    "gdro_rollout": Case(
+        World(prepare=harder_and_easier),
+        {"price_rate": []},  # plans of equal groups are always met; a test of the method has others
+        ({}, {"edges": ()}, {"arm_sign": "paper", "baseline": "none"}),
     ),
     "gigpo": Case(World(prepare=long_anchors), {"similarity": [0.9]}),
     "grpo_roc": Case(

@@ -36,6 +36,9 @@ WANT_BINARY = (
     "xrpo_novelty",
     "brorl",
     "best_perm",
+    "gdro_prompt",
+    "gdro_rollout",
+    "drive",
 )
 LABELS = {
     "eval_rewards/exact/mean": "right, held out",
@@ -71,6 +74,7 @@ DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "dars": {"n_first": 3},  # of 4
     "brorl": {"ramp": [[0, 16]]},  # 4 rollouts per prompt are the demo's
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},
+    "drive": {"sizes": [1.0, 0.5, 0.25], "batches": [40, 20]},  # 80 batches in all
     "linear_ts": {"column": "level", "draws": 16},
     "best_perm": {"templates": ["{prompt}"] * 2},  # the policy knows no hints: further plain tries
     "mc_grpo": {"advantage_clip": 3.0},  # its rewards have few levels here, where the paper's scale explodes

@@ -1,0 +1,418 @@
+"""DRIVE (arXiv 2511.06307): first all prompts with few rollouts, then fewer and harder prompts with many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count, pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.evidence import Counts
+from rl_plugins.groups import Groups
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
+
+COUNTS = Counts(("right", "trials", "gains"))
+Ids = NDArray[np.int64]
+
+
+class Drive(Method):
+    """A curriculum that keeps the hardest prompts. A reconstruction: how many batches a phase has, how a pass rate is
+    estimated and whether it is measured anew for every phase were not published.
+
+    A run is a list of phases; phase j has a set of `sizes`[j] prompts, `rollouts`[j] per prompt, completions of at most
+    `max_tokens`[j] tokens, and `batches`[j] generation batches; the last lasts to the end of the run. At its start
+
+        rate_i = right rollouts / rollouts of prompt i, older batches times `decay` at every visit
+        order the set by rate, then by fewer recent improvements, then by dataset row;  keep the first sizes[j]
+
+    so sets are nested. An improvement is a batch whose rate was above the estimate before; they decay alike. Prompts of
+    a set come in a shuffled order, all of them before one comes again; as long as the set is the whole dataset, in the
+    host's. Phases with the same rollouts and token limit are a stage. The paper has two:
+
+        sizes: [1, 72, 50, 25], rollouts: [8, 64, 64, 64], max_tokens: [24576, 32768, 32768, 32768]
+
+    A batch holds the host's rows: more rollouts per prompt are fewer prompts. A set that does not fill it is named
+    again in groups of their own (`when_short: repeat`), or the batch is smaller (`fewer`).
+
+    The other way is two runs: a first one on all prompts, a second from its checkpoint's weights with other host
+    options on a dataset of the hard ones. Then optimizer, schedule and reference begin anew, and this method serves the
+    second.
+
+    Symbols: sizes up to 1 are shares of the dataset, larger ones numbers of prompts; a success is a reward >=
+    success_threshold. Estimates (dataset size,) float64. A rollout of several rows counts once.
+
+    Special cases: a prompt without an estimate counts as the hardest. Rollouts without a reward (NaN) are in no
+    estimate. With `keep_unsolved` off, prompts that were tried and never right leave at the next phase; if none would
+    be left, they stay. Rows of replay and foreign prompts stay as planned. In asynchronous modes a batch is planned
+    ahead of the estimates, and only the filter works: `rollouts` must be left out. Name drive before methods that edit
+    prompts: groups it adds are seen by those behind it.
+
+    State: phase, set, place in its order, estimates. A run that goes on in the middle of a phase goes on exactly.
+
+    Logs: `phase` and `stage` from 0; `set`, prompts in it; `repeated`, groups named again; `success` of the rollouts;
+    `unscored`, share of them without a reward; `outside`, share of the batch's prompts that are not in the set (the lag
+    of asynchronous modes); where a phase begins `kept_rate`, mean estimate of the prompts kept, and `unseen`, share of
+    them without one.
+
+    Raises:
+        ConfigError: lists of unequal length; sizes that increase, or above the dataset's; a token limit above the
+            host's; a stream.
+        MethodError: a batch has fewer rows than a phase has rollouts per prompt.
+        StateError: the state belongs to another dataset.
+
+    Source: arXiv 2511.06307, abstract (two stages, 8 and 64 rollouts, 24k and 32k tokens, hard focus) and two
+    independent notes (72, 50 and 25 prompts). No code was found.
+    """
+
+    name = "drive"
+    paper = Paper(
+        "2511.06307",
+        "DRIVE: Data Curation Best Practices for Reinforcement Learning wIth VErifiable Reward in Competitive Code "
+        "Generation",
+        "Speed Zhu and Jianwei Cai and Guang Chen and Lulu Wu and Saiyong Yang and Wiggin Zhou",
+        2025,
+    )
+    fidelity = "reconstruction"
+    use_when = "Training on all prompts has flattened out, and the hard ones that are left are few, clean and solvable."
+    avoid_when = (
+        "The hardest prompts are wrong, mislabelled or out of reach: they are what is kept (`keep_unsolved`). Or the "
+        "run must not forget easy prompts, which it never sees again."
+    )
+    cost = (
+        "Nothing per step, 24 bytes per prompt of the dataset. Groups of many rollouts leave fewer prompts in a batch."
+    )
+    disagreements = (
+        "Batches per phase, the estimate (decayed pass rate of the training rollouts) and its reuse for the next phase "
+        "are inferred. No rollouts are made only to measure.",
+        "The paper's second stage has a dataset of its own; here the sets are nested in one. The order of ties, "
+        "`keep_unsolved` off and sizes as shares are ours.",
+        "One source calls the whole stage Pre-GRPO, another the filter.",
+        "The paper's sizes and rollouts do not fit every dataset and batch: by default sizes are shares (0.4, 0.3, "
+        "0.15 of the specification, 20 batches each), and rollouts and token limit the host's.",
+        "The reward of the paper is 1 if all tests pass; here it is the host's, with a threshold.",
+    )
+    needs = frozenset({"prompt_index"})
+    idle = (
+        Idle(
+            {"success": 0.0},
+            "no rollout of the set was right. The hardest prompts are out of reach: set `keep_unsolved` to false, or "
+            "make `sizes` larger.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        sizes: tuple[float, ...] = param(
+            (1.0, 0.4, 0.3, 0.15), "prompts of each phase: a share of the dataset up to 1, a number above", gt=0
+        )
+        batches: tuple[int, ...] = param((20, 20, 20), "generation batches of each phase but the last", ge=1)
+        rollouts: tuple[int, ...] = param((), "rollouts per prompt in each phase; none: the host's", ge=2)
+        max_tokens: tuple[int, ...] = param((), "completion length in each phase; none: the host's", ge=1)
+        decay: float = param(0.5, "share of a prompt's older outcomes that a visit leaves", ge=0, le=1)
+        keep_unsolved: bool = param(True, "prompts that were never right may be kept (paper)")
+        when_short: Literal["repeat", "fewer"] = param(
+            "repeat", "a set smaller than the batch: further groups of its prompts, or a smaller batch"
+        )
+        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+
+        def check(self) -> None:
+            n = len(self.sizes)
+            if not n or any(x > 1 and x != int(x) for x in self.sizes):
+                raise ConfigError(
+                    f"`sizes` is {list(self.sizes)[:8]}; it needs at least one entry, each a share of the dataset up "
+                    f"to 1 or a whole number of prompts."
+                )
+            for name, wanted in (("batches", n - 1), ("rollouts", n), ("max_tokens", n)):
+                given = len(getattr(self, name))
+                if given != wanted and (given or name == "batches"):
+                    last = ", for the last phase lasts to the end of the run" if name == "batches" else ""
+                    raise ConfigError(f"`{name}` has {given} entries, and `sizes` has {n}; give {wanted}{last}.")
+            for a, b in pairwise(self.sizes):
+                if b > a and (a > 1 or b <= 1):
+                    raise ConfigError(f"`sizes` has {b:g} after {a:g}; a set is part of the one before. Let them fall.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.decides_rollouts = bool(self.params.rollouts)
+        self._orders: dict[tuple[int, int], Ids] = {}
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if p.max_tokens and max(p.max_tokens) > run.max_completion_length:
+            raise ConfigError(
+                f"`max_tokens` is {list(p.max_tokens)[:8]}, and the host's completion length is "
+                f"{run.max_completion_length}. Lower it, or raise the host's to the longest phase's."
+            )
+        if run.dataset_size is not None:
+            self._sizes(run.dataset_size)
+
+    def budget(self, budget: Budget, run: Run) -> Sequence[Budget]:
+        """One entry per phase."""
+        p, rows = self.params, budget.trained[1]
+        starts, found = [0, *accumulate(p.batches)], []
+        sizes = None if run.dataset_size is None else self._sizes(run.dataset_size)
+        for j, begin in enumerate(starts):
+            part = f"{p.sizes[j]:.3g} of the prompts" if sizes is None else f"{sizes[j]} prompts"
+            limit = f", at most {p.max_tokens[j]} tokens" if p.max_tokens else ""
+            end = f"batches {begin} to {starts[j + 1] - 1}" if j + 1 < len(starts) else f"batch {begin} and later"
+            stage = budget.replace(
+                stage=f"{end}: the hardest {part}{limit}" if p.sizes[j] != 1 else f"{end}: all{limit}"
+            )
+            n = p.rollouts[j] if p.rollouts else run.group_size
+            groups = rows // n if p.rollouts else budget.prompts[1]
+            most = groups
+            if sizes is not None and (p.when_short == "fewer" or not self._acts(j)):
+                groups = min(groups, sizes[j])
+            if p.rollouts or groups < budget.prompts[1]:
+                extra = (budget.generated[1] - rows) // max(1, budget.prompts[1])
+                few = 1 if p.when_short == "fewer" and not p.keep_unsolved else min(groups, most)
+                stage = stage.replace(
+                    prompts=(few, groups),
+                    per_prompt=(n, n),
+                    generated=(few * n, groups * (n + extra)),
+                    trained=(min(budget.trained[0], few * n), groups * n),
+                )
+            found.append(stage)
+        return found
+
+    def start(self, run: Run) -> None:
+        if run.dataset_size is None:
+            raise ConfigError("the dataset is a stream; give one with random access, or remove `drive`.")
+        self.check(run)
+        self._size = run.dataset_size
+        begin = sum(self.params.batches)
+        if begin >= run.total_batches:
+            self.warn(
+                f"the last phase begins with batch {begin}, and the run has {run.total_batches}: it is not reached. "
+                f"Lower `batches`."
+            )
+        self.state = {**COUNTS.start(run.dataset_size), "phase": -1, "set": torch.zeros(0, dtype=torch.int64)}
+        self.state |= {"whole": True, "place": 0}
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        """The next prompts of the set, and others only where it has no more; `plan` drops those again."""
+        self._enter(pool.batch)
+        taken = set(pool.taken)
+        if self.state["whole"] and len(pool.proposal) == n and not taken:
+            return pool.proposal
+        free = self._available(taken, pool.size)
+        chosen = self._next(min(n, free), taken)
+        left = taken | set(chosen)
+        rest = (i for i in range(pool.size) if i not in left)
+        chosen += [i for i, _ in zip(rest, range(n - len(chosen)), strict=False)]
+        if len(chosen) < n:
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {len(chosen)} of the dataset's {pool.size} are left. Make the "
+                f"batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+            )
+        return chosen
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Rows of the set, with the rollouts and the token limit of the phase."""
+        self._enter(plan.batch)
+        p, phase = self.params, self.state["phase"]
+        if plan.batch == 0 or phase == 0:
+            self._check_room(plan)
+        if not self._acts(phase):
+            return None
+        fresh = [row for row in plan.rows if row.n > 0 and row.prompt_index >= 0 and not row.given]
+        others = [row for row in plan.rows if row.n == 0 or row.prompt_index < 0 or row.given]
+        inside = set(self._members().tolist()) if not self.state["whole"] else None
+        fresh = [row for row in fresh if inside is None or row.prompt_index in inside]
+        if not fresh:
+            return plan.replace(rows=tuple(others))  # a call that fills the batch, and the set has no more
+        size = p.rollouts[phase] if p.rollouts else plan.group_size
+        room = plan.budget - sum(row.n for row in others)
+        numbers = count(max(row.group for row in plan.rows) + 1)
+        named = [row.prompt_index for row in fresh]
+        more = max(0, room // size - len(named))
+        extra = self._next(min(more, self._available(set(named), self._size)), set(named))
+        wanted = [self._changed(row) for row in fresh]
+        wanted += [self._changed(PlanRow(i, next(numbers), plan.group_size)) for i in extra]
+        rows = _fitting(wanted, room)
+        distinct = len(rows)
+        if p.when_short == "repeat" and rows and distinct == len(wanted):
+            again = (wanted[i % distinct].replace(group=next(numbers)) for i in count())
+            rows += _fitting(again, room - sum(row.n for row in rows))
+        self._advance([row.prompt_index for row in rows[:distinct]])
+        self.log("repeated", len(rows) - distinct, "sum")
+        return plan.replace(rows=(*others, *rows))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p, each = self.params, rollouts.once
+        own = each.prompt_index >= 0
+        scored = own & ~torch.isnan(each.reward)
+        prompts = Groups(each.prompt_index[scored])
+        self._check_rows(prompts.ids)
+        right = prompts.sum((each.reward[scored] >= p.success_threshold).double())
+        trials = prompts.size.double()
+        before, tried, _ = COUNTS.of(self.state, prompts.ids)
+        gained = (tried > 0) & (right / trials > before / tried)
+        COUNTS.visit(self.state, prompts.ids, p.decay, (right, trials, gained.double()))
+
+        self.log("phase", max(0, self.state["phase"]))
+        self.log("stage", self._stage(max(0, self.state["phase"])))
+        self.log("set", self._size if self.state["whole"] else len(self._members()))
+        self.log("success", right.sum() / trials.sum() if len(prompts.ids) else torch.nan)
+        self.log("unscored", 1 - scored.sum() / own.sum().clamp(min=1))
+        inside = torch.isin(prompts.ids, self._members()) if not self.state["whole"] else prompts.ids >= 0
+        self.log("outside", (~inside).double().mean() if len(inside) else 0.0)
+
+    # ---- phases
+
+    def _sizes(self, dataset: int) -> list[int]:
+        """Prompts of every phase."""
+        found = [max(1, round(x * dataset)) if x <= 1 else int(x) for x in self.params.sizes]
+        if max(found) > dataset:
+            raise ConfigError(f"`sizes` asks for {max(found)} prompts, and the dataset has {dataset}. Lower it.")
+        for a, b in pairwise(found):
+            if b > a:
+                raise ConfigError(
+                    f"`sizes` comes to {found[:8]} of {dataset} prompts; a set is part of the one before. "
+                    f"Let them fall."
+                )
+        return found
+
+    def _acts(self, phase: int) -> bool:
+        """Whether a phase is anything but the host's plan."""
+        p = self.params
+        return p.sizes[phase] != 1 or bool(p.rollouts) or bool(p.max_tokens)
+
+    def _stage(self, phase: int) -> int:
+        p = self.params
+        kind = [(p.rollouts[j] if p.rollouts else 0, p.max_tokens[j] if p.max_tokens else 0) for j in range(phase + 1)]
+        return sum(a != b for a, b in pairwise(kind))
+
+    def _enter(self, batch: int) -> None:
+        """Makes the sets of the phases that have begun."""
+        if len(self.state["right"]) != self._size:
+            self._check_rows(torch.tensor([self._size]))
+        phase, sizes = sum(batch >= end for end in accumulate(self.params.batches)), self._sizes(self._size)
+        while self.state["phase"] < phase:
+            j = self.state["phase"] = self.state["phase"] + 1
+            if sizes[j] == self._size:
+                continue
+            members = torch.arange(self._size) if self.state["whole"] else self.state["set"]
+            right, trials, gains = COUNTS.of(self.state, members)
+            kept = hardest(members, right, trials, gains, sizes[j], self.params.keep_unsolved)
+            self.state |= {"set": kept, "whole": False, "place": 0}
+            right, trials, _ = COUNTS.of(self.state, kept)
+            self.log("kept_rate", (right / trials).nanmean())
+            self.log("unseen", (trials == 0).double().mean())
+
+    def _check_room(self, plan: Plan) -> None:
+        """Refuses, in the first batch already, phases whose groups do not fit into a batch."""
+        most = max(self.params.rollouts, default=0)
+        if most > plan.budget and min((row.group for row in plan.rows), default=1) == 0:
+            raise MethodError(
+                f"`rollouts` is {list(self.params.rollouts)[:8]}, and the batch trains {plan.budget} rows, which hold "
+                f"no group of {most}. Make the batch larger or the groups smaller."
+            )
+
+    def _check_rows(self, prompts: Tensor) -> None:
+        size = len(self.state["right"])
+        if len(prompts) and int(prompts.max()) >= size:
+            raise StateError(
+                f"The state has estimates for {size} prompts, and this dataset has more (row {int(prompts.max())}). "
+                f"They belong to dataset rows: resume with the dataset of the checkpoint, or start a new run from its "
+                f"weights."
+            )
+
+    # ---- prompts of the set
+
+    def _members(self) -> Tensor:
+        members: Tensor = self.state["set"]
+        return members
+
+    def _available(self, without: set[int], size: int) -> int:
+        """Prompts of the set that are not among those."""
+        if self.state["whole"]:
+            return size - sum(0 <= i < size for i in without)
+        return len(self._members()) - sum(i in without for i in self._members().tolist())
+
+    def _at(self, place: int) -> int:
+        """The prompt at a place of the endless order: one permutation of the set after the other."""
+        number = self._size if self.state["whole"] else len(self._members())
+        epoch, at = divmod(place, number)
+        key = self.state["phase"], epoch
+        if key not in self._orders:
+            if len(self._orders) > 1:
+                self._orders.clear()
+            self._orders[key] = self._permutation(epoch, number)
+        i = int(self._orders[key][at])
+        return i if self.state["whole"] else int(self._members()[i])
+
+    def _permutation(self, epoch: int, number: int) -> Ids:
+        seed = [self._seed(), max(0, self.state["phase"]), epoch]
+        return np.random.default_rng(seed).permutation(number)
+
+    def _seed(self) -> int:
+        if "seed" not in self.state:
+            self.state["seed"] = int(self.rng("order").integers(2**31))
+        return int(self.state["seed"])
+
+    def _next(self, n: int, without: Iterable[int]) -> list[int]:
+        """The next n prompts of the set in its order, without those. Nothing is moved on."""
+        without, chosen, place = set(without), list[int](), self.state["place"]
+        while len(chosen) < n:
+            prompt = self._at(place)
+            place += 1
+            if prompt not in without:
+                without.add(prompt)
+                chosen.append(prompt)
+        return chosen
+
+    def _advance(self, used: Iterable[int]) -> None:
+        """Moves the place behind the prompts that were planned."""
+        left = set(used)
+        while left and (prompt := self._at(self.state["place"])) in left:
+            left.remove(prompt)
+            self.state["place"] += 1
+
+    def _changed(self, row: PlanRow) -> PlanRow:
+        """The row with the phase's rollouts and token limit."""
+        p, phase = self.params, self.state["phase"]
+        if p.rollouts:
+            row = row.replace(n=p.rollouts[phase])
+        if p.max_tokens:
+            row = row.replace(max_tokens=min(p.max_tokens[phase], row.max_tokens or p.max_tokens[phase]))
+        return row
+
+
+def _fitting(rows: Iterable[PlanRow], room: int) -> list[PlanRow]:
+    """The first rows, as long as their rollouts fit."""
+    found: list[PlanRow] = []
+    for row in rows:
+        room -= row.n
+        if room < 0:
+            break
+        found.append(row)
+    return found
+
+
+def hardest(
+    members: Tensor, right: Tensor, trials: Tensor, gains: Tensor, size: int, keep_unsolved: bool = True
+) -> Tensor:
+    """The prompts with the lowest success rate, ascending by dataset row.
+
+    Args:
+        members: (n,) int64 dataset rows.
+        right, trials, gains: (n,) float64 right rollouts, rollouts and recent improvements of each.
+        size: how many, at most n.
+        keep_unsolved: False: prompts that were tried and never right are left out, unless none would be left.
+    """
+    rate = torch.where(trials > 0, right / trials.clamp(min=1e-300), -1.0)  # without an estimate: the hardest
+    candidates = torch.ones(len(members), dtype=torch.bool)
+    if not keep_unsolved and bool(((trials == 0) | (right > 0)).any()):
+        candidates = (trials == 0) | (right > 0)
+    place = np.lexsort((members[candidates].numpy(), gains[candidates].numpy(), rate[candidates].numpy()))[:size]
+    kept: Tensor = members[candidates][torch.from_numpy(place)].sort().values
+    return kept
