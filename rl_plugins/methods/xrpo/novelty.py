@@ -47,7 +47,10 @@ class XrpoNovelty(Method):
     paper = PAPER
     fidelity = "paper"
     use_when = "Rewards are right or wrong, and the policy's right answers become all alike."
-    avoid_when = "Answers are short and log-probs of wrong tokens noisy: what is unlikely is then mostly luck."
+    avoid_when = (
+        "Right answers are the likely ones, as in the demo: 3 in 100 of them are less likely than their group "
+        "(watch xrpo_novelty/novel), so there is nothing to sharpen."
+    )
     cost = "Old log-probs of the batch: one pass more in TRL where each batch is used for a single update."
     disagreements = (
         "A third party's code gives the bonus to wrong answers, too (|A| in place of A), which reviews of the paper "

@@ -75,7 +75,10 @@ class XrpoSeeds(Method):
     paper = PAPER
     fidelity = "paper"
     use_when = "Many prompts are never answered rightly, others like them are, and answers fit into the context twice."
-    avoid_when = "Prompts have little in common, or are near the length limit already. Answers are worth no imitation."
+    avoid_when = (
+        "Prompts have little in common, or are near the length limit already. The policy cannot use examples (watch "
+        "xrpo_seeds/right): that of the demo, trained on plain prompts alone, is never right with them."
+    )
     cost = (
         "Prompts of seeded rollouts are longer by `examples` prompts and answers of up to max_characters each, and so "
         "are their log-prob passes: the host's prompt limit must leave room. A second round of generation."
