@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from runs import PROMPTS, SAMPLES, STALENESS, Run, finished, start
-from test_runs import reference
+from test_runs import reference, rows_of
 
 from rl_plugins.demo.policy import build_tokenizer, load_policy
 from rl_plugins.groups import Groups
@@ -424,7 +424,8 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
         tmp_path / "run",
         [
             *REWARD,
-            "+rl_plugins.methods=[april,ladder,gigpo,watch]",
+            "+rl_plugins.methods=[april,linear_ts,ladder,gigpo,watch]",
+            "+rl_plugins.method_params.linear_ts.column=level",
             "+rl_plugins.method_params.april.over_sampling=1.5",
             "+rl_plugins.method_params.april.correction=token_tis",
             "actor_rollout_ref.rollout.max_num_seqs=40",  # of 96, so that groups are not all at the same turn
@@ -457,3 +458,10 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
         assert d.estimator == "gigpo" and len(d.rollouts.turns.row) == 3 * 64
         assert logged["ladder/asked"] == 64 and logged["actor/grad_norm"] > 0
     assert mixed > 0, "rollouts were interrupted, and went on with newer weights"
+    # `linear_ts` chooses ahead of the feedback: a plan is of one domain, and is trained up to a batch later
+    plans = [rows_of(run, event["prompts"]) for event in run.of("plan")]
+    assert len(plans) >= 3 and all(len({row["level"] for row in rows}) == 1 for rows in plans)
+    lags = [run.metrics(k + 1).get("rl_plugins/plan_lag", 0.0) for k in range(3)]
+    assert lags[0] == 0 and 0 < max(lags) <= 1, lags
+    shares = [{k: v for k, v in run.metrics(n).items() if "linear_ts/share" in k} for n in (1, 2, 3)]
+    assert all(sum(x.values()) == pytest.approx(1) for x in shares)
