@@ -252,6 +252,15 @@ class Helpings(Probe):
         Helpings.seen = rollouts
 
 
+class Same(Probe):
+    """The same prompts in every batch."""
+
+    name = "same"
+
+    def select_prompts(self, pool, n):
+        return [i for i in range(pool.size) if i not in pool.taken][:n]
+
+
 class Twice(Probe):
     """The first half of the prompts, each in two groups of its own."""
 

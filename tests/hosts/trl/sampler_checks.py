@@ -3,6 +3,7 @@ trainer and for verl's."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -114,3 +115,96 @@ class Cascade:
             hints += [None] * 4 + [k for k in order[:tried] for _ in range(2)]
         assert [(p or {}).get("best_perm") for p in decision.rollouts.payload] == hints
         return hints
+
+
+class Bins:
+    """Two bins of difficulty: prompts with a success in more than 0.55 of their earlier batches are in bin 1."""
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        self.threshold = threshold
+        self.outcomes: dict[int, list[bool]] = {}
+
+    def of(self, prompt: int) -> int:
+        known = self.outcomes.get(prompt, [])
+        return int(bool(known) and sum(known) / len(known) >= 0.55)
+
+    def add(self, decision: Any) -> None:
+        """Takes over what a batch says of its prompts."""
+        prompts = {g: xs[0] for g, xs in by_group(decision, decision.rollouts.prompt_index.tolist()).items()}
+        for g, xs in rewards_of(decision).items():
+            self.outcomes.setdefault(prompts[g], []).append(max(xs) >= self.threshold)
+
+
+class Weighing(Bins):
+    """The books of `gdro_prompt`."""
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        super().__init__(threshold)
+        self.score: dict[int, float] = {}
+        self.spread: list[float] = []
+
+    def check(self, decision: Any, base: torch.Tensor) -> None:
+        """`base`: (rows,) advantages of the host."""
+        r = decision.rollouts
+        bins = [self.of(p) for p in r.prompt_index.tolist()]
+        present = sorted(set(bins))
+        power = {b: math.exp(0.65 * self.score.get(b, 0.0)) for b in present}
+        q = {b: 0.99 * power[b] / sum(power.values()) + 0.01 / len(present) for b in present}
+        mean = sum(q[b] for b in bins) / len(bins)
+        weight = torch.tensor([q[b] / mean for b in bins], dtype=torch.float64)
+        torch.testing.assert_close(decision.row_advantages, base * weight, rtol=1e-5, atol=1e-6)
+        self.spread.append(float(weight.max() - weight.min()))
+        for b in present:
+            loss = [1 - x for x, c in zip(r.reward.tolist(), bins, strict=True) if c == b]
+            value = sum(loss) / len(loss) / (len(loss) / len(bins))
+            self.score[b] = 0.88 * self.score[b] + 0.12 * value if b in self.score else value
+        self.add(decision)
+
+
+class Arms(Bins):
+    """The books of `gdro_rollout`: 2 to 24 rollouts for each of 8 prompts, 64 in all; with arm_sign paper and without a
+    baseline, so that an arm that was used loses, and others are tried."""
+
+    def __init__(self, threshold: float = 0.5) -> None:
+        super().__init__(threshold)
+        self.score = {b: dict.fromkeys(range(2, 25), 0.0) for b in (0, 1)}
+        self.price = 0.0
+        self.sizes: set[tuple[int, ...]] = set()
+
+    def check(self, decision: Any) -> None:
+        rewards = rewards_of(decision)
+        prompts = {g: xs[0] for g, xs in by_group(decision, decision.rollouts.prompt_index.tolist()).items()}
+        bin_of = {g: self.of(p) for g, p in prompts.items()}
+        count = {b: list(bin_of.values()).count(b) for b in sorted(set(bin_of.values()))}
+        total, best = 8 * len(bin_of), None
+        for n in itertools.product(range(2, 25), repeat=len(count)):
+            used = sum(m * k for m, k in zip(count.values(), n, strict=True))
+            if used <= total:
+                value = sum(self._value(b, k, m) for (b, m), k in zip(count.items(), n, strict=True))
+                best = max(best or (0, -math.inf, n), (used, value, n), key=lambda found: found[:2])
+        assert best is not None
+        size = dict(zip(count, best[2], strict=True))
+        assert {g: len(xs) for g, xs in rewards.items()} == {g: size[b] for g, b in bin_of.items()}
+        self.sizes.add(best[2])
+        loss = {b: [1 - x for g, xs in rewards.items() for x in xs if bin_of[g] == b] for b in count}
+        for b in count:
+            self.score[b][size[b]] += -sum(loss[b]) / len(loss[b]) - self.price * (size[b] - 8)
+        self.price += 0.05 * sum(len(xs) - 8 for xs in rewards.values()) / len(rewards)
+        self.add(decision)
+
+    def _value(self, b: int, n: int, prompts: int) -> float:
+        power = {k: math.exp(0.65 * z) for k, z in self.score[b].items()}
+        return math.log(0.99 * power[n] / sum(power.values()) + 0.01 / len(power)) - 1e-9 * prompts * (n - 8) ** 2
+
+
+def hardest(decisions: list[Any], size: int, threshold: float = 0.5) -> list[int]:
+    """What `drive` keeps after these batches: the lowest decayed rates, then few improvements, then the dataset row."""
+    known: dict[int, list[float]] = {}  # right, trials, improvements
+    for d in decisions:
+        prompts = {g: xs[0] for g, xs in by_group(d, d.rollouts.prompt_index.tolist()).items()}
+        for g, xs in rewards_of(d).items():
+            right, trials, gains = known.get(prompts[g], [0.0, 0.0, 0.0])
+            won = sum(x >= threshold for x in xs)
+            gained = trials > 0 and won / len(xs) > right / trials
+            known[prompts[g]] = [0.5 * right + won, 0.5 * trials + len(xs), 0.5 * gains + gained]
+    return sorted(sorted(known, key=lambda i: (known[i][0] / known[i][1], known[i][2], i))[:size])

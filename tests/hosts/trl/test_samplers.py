@@ -8,9 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import history, make, weights
-from sampler_checks import Cascade, centered, check_brorl, check_dars, check_xrpo_phases, rewards_of
-from test_generation import run
+from harness import history, make, stub_sampling, weights
+from sampler_checks import (
+    Arms,
+    Cascade,
+    Weighing,
+    centered,
+    check_brorl,
+    check_dars,
+    check_xrpo_phases,
+    deviation,
+    hardest,
+    rewards_of,
+)
+from test_generation import Spy, run
+from transformers import TrainerCallback
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError
@@ -170,6 +182,71 @@ def test_best_perm_tries_hints_in_the_order_of_the_oracle(tmp_path: Any) -> None
     assert (state["accepted"], state["rejected"]) == (books.accepted, books.rejected)
     assert state["cascades"] == books.cascades > 0 and len(books.orders) > 1
     assert sum(books.accepted) > 0 and sum(books.rejected) > 0
+
+
+TWO_BINS = {"edges": [0.55], "hysteresis": 0.0}
+
+
+def test_gdro_prompt_weighs_bins_by_what_was_known_before(tmp_path: Any) -> None:
+    options = {"dataset": DATA.select(range(16)), "method_params": {"gdro_prompt": TWO_BINS}}
+    _, spy, decisions = sampled(tmp_path, ["gdro_prompt"], max_steps=6, **options)
+    books = Weighing()
+    for d, out in zip(decisions, spy.batches, strict=True):
+        books.check(d, centered(d, deviation(1e-4)))
+        assert torch.allclose(out["advantages"].double(), d.row_advantages, atol=1e-5)
+    assert books.spread[:2] == [0.0, 0.0] and max(books.spread) > 0.1, "no history before the second visit"
+
+
+def test_gdro_rollout_moves_rollouts_between_bins(tmp_path: Any) -> None:
+    params = {**TWO_BINS, "arm_sign": "paper", "baseline": "none"}
+    options = {"dataset": DATA.select(range(16)), "method_params": {"gdro_rollout": params}}
+    t, _, decisions = sampled(tmp_path, ["gdro_rollout"], max_steps=6, **options)
+    books = Arms()
+    for d in decisions:
+        books.check(d)
+        torch.testing.assert_close(d.row_advantages, centered(d, deviation(1e-4)))
+    assert len(books.sizes) > 2 and max(history(t, "gdro_rollout/most")) > 8
+    assert history(t, "gdro_rollout/shadow_price")[-1] == pytest.approx(books.price)
+
+
+class Killed(Exception):
+    """In the middle of a phase."""
+
+
+class Kill(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            raise Killed
+
+
+def test_drive_keeps_the_hardest_and_goes_on_inside_a_phase(tmp_path: Any) -> None:
+    """Batches 0 to 2 are the host's; then six prompts, in groups of 16 rollouts of at most 6 tokens. A run that ends in
+    batch 5 goes on from the checkpoint of batch 4 as if it had not."""
+    curriculum = {"sizes": [1.0, 6], "batches": [3], "rollouts": [8, 16], "max_tokens": [14, 6]}
+    options = {"dataset": DATA.select(range(16)), "method_params": {"drive": curriculum}, "max_steps": 7}
+    t, _, whole = sampled(tmp_path, ["drive"], **options)
+    kept = hardest(whole[:3], 6)
+    assert [d.rollouts.groups.size.tolist() for d in whole] == [[8] * 8] * 3 + [[16] * 4] * 4
+    assert {i for d in whole[:3] for i in d.rollouts.prompt_index.tolist()} == set(range(16))
+    later = [i for d in whole[3:] for i in d.rollouts.prompt_index.tolist()[::16]]
+    assert set(later) == set(kept) == set(later[:6]), "all of them before one comes again"
+    assert all(int(d.rollouts.length.max()) <= 6 for d in whole[3:]) and int(whole[0].rollouts.length.max()) > 6
+    assert history(t, "drive/phase") == [0.0] * 3 + [1.0] * 4
+    saved = {**options, "save_strategy": "steps", "save_steps": 4, "output_dir": str(tmp_path / "killed")}
+    with pytest.raises(Killed):
+        sampled(tmp_path, ["drive"], callbacks=[Kill()], **saved)
+    again = make(tmp_path, ["drive"], reward=right, **saved)
+    spy = Spy(again)
+    try:
+        with stub_sampling():
+            again.train(resume_from_checkpoint=str(tmp_path / "killed" / "checkpoint-4"))
+    finally:
+        spy.undo()
+    resumed = [batch.decided.decision for batch in spy.batches_of_driver]
+    for one, other in zip(whole[4:], resumed, strict=True):
+        assert torch.equal(one.rollouts.prompt_index, other.rollouts.prompt_index)
+        assert torch.equal(one.row_advantages, other.row_advantages)
+    assert torch.equal(weights(t), weights(again))
 
 
 def both(out: Any, name: str) -> tuple[Any, Any]:

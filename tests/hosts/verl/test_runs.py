@@ -19,7 +19,17 @@ from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_group
 
 sys.path.insert(0, str(PROBES))
 
-from sampler_checks import Cascade, centered, check_brorl, check_dars, check_xrpo_phases, deviation, rewards_of
+from sampler_checks import (
+    Arms,
+    Cascade,
+    Weighing,
+    centered,
+    check_brorl,
+    check_dars,
+    check_xrpo_phases,
+    deviation,
+    rewards_of,
+)
 
 from rl_plugins.demo.policy import build_tokenizer
 from rl_plugins.groups import Groups
@@ -47,6 +57,7 @@ PLACES = [
 # Samplers, budgets and curricula. One that learns from a batch comes again.
 XRPO = "xrpo_allocate+xrpo_seeds+xrpo_novelty+watch"
 SAMPLERS = ["dars+watch", XRPO, XRPO, "brorl+watch", *2 * ["linear_ts+watch"], *2 * ["best_perm+watch"]]
+SAMPLERS += [*2 * ["same+gdro_prompt+watch"], *2 * ["same+gdro_rollout+watch"], *2 * ["drive+watch"]]
 SAMPLER_PARAMS = [
     "dars.n_first=4",
     "dars.n_max=12",
@@ -62,6 +73,13 @@ SAMPLER_PARAMS = [
     "best_perm.n_hint=2",
     "best_perm.max_hints=2",
     "best_perm.values=[1.0,1.0]",
+    *(f"gdro_{name}.{option}" for name in ("prompt", "rollout") for option in ("edges=[0.55]", "hysteresis=0.0")),
+    "gdro_rollout.arm_sign=paper",
+    "gdro_rollout.baseline=none",
+    "drive.sizes=[1.0,6]",
+    f"drive.batches=[{len(PLACES + SAMPLERS) - 1}]",  # the second phase begins with its second batch
+    "drive.rollouts=[8,16]",
+    "drive.max_tokens=[14,6]",
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
@@ -408,6 +426,34 @@ def test_best_perm_tries_hints_in_the_order_of_the_oracle(carousel: Run) -> None
     assert books.cascades > 0
 
 
+def test_gdro_prompt_weighs_bins_by_what_was_known_before(carousel: Run) -> None:
+    books = Weighing()
+    for visit in (0, 1):
+        d, _, _ = sampler(carousel, "gdro_prompt", visit)
+        assert sorted(set(d.rollouts.prompt_index.tolist())) == [*range(PROMPTS)]
+        books.check(d, centered(d, deviation(1e-6)))
+    assert books.spread[0] == 0 and books.spread[1] > 0.01, "no history before the second visit"
+
+
+def test_gdro_rollout_moves_rollouts_between_bins(carousel: Run) -> None:
+    books = Arms()
+    for visit in (0, 1):
+        d, _, logged = sampler(carousel, "gdro_rollout", visit)
+        books.check(d)
+        assert logged["gdro_rollout/shadow_price"] == pytest.approx(books.price)
+    assert len(books.sizes) == 2 and logged["gdro_rollout/most"] > SAMPLES
+
+
+def test_drive_changes_prompts_rollouts_and_length_within_a_run(carousel: Run) -> None:
+    first, _, _ = sampler(carousel, "drive", 0)
+    second, _, logged = sampler(carousel, "drive", 1)
+    assert first.rollouts.groups.size.tolist() == [8] * 8 and second.rollouts.groups.size.tolist() == [16] * 4
+    unseen = [i for i in range(20) if i not in first.rollouts.prompt_index.tolist()]  # without an estimate: the hardest
+    assert set(second.rollouts.prompt_index.tolist()) <= set(unseen[:6])
+    assert int(second.rollouts.length.max()) == 6 < int(first.rollouts.length.max())
+    assert (logged["drive/phase"], logged["drive/set"], logged["drive/outside"]) == (1, 6, 0)
+
+
 def test_metrics_of_hooks_and_of_everything_generated(carousel: Run) -> None:
     for number, (names, step) in enumerate(zip(ALL, carousel.steps(), strict=True), 1):
         logged, d = carousel.metrics(number), step["decision"]
@@ -628,7 +674,9 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     """Killed in the save of step 3 and resumed from step 2, while rollouts are made all the time."""
     options = [
         *SEPARATE,
-        "+rl_plugins.methods=[vade,minpro]",
+        "+rl_plugins.methods=[drive,minpro]",  # as a filter: the host's number of rollouts in both phases
+        "+rl_plugins.method_params.drive.sizes=[1.0,16]",
+        "+rl_plugins.method_params.drive.batches=[2]",
         "trainer.v1.separate_async.parameter_sync_step=2",
         "trainer.v1.separate_async.num_warmup_batches=2",
         "trainer.v1.sampler.max_off_policy_threshold=null",
@@ -654,7 +702,11 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     )
     trained, waiting = check_groups([run, resumed], [2])
     assert trained == 4 * PROMPTS and waiting > 0
-    assert resumed.metrics(4)["vade/seen"] > run.metrics(2)["vade/seen"]
+    kept = {i for r in (run, resumed) for e in r.of("plan") if e["step"] in (2, 3, 4) for i in e["prompts"]}
+    assert len(kept) == 16, "plans are of the set from the second step on, and the resumed run has the same set"
+    outside = [r.metrics(number)["drive/outside"] for r, number in ((run, 2), (resumed, 3), (resumed, 4))]
+    assert outside[0] > outside[2], f"what is trained was planned up to two steps before: {outside}"
+    assert [r.metrics(n)["drive/phase"] for r, n in ((run, 1), (run, 2), (resumed, 4))] == [0, 1, 1]
     steps = run.steps()[:4]
     assert [len(s["decision"].rollouts) for s in steps] == [32] * 4, "two batches per weight synchronization"
     assert [e["step"] for e in run.of("decided")][:4] == [1, 1, 2, 2]
@@ -671,7 +723,6 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     assert max(old) < 0.99, f"old tokens weigh less: {old}"
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
-    assert logged["vade/seen"] > run.metrics(1)["vade/seen"]
 
 
 @pytest.mark.parametrize("name", ["minpro", "gdpo", "filter+corridor", "softmax"])
