@@ -30,6 +30,7 @@ from rl_plugins.errors import ConfigError
 pytestmark = pytest.mark.host
 
 DATA = build_dataset(200, seed=1)
+STAGES = {"sizes": [1.0, 6], "batches": [3], "rollouts": [8, 16], "max_tokens": [14, 6]}
 
 
 def right(completion_ids: Any, level: Any, **kwargs: Any) -> list[float]:
@@ -53,6 +54,9 @@ def sampled(tmp_path: Any, names: list[str], **options: Any) -> tuple[Any, Any, 
         (["xrpo", "dars"], {}, "Remove .* `xrpo_allocate` is part of `xrpo`: write `-xrpo_allocate`"),
         (["brorl", "dars"], {"brorl": {"ramp": [[0, 16]]}}, "`brorl` and `dars` both decide how many rollouts"),
         (["dars"], {"dars": {"n_first": 9}}, "room for 8 rollouts per prompt, and `n_first` is 9"),
+        (["drive", "gdro_rollout"], {"drive": STAGES}, "`drive` and `gdro_rollout` both decide how many rollouts"),
+        (["drive"], {"drive": {**STAGES, "sizes": [6, 8]}}, "a set is part of the one before"),
+        (["drive"], {"drive": {**STAGES, "max_tokens": [14, 99]}}, "the host's completion length is 14"),
         (["linear_ts"], {"linear_ts": {"column": "domain"}}, "dataset has no column `domain`.* task"),
     ],
 )
@@ -61,11 +65,13 @@ def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], messag
         make(tmp_path, names, method_params=params)
 
 
-@pytest.mark.parametrize("name", ["linear_ts", "vade"])
+@pytest.mark.parametrize(
+    "name", ["linear_ts", "vade", "gdro_prompt", "gdro_rollout", "drive", "best_perm", "xrpo_seeds"]
+)
 def test_what_belongs_to_dataset_rows_is_refused_for_a_stream(tmp_path: Any, name: str) -> None:
-    params = {"linear_ts": {"column": "task"}} if name == "linear_ts" else {}
+    params = {"linear_ts": {"column": "task"}, "best_perm": {"templates": ["{prompt}"]}}.get(name, {})
     with pytest.raises(ConfigError, match=f"`{name}` needs a stable dataset row .*: the dataset is a stream"):
-        make(tmp_path, [name], method_params=params, dataset=DATA.to_iterable_dataset())
+        make(tmp_path, [name], method_params={name: params}, dataset=DATA.to_iterable_dataset())
 
 
 # ---- what was generated and trained
@@ -222,8 +228,7 @@ class Kill(TrainerCallback):
 def test_drive_keeps_the_hardest_and_goes_on_inside_a_phase(tmp_path: Any) -> None:
     """Batches 0 to 2 are the host's; then six prompts, in groups of 16 rollouts of at most 6 tokens. A run that ends in
     batch 5 goes on from the checkpoint of batch 4 as if it had not."""
-    curriculum = {"sizes": [1.0, 6], "batches": [3], "rollouts": [8, 16], "max_tokens": [14, 6]}
-    options = {"dataset": DATA.select(range(16)), "method_params": {"drive": curriculum}, "max_steps": 7}
+    options = {"dataset": DATA.select(range(16)), "method_params": {"drive": STAGES}, "max_steps": 7}
     t, _, whole = sampled(tmp_path, ["drive"], **options)
     kept = hardest(whole[:3], 6)
     assert [d.rollouts.groups.size.tolist() for d in whole] == [[8] * 8] * 3 + [[16] * 4] * 4

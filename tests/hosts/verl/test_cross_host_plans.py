@@ -43,6 +43,8 @@ STACKS: dict[str, dict[str, dict[str, Any]]] = {
     "brorl": {"brorl": {"ramp": [[1, 16]]}},
     "linear_ts": {"linear_ts": {"column": "level", "draws": 4}},
     "best_perm": {"best_perm": HINTS},
+    "gdro_rollout": {"gdro_rollout": {"edges": [0.55], "hysteresis": 0.0, "arm_sign": "paper", "baseline": "none"}},
+    "drive": {"drive": {"sizes": [1.0, 12], "batches": [1], "rollouts": [8, 16], "max_tokens": [14, 6]}},
 }
 
 
@@ -52,9 +54,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batches(stack: MethodStack, plan: Any, size: int) -> Iterator[list[PlanRow]]:
-    """What three batches of 8 prompts with 8 rollouts come to; rewards depend on batch, prompt and number alone."""
-    for batch in range(3):
-        rows = list(plan(range(8 * batch, 8 * batch + 8)).rows)
+    """What four batches of 8 prompts with 8 rollouts come to; rewards depend on batch, prompt and number alone."""
+    for batch in range(4):
+        rows = list(plan([(8 * batch + i) % 16 for i in range(8)]).rows)
         rounds = Rounds(stack, rows, 8, 64, size)
         while True:
             made = [row for row in rounds.rows for _ in range(row.n + row.spare)]
@@ -82,7 +84,7 @@ def test_both_hosts_plan_alike(tmp_path: Path, data: Path, name: str) -> None:
     params = STACKS[name]
     table = pyarrow.parquet.read_table(data).to_pylist()
     rows = [{"prompt": row["prompt"], "level": row["extra_info"]["level"]} for row in table]
-    args = harness.config(tmp_path, [*params], method_params=params, max_steps=3)
+    args = harness.config(tmp_path, [*params], method_params=params, max_steps=4)
     known = trl_facts.KnownRun(args, Dataset.from_list(rows), len(rows), ("score",))
     trl = build_stack([*params], params)
     trl.start(trl_facts.run_of(known))
@@ -90,11 +92,12 @@ def test_both_hosts_plan_alike(tmp_path: Path, data: Path, name: str) -> None:
     options = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=8", f"data.train_files={data}"]
     read = verl_facts.Reader(compose(options), "sync")
     settings = Settings(tuple(params), params)
-    verl, told = settings.stack(), verl_facts.Known(read, settings, ParquetRows([data], "prompt"), len(rows), 3)
+    verl, told = settings.stack(), verl_facts.Known(read, settings, ParquetRows([data], "prompt"), len(rows), 4)
     verl.start(told.run())
 
     one = batches(trl, lambda proposal: trl_facts.first_plan_of(trl, known, proposal), len(rows))
     two = batches(verl, lambda proposal: told.plan(verl, proposal), len(rows))
     plans = list(zip(one, two, strict=True))
-    assert all(a == b for a, b in plans) and len(plans) == 3
+    assert all(a == b for a, b in plans) and len(plans) == 4
+    assert len({tuple((row.prompt_index, row.n + row.spare, str(row.edit)) for row in a) for a, _ in plans}) > 1
     assert not differences(trl.state_dict("data"), verl.state_dict("data"))

@@ -79,6 +79,11 @@ REFUSED = {
         "v0",
         "`v0` decides how many rollouts prompts get, and colocate_async takes batches .* each of 4 rollouts",
     ),
+    "stages of several numbers ahead of time": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async", "+rl_plugins.method_params.drive.rollouts=[4,4,4,8]"],
+        "drive",
+        "`drive` decides how many rollouts",
+    ),
     "a ramp ahead of time": (
         ["trainer.v1.trainer_mode=rl_plugins_colocate_async", "+rl_plugins.method_params.brorl.ramp=[[1,8]]"],
         "brorl",
