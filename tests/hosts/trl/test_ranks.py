@@ -14,9 +14,13 @@ OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
 REAL = {"real": True, "max_completion_length": 130}
 PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
 REPLAY = {**OFF, "max_steps": 6, "resume": 4, "method_params": {"rollout_replay": {"start_batch": 1}}}
+SEEDS = {"max_steps": 3, "learning_rate": 0.05, "method_params": {"xrpo_seeds": {"second_round": False}}}
+STAGES = {"sizes": [1.0, 6], "batches": [1], "rollouts": [8, 16], "max_tokens": [14, 6]}
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
     ["helpings", ["helpings"], dict(max_steps=2, learning_rate=0.05)],
+    ["seeds", ["xrpo_allocate", "xrpo_seeds"], SEEDS],
+    ["drive", ["drive"], dict(max_steps=3, learning_rate=0.05, resume=2, method_params={"drive": STAGES})],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
     ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
     ["filter", ["filter", "ppo"], OFF],
@@ -55,6 +59,7 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         same(one_rank[name], results[name], 2e-7)
     for run in (one_rank, results):  # resumed in the second pass over the dataset
         resumed_alike(run["passes"], batches=2)
+        resumed_alike(run["drive"], batches=1)  # in the middle of a phase
         resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
     assert results["replay"]["logs"]["rl_plugins/staleness_mean"][-1] > 0
     uneven = results["uneven"]["decisions"][0]["trained"]
