@@ -553,6 +553,18 @@ def test_rows_of_others_stay_as_planned() -> None:
     assert method.plan(Plan(rows[2:], 4, 16)) is None
 
 
+def test_a_total_that_cannot_be_met_moves_the_price() -> None:
+    """Groups of 4 and 3 in one bin have 7 rollouts: two groups of 3 are the nearest below."""
+    stack, method = gdro(GdroRollout, price_rate=0.2)
+    plan = stack.call("plan", method, Plan((PlanRow(0, 0, 4), PlanRow(1, 1, 3)), 4, 16))
+    assert [row.n for row in plan.rows] == [3, 3]
+    rollouts = make_rollouts([0.0] * 6, group_size=3)
+    stack.call("observe", method, rollouts, make_tokens(rollouts), {})
+    logged = combine([stack.metrics.take()])
+    assert logged["gdro_rollout/unmet"] == 1 and logged["gdro_rollout/shadow_price"] == pytest.approx(-0.1)
+    assert method.state["price"] == pytest.approx(0.2 * (3 - 3.5))
+
+
 def test_a_total_too_small_is_refused() -> None:
     _, method = gdro(GdroRollout, n_min=4)
     with pytest.raises(MethodError, match="8 rollouts for 4 prompts are fewer than `n_min` = 4 each"):
