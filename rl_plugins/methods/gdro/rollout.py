@@ -69,7 +69,7 @@ class GdroRollout(Binned):
         "Or generation is asynchronous."
     )
     cost = (
-        "The same number of rollouts. The choice takes a few milliseconds for 512 prompts; H + 30 bytes per prompt "
+        "The same number of rollouts. The choice takes 16 ms for 512 prompts in 10 bins; H + 30 bytes per prompt "
         "that was seen."
     )
     disagreements = (
