@@ -50,7 +50,7 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {  # methods and their parameters
     "xrpo_allocate": {"xrpo_allocate": {}},
     "brorl": {"brorl": {"ramp": [[0, 16]]}},
     "drive": {"drive": {}},
-    "linear_ts": {"linear_ts": {"column": "level"}},
+    "linear_ts": {"linear_ts": {"column": "level", "draws": 16}},
 }
 
 
