@@ -374,6 +374,19 @@ def test_a_batch_that_asks_again_goes_on_with_the_draw() -> None:
         host.stack.one("select_prompts", PromptPool(D, (), (), None, 2), 41)
 
 
+def test_where_the_cycle_has_dealt_its_prompts_others_come_before_those_it_had() -> None:
+    """However well those it had are predicted: they come again only when nothing else is left."""
+    method = dots(reference="previous", temperature=1e-3)
+    host = Host(method)
+    host.batch()
+    had = list(range(0, D, 4))
+    method.state |= {"predicted": torch.where(torch.arange(D) % 4 == 0, 0.5, 1.0).double(), "left": [], "had": had}
+    method.state["place"] = 1
+    others = D - len(had)
+    chosen = host.stack.one("select_prompts", PromptPool(D, (), (), None, 1), others + 3)
+    assert not set(chosen[:others]) & set(had) and set(chosen[others:]) <= set(had)
+
+
 def test_references_without_rewards_are_left_out() -> None:
     class Some(Host):
         def rewards(self, rows: list[PlanRow]) -> tuple[torch.Tensor, torch.Tensor]:
