@@ -15,7 +15,9 @@ import re
 from collections import defaultdict
 
 import pytest
-from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map
+from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map, with_samplers
+
+from rl_plugins.runtime import registry
 
 CONTRACT = {
     "errors",
@@ -180,6 +182,16 @@ def test_the_map_of_the_architecture_names_every_module() -> None:
     layers = {inside(m).split(".")[0] for m in modules()} - {""}
     assert layers == {name for names in LAYERS.values() for name in names.split()}
     assert all(summary_of(m) for m in modules())
+
+
+def test_the_page_of_samplers_is_that_of_the_registry() -> None:
+    """Its table is made by `make docs`, and every method it speaks of exists."""
+    text = (ROOT.parent / "docs" / "samplers.md").read_text(encoding="utf-8")
+    assert with_samplers(text) == text
+    cells = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("|")]
+    named = {name for pair in cells for cell in pair for name in re.findall(r"`([a-z0-9_]+)`", cell)}
+    assert len(named) > 15
+    assert not named - set(registry.all_names())
 
 
 def test_every_place_the_walkthrough_names_exists() -> None:

@@ -189,7 +189,7 @@ def evaluate(model: Any, tokenizer: Any, seed: int) -> np.ndarray:
 
 def plot(of: dict[str, list[Any]], results: dict[str, Any], path: Path) -> None:
     """Signal over the run, and what came of it."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
     for arm, found in of.items():
         curve = np.mean([r["share"][: min(len(r["share"]) for r in found)] for r in found], 0)
         left.plot(np.convolve(curve, np.ones(8) / 8, "valid"), label=arm, linewidth=1)
@@ -199,7 +199,7 @@ def plot(of: dict[str, list[Any]], results: dict[str, Any], path: Path) -> None:
     left.set_ylabel("rollouts in groups with signal")
     right.set_xlabel("rollouts in groups with signal, mean of the run")
     right.set_ylabel("right, held out")
-    right.legend(fontsize=6)
+    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
