@@ -450,7 +450,9 @@ def test_several_nodes_are_told_to_be_equal():
 def test_hosts_are_those_whose_check_a_method_can_pass():
     """A run with everything a method may want: it passes where `list` names verl."""
     actor = ["actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.ppo_epochs=2"]
-    config = compose([*RUN[:6], *actor, "actor_rollout_ref.rollout.name=hf_cpu"])
+    rollout = ["actor_rollout_ref.rollout.name=hf_cpu", "actor_rollout_ref.rollout.n=8"]
+    run = [line for line in RUN[:6] if not line.startswith("actor_rollout_ref.rollout.n=")]
+    config = compose([*run, *actor, *rollout])
     queued = compose([*RUN[:6], "trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     for name in registry.all_names():
         found = registry.load(name)
