@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, pairwise
 from typing import Literal
@@ -195,7 +195,7 @@ class Drive(Method):
                 f"Lower `batches`."
             )
         self.state = {**COUNTS.start(run.dataset_size), "phase": -1, "set": torch.zeros(0, dtype=torch.int64)}
-        self.state |= {"whole": True, "place": 0}
+        self.state |= {"whole": True, "place": 0, "ahead": []}
 
     def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
         """The next prompts of the set, and others only where it has no more; `plan` drops those again."""
@@ -303,7 +303,7 @@ class Drive(Method):
             members = torch.arange(self._size) if self.state["whole"] else self.state["set"]
             right, trials, gains = COUNTS.of(self.state, members)
             kept = hardest(members, right, trials, gains, sizes[j], self.params.keep_unsolved)
-            self.state |= {"set": kept, "whole": False, "place": 0}
+            self.state |= {"set": kept, "whole": False, "place": 0, "ahead": []}
             right, trials, _ = COUNTS.of(self.state, kept)
             self.log("kept_rate", (right / trials).nanmean())
             self.log("unseen", (trials == 0).double().mean())
@@ -361,21 +361,34 @@ class Drive(Method):
 
     def _next(self, n: int, without: Iterable[int]) -> list[int]:
         """The next n prompts of the set in its order, without those. Nothing is moved on."""
-        without, chosen, place = set(without), list[int](), self.state["place"]
-        while len(chosen) < n:
+        without, chosen = set(without), list[int]()
+        for place in self._to_come():
+            if len(chosen) == n:
+                break
             prompt = self._at(place)
-            place += 1
             if prompt not in without:
                 without.add(prompt)
                 chosen.append(prompt)
         return chosen
 
     def _advance(self, used: Iterable[int]) -> None:
-        """Moves the place behind the prompts that were planned."""
-        left = set(used)
-        while left and (prompt := self._at(self.state["place"])) in left:
-            left.remove(prompt)
+        """Takes the prompts that were planned out of the order. One that the batch had already keeps its place in the
+        next pass, and those behind it are not dealt twice."""
+        left, ahead = set(used), self.state["ahead"]
+        for place in self._to_come():
+            if not left:
+                break
+            if (prompt := self._at(place)) in left:
+                left.remove(prompt)
+                ahead.append(place)
+        while self.state["place"] in ahead:
+            ahead.remove(self.state["place"])
             self.state["place"] += 1
+
+    def _to_come(self) -> Iterator[int]:
+        """Places of the order that were not dealt."""
+        dealt = set(self.state["ahead"])
+        return (place for place in count(self.state["place"]) if place not in dealt)
 
     def _changed(self, row: PlanRow) -> PlanRow:
         """The row with the phase's rollouts and token limit."""

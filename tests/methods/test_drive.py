@@ -371,3 +371,15 @@ def test_budget_on_paper() -> None:
     ]
     assert [b.prompts for b in told] == [(8, 8), (4, 4), (2, 2)]
     assert [b.trained for b in told] == [(32, 32), (32, 32), (16, 16)]
+
+
+@pytest.mark.parametrize("size", [5, 6, 7, 16])
+def test_all_of_a_set_come_before_one_comes_again(size: int) -> None:
+    """Also where a pass ends in the middle of a batch."""
+    stack, method = drive(sizes=[size], batches=[])
+    dealt = np.zeros(SIZE, dtype=int)
+    for _ in range(14):
+        rows = batch(stack, method, np.full(SIZE, 0.5))
+        np.add.at(dealt, [row.prompt_index for row in rows], 1)
+        assert dealt[:size].max() - dealt[:size].min() <= 1 and not dealt[size:].any()
+        assert len({row.prompt_index for row in rows}) == 4
