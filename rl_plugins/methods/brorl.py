@@ -181,6 +181,9 @@ class BroRL(Method):
 
     def plan(self, plan: Plan) -> Plan | None:
         """Fewer (or more) prompts of N rollouts each, once the ramp has begun."""
+        largest = max((n for _, n in self.params.ramp), default=0)
+        if plan.batch == 0 and largest > plan.budget and min((row.group for row in plan.rows), default=1) == 0:
+            raise MethodError(_too_small(largest, plan.budget))  # now, and not when its batch comes
         size = group_size(self.params.ramp, plan.batch)
         fresh = [row for row in plan.rows if row.n > 0 and not row.given]
         if size is None or not fresh:

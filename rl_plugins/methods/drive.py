@@ -34,8 +34,8 @@ class Drive(Method):
         order the set by rate, then by fewer recent improvements, then by dataset row;  keep the first sizes[j]
 
     so sets are nested. An improvement is a batch whose rate was above the estimate before; they decay alike. Prompts of
-    a set come in a shuffled order, all of them before one comes again; as long as the set is the whole dataset, in the
-    host's. Phases with the same rollouts and token limit are a stage. The paper has two:
+    a set come in a shuffled order, all of them before one comes again; as long as the set is the whole dataset and
+    `rollouts` is left out, in the host's. Phases with the same rollouts and token limit are a stage. The paper has two:
 
         sizes: [1, 72, 50, 25], rollouts: [8, 64, 64, 64], max_tokens: [24576, 32768, 32768, 32768]
 
@@ -167,6 +167,11 @@ class Drive(Method):
                 stage=f"{end}: the hardest {part}{limit}" if p.sizes[j] != 1 else f"{end}: all{limit}"
             )
             n = p.rollouts[j] if p.rollouts else run.group_size
+            if n > rows:
+                raise ConfigError(
+                    f"`rollouts` has {n} in one phase, and a batch has room for {rows} rows. Make the batch larger or "
+                    f"the groups smaller."
+                )
             groups = rows // n if p.rollouts else budget.prompts[1]
             most = groups
             if sizes is not None and (p.when_short == "fewer" or not self._acts(j)):
@@ -201,7 +206,8 @@ class Drive(Method):
         """The next prompts of the set, and others only where it has no more; `plan` drops those again."""
         self._enter(pool.batch)
         taken = set(pool.taken)
-        if self.state["whole"] and len(pool.proposal) == n and not taken:
+        own = bool(self.params.rollouts)  # with other numbers than the host's, not every prompt it proposes is trained
+        if self.state["whole"] and not own and len(pool.proposal) == n and not taken:
             return pool.proposal
         free = self._available(taken, pool.size)
         chosen = self._next(min(n, free), taken)

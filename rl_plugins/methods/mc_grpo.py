@@ -105,7 +105,9 @@ class McGrpo(Method):
         """One more rollout for every group, made to leave again."""
         rows, seen = [], set()
         for row in plan.rows:
-            if row.n > 0 and row.group not in seen:  # several plan rows may share a group, which has one pivot
+            if (
+                row.n + row.spare > 0 and row.group not in seen
+            ):  # several plan rows may share a group, which has one pivot
                 seen.add(row.group)
                 row = row.replace(spare=row.spare + 1)
             rows.append(row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 
-from rl_plugins.errors import MethodError, shown
+from rl_plugins.errors import ConfigError, MethodError, shown
 from rl_plugins.method import Method
 from rl_plugins.rollouts import MAX_ROUNDS, Budget, Run
 from rl_plugins.runtime import gate
@@ -21,6 +21,7 @@ def budgets(stack: MethodStack, run: Run, rows: int) -> list[Budget]:
         rows: the batch trains.
 
     Raises:
+        ConfigError: parameters that no batch of the run can serve.
         MethodError: a method fails, or says what no batch can be.
     """
     k = stack.rows_per_rollout
@@ -34,7 +35,12 @@ def budgets(stack: MethodStack, run: Run, rows: int) -> list[Budget]:
 
 
 def _asked(stack: MethodStack, m: Method, given: Budget, run: Run) -> Iterator[Budget]:
-    told = stack.call("budget", m, given, run)
+    try:
+        told = stack.call("budget", m, given, run)
+    except MethodError as e:
+        if isinstance(e.__cause__, ConfigError):  # a mistake in the config is no failure of the method
+            raise ConfigError(f"`{m.name}`: {e.__cause__}") from e
+        raise
     stages = list(told) if isinstance(told, Sequence) and told else [told]
     for stage in stages:
         problem = _problem(stage)
@@ -71,7 +77,7 @@ def print_budget(stack: MethodStack, run: Run, rows: int) -> list[str]:
         return []
     try:
         found = budgets(stack, run, rows)
-    except MethodError as e:
+    except (ConfigError, MethodError) as e:
         return [str(e)]
     print("\nBudget of a batch")
     for b in found:

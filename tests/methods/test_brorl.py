@@ -351,8 +351,16 @@ def test_doctor_says_batch_prompts_and_factor():
 
 
 def test_a_ramp_beyond_the_batch_is_found_before_the_run():
-    with pytest.raises(MethodError, match="`ramp` asks for 33 rollouts per prompt, and a batch has room for 32 rows"):
+    with pytest.raises(
+        ConfigError, match="^`brorl`: `ramp` asks for 33 rollouts per prompt, and a batch has room for 32"
+    ):
         told(ramp=[[50, 33]])
+
+
+def test_a_ramp_beyond_the_batch_ends_the_run_in_its_first_batch():
+    stack = start_stack(brorl(ramp=[[5, 17]]))
+    with pytest.raises(MethodError, match="`ramp` asks for 17 rollouts per prompt, and a batch has room for 16 rows"):
+        first_plan(stack, [0, 1, 2, 3], 4, 16, 16)
 
 
 @pytest.mark.parametrize("params", [{"ramp": [[1, 8]]}, {"ramp": [[0, 2]]}, {"ramp": [[0, 8], [2, 5]]}, {}])

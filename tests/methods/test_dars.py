@@ -349,9 +349,18 @@ def test_beside_a_method_with_a_spare_rollout() -> None:
         for methods in ([McGrpo(), Dars()], [Dars(), McGrpo()]):
             stack = start_stack(*methods, run=make_run(group_size=size))
             rollouts, rounds = generated(stack, right(0, 1, 3, 3, of=9), size)
-            assert [r.spare for r in rounds.rows[:4]] == [9 if isinstance(methods[0], McGrpo) else 8] * 4
+            assert [r.spare for r in rounds.rows[:4]] == [9] * 4, "the pivot is asked for in both orders"
             assert all(r.n >= 0 for r in rounds.rows) and sum(r.n for r in rounds.rows) <= 4 * size
             one_step(stack, rollouts, budget=4 * size)
+
+
+def test_what_leaves_for_certain_asks_for_nothing() -> None:
+    """With `upper` 0.25, one right of four leaves, and its room goes to the prompt without a success."""
+    (method,) = dars_stack(6, n_first=4, upper=0.25).methods
+    some, none = torch.tensor([1.0, 0, 0, 0]).double(), torch.zeros(4).double()
+    so_far = (GroupSoFar(PlanRow(0, 0, 0, spare=4), some), GroupSoFar(PlanRow(1, 1, 0, spare=4), none))
+    rows = method.plan(Plan((), 6, 9, 1, so_far)).rows
+    assert [(r.group, r.n) for r in rows] == [(1, 5)]
 
 
 def test_rows_that_another_method_added_in_the_round_take_room() -> None:

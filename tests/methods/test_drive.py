@@ -383,3 +383,17 @@ def test_all_of_a_set_come_before_one_comes_again(size: int) -> None:
         np.add.at(dealt, [row.prompt_index for row in rows], 1)
         assert dealt[:size].max() - dealt[:size].min() <= 1 and not dealt[size:].any()
         assert len({row.prompt_index for row in rows}) == 4
+
+
+@pytest.mark.parametrize("rollouts", [2, 8])
+def test_other_numbers_than_the_hosts_still_go_through_the_dataset(rollouts: int) -> None:
+    """The prompts that the host proposes are then too few, or not all of them fit."""
+    stack, method = drive(sizes=[1], batches=[], rollouts=[rollouts])
+    seen = [row.prompt_index for _ in range(SIZE * rollouts // 16) for row in batch(stack, method, np.full(SIZE, 0.5))]
+    assert sorted(seen) == list(range(SIZE))
+
+
+def test_a_phase_that_does_not_fit_is_a_problem_on_paper() -> None:
+    stack = build_stack(["drive"], {"drive": {"sizes": [1, 0.5], "batches": [4], "rollouts": [4, 64]}})
+    with pytest.raises(ConfigError, match="`drive`: `rollouts` has 64 in one phase, and a batch has room for 16 rows"):
+        budgets(stack, make_run(dataset_size=SIZE), 16)

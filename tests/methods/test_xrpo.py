@@ -263,6 +263,7 @@ def test_n_first_of_the_group_size_is_grpo() -> None:
     stack = allocating(8, n_first=8)
     rollouts, rounds = generated(stack, [[1.0, 0.0] * 4, [0.0], [0.0, 1.0, 1.0]], 8)
     assert rounds.number == 1 and sizes(rollouts) == [8] * 3
+    assert logged(stack) == {"xrpo_allocate/moved": 0.0}, "so that a run that does nothing is told so"
     assert torch.equal(one_step(stack, rollouts).row_advantages, grpo_advantages(rollouts))
     assert allocating(2).call("plan", allocating(2).methods[0], make_plan(2, 2)).trained == 4
 
@@ -408,6 +409,18 @@ def test_examples_are_the_most_similar_and_never_the_prompt_itself() -> None:
     solved(twins, 1, 2)
     assert twins.methods[0]._examples(0) == [2, 1]  # of equal ones the newest
     assert twins.methods[0]._examples(3) == []
+
+
+@pytest.mark.parametrize("embed", [None, lambda texts: [[1.0, float(len(t))] for t in texts]])
+def test_more_texts_than_are_kept(embed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words and embeddings that are thrown away are made again."""
+    wanted = []
+    for most in (65536, 2):
+        monkeypatch.setattr("rl_plugins.methods.xrpo.seeds.MOST_TEXTS", most)
+        stack = seeding(embed=embed)
+        solved(stack, 4, 1, 2)
+        wanted.append([stack.methods[0]._examples(i) for i in (0, 5, 3, 5, 0, 1)])
+    assert wanted[0] == wanted[1]
 
 
 def test_prompts_without_an_example_stay_plain() -> None:
@@ -557,6 +570,13 @@ def test_embeddings_of_a_function() -> None:
     assert stack.methods[0]._examples(0) == [1] and calls[-1] == ["add 3", "5", "add 4 and 3"]
 
 
+def test_embeddings_may_be_tensors_with_a_gradient_in_bfloat16() -> None:
+    table = lambda texts: torch.tensor([[float(len(t)), 1.0] for t in texts], dtype=torch.bfloat16, requires_grad=True)
+    stack = seeding(embed=table)
+    solved(stack, 1)
+    assert stack.methods[0]._examples(0) == [1]
+
+
 def test_the_length_of_an_embedding_is_of_no_matter() -> None:
     vectors = {"q": [0.1, 0.0], "long": [10.0, 10.0], "near": [1.0, 0.1], "none": [0.0, 0.0]}
     stack = seeding(dataset=Table(list(vectors)), embed=lambda texts: [vectors[t] for t in texts])
@@ -569,6 +589,8 @@ def test_the_length_of_an_embedding_is_of_no_matter() -> None:
     [
         (lambda texts: [[1.0]], r"shape \(1, 1\) for 2 texts"),
         (lambda texts: [1.0, 2.0], r"shape \(2,\) for 2 texts"),
+        (lambda texts: [[1.0], [1.0, 2.0]], "no table of numbers for 2 texts"),
+        (lambda texts: "ab", "no table of numbers for 2 texts"),
         (lambda texts: [[NAN], [1.0]], r"a row of finite numbers for each"),
         (lambda texts: 1 / 0, "ZeroDivisionError"),
     ],

@@ -49,8 +49,8 @@ class Dars(Method):
     A rollout of several rows counts once.
 
     Special cases: a rollout without a reward (NaN) is in no share. A prompt without any reward gets no helping and
-    leaves. Prompts with given completions (replay) are left as planned. First rollouts are never discarded for what
-    happens to others.
+    leaves. Prompts with given completions (replay) get no helping, and the filter holds for them, too. First rollouts
+    are never discarded for what happens to others.
 
     Logs: `asked`, rollouts of all helpings; `served`, the share of them that fitted; `rescued`, prompts without a
     success among the first rollouts and with one later; `left`, share of the groups that left.
@@ -71,8 +71,8 @@ class Dars(Method):
         "Rewards are graded and their grades matter: shares of successes are all it sees."
     )
     cost = (
-        "A second round of generation. At least n_first rollouts per prompt are generated, at most group size of those "
-        "that may be trained and n_first of the others; a group size of 1.5 to 2 times n_first makes room."
+        "A second round of generation. At least n_first rollouts per prompt are generated; of groups that stay at most "
+        "group size x prompts in all; a group size of 1.5 to 2 times n_first makes room."
     )
     disagreements = (
         "The authors' batch grows with the need and is padded; here helpings share the room of the host's batch, and "
@@ -181,6 +181,8 @@ class Dars(Method):
 
     def _helping(self, group: GroupSoFar) -> int:
         p = self.params
+        if self._rate(group) >= p.upper:  # it leaves, unless others have changed
+            return 0
         return helping(self._rate(group), p.schedule, p.n_first, p.most, p.use_std)
 
     def _stays(self, group: GroupSoFar) -> bool:

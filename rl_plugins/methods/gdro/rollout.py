@@ -102,7 +102,7 @@ class GdroRollout(Binned):
         n_max: int | None = param(None, "rollouts of a prompt at most; none: three group sizes", ge=2)
         eta: float = param(0.65, "how much an arm's score counts", ge=0)
         gamma: float = param(0.01, "share of p that is uniform over the arms", ge=0, le=1)
-        price_rate: float = param(0.05, "alpha_mu, step of the shadow price", ge=0)
+        price_rate: float = param(0.05, "alpha_mu, step of the shadow price; acts where plans are uneven before", ge=0)
         arm_sign: Literal["code", "paper"] = param("code", "arms with a high loss gain (code), or with a low one")
         baseline: Literal["batch", "none"] = param("batch", "loss that a bin's is compared with: the batch's, or 0")
         tie: Literal["uniform", "first"] = param("uniform", "choice among equal sums: near nbar, or the first found")
@@ -145,6 +145,8 @@ class GdroRollout(Binned):
         """As many rollouts as given, the same number for all prompts of a bin."""
         p = self.params
         chosen = [i for i, r in enumerate(plan.rows) if r.n > 0 and r.prompt_index >= 0 and not r.given]
+        if min((row.group for row in plan.rows), default=1) == 0:
+            self.state["played"] = []
         if not chosen:
             return None
         bin = self.bins_of(torch.tensor([plan.rows[i].prompt_index for i in chosen]))
@@ -164,8 +166,6 @@ class GdroRollout(Binned):
             moved += max(0, size[b] - rows[i].n)
             rows[i] = rows[i].replace(n=size[b])
         mean = total / len(chosen)
-        if plan.rows[0].group == 0:
-            self.state["played"] = []
         self.state["played"] += [[rows[i].group, b, size[b], mean] for i, b in zip(chosen, bin.tolist(), strict=True)]
         self.log("most", max(n), "max")
         self.log("least", min(n), "min")

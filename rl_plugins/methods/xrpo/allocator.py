@@ -112,6 +112,8 @@ class XrpoAllocate(Method):
             first = self._first(plan.group_size)
             rows = tuple(row if row.given else row.replace(n=min(row.n, first)) for row in plan.rows)
             self.state["left"] = plan.trained - sum(row.n for row in rows)
+            if not self.state["left"]:
+                self.log("moved", 0.0)
             return plan.replace(rows=rows)
         groups = [g for g in plan.so_far if not g.row.given]
         left = min(self.state["left"], plan.budget - plan.trained)
@@ -121,7 +123,7 @@ class XrpoAllocate(Method):
         rewards = [g.rewards[~g.rewards.isnan()].double().numpy() for g in groups]
         n, std = np.array([len(r) for r in rewards]), np.array([deviation(r) for r in rewards])
         extra = allocate(n, std, sum(len(g.rewards) for g in groups), phase, p.alpha, p.exploration)
-        self.state["left"] -= phase
+        self.state["left"] = left - phase
         if self.state["left"] == 0:
             self._report(groups, extra, half_width(std, n, p.alpha)[std > 0])
         pairs = zip(groups, extra, strict=True)

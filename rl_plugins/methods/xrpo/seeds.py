@@ -48,7 +48,7 @@ class XrpoSeeds(Method):
 
     With `second_round` half of every prompt's rollouts (of an odd number the smaller half) are made in a second round;
     the number stays. Without it, it changes the prompts of the rows that other methods plan in later rounds
-    (`xrpo_allocate`, `dars`, `v0_5`), and plans none.
+    (`xrpo_allocate`, `dars`, `v0_5`), and plans none: name it behind them, for it sees what those before it planned.
 
     Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
     the corpus, after them. A rollout of several rows is one answer.
@@ -97,8 +97,8 @@ class XrpoSeeds(Method):
     idle = (
         Idle(
             {"later": 0},
-            "no rollouts were planned after the first round, so none could be seeded. Set `second_round`, or name a "
-            "method that generates in rounds.",
+            "no rollouts were planned after the first round, so none could be seeded. Set `second_round`, or name "
+            "`xrpo_seeds` behind a method that generates in rounds.",
         ),
     )
 
@@ -218,24 +218,31 @@ class XrpoSeeds(Method):
         return [others[i] for i in order if likeness[i] > 0]
 
     def _likeness(self, prompt: int, others: Sequence[int]) -> list[float]:
-        if self.params.embed is None:
-            missing = [i for i in (prompt, *others) if i not in self._known]
-            self._keep({i: words(self._text(i)) for i in missing})
-            return tfidf_cosine(self._known[prompt], [self._known[i] for i in others])
-        missing = [i for i in (prompt, *others) if i not in self._known]
-        if missing:
-            self._keep(dict(zip(missing, self._embedded([self._text(i) for i in missing]), strict=True)))
-        return [float(self._known[prompt] @ self._known[i]) for i in others]
-
-    def _keep(self, found: Mapping[int, Any]) -> None:
         if len(self._known) > MOST_TEXTS:
-            self._known = {i: x for i, x in self._known.items() if str(i) in self.state["answers"]}
-        self._known |= found
+            self._known = {i: self._known[i] for i in (prompt, *others) if i in self._known}
+        missing = [i for i in (prompt, *others) if i not in self._known]
+        if self.params.embed is None:
+            self._known |= {i: words(self._text(i)) for i in missing}
+            return tfidf_cosine(self._known[prompt], [self._known[i] for i in others])
+        if missing:
+            self._known |= dict(zip(missing, self._embedded([self._text(i) for i in missing]), strict=True))
+        return [float(self._known[prompt] @ self._known[i]) for i in others]
 
     def _embedded(self, texts: list[str]) -> Any:
         """(texts, size) vectors of length 1, or 0."""
         assert self.params.embed is not None
-        made = torch.as_tensor(np.asarray(self.params.embed(texts), dtype=np.float64))
+        found = self.params.embed(texts)
+        try:
+            made = (
+                found.detach().cpu().double()
+                if isinstance(found, torch.Tensor)
+                else torch.tensor(np.array(found, float))
+            )
+        except (TypeError, ValueError) as e:
+            raise MethodError(
+                f"`embed` returned no table of numbers for {len(texts)} texts ({e}); a row of finite numbers for each "
+                f"is needed."
+            ) from e
         if made.ndim != 2 or len(made) != len(texts) or not bool(torch.isfinite(made).all()):
             raise MethodError(
                 f"`embed` returned the shape {tuple(made.shape)} for {len(texts)} texts; a row of finite numbers for "
