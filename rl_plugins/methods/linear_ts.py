@@ -104,6 +104,7 @@ class LinearTS(Method):
     )
     cost = "Nothing per step; the column is read once at the start."
     disagreements = (
+        "What was read is the authors' code of the scheduler, and notes on the rest of the paper.",
         "The authors' code changes P in place before it computes P m, so that m <- m + P'^-1 x r / s2: no error is "
         "ever subtracted, and m grows without end. Here it is the posterior.",
         "In the authors' code r is a fixed linear function of the same x, the metrics after the step; here x is what "

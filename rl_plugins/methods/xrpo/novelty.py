@@ -53,6 +53,7 @@ class XrpoNovelty(Method):
     )
     cost = "Old log-probs of the batch: one pass more in TRL where each batch is used for a single update."
     disagreements = (
+        "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
         "A third party's code gives the bonus to wrong answers, too (|A| in place of A), which reviews of the paper "
         "contradict. It is not offered.",
         "Whether the mean of s is over the whole group or its right answers could not be read: it is the whole group, "

@@ -84,6 +84,7 @@ class XrpoSeeds(Method):
         "are their log-prob passes: the host's prompt limit must leave room. A second round of generation."
     )
     disagreements = (
+        "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
         "Whether the paper trains on the plain or the augmented prompt was not established; the plain one would be "
         "off-policy, so it is the augmented one here.",
         "The paper retrieves with Qwen3-Embedding-8B; here it is TF-IDF unless `embed` is given.",
