@@ -72,6 +72,7 @@ def pytest_on(folder: Path, code: str, *options: str) -> Iterator[subprocess.Pop
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell starts with &
         )
     try:
         yield process
