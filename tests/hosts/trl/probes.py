@@ -252,13 +252,16 @@ class Helpings(Probe):
         Helpings.seen = rollouts
 
 
-class Same(Probe):
-    """The same prompts in every batch."""
+class HalfRight(Probe):
+    """The same prompts in every batch: those in even dataset rows are solved once each, the others never."""
 
-    name = "same"
+    name = "half_right"
 
     def select_prompts(self, pool, n):
         return [i for i in range(pool.size) if i not in pool.taken][:n]
+
+    def rewards(self, rollouts):
+        return ((rollouts.prompt_index % 2 == 0) & (rollouts.rollout == 0)).double()
 
 
 class Twice(Probe):

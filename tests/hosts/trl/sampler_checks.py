@@ -142,13 +142,12 @@ class Weighing(Bins):
         super().__init__(threshold)
         self.score: dict[int, float] = {}
         self.spread: list[float] = []
-        self.present: list[int] = []
 
     def check(self, decision: Any, base: torch.Tensor) -> None:
         """`base`: (rows,) advantages of the host."""
         r = decision.rollouts
         bins = [self.of(p) for p in r.prompt_index.tolist()]
-        present = self.present = sorted(set(bins))
+        present = sorted(set(bins))
         power = {b: math.exp(0.65 * self.score.get(b, 0.0)) for b in present}
         q = {b: 0.99 * power[b] / sum(power.values()) + 0.01 / len(present) for b in present}
         mean = sum(q[b] for b in bins) / len(bins)

@@ -57,7 +57,7 @@ PLACES = [
 # Samplers, budgets and curricula. One that learns from a batch comes again.
 XRPO = "xrpo_allocate+xrpo_seeds+xrpo_novelty+watch"
 SAMPLERS = ["dars+watch", XRPO, XRPO, "brorl+watch", *2 * ["linear_ts+watch"], *2 * ["best_perm+watch"]]
-SAMPLERS += [*2 * ["same+gdro_prompt+watch"], *2 * ["same+gdro_rollout+watch"], *2 * ["drive+watch"]]
+SAMPLERS += [*2 * ["half_right+gdro_prompt+watch"], *2 * ["half_right+gdro_rollout+watch"], *2 * ["drive+watch"]]
 SAMPLER_PARAMS = [
     "dars.n_first=4",
     "dars.n_max=12",
@@ -378,7 +378,7 @@ def trained_prompts(run: Run, name: str, visit: int = 0) -> list[str]:
 def test_dars_gives_hard_prompts_a_second_helping(carousel: Run) -> None:
     d, _, logged = sampler(carousel, "dars")
     asked, given = check_dars(d, 4, 12)
-    assert logged["dars/asked"] == asked and logged["rl_plugins/rows_generated"] == 32 + given
+    assert logged["dars/asked"] == asked > 0 and logged["rl_plugins/rows_generated"] == 32 + given
     expected = centered(d, deviation(1e-6))  # the run divides by the deviation
     torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
 
@@ -423,6 +423,7 @@ def test_best_perm_tries_hints_in_the_order_of_the_oracle(carousel: Run) -> None
         hints = [k for k in books.check(d) if k is not None]
         words = [text.removesuffix("<asst>") for text in trained_prompts(carousel, "best_perm", visit)]
         assert [sum(text.endswith(f" {k + 1}") for text in words) for k in (0, 1)] == [hints.count(0), hints.count(1)]
+    assert books.cascades > 0
 
 
 def test_gdro_prompt_weighs_bins_by_what_was_known_before(carousel: Run) -> None:
@@ -431,8 +432,7 @@ def test_gdro_prompt_weighs_bins_by_what_was_known_before(carousel: Run) -> None
         d, _, _ = sampler(carousel, "gdro_prompt", visit)
         assert sorted(set(d.rollouts.prompt_index.tolist())) == [*range(PROMPTS)]
         books.check(d, centered(d, deviation(1e-6)))
-    assert books.spread[0] == 0, "no history before the second visit"
-    assert (books.spread[1] > 0) == (len(books.present) == 2), "how many bins there are is up to the rollouts"
+    assert books.spread[0] == 0 and books.spread[1] > 0.01, "no history before the second visit"
 
 
 def test_gdro_rollout_moves_rollouts_between_bins(carousel: Run) -> None:
@@ -441,8 +441,7 @@ def test_gdro_rollout_moves_rollouts_between_bins(carousel: Run) -> None:
         d, _, logged = sampler(carousel, "gdro_rollout", visit)
         books.check(d)
         assert logged["gdro_rollout/shadow_price"] == pytest.approx(books.price)
-    two = max(len(sizes) for sizes in books.sizes) == 2  # how many bins there are is up to the rollouts
-    assert (logged["gdro_rollout/most"] > SAMPLES) == two
+    assert len(books.sizes) == 2 and logged["gdro_rollout/most"] > SAMPLES
 
 
 def test_drive_changes_prompts_rollouts_and_length_within_a_run(carousel: Run) -> None:
@@ -706,7 +705,7 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
     kept = {i for r in (run, resumed) for e in r.of("plan") if e["step"] in (2, 3, 4) for i in e["prompts"]}
     assert len(kept) == 16, "plans are of the set from the second step on, and the resumed run has the same set"
     outside = [r.metrics(number)["drive/outside"] for r, number in ((run, 2), (resumed, 3), (resumed, 4))]
-    assert outside[0] >= outside[2], f"what is trained was planned up to two steps before: {outside}"
+    assert outside[0] > outside[2], f"what is trained was planned up to two steps before: {outside}"
     assert [r.metrics(n)["drive/phase"] for r, n in ((run, 1), (run, 2), (resumed, 4))] == [0, 1, 1]
     steps = run.steps()[:4]
     assert [len(s["decision"].rollouts) for s in steps] == [32] * 4, "two batches per weight synchronization"
@@ -720,9 +719,8 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
         logged, measured = process.metrics(number), process.measured(number)
         for ours, theirs in STALENESS.items():
             assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
-    logs = [r.metrics(number) for r, number in ((run, 2), (resumed, 3), (resumed, 4))]
-    old = [logged["actor/minpro/weight_mean"] for logged in logs if logged["rl_plugins/staleness_mean"] > 0.25]
-    assert max(old, default=0.0) < 0.99, f"old tokens weigh less: {old}"
+    old = [r.metrics(number)["actor/minpro/weight_mean"] for r, number in ((run, 2), (resumed, 3), (resumed, 4))]
+    assert max(old) < 0.99, f"old tokens weigh less: {old}"
     logged = run.metrics(2)
     assert logged["rl_plugins/rows_trained"] == 32 and any(k.startswith("actor/minpro/") for k in logged)
 
