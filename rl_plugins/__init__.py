@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_plugins.errors import ConfigError, MethodError, RLPluginsError, StateError
     from rl_plugins.losses import aggregate, ppo_clip
-    from rl_plugins.method import Bundle, Idle, Method, Paper
+    from rl_plugins.method import Bundle, Idle, Measured, Method, Paper
     from rl_plugins.params import MethodParams, param
     from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Shape, Terms, Tokens, Update
 
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Bundle": "method",
     "Idle": "method",
+    "Measured": "method",
     "Method": "method",
     "Paper": "method",
     "MethodParams": "params",

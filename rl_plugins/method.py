@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rl_plugins.errors import MethodError
@@ -126,6 +126,23 @@ class Idle:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """One result of ours on a claim of the paper.
+
+    Args:
+        claim: what was looked at, in a few words: "right answers on held-out prompts".
+        verdict: of the method against its comparison, at the 95 % interval.
+        numbers: the figures with their intervals: "0.84 ± 0.01 against 0.10 ± 0.09 (GRPO)".
+        where: anchor of the section of docs/evidence.md, e.g. "gdpo-10-seeds".
+    """
+
+    claim: str
+    verdict: Literal["better", "worse", "not told apart"]
+    numbers: str
+    where: str
+
+
+@dataclass(frozen=True)
 class SameAs:
     """In `host_options`: the value that another option of the host has."""
 
@@ -171,6 +188,10 @@ class Method:
         name: its slug, which users write in `methods: [...]`.
         paper, fidelity: the source; "code" (equal to the authors' code), "paper" (from the paper's text) or
             "reconstruction" (something needed was not published; the docstring opens with what).
+        does: what it does in one line of at most 100 characters, verb first; shown by the chooser and `list`.
+        problems: keys of `rl_plugins.problems.PROBLEMS`: what a run suffers from that it answers.
+        measured: our results, good and bad.
+        goes_with: method name -> why the two make sense together, one sentence.
         use_when, avoid_when: one sentence each, shown by `rl-plugins info`.
         cost: what it costs and which features of the engine it needs, one or two sentences; shown by `info`.
         disagreements: where paper and code differ and which parameter selects.
@@ -213,6 +234,10 @@ class Method:
     name: ClassVar[str] = ""
     paper: ClassVar[Paper]
     fidelity: ClassVar[Fidelity]
+    does: ClassVar[str] = ""
+    problems: ClassVar[Sequence[str]] = ()
+    measured: ClassVar[Sequence[Measured]] = ()
+    goes_with: ClassVar[Mapping[str, str]] = {}
     use_when: ClassVar[str] = ""
     avoid_when: ClassVar[str] = ""
     cost: ClassVar[str] = ""
@@ -395,9 +420,14 @@ class Bundle:
         parts: method name -> parameters the paper uses for it. Users set parameters under the names of the parts.
         paper: where it comes from.
         about: what it does, a paragraph; shown by `rl-plugins info`.
+        does, problems, measured, goes_with: as of `Method`.
     """
 
     name: str
     parts: Mapping[str, Mapping[str, Any]]
     paper: Paper
     about: str
+    does: str = ""
+    problems: Sequence[str] = ()
+    measured: Sequence[Measured] = ()
+    goes_with: Mapping[str, str] = field(default_factory=dict)

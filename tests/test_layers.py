@@ -21,6 +21,7 @@ from rl_plugins.runtime import registry
 
 CONTRACT = {
     "errors",
+    "problems",
     "renamed",
     "groups",
     "params",
