@@ -229,6 +229,8 @@ class Method:
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
         example_params: an example of each parameter that must be given (a judge, say); shown by `rl-plugins info`.
+        paper_settings: {"trl": {option: value}, "verl": {override: value}}: host options of the paper's main
+            experiment, for a config to copy; never applied by us. Only what the paper or its code states.
     """
 
     name: ClassVar[str] = ""
@@ -263,6 +265,7 @@ class Method:
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
     example_params: ClassVar[Mapping[str, Any]] = {}
+    paper_settings: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __init__(self, params: MethodParams | None = None) -> None:
         self.params: Any = self.Params() if params is None else params
@@ -420,7 +423,7 @@ class Bundle:
         parts: method name -> parameters the paper uses for it. Users set parameters under the names of the parts.
         paper: where it comes from.
         about: what it does, a paragraph; shown by `rl-plugins info`.
-        does, problems, measured, goes_with: as of `Method`.
+        does, problems, measured, goes_with, paper_settings: as of `Method`.
     """
 
     name: str
@@ -431,3 +434,4 @@ class Bundle:
     problems: Sequence[str] = ()
     measured: Sequence[Measured] = ()
     goes_with: Mapping[str, str] = field(default_factory=dict)
+    paper_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
