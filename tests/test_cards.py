@@ -1,19 +1,13 @@
-"""The cards of the built-in methods: what they say for a reader who chooses is there, and true where a program can see it."""
+"""The cards of the built-in methods: what they say to a reader who chooses a method."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 
 import pytest
 
-from rl_plugins.method import Bundle
-from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.stack import build_stack
 
-ROOT = Path(__file__).parents[1]
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]
 
 
