@@ -1,4 +1,4 @@
-"""The command `rl-plugins`. What a command does stands in `rl_plugins/commands/`, loaded when it is called."""
+"""The command `rl-plugins`. What a command does is in `rl_plugins/commands/`, which is loaded when it is called."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class _Commands(TyperGroup):
 
 _LOOK = {"rich_markup_mode": None, "no_args_is_help": True, "add_completion": False}
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)  # type: ignore[arg-type]
-trl_app = typer.Typer(help="Runs of TRL with methods.", **_LOOK)  # type: ignore[arg-type]
+trl_app = typer.Typer(help="Run TRL with methods.", **_LOOK)  # type: ignore[arg-type]
 app.add_typer(trl_app, name="trl")
 
 
 @app.callback()
 def main() -> None:
-    """Methods of RL post-training papers as plugins for TRL and verl."""
+    """Run methods of RL post-training papers as plugins of TRL and verl."""
 
 
 @app.command("list")
-def list_methods(json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
-    """All methods and bundles."""
+def list_methods(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List all methods and bundles."""
     from rl_plugins.commands.catalog import print_list
 
     print_list(json)
 
 
 @app.command()
-def info(method: str) -> None:
-    """Everything about one method."""
+def info(method: Annotated[str, typer.Argument(help="Name of a method or bundle.")]) -> None:
+    """Show everything about one method: update rule, parameters, costs, how to use it."""
     from rl_plugins.commands.catalog import print_info
 
     print_info(method)
@@ -52,10 +52,12 @@ def info(method: str) -> None:
 
 @app.command()
 def check(
-    method: Annotated[str, typer.Argument(help='A name, or "module:Class" of a class not installed yet.')],
+    method: Annotated[
+        str, typer.Argument(help='Name of a method, or "module:Class" of a class that is not installed yet.')
+    ],
     params: Annotated[str | None, typer.Option(help="Parameters as JSON.")] = None,
 ) -> None:
-    """Test a method against the contract."""
+    """Test a method against the contract that every method keeps."""
     from rl_plugins.commands.check import check_and_print
 
     raise typer.Exit(check_and_print(method, params))
@@ -64,7 +66,7 @@ def check(
 @app.command()
 def new(
     name: Annotated[str, typer.Argument(help="Name of the method, e.g. my_method.")],
-    hook: Annotated[list[str] | None, typer.Option(help="A hook to start with; may be repeated.")] = None,
+    hook: Annotated[list[str] | None, typer.Option(help="Hook to start with; may be repeated.")] = None,
     into: Annotated[Path, typer.Option(help="Folder in which the package is made.")] = Path("."),
 ) -> None:
     """Start a package with a method of your own."""
@@ -75,22 +77,27 @@ def new(
 
 @app.command("train-adapter")
 def train_adapter(
-    embeddings: Annotated[Path, typer.Argument(help="Embeddings, a .safetensors or .npy file with a row per prompt.")],
-    rates: Annotated[Path, typer.Argument(help="Pass rates, .csv or .jsonl: row, pass_rate, and model if several.")],
-    out: Annotated[Path, typer.Argument(help="File to write, .safetensors.")],
-    references: Annotated[int, typer.Option(min=2, help="Prompts a prediction is made from.")] = 256,
+    embeddings: Annotated[
+        Path, typer.Argument(help="File of embeddings (.safetensors or .npy) with a row per prompt.")
+    ],
+    rates: Annotated[
+        Path,
+        typer.Argument(help="File of pass rates (.csv or .jsonl): row, pass_rate, and model if there are several."),
+    ],
+    out: Annotated[Path, typer.Argument(help="File that is written (.safetensors).")],
+    references: Annotated[int, typer.Option(min=2, help="Number of prompts that a prediction is made from.")] = 256,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the pass rates.")] = 20,
     hidden: Annotated[int, typer.Option(min=1, help="Size of the projections.")] = 896,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of the pass rates.")] = 0,
 ) -> None:
     """Train the adapter of `dots`, which predicts pass rates of prompts.
 
-    Pass rates are those of any models on any of the prompts, as often as you like: rows of the file of embeddings,
-    numbers from 0 to 1. The more models they come from, the better the adapter carries over to a policy in training.
-    Minutes on a CPU for some thousands of prompts; nothing is downloaded.
+    A pass rate is a number from 0 to 1, of any model on any of the prompts; `row` is the prompt's row in the file of
+    embeddings. The more models the pass rates come from, the better the adapter transfers to a policy in training. For
+    some thousands of prompts training takes minutes on a CPU. Nothing is downloaded.
 
     \b
-    Write the embeddings (row i is dataset row i; the mean over tokens of a frozen model, say):
+    Write the embeddings (row i belongs to dataset row i; for example a frozen model's mean over tokens):
       from rl_plugins.methods.dots import save_embeddings
       from rl_plugins.runtime.fingerprint import fingerprint
       save_embeddings("embeddings.safetensors", array, fingerprint(train_dataset))
@@ -98,7 +105,7 @@ def train_adapter(
     \b
     Then:
       rl-plugins train-adapter embeddings.safetensors rates.csv adapter.safetensors
-      rl-plugins trl grpo .. --methods dots --method_params
+      rl-plugins trl grpo --config run.yaml --methods dots --method_params
         '{"dots": {"embeddings": "embeddings.safetensors", "adapter": "adapter.safetensors"}}'
     """
     from rl_plugins.commands.train_adapter import train
@@ -113,22 +120,26 @@ class _Host(enum.StrEnum):
 
 @app.command()
 def doctor(
-    host: Annotated[_Host, typer.Option(help="Of the run.")] = _Host.trl,
+    host: Annotated[_Host, typer.Option(help="Host of the run.")] = _Host.trl,
     config: Annotated[Path | None, typer.Option(help="YAML config of a run of `trl grpo`.")] = None,
-    methods: Annotated[list[str] | None, typer.Option(help="Methods: a b, or a,b.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Names of the methods: a b, or a,b.")] = None,
     method_params: Annotated[
-        str | None, typer.Option("--method-params", "--method_params", help="Their parameters as JSON.")
+        str | None, typer.Option("--method-params", "--method_params", help="Parameters of the methods as JSON.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option("--world-size", "--world_size", min=1, help="Processes, if not those of this machine.")
+        int | None,
+        typer.Option(
+            "--world-size", "--world_size", min=1, help="Number of processes, if it is not that of this machine."
+        ),
     ] = None,
     words: Annotated[  # also the rest of --methods a b
-        list[str] | None, typer.Argument(metavar="[-- OVERRIDES...]", help="With --host verl: of the command line.")
+        list[str] | None,
+        typer.Argument(metavar="[-- OVERRIDES...]", help="Overrides of verl's command line, with --host verl."),
     ] = None,
 ) -> None:
-    """Versions, plugins, what a run would do.
+    """Show versions, plugins, and what a run would do.
 
-    It starts nothing, and ends with status 1 and a list if something cannot take effect.
+    Nothing is started. The exit status is 1 if something cannot take effect, with a list of all problems.
 
     \b
     A run of TRL:
@@ -136,14 +147,14 @@ def doctor(
 
     \b
     A run of verl, by its overrides or by the whole command:
-      rl-plugins doctor --host verl -- data.train_batch_size=64 trainer.v1.trainer_mode=rl_plugins_sync ..
-      rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ..
+      rl-plugins doctor --host verl -- trainer.v1.trainer_mode=rl_plugins_sync "+rl_plugins.methods=[vade]" ...
+      rl-plugins doctor --host verl -- python -m verl.trainer.main_ppo data.train_batch_size=64 ...
     """
     if host == _Host.verl:
         if config or methods or method_params or world_size:
             raise ConfigError(
-                "--config, --methods, --method-params and --world-size are for TRL. A run of verl says everything in "
-                'its overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ..'
+                "--config, --methods, --method-params and --world-size are for TRL. Give a run of verl by its "
+                'overrides: rl-plugins doctor --host verl -- "+rl_plugins.methods=[vade]" trainer.nnodes=2 ...'
             )
         from rl_plugins.commands.doctor import print_found
         from rl_plugins.verl import doctor as verl_doctor
@@ -154,11 +165,11 @@ def doctor(
     raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
-_SEEDS = typer.Option(help="How many seeds (3), or which (4,7,11).", show_default="3; demo with --host verl: 2")
-_VS = typer.Option(help="The baseline: grpo is the host alone.")
+_SEEDS = typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; demo with --host verl: 2")
+_VS = typer.Option(help="Baseline; grpo is the host without methods.")
 _JOBS = typer.Option(min=1, help="Runs at a time; with --host verl always 1.", show_default=False)
 _DRY = typer.Option("--dry-run", help="Print the plan and stop.")
-_HOST = typer.Option(help="Whose trainer.")
+_HOST = typer.Option(help="Host whose trainer runs.")
 
 
 def _one_job(jobs: int | None) -> None:
@@ -168,7 +179,7 @@ def _one_job(jobs: int | None) -> None:
 
 @app.command()
 def demo(
-    methods: Annotated[list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` are two together.")] = None,
+    methods: Annotated[list[str] | None, typer.Argument(help="Methods; `vade+mc_grpo` is one arm with both.")] = None,
     host: Annotated[_Host, _HOST] = _Host.trl,
     vs: Annotated[str, _VS] = "grpo",
     seeds: Annotated[str | None, _SEEDS] = None,
@@ -177,7 +188,7 @@ def demo(
         typer.Option(help="Folder of the results.", show_default="demo-results, or demo-results/verl"),
     ] = None,
     jobs: Annotated[int | None, _JOBS] = None,
-    long: Annotated[bool, typer.Option("--long", help="More steps.")] = False,
+    long: Annotated[bool, typer.Option("--long", help="Run more steps.")] = False,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
     """Train methods and plain GRPO side by side on a small policy built here. Without METHODS: vade."""
@@ -197,31 +208,31 @@ def compare(
         list[str],
         typer.Argument(
             metavar="CONFIG METHOD... | METHOD... -- OVERRIDES...",
-            help="Methods (`vade+mc_grpo` are two together) and your run.",
+            help="Methods (`vade+mc_grpo` is one arm with both) and your run.",
             show_default=False,
         ),
     ],
     host: Annotated[_Host, _HOST] = _Host.trl,
     vs: Annotated[str, _VS] = "grpo",
-    seeds: Annotated[str, typer.Option(help="How many seeds (3), or which (4,7,11).")] = "3",
+    seeds: Annotated[str, typer.Option(help="Number of seeds (3), or the seeds (4,7,11).")] = "3",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("compare-results"),
     jobs: Annotated[int | None, _JOBS] = None,
     metric: Annotated[list[str] | None, typer.Option(help="Logged value to compare; may be repeated.")] = None,
-    launcher: Annotated[str, typer.Option(help='Of TRL, e.g. "accelerate launch --num_processes 4".')] = "",
+    launcher: Annotated[str, typer.Option(help='Launcher of TRL, e.g. "accelerate launch --num_processes 4".')] = "",
     method_params: Annotated[
         str | None, typer.Option("--method-params", "--method_params", help="Parameters as JSON.")
     ] = None,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
-    """Methods on your own run under one budget, with intervals.
+    """Compare methods with a baseline on your own run, under one budget, with intervals.
 
     \b
-    A config of `trl grpo`; further options go to it:
+    A run of TRL, by its config; further options go to `trl grpo`:
       rl-plugins compare run.yaml vade mc_grpo --learning_rate 1e-6
 
     \b
     A run of verl, by its overrides or by the whole command:
-      rl-plugins compare --host verl vade mc_grpo -- data.train_batch_size=64 trainer.test_freq=20 ..
+      rl-plugins compare --host verl vade mc_grpo -- data.train_batch_size=64 trainer.test_freq=20 ...
     """
     from rl_plugins.commands import compare
 
@@ -236,7 +247,8 @@ def compare(
 
 @app.command(hidden=True)
 def docs(
-    page: Path, readme: Annotated[Path | None, typer.Option(help="README whose table is renewed.")] = None
+    page: Annotated[Path, typer.Argument(help="Page that is written.")],
+    readme: Annotated[Path | None, typer.Option(help="README whose table is renewed.")] = None,
 ) -> None:
     """Write the page of methods, and the table in the README."""
     from rl_plugins.commands import catalog
@@ -251,7 +263,7 @@ _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 
 @trl_app.command(context_settings=_ANYTHING)
 def grpo(ctx: typer.Context) -> None:
-    """`trl grpo` plus --methods, --method_params, --dry-run."""
+    """Run `trl grpo`; adds --methods, --method_params and --dry-run."""
     dry = {"--dry-run", "--dry_run"} & set(ctx.args)
     argv = [a for a in ctx.args if a not in dry]
     if dry:
