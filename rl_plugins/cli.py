@@ -245,6 +245,29 @@ def compare(
         compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, method_params, dry_run)
 
 
+@app.command()
+def export(
+    method: Annotated[str, typer.Argument(help="A method, e.g. mc_grpo.")],
+    host: Annotated[_Host, typer.Option(help="Who gets the contribution.")],
+    into: Annotated[Path, typer.Option(help="A checkout of the host's repository, or an empty folder.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace files that are there with another text.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and stop.")] = False,
+) -> None:
+    """Write a method as a contribution to a host, without this package.
+
+    \b
+    TRL: an experimental trainer with tests, docs page and paper-index entry:
+      rl-plugins export mc_grpo --host trl --into ~/trl
+
+    \b
+    verl: a folder of verl-recipe with code, script, tests and README:
+      rl-plugins export aepo_clip --host verl --into ~/verl-recipe
+    """
+    from rl_plugins.commands.export import export as write
+
+    write(method, host.value, into, force, dry_run)
+
+
 @app.command(hidden=True)
 def docs(
     page: Annotated[Path, typer.Argument(help="Page that is written.")],

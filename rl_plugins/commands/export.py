@@ -1,0 +1,155 @@
+"""`rl-plugins export`: one of our methods as a contribution to a host, in the host's own form and without this package.
+
+Each export is a folder of templates, `rl_plugins/exports/<host>/<method>/`: files that end in `.in` are written at the
+same place below the target, with `@@name@@` replaced; `insertions.json` says what existing files of the host's
+repository get. A template is written once by hand, in the host's style. A test holds it to the method: same numbers on
+the authors' vectors and on random input, and a run on the released host.
+"""
+
+from __future__ import annotations
+
+import json
+import pprint
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rl_plugins
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method
+from rl_plugins.runtime import registry
+
+FOLDER = Path(rl_plugins.__file__).parent / "exports"
+EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"
+VERL = "0.9.1"  # the release the recipes were run on
+NEXT = {
+    "trl": (
+        "Write into a checkout of https://github.com/huggingface/trl, then there: `make precommit`, "
+        "`pytest {tests}`, and a pull request that names the paper."
+    ),
+    "verl": (
+        "Write into a checkout of https://github.com/verl-project/verl-recipe, then there: `pre-commit run`, "
+        "`pytest {tests}`, and a pull request."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    """One file of an export.
+
+    Attributes:
+        path: below the target.
+        text: all of it.
+        state: "new", "unchanged", "differs" (another text is there), "extended" (an insertion) or "by hand" (the file
+            or the place in it is missing; `text` is what goes there).
+    """
+
+    path: str
+    text: str
+    state: str
+
+
+def available() -> dict[str, list[str]]:
+    """Host -> the methods that can be exported to it."""
+    return {h.name: sorted(m.name for m in h.iterdir() if m.is_dir()) for h in sorted(FOLDER.iterdir()) if h.is_dir()}
+
+
+def plan(method: str, host: str, into: Path) -> list[Written]:
+    """The files of an export, and what each is beside those that are there. Writes nothing.
+
+    Raises:
+        ConfigError: no such method, or no export of it for this host.
+    """
+    cls = registry.load(method)
+    source = FOLDER / host / method
+    if not source.is_dir() or not (isinstance(cls, type) and issubclass(cls, Method)):
+        have = "; ".join(f"{h}: {', '.join(methods)}" for h, methods in available().items())
+        raise ConfigError(
+            f"There is no export of `{method}` for {host}. Exports are written "
+            f"one by one ({have}). "
+            f"CONTRIBUTING.md says how to add one."
+        )
+    values = _values(cls, source)
+    files = []
+    for template in sorted(source.rglob("*.in")):
+        path = template.relative_to(source).with_suffix("")
+        text, there = _filled(template.read_text(encoding="utf-8"), values), into / path
+        state = "new" if not there.exists() else "unchanged" if there.read_text(encoding="utf-8") == text else "differs"
+        files.append(Written(str(path), text, state))
+    for insertion in json.loads((source / "insertions.json").read_text(encoding="utf-8")):
+        files.append(_inserted(insertion, source, into, values))
+    return files
+
+
+def _values(cls: type[Method], source: Path) -> dict[str, str]:
+    paper, vectors = cls.paper, json.loads((source / "vectors.json").read_text(encoding="utf-8"))
+    return {
+        "title": paper.title,
+        "arxiv": paper.arxiv,
+        "url": paper.url,
+        "code": paper.code or "",
+        "commit": vectors["commit"],
+        "vectors": pprint.pformat(vectors["cases"], width=110, compact=True, sort_dicts=False).replace("'", '"'),
+        "bibtex": paper.bibtex(cls.name),
+        "measured": _measured(cls),
+        "verl": VERL,
+    }
+
+
+def _measured(cls: type[Method]) -> str:
+    if not cls.measured:
+        return "No training run was measured."
+    lines = [f"- {m.claim}: {m.verdict} ({m.numbers})." for m in cls.measured]
+    return "\n".join([f"Measured with small policies on a CPU ([how]({EVIDENCE})):", "", *lines])
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"@@(\w+)@@", lambda m: values[m[1]], text)
+
+
+def _inserted(insertion: Mapping[str, str], source: Path, into: Path, values: Mapping[str, str]) -> Written:
+    text = insertion.get("text") or (source / insertion["text_of"]).read_text(encoding="utf-8") + "\n"
+    text, target = _filled(text, values), into / insertion["file"]
+    if not target.exists():
+        return Written(insertion["file"], text, "by hand")
+    there = target.read_text(encoding="utf-8")
+    if text in there:
+        return Written(insertion["file"], there, "unchanged")
+    place = re.search(f"^{re.escape(insertion['before'])}", there, re.MULTILINE)
+    if place is None:
+        return Written(insertion["file"], text, "by hand")
+    return Written(insertion["file"], there[: place.start()] + text + there[place.start() :], "extended")
+
+
+def export(method: str, host: str, into: Path, force: bool, dry_run: bool) -> None:
+    """Writes an export and says what is left to do.
+
+    Raises:
+        ConfigError: no such export, or files with another text are there and `force` is not given.
+    """
+    files = plan(method, host, into)
+    changed = [f.path for f in files if f.state == "differs"]
+    if changed and not force and not dry_run:
+        raise ConfigError(
+            f"{into} has {', '.join(changed)} with another text. Nothing was written. Give another --into, or "
+            f"--force to replace them."
+        )
+    for file in files:
+        print(f"{file.state:10} {into / file.path}")
+        if not dry_run and file.state in ("new", "differs", "extended"):
+            (into / file.path).parent.mkdir(parents=True, exist_ok=True)
+            (into / file.path).write_text(file.text, encoding="utf-8")
+    _print_the_rest(files, host, dry_run)
+
+
+def _print_the_rest(files: Sequence[Written], host: str, dry_run: bool) -> None:
+    for file in files:
+        if file.state == "by hand":
+            print(f"\nAdd to {file.path} of the host's repository:\n\n{file.text}")
+    if dry_run:
+        print("Nothing was written (--dry-run).")
+        return
+    tests = next(file.path for file in files if Path(file.path).name.startswith("test_"))
+    print(NEXT[host].format(tests=tests))
