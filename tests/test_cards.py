@@ -3,16 +3,92 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
+from pathlib import Path
 
 import pytest
 
+from rl_plugins.method import Bundle
+from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import build_stack
 
+ROOT = Path(__file__).parents[1]
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]
+# What a second method must be told beside one that makes rounds, as its sentence in `goes_with` says.
+TOLD = {"xrpo_seeds": {"second_round": False}}
 
 
 def card(name):
     return registry.load(name)
+
+
+def parts(name):
+    return list(card(name).parts) if isinstance(card(name), Bundle) else [name]
+
+
+@functools.cache
+def sections():
+    """Anchor, as GitHub makes it of a heading -> text of each section of docs/evidence.md."""
+    text = (ROOT / "docs" / "evidence.md").read_text()
+    found = {}
+    for section in re.split(r"^#+ ", text, flags=re.M)[1:]:
+        heading, _, rest = section.partition("\n")
+        found[re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")] = heading + rest
+    return found
+
+
+# ---- for a reader who chooses
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_card_says_in_a_line_what_the_method_does_and_for_what(name):
+    does, problems = card(name).does, card(name).problems
+    assert 20 < len(does) <= 100 and "\n" not in does and not does.endswith(".")
+    assert re.match(r"[A-Z][a-z]+s ", does), "it begins with a verb in the third person"
+    assert 1 <= len(problems) <= 3 and set(problems) <= set(PROBLEMS) and len(set(problems)) == len(problems)
+
+
+def test_no_two_methods_do_the_same():
+    assert len({card(name).does for name in BUILT_IN}) == len(BUILT_IN)
+
+
+def test_every_problem_has_an_answer():
+    assert {problem for name in BUILT_IN for problem in card(name).problems} == set(PROBLEMS)
+
+
+@pytest.mark.parametrize("name", [n for n in BUILT_IN if not isinstance(card(n), Bundle)])
+def test_cost_is_said_in_rollouts_or_calls(name):
+    assert re.search(r"rollout|generation|token|call", card(name).cost), card(name).cost
+    assert len(card(name).cost.split()) >= 4
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_we_measured_stands_in_the_evidence(name):
+    """Each number of a card is in the section that it links to."""
+    for result in card(name).measured:
+        assert result.verdict in ("better", "worse", "not told apart")
+        assert result.where in sections(), result
+        known = re.sub(r"[\s,]+", " ", sections()[result.where]).replace("−", "-")
+        for figure in re.findall(r"\d*\.\d+|\d+", re.sub(r"[\s,]+", " ", result.numbers)):
+            assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d]|\.\d)", known), (figure, result)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_methods_that_go_with_it_can_be_named_together(name):
+    for other, why in card(name).goes_with.items():
+        assert other in BUILT_IN and other not in parts(name)
+        assert why.endswith(".") and len(why) > 20
+        names = [name, other]
+        params = {p: dict(card(p).example_params) for n in names for p in parts(n) if card(p).example_params}
+        for n in names:
+            if n in TOLD and "second_round: false" in why:
+                params[n] = {**params.get(n, {}), **TOLD[n]}
+        build_stack(names, params or None)
+
+
+# ---- the paper's setting
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -27,13 +103,14 @@ def test_host_options_of_the_paper_do_not_contradict_those_that_the_method_sets(
 
 def test_trl_takes_the_host_options_of_the_papers(tmp_path):
     trl = pytest.importorskip("trl")
+    known = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
     for name in BUILT_IN:
-        options = card(name).paper_settings.get("trl")
-        if options:
-            known = {f.name for f in dataclasses.fields(trl.GRPOConfig)}
-            assert not set(options) - known, name
-            given = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
-            assert {k: getattr(given, k) for k in options} == dict(options), name
+        options = card(name).paper_settings.get("trl", {})
+        assert not set(options) - known, name
+        rows = options.get("num_generations", 8)
+        room = {} if "generation_batch_size" in options else {"per_device_train_batch_size": rows}
+        given = trl.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **room, **options)
+        assert {k: getattr(given, k) for k in options} == dict(options), name
 
 
 def test_verl_has_the_host_options_of_the_papers():
@@ -45,5 +122,5 @@ def test_verl_has_the_host_options_of_the_papers():
     config = compose([])
     for name in BUILT_IN:
         for key in card(name).paper_settings.get("verl", {}):
-            *folders, last = key.split(".")
-            assert last in OmegaConf.select(config, ".".join(folders)), (name, key)
+            folder, _, last = key.rpartition(".")
+            assert last in OmegaConf.select(config, folder), (name, key)

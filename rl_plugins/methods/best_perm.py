@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.priors import cell
 from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
@@ -77,14 +77,36 @@ class BestPerm(Method):
         2024,
     )
     fidelity = "reconstruction"
+    does = "Adds hints, one after another, to prompts without a success and learns the best order of hints"
+    problems = ("no_signal", "exploration")
+    measured = (
+        Measured(
+            "value of successes where weaker hints are worth more, simulated",
+            "better",
+            "0.439 ± 0.007 against 0.388 ± 0.009 (weak hints first)",
+            "best_perm-10-seeds",
+        ),
+        Measured(
+            "tries until a success where all hints are worth the same, simulated",
+            "not told apart",
+            "1.44 ± 0.02 against 1.42 ± 0.01 (strong hints first)",
+            "best_perm-10-seeds",
+        ),
+        Measured(
+            "tries until a success where all hints are worth the same, simulated",
+            "better",
+            "1.44 ± 0.02 against 2.57 ± 0.01 (weak hints first)",
+            "best_perm-10-seeds",
+        ),
+    )
     use_when = "Many prompts have no success at all, and hints for them exist, from weak to strong."
     avoid_when = (
-        "The policy is to be trained on the prompts as they are alone: rollouts of a hint are trained under the hinted "
-        "prompt. Or tries cost much and success is rare: the order does not account for failed tries."
+        "You want to train the prompts without hints: rollouts with a hint are trained under the hinted prompt. Or "
+        "tries are expensive and success is rare: the order does not account for failed tries."
     )
     cost = (
-        "One more round of generation per hint that is tried. Between n_first and group size rollouts per prompt on "
-        "average, in the room of the batch."
+        "One extra round of generation per hint tried. Between `n_first` and group size rollouts per prompt on "
+        "average; the total never exceeds the host's batch."
     )
     disagreements = (
         "The paper's values depend on the state and are learned with a bonus; here they are constants, and the "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
 from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory, together
 
@@ -78,15 +78,31 @@ class Cleaner(Method):
         code="Tianshi-Xu/Open-CLEANER",
     )
     fidelity = "code"
-    use_when = "A small model's tool calls often fail and are right at the second try."
+    does = "Repairs a failed tool call during the rollout and removes the failure from the trajectory"
+    problems = ("agents",)
+    measured = (
+        Measured(
+            "first calls that are good after 30 updates, simulated",
+            "better",
+            "94 ± 16 % against 11 ± 20 (plain agent loop)",
+            "turn_control-cleaner-3-seeds",
+        ),
+        Measured(
+            "calls after an error that are good after 30 updates, simulated",
+            "not told apart",
+            "59 ± 41 % against 85 ± 39 (plain agent loop)",
+            "turn_control-cleaner-3-seeds",
+        ),
+    )
+    use_when = "A small model's tool calls often fail and succeed at the second try."
     avoid_when = (
-        "Failed calls are rare, or change an environment that cannot be copied, or the agent must learn to "
-        "recover by itself: errors are hardly ever seen in training. Without `copy_environment` failed calls are "
-        "assumed to have no effect, for the repaired call must meet the environment as it was before the failed "
-        "one."
+        "Failed calls are rare, or the agent must learn to recover by itself: it hardly sees errors in training. "
+        "Failed calls must not change the environment unless `copy_environment` is set and the environment can be "
+        "copied, because the repaired call must meet the environment as it was before the failed one."
     )
     cost = (
-        "At most max_tool_retries extra generations per turn, made one after the other; needs no feature of the engine."
+        "At most `max_tool_retries` (3) extra generations per turn with a failed call, one after the other. No "
+        "feature of the engine is needed."
     )
     disagreements = (
         "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON "
@@ -112,6 +128,31 @@ class Cleaner(Method):
             "and `marker`, and at `max_tool_retries` and `rollback_probability`.",
         ),
     )
+    paper_settings = {
+        "trl": {
+            "num_generations": 16,
+            "generation_batch_size": 2048,
+            "gradient_accumulation_steps": 64,
+            "learning_rate": 2e-6,
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "loss_type": "dapo",
+            "max_completion_length": 20480,
+        },
+        "verl": {
+            "data.train_batch_size": 128,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+            "actor_rollout_ref.rollout.n": 16,
+            "actor_rollout_ref.actor.optim.lr": 2e-6,
+            "actor_rollout_ref.actor.use_kl_loss": False,
+            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+            "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+            "data.max_prompt_length": 2560,
+            "data.max_response_length": 20480,
+        },
+    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

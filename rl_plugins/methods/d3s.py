@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run, Shape, Tokens
 
@@ -61,10 +61,37 @@ class D3s(Method):
         2025,
     )
     fidelity = "reconstruction"
+    does = "Trains only the rows with the largest advantage variance and their most informative tokens"
+    problems = ("length",)
+    measured = (
+        Measured(
+            "accuracy after 20 % of GRPO's tokens",
+            "better",
+            "71.7 % against 58.8 % (GRPO)",
+            "d3s-3-seeds",
+        ),
+        Measured(
+            "accuracy after equally many updates",
+            "worse",
+            "74.6 ± 1.2 % against 81.1 ± 1.3 (GRPO), with 42 % of the tokens",
+            "d3s-3-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts in the demo, minus GRPO",
+            "not told apart",
+            "0.001 ± 0.020",
+            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
+        ),
+    )
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
     avoid_when = (
-        "Groups are small, or generation dominates: the dropped rows were paid for. Or advantages lie far to one "
-        "side: to keep three of (-10, -9, 0, 0.1), -9 leaves and the row of A = 0 stays."
+        "Groups are small, or generation dominates: the dropped rows were already generated. Or most advantages "
+        "lie on one side: of (-10, -9, 0, 0.1) the three rows kept leave out -9 and include the row of A = 0."
+    )
+    cost = (
+        "No extra rollouts, and fewer tokens in the update: by default a quarter of the rows and a fifth of their "
+        "tokens at the start, all at the end. Needs the entropy of the old policy at every token: in TRL one extra "
+        "forward pass per batch, in verl none."
     )
     disagreements = (
         "The values of the shares were not found. Half of every group is what PODS keeps, the paper's "

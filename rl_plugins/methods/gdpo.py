@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.estimators import centered_rewards, gdpo_advantages
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, weighted_reward
 
@@ -61,13 +61,42 @@ class Gdpo(Method):
         code="NVlabs/GDPO",
     )
     fidelity = "code"
-    use_when = "The reward has several parts (correctness, format, length, ..), above all of different spread."
-    avoid_when = (
-        "The scales of the rewards are meant as their weights: here only `reward_weights` says how much a reward "
-        "counts, and a common factor of them changes nothing. TRL's "
-        '`multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, without a NaN '
-        "policy, token statistics and ragged groups; naming both is an error."
+    does = "Normalizes each reward function within its group before adding them"
+    problems = ("several_rewards",)
+    measured = (
+        Measured(
+            "progress on the small reward, the other one 100 times as large",
+            "better",
+            "83.8 ± 0.1 % against 10.1 ± 8.7 (GRPO)",
+            "gdpo-10-seeds",
+        ),
+        Measured(
+            "progress on the small reward, the other one 10 times as large",
+            "better",
+            "83.8 ± 0.1 % against 64.0 ± 2.7 (GRPO)",
+            "gdpo-10-seeds",
+        ),
+        Measured(
+            "progress on the small reward, both of equal size",
+            "not told apart",
+            "83.8 ± 0.1 % against 83.4 ± 0.3 (GRPO)",
+            "gdpo-10-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts in the demo",
+            "not told apart",
+            "no gain over GRPO, 3 seeds",
+            "in-trl-on-the-embedded-policy",
+        ),
     )
+    use_when = "The reward has several parts (correctness, format, length) of different size or spread."
+    avoid_when = (
+        "The scales of the rewards are meant as weights: here only `reward_weights` says how much a reward counts, "
+        "and a common factor of all weights changes nothing. TRL's "
+        '`multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, without a NaN '
+        "policy, token statistics and ragged groups; setting both is an error."
+    )
+    cost = "No extra rollouts or forward passes."
     disagreements = (
         "The paper and the authors' TRL fork normalize over rollouts, their verl fork over tokens: `batch_stat`.",
         "The authors' TRL fork counts a missing reward as 0, TRL itself leaves it out: `nan_policy`.",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
 
@@ -76,15 +76,43 @@ class GrpoRoc(Method):
         code="microsoft/rStar",
     )
     fidelity = "code"
+    does = "Generates twice the rollouts and keeps the cleanest correct ones and any wrong ones"
+    problems = ("agents", "no_signal")
+    measured = (
+        Measured(
+            "share of right answers reached in a dirty way",
+            "better",
+            "0.016 ± 0.001 against 0.491 ± 0.022 (GRPO with twice the rollouts)",
+            "grpo_roc-5-seeds",
+        ),
+        Measured(
+            "accuracy, against shuffled penalties (control)",
+            "not told apart",
+            "0.999 against 0.999",
+            "grpo_roc-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts in the demo",
+            "not told apart",
+            "no gain over GRPO, 3 seeds",
+            "in-trl-on-the-embedded-policy",
+        ),
+    )
+    goes_with = {
+        "mc_grpo": "One rollout more per prompt stays for the median baseline; its pivot leaves later.",
+    }
     use_when = (
-        "Tool-using rollouts are rewarded by their outcome alone and reach right answers through failing calls or a "
-        "messy format, and generation is cheap beside the update."
+        "Rollouts with tools are rewarded by outcome alone and reach right answers through failing calls or a "
+        "messy format, and generation is cheap compared with the update."
     )
     avoid_when = (
-        "Nothing but the answer matters, completions have neither tool responses nor answer tags (and you give no "
+        "Only the answer matters, completions have neither tool responses nor answer tags (and you give no "
         "`penalty`), or twice the rollouts are too expensive."
     )
-    cost = "oversample times as many rollouts. Methods that change the number of rollouts are named before this one."
+    cost = (
+        "`oversample` (2) times the rollouts; the update trains as many as before. Name methods that change the "
+        "number of rollouts before this one."
+    )
     disagreements = (
         "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), "
         "the report draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` "
@@ -102,6 +130,24 @@ class GrpoRoc(Method):
         "The authors cut the batch to a multiple of the ranks; here that is the host's business.",
     )
     needs = frozenset({"raw_text"})
+    paper_settings = {
+        "trl": {
+            "num_generations": 16,
+            "learning_rate": 1e-6,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "beta": 0.0,
+        },
+        "verl": {
+            "data.train_batch_size": 512,
+            "actor_rollout_ref.rollout.n": 16,
+            "actor_rollout_ref.actor.optim.lr": 1e-6,
+            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+            "actor_rollout_ref.actor.use_kl_loss": False,
+            "actor_rollout_ref.actor.entropy_coeff": 0,
+        },
+    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

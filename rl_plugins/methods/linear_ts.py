@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError, did_you_mean, shown
 from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.priors import cell
 from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
@@ -96,13 +96,41 @@ class LinearTS(Method):
         code="microsoft/RD-Agent",
     )
     fidelity = "paper"
-    use_when = "The dataset is a mix of a few domains, and how much the policy can learn from each changes in a run."
-    avoid_when = (
-        "The mix of domains is part of the task: an arm that teaches little is visited little. Or domains differ less "
-        "than a batch can tell: rewards are means over the few groups of an arm. The posterior forgets nothing; "
-        "`contest` does."
+    does = "Draws prompts from the dataset's domains by a linear Thompson bandit"
+    problems = ("few_prompts", "no_signal")
+    measured = (
+        Measured(
+            "groups with unequal rewards, simulated",
+            "better",
+            "43.8 ± 2.4 % against 28.4 ± 1.2 (uniform)",
+            "linear_ts-10-seeds",
+        ),
+        Measured(
+            "success over all domains at the end, simulated",
+            "better",
+            "54.9 ± 1.7 % against 46.4 ± 0.8 (uniform)",
+            "linear_ts-10-seeds",
+        ),
+        Measured(
+            "share of rollouts in groups with a signal, TRL, 16 draws",
+            "better",
+            "0.829 ± 0.025 against 0.633 ± 0.008 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts, TRL, same number of rollouts",
+            "worse",
+            "0.453 ± 0.015 against 0.487 ± 0.017 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
     )
-    cost = "Nothing per step; the column is read once at the start."
+    use_when = "The dataset mixes a few domains, and how much the policy can learn from each changes during the run."
+    avoid_when = (
+        "The mix of domains is part of the task: a domain that teaches little is rarely visited. Or domains differ "
+        "less than a batch can show: rewards are means over the few groups of a domain. The posterior forgets "
+        "nothing; `rule: contest` does."
+    )
+    cost = "No extra rollouts or forward passes. The column is read once at the start."
     disagreements = (
         "What was read is the authors' code of the scheduler, and notes on the rest of the paper.",
         "The authors' code changes P in place before it computes P m, so that m <- m + P'^-1 x r / s2: no error is "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.losses import LOG_RATIO_LIMIT, weighted_logprob
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Terms
 
@@ -56,10 +56,58 @@ class Minpro(Method):
         2026,
     )
     fidelity = "reconstruction"
-    use_when = "Rollouts are two or more policy versions old and CISPO becomes unstable or GRPO plateaus."
+    does = "Damps each token by the smallest importance ratio before it"
+    problems = ("stale",)
+    measured = (
+        Measured(
+            "noise of the gradient estimate, rollouts 8 updates old",
+            "better",
+            "3.5 ± 1.3 against 5.8 ± 0.9 (CISPO)",
+            "minpro-5-seeds",
+        ),
+        Measured(
+            "cosine of the mean gradient with the exact one",
+            "not told apart",
+            "0.886 ± 0.028 against 0.871 ± 0.032 (CISPO)",
+            "minpro-5-seeds",
+        ),
+        Measured(
+            "final reward, small learning rate, rollouts 8 updates old",
+            "worse",
+            "0.706 ± 0.028 against 0.944 ± 0.044 (CISPO)",
+            "minpro-5-seeds",
+        ),
+        Measured(
+            "right answers on rollouts 16 batches old, TRL",
+            "better",
+            "0.533 ± 0.033 against 0.227 ± 0.066 (GRPO without correction)",
+            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on rollouts 16 batches old, TRL",
+            "not told apart",
+            "0.533 ± 0.033 against 0.526 ± 0.021 (CISPO with the ratio to the sampling policy)",
+            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts in the demo",
+            "not told apart",
+            "no gain over GRPO, 3 seeds",
+            "in-trl-on-the-embedded-policy",
+        ),
+    )
+    goes_with = {
+        "rollout_replay": "Weights replayed tokens by the smallest ratio of their prefix.",
+        "april": "Corrects for the stale tokens of resumed groups.",
+    }
+    use_when = "Rollouts are two or more policy versions old, and CISPO becomes unstable or GRPO reaches a plateau."
     avoid_when = (
-        "Updates are nearly on-policy: all ratios are about 1, and it is CISPO. Weights are usually below "
+        "Updates are nearly on-policy: all ratios are then about 1, and this is CISPO. Weights are usually below "
         "CISPO's, so updates are smaller at the same learning rate."
+    )
+    cost = (
+        "No extra rollouts. Needs the log-probs of the sampling policy: none extra with vLLM in TRL or in verl; "
+        "with transformers in TRL one extra forward pass per batch."
     )
     disagreements = (
         "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights "

@@ -16,7 +16,7 @@ import torch
 from rl_plugins.agents import act, finish, generate, open_episode, reply
 from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method, Paper
+from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import MethodParams, above, has_effect, param
 from rl_plugins.requests import Call, Program, Prompt, Trajectory, together
 from rl_plugins.rollouts import Plan, Rollouts, Run, Shape, Tokens
@@ -80,11 +80,42 @@ class TurnControl(Method):
         2025,
     )
     fidelity = "paper"
-    use_when = "An agent acts in an environment over several turns: `unlimited` is the plain loop, the others bound it."
-    avoid_when = "Tasks differ widely in the turns they need: the 75th percentile of all is too few for the longest."
+    does = "Limits an agent's turns, tells it how many are left, and extends unfinished rollouts"
+    problems = ("agents", "length")
+    measured = (
+        Measured(
+            "cost of an agent that hurries, 75th percentile as limit, simulated",
+            "better",
+            "60 ± 10 % of the unlimited loop's",
+            "turn_control-cleaner-3-seeds",
+        ),
+        Measured(
+            "cost of an agent that hurries, with extension, simulated",
+            "better",
+            "46 ± 5 % of the unlimited loop's",
+            "turn_control-cleaner-3-seeds",
+        ),
+        Measured(
+            "tasks solved by an agent that ignores reminders, 75th percentile as limit",
+            "not told apart",
+            "84 ± 12 % against 99 ± 3 (unlimited)",
+            "turn_control-cleaner-3-seeds",
+        ),
+    )
+    goes_with = {
+        "gigpo": "Compares the turns that this agent loop reports.",
+        "hgpo": "Compares the turns that this agent loop reports.",
+    }
+    use_when = (
+        "An agent acts in an environment over several turns: `unlimited` is the plain loop, the other strategies "
+        "limit it."
+    )
+    avoid_when = (
+        "Tasks need very different numbers of turns: the 75th percentile of all tasks is too few for the longest."
+    )
     cost = (
-        "One engine call and one call of the environment per turn; no rollout is longer than its limit. Needs no "
-        "feature of the engine. Token cost grows about quadratically in turns."
+        "No extra rollouts. One engine call and one call of the environment per turn, up to the limit. Tokens read "
+        "grow about quadratically with turns. No feature of the engine is needed."
     )
     disagreements = (
         "The paper was read through its abstract and others' reviews of it, not in full.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rl_plugins.method import Bundle
 from rl_plugins.methods.aepo.advantages import AepoAdvantages
 from rl_plugins.methods.aepo.clip import AepoClip
-from rl_plugins.methods.aepo.paper import PAPER
+from rl_plugins.methods.aepo.paper import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.aepo.rollout import AepoRollout
 
 AEPO = Bundle(
@@ -18,6 +18,10 @@ AEPO = Bundle(
     "also work without agents. The authors' runs have 12 rollouts per prompt (14B), 6 of them from the prompt, batches "
     "of 64 prompts in mini-batches of 8, 5 epochs on 1,000 prompts, prompts of 2,000 and completions of 6,192 tokens. "
     "Not the Arbitrary Entropy Policy Optimization of the same acronym.",
+    does="Branches an agent's rollouts at uncertain turns and gives uncertain tokens more weight in the update",
+    problems=("agents", "exploration"),
+    measured=(*AepoClip.measured, *AepoAdvantages.measured, *AepoRollout.measured),
+    paper_settings=PAPER_SETTINGS,
 )
 
 __all__ = ["AEPO", "AepoAdvantages", "AepoClip", "AepoRollout"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.losses import LOG_RATIO_LIMIT
-from rl_plugins.method import Method
-from rl_plugins.methods.aepo.paper import CODE_READ, PAPER
+from rl_plugins.method import Measured, Method
+from rl_plugins.methods.aepo.paper import CODE_READ, PAPER, PAPER_SETTINGS
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Terms
 
@@ -45,16 +45,33 @@ class AepoClip(Method):
     name = "aepo_clip"
     paper = PAPER
     fidelity = "code"
-    use_when = "Several updates are made per batch, and clipping drops tokens that have just become likely."
-    avoid_when = (
-        "One update is made per batch: the ratio is 1 and nothing is clipped. Or updates are already too large."
+    does = "Keeps the gradient of tokens that one update made more likely than the clip range allows"
+    problems = ("stale", "exploration")
+    measured = (
+        Measured(
+            "success after 25 batches",
+            "better",
+            "39 ± 19 % against 8 ± 6 (PPO's clipping)",
+            "echo-aepo-3-seeds",
+        ),
     )
+    goes_with = {
+        "aepo_advantages": "The paper uses both in the same update.",
+        "aepo_rollout": "The paper trains its branching rollouts with this clipping.",
+    }
+    use_when = "Each batch is trained in several updates, and clipping drops tokens that have just become likely."
+    avoid_when = (
+        "Each batch is trained in one update: the ratio is then 1 and nothing is clipped. Or updates are already "
+        "too large."
+    )
+    cost = "No extra rollouts or forward passes."
     disagreements = (
         "ARLArena's re-implementation keeps the gradient only where the entropy is below its mean, the opposite of the "
         "idea; the authors' code keeps it everywhere, as here.",
         CODE_READ,
     )
     needs = frozenset({"several_updates"})
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -12,6 +12,24 @@ PAPER = Paper(
     2025,
     code="dongguanting/ARPO",
 )
+PAPER_SETTINGS = {
+    "trl": {
+        "num_generations": 12,
+        "generation_batch_size": 768,
+        "gradient_accumulation_steps": 12,
+        "num_train_epochs": 5,
+        "max_completion_length": 6192,
+        "epsilon": 0.2,
+    },
+    "verl": {
+        "data.train_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.rollout.n": 12,
+        "trainer.total_epochs": 5,
+        "data.max_prompt_length": 2000,
+        "data.max_response_length": 6192,
+    },
+}
 CODE_READ = (
     "The authors' repository was read in a public copy of November 2025 (wangevan6/ARPO), folder AEPO; the stored "
     "snapshots of the original are older than AEPO."

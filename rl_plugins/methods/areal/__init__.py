@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.method import Bundle
 from rl_plugins.methods.areal.admission import PAPER, ArealAdmission, capacity, recovered
+from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 
 AREAL = Bundle(
     name="areal",
@@ -14,6 +15,9 @@ AREAL = Bundle(
     "asynchronous trainer modes, where rollouts are interrupted and resumed by the engine. In TRL's GRPOTrainer "
     "nothing is generated while it trains: name `april` and `decoupled_ppo` there. The authors start from eta = 4 and "
     "report no loss up to 8.",
+    does="Trains while generation runs ahead, and corrects for the policy that sampled",
+    problems=("long_tail", "stale"),
+    measured=(ArealAdmission.measured[0], *DecoupledPpo.measured[:2]),
 )
 
 __all__ = ["AREAL", "ArealAdmission", "capacity", "recovered"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Admission, Queue, Run
@@ -48,15 +48,45 @@ class ArealAdmission(Method):
     name = "areal_admission"
     paper = PAPER
     fidelity = "code"
-    use_when = "Generation shall go on while the policy is trained (verl's asynchronous modes), so far ahead at most."
+    does = "Lets generation run a fixed number of batches ahead of training"
+    problems = ("long_tail", "stale")
+    measured = (
+        Measured(
+            "groups trained per unit of time, simulated, `max_staleness: 1`",
+            "better",
+            "12.13 ± 0.10 against 3.15 ± 0.08 (synchronous)",
+            "areal-5-seeds",
+        ),
+        Measured(
+            "groups trained per unit of time, simulated, `max_staleness: 4` (default)",
+            "not told apart",
+            "16.00 ± 0.00 against 16.00 ± 0.00 (`max_staleness: 2`)",
+            "areal-5-seeds",
+        ),
+        Measured(
+            "mean staleness, simulated, `max_staleness: 4` (default)",
+            "worse",
+            "4.000 ± 0.002 against 2.000 ± 0.002 (`max_staleness: 2`)",
+            "areal-5-seeds",
+        ),
+    )
+    goes_with = {
+        "decoupled_ppo": "The paper's loss: it corrects for the stale rollouts that this method allows.",
+        "vcpo": (
+            "Corrects for stale rollouts by the weight of whole rows and lowers the learning rate where few rows count."
+        ),
+    }
+    use_when = (
+        "Generation runs beside training (verl's asynchronous modes), and you want to bound how far ahead it runs."
+    )
     avoid_when = (
-        "Nothing is generated while the policy is trained: then rollouts become stale for nothing. TRL's GRPOTrainer "
-        "is such a host; `april` and `decoupled_ppo` are for it."
+        "The host does not generate while it trains: rollouts then become stale for nothing. TRL's GRPOTrainer is "
+        "such a host; use `april` and `decoupled_ppo` there."
     )
     cost = (
-        "Rollouts up to eta published weights old, so a loss that corrects for them (`decoupled_ppo`); up to eta + 1 "
-        "batches of groups held at once. `bound: drop` wastes the groups that it drops, `bound: wait` waits for "
-        "stragglers."
+        "No extra rollouts. Up to `max_staleness` + 1 batches of groups are held at once, and rollouts are trained "
+        "`max_staleness` published weights late, so a loss that corrects for it is needed (`decoupled_ppo`). "
+        "`bound: drop` discards groups that are too old; `bound: wait` waits for stragglers."
     )
     disagreements = (
         "AReaL bounds the number of groups alone; its description promises a largest staleness. `bound` is ours.",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
 from rl_plugins.methods.arrol.survivors import (
     Array,
@@ -90,13 +90,36 @@ class Arrol(Method):
     )
     fidelity = "reconstruction"
     state_version = 2  # the optimizer of the head
-    use_when = "Completions are long against what it takes to see where they go, and many groups are nearly all right."
-    avoid_when = "Log-probs tell nothing of the outcome (watch arrol/accuracy), or completions are short."
+    does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
+    problems = ("no_signal", "long_tail")
+    measured = (
+        Measured(
+            "reward variance left, `selection: survival` (default), against stopping at random",
+            "not told apart",
+            "+.003 ± .007",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "reward variance left, `selection: balanced`, against stopping at random",
+            "better",
+            "+.019 ± .010",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "reward variance left, `selection: extremes`, against stopping at random",
+            "better",
+            "+.028 ± .011",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+    )
+    use_when = "A completion's outcome is predictable early, and many groups are nearly all right."
+    avoid_when = "Log-probs do not predict the outcome (watch arrol/accuracy), or completions are short."
     cost = (
-        "Saves what stopped rollouts would still have cost. `top` > 0 needs log-probs of several tokens. "
-        "Completions no longer than `detect_tokens` save nothing. The payload of the plan is the head, d * width "
-        "numbers: small for the built-in features (14), megabytes for hidden states, where `width` should be "
-        "small."
+        "Fewer tokens: the stopped rollouts are not decoded after `detect_tokens` tokens, and about `keep_ratio` "
+        "of those still running are trained. In our simulation about 62 % of the tokens are left. Completions of "
+        "at most `detect_tokens` tokens save nothing. `top` > 0 needs log-probs of several tokens per position. "
+        "The plan carries the head, d * width numbers: small for the 14 built-in features, megabytes for hidden "
+        "states, so keep `width` small there."
     )
     disagreements = (
         "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",

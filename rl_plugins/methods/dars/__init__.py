@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.method import Bundle
 from rl_plugins.methods.dars.breadth import DarsBreadth
-from rl_plugins.methods.dars.method import PAPER, Dars
+from rl_plugins.methods.dars.method import PAPER, PAPER_SETTINGS, Dars
 from rl_plugins.methods.dars.schedule import helping, served
 
 DARS_B = Bundle(
@@ -14,6 +14,10 @@ DARS_B = Bundle(
     about="Depth and breadth: a second helping of rollouts for hard prompts (`dars`), and a large batch that is "
     "trained as a whole, several times over (`dars_breadth`). The authors' runs have 3072 prompts of 8 first "
     "rollouts, 2 passes, learning rate 5e-6 (1.5B), temperature 1, no KL, and responses of up to 3072 tokens.",
+    does="Combines more rollouts for hard prompts with full-batch updates",
+    problems=("exploration", "no_signal"),
+    measured=Dars.measured,
+    paper_settings=PAPER_SETTINGS,
 )
 
 __all__ = ["DARS_B", "Dars", "DarsBreadth", "helping", "served"]

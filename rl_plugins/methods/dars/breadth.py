@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rl_plugins.method import Method, SameAs
-from rl_plugins.methods.dars.method import PAPER
+from rl_plugins.methods.dars.method import PAPER, PAPER_SETTINGS
 from rl_plugins.params import MethodParams, param
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -34,9 +34,14 @@ class DarsBreadth(Method):
     name = "dars_breadth"
     paper = PAPER
     fidelity = "code"
-    use_when = "The batch is large (hundreds of prompts or more) and Pass@1 is what you want, with entropy that lasts."
-    avoid_when = "The batch is small: mini-batches then make more of it, in more optimizer steps."
-    cost = "Nothing beyond the passes, each of which trains on the whole batch."
+    does = "Trains the whole batch in one optimizer step per pass, with several passes"
+    problems = ("exploration",)
+    goes_with = {
+        "dars": "The paper's DARS-B: more rollouts for hard prompts within the large batch.",
+    }
+    use_when = "The batch is large (hundreds of prompts or more), you optimize Pass@1, and entropy should last."
+    avoid_when = "The batch is small: mini-batches make more optimizer steps of it."
+    cost = "No extra rollouts. `passes` (2) passes over the whole batch."
     disagreements = (
         "The code's loss is averaged over micro-batches, here over all rows of the batch: the same for micro-batches "
         "of equal size.",
@@ -54,6 +59,7 @@ class DarsBreadth(Method):
             f"{_ACTOR}.loss_scale_factor": SameAs("data.max_response_length"),
         },
     }
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -12,6 +12,7 @@ from rl_plugins.methods.dots.files import (
 )
 from rl_plugins.methods.dots.method import Dots
 from rl_plugins.methods.dots.training import steps_of, train_adapter
+from rl_plugins.methods.rollout_replay.method import RolloutReplay
 
 DOTS_RR = Bundle(
     name="dots_rr",
@@ -22,6 +23,10 @@ DOTS_RR = Bundle(
     "synchronous generation). The loss weighs the policy that sampled, without a bound (`decoupled_ppo`). The authors' "
     "runs have batches of 512 prompts and groups of 8, 256 reference prompts every two batches, a buffer of 512, "
     "and a clip range of 0.2. They report 23 to 62 % less time to the same accuracy.",
+    does="Picks prompts of medium predicted difficulty and replays stored groups for half of the batch",
+    problems=("no_signal", "few_prompts", "long_tail"),
+    measured=(*Dots.measured[:2], *RolloutReplay.measured[:2]),
+    paper_settings=Dots.paper_settings,
 )
 
 __all__ = [

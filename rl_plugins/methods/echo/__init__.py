@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.method import Bundle
 from rl_plugins.methods.echo.clip import EchoClip
-from rl_plugins.methods.echo.confidence import PAPER
+from rl_plugins.methods.echo.confidence import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.echo.labels import EchoLabels
 from rl_plugins.methods.echo.shaping import EchoShaping
 from rl_plugins.methods.echo.tree import EchoTree
@@ -19,6 +19,10 @@ ECHO = Bundle(
     "also work on ordinary rewards. The authors' scripts leave the tree out, and their code of it cannot be started: "
     "`methods: [echo, -echo_tree]` is what they ran. Their runs have a KL loss to the reference policy, learning rate "
     "5e-7, temperature 0.8, batches of 8 prompts with 32 rollouts each and 80 epochs.",
+    does="Trains without labels on majority answers, with branching rollouts and entropy-shaped updates",
+    problems=("no_verifier", "exploration"),
+    measured=(*EchoTree.measured, *EchoLabels.measured, *EchoShaping.measured, *EchoClip.measured),
+    paper_settings=PAPER_SETTINGS,
 )
 
 __all__ = ["ECHO", "EchoClip", "EchoLabels", "EchoShaping", "EchoTree"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.losses import LOG_RATIO_LIMIT, ppo_clip
-from rl_plugins.method import Method
-from rl_plugins.methods.echo.confidence import PAPER, confidence
+from rl_plugins.method import Measured, Method
+from rl_plugins.methods.echo.confidence import PAPER, PAPER_SETTINGS, confidence
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
 
@@ -48,17 +48,33 @@ class EchoClip(Method):
     name = "echo_clip"
     paper = PAPER
     fidelity = "code"
-    use_when = "Several updates are made per batch, and rollouts differ in how sure the policy is of their answers."
+    does = "Widens the clip range of rollouts whose end the policy is unsure of"
+    problems = ("stale", "exploration")
+    measured = (
+        Measured(
+            "right answers with the clip range, labels by vote",
+            "not told apart",
+            "-0.5 ± 2.1 points",
+            "echo-aepo-3-seeds",
+        ),
+    )
+    goes_with = {
+        "echo_labels": "The paper trains on majority labels with this clip range.",
+        "echo_shaping": "The paper uses both in the same update.",
+    }
+    use_when = "Each batch is trained in several updates, and the policy is surer of some answers than of others."
     avoid_when = (
-        "One update is made per batch: the ratio is 1 and nothing is clipped. In the bandits of "
+        "Each batch is trained in one update: the ratio is then 1 and nothing is clipped. In the bandits of "
         "`examples/evidence/echo.py` neither this nor `echo_shaping` makes a measurable difference."
     )
+    cost = "No extra rollouts. Needs old log-probs, which several updates per batch need anyway."
     disagreements = (
         "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; no host's training "
         "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "
         "sequences. It is larger for confident tokens, up to 1 (theirs ends at 1/5), so clip ranges are narrower.",
     )
     needs = frozenset({"tokens", "old_logprobs", "several_updates"})
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -14,6 +14,22 @@ PAPER = Paper(
     2026,
     code="user683/ECHO",
 )
+PAPER_SETTINGS = {
+    "trl": {
+        "num_generations": 32,
+        "learning_rate": 5e-7,
+        "temperature": 0.8,
+        "num_train_epochs": 80,
+    },
+    "verl": {
+        "data.train_batch_size": 8,
+        "actor_rollout_ref.rollout.n": 32,
+        "actor_rollout_ref.actor.optim.lr": 5e-7,
+        "actor_rollout_ref.rollout.temperature": 0.8,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "trainer.total_epochs": 80,
+    },
+}
 
 
 def confidence(tokens: Tokens) -> Tensor:

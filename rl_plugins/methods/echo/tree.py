@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Method
-from rl_plugins.methods.echo.confidence import PAPER
+from rl_plugins.method import Idle, Measured, Method
+from rl_plugins.methods.echo.confidence import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.params import GIVEN, MethodParams, above, param
 from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
@@ -57,16 +57,29 @@ class EchoTree(Method):
     name = "echo_tree"
     paper = PAPER
     fidelity = "code"
+    does = "Branches one rollout of each prompt at its first uncertain token"
+    problems = ("exploration",)
+    measured = (
+        Measured(
+            "prompts with a right answer among 8 rollouts",
+            "better",
+            "80.7 ± 5.0 % against 70.8 ± 0.7 (independent rollouts)",
+            "echo-aepo-3-seeds",
+        ),
+    )
+    goes_with = {
+        "echo_labels": "The paper's tree makes the rollouts that vote.",
+    }
     use_when = "Independent rollouts rarely differ where it matters, and the engine reports its most likely tokens."
     avoid_when = (
-        "The distribution of rollouts matters (majority votes, importance weights): branches are not samples of the "
-        "policy; or responses must be whole to be scored."
+        "The distribution of rollouts matters (majority votes, importance weights): branches are not samples of "
+        "the policy. Or responses must be complete to be scored."
     )
     cost = (
-        "Two waves of generation per prompt, one after the other; tokens as for plain sampling, less the common "
-        "prefixes. The engine must report its logprob_top_k most likely tokens. Cutting comes after generation, "
-        "as in the authors' code, so it saves no computing: it takes the rest of a response out of the update, "
-        "together with its answer."
+        "As many rollouts as plain sampling, and fewer tokens: branches share their prefix (60 tokens instead of "
+        "80 in our simulation). Two rounds of generation per prompt, one after the other. The engine must report "
+        "the `logprob_top_k` most likely tokens. Cutting comes after generation, as in the authors' code, so it "
+        "saves no tokens: it removes the rest of a response, with its answer, from the update."
     )
     disagreements = (
         "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that "
@@ -95,6 +108,7 @@ class EchoTree(Method):
             "completions be longer than the windows.",
         ),
     )
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

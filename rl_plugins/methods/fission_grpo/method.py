@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
@@ -74,12 +74,31 @@ class FissionGrpo(Method):
     name = "fission_grpo"
     paper = PAPER
     fidelity = "reconstruction"
-    use_when = "A policy that calls tools repeats a failed call, and prompts fail in all rollouts."
-    avoid_when = "Answers have no second chance when the policy is used, or errors say nothing about their cause."
+    does = "Turns failed tool calls into prompts about recovering from the error"
+    problems = ("agents", "no_signal")
+    measured = (
+        Measured(
+            "right answers after an error on new tasks, simulated",
+            "better",
+            ".080 of .087 that are possible against .025 (GRPO)",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "right answers after an error on new tasks, simulated, empty error messages",
+            "better",
+            ".039 against .025 (GRPO)",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+    )
+    goes_with = {
+        "fission_grpo_reward": "The paper's reward: format counts more at first, the right call later.",
+    }
+    use_when = "A policy that calls tools repeats failed calls, and some prompts fail in all rollouts."
+    avoid_when = "The deployed policy gets no second chance after an error, or error messages do not name the cause."
     cost = (
-        "Recovery takes `share` of each batch from ordinary prompts. The prompts that recovery displaces are not "
-        "trained in that batch. Name this method after those that choose prompts. A dataset that is a stream is "
-        "refused: its rows cannot be found again."
+        "No extra rollouts: recovery prompts take up to `share` (0.25) of the rows of each batch, and the prompts "
+        "they displace are not trained in that batch. Name this method after those that choose prompts. A dataset "
+        "that is a stream is refused, because its rows cannot be found again."
     )
     disagreements = (
         "The paper updates on recovery apart from ordinary prompts; here both share a batch (see `share`, `every`).",

@@ -42,8 +42,14 @@ class FissionReward(Method):
     name = "fission_grpo_reward"
     paper = PAPER
     fidelity = "reconstruction"
-    use_when = "Rewards for format and for the right call exist apart, and the format is learned first."
+    does = "Shifts the reward weight from format to correctness during the run"
+    problems = ("several_rewards", "agents")
+    goes_with = {
+        "fission_grpo": "The paper's rollouts: failed calls become recovery prompts.",
+    }
+    use_when = "Format and the right call have separate reward functions, and the format is learned first."
     avoid_when = "The format is right from the start."
+    cost = "No extra rollouts or forward passes."
     disagreements = ("The curves of the weights are not known: straight lines (`start`, `end`).",)
     needs = frozenset({"several_rewards"})
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from rl_plugins.method import Idle
+from rl_plugins.method import Idle, Measured
 from rl_plugins.methods.gdro.bins import Binned, BinParams
 from rl_plugins.methods.gdro.weights import code_weights, paper_weights, scores, start_scores, update_scores
 from rl_plugins.params import param
@@ -56,12 +56,36 @@ class GdroPrompt(Binned):
     """
 
     name = "gdro_prompt"
-    use_when = "Difficulties differ widely, many easy prompts dominate the gradient, and no rollout may be added."
-    avoid_when = (
-        "Most prompts of the hard bins are out of reach: groups without a success have no advantage to weigh. Or each "
-        "prompt is seen once or twice: bins need a history."
+    does = "Weights advantages by difficulty, giving bins of prompts with a high loss more weight"
+    problems = ("few_prompts",)
+    measured = (
+        Measured(
+            "success of the worst kind of prompts after 120 batches, simulated",
+            "better",
+            "0.966 ± 0.014 against 0.689 ± 0.102 (weights of 1)",
+            "gdro-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts, TRL, same number of rollouts",
+            "worse",
+            "0.413 ± 0.034 against 0.487 ± 0.017 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on hard held-out prompts, TRL, same number of rollouts",
+            "worse",
+            "0.163 ± 0.017 against 0.217 ± 0.018 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
     )
-    cost = "Nothing that shows beside a step; H + 30 bytes per prompt that was seen."
+    use_when = (
+        "Difficulties differ widely, many easy prompts dominate the gradient, and you cannot afford more rollouts."
+    )
+    avoid_when = (
+        "Most prompts of the hard bins are out of reach: groups without a success have no advantage to weight. Or "
+        "each prompt is seen once or twice: bins need a history."
+    )
+    cost = "No extra rollouts or forward passes. H + 30 bytes per prompt that was seen."
     disagreements = (
         "The paper weighs by exp(eta S), the code by q, rescaled to the mean 1, which leaves the learning rate alone "
         "(`weight_form`, code by default).",
@@ -85,6 +109,19 @@ class GdroPrompt(Binned):
             "all weights are equal. `eta` is 0, or every prompt is in one bin: look at `edges` and at the shares.",
         ),
     )
+    paper_settings = {
+        "trl": {
+            "learning_rate": 1e-6,
+            "beta": 0.001,
+        },
+        "verl": {
+            "data.train_batch_size": 512,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+            "actor_rollout_ref.actor.optim.lr": 1e-6,
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+        },
+    }
 
     @dataclass(frozen=True)
     class Params(BinParams):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle
+from rl_plugins.method import Idle, Measured
 from rl_plugins.methods.gdro.bins import Binned, BinParams
 from rl_plugins.params import param
 from rl_plugins.rollouts import Budget, Plan, Rollouts, Run, Tokens
@@ -63,14 +63,36 @@ class GdroRollout(Binned):
     """
 
     name = "gdro_rollout"
-    use_when = "Difficulties differ widely, and some bins need more rollouts for the same noise of their gradient."
+    does = "Learns how many rollouts each difficulty bin should get at a fixed total"
+    problems = ("few_prompts",)
+    measured = (
+        Measured(
+            "weighted standard error relative to equal groups, simulated",
+            "worse",
+            "1.086 ± 0.007; the least there is is 0.971",
+            "gdro-5-seeds",
+        ),
+        Measured(
+            "share of rollouts in groups with a signal, TRL",
+            "not told apart",
+            "0.642 ± 0.016 against 0.633 ± 0.008 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts, TRL, same number of rollouts",
+            "not told apart",
+            "0.482 ± 0.011 against 0.487 ± 0.017 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+    )
+    use_when = "Difficulties differ widely, and some bins need more rollouts for an equally precise gradient."
     avoid_when = (
-        "Batches are few: an arm learns from the batches that used it, and there are bins x (n_max - n_min + 1) arms. "
-        "Or generation is asynchronous."
+        "The run has few batches: an arm learns only from batches that used it, and there are bins x (n_max - "
+        "n_min + 1) arms. Or generation is asynchronous."
     )
     cost = (
-        "The same number of rollouts. The choice takes 16 ms for 512 prompts in 10 bins; H + 30 bytes per prompt "
-        "that was seen."
+        "No extra rollouts: the total stays the same. The allocation takes 16 ms for 512 prompts in 10 bins. H + "
+        "30 bytes per prompt that was seen."
     )
     disagreements = (
         "The code raises arms with a high loss, the paper's objective those with a low one (`arm_sign`, code by "
@@ -95,6 +117,23 @@ class GdroRollout(Binned):
     )
     full_batch = True  # rollouts are moved between prompts, not taken away
     decides_rollouts = True
+    paper_settings = {
+        "trl": {
+            "num_generations": 4,
+            "generation_batch_size": 1024,
+            "gradient_accumulation_steps": 64,
+            "learning_rate": 1e-6,
+            "beta": 0.001,
+        },
+        "verl": {
+            "data.train_batch_size": 256,
+            "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+            "actor_rollout_ref.rollout.n": 4,
+            "actor_rollout_ref.actor.optim.lr": 1e-6,
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "actor_rollout_ref.actor.kl_loss_coef": 0.001,
+        },
+    }
 
     @dataclass(frozen=True)
     class Params(BinParams):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 from rl_plugins.params import MethodParams
@@ -60,15 +60,47 @@ class Latr(Method):
         code="starreeze/latr",
     )
     fidelity = "code"
-    use_when = "Rollouts of a prompt are near copies of each other, many groups have no variance, completions are long."
+    does = "Grows a tree of rollouts that branches at uncertain tokens and prunes near copies"
+    problems = ("exploration", "no_signal")
+    measured = (
+        Measured(
+            "distinct ways among 8 rollouts, even forks, 30 % of them real",
+            "better",
+            "6.84 against 6.45 (plain sampling), +0.39 ± 0.17",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "share of groups without variance, even forks",
+            "not told apart",
+            "0.33 against 0.34 (plain sampling)",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "distinct ways among 8 rollouts, uneven forks",
+            "worse",
+            "4.3 against 6.2 (plain sampling)",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+        Measured(
+            "distinct answers of 8 in the demo",
+            "worse",
+            "1.3 against 6.4 (plain sampling), 85 % of the groups without variance against 25 %",
+            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
+        ),
+    )
+    use_when = (
+        "Rollouts of a prompt are near copies of each other, many groups have no variance, and completions are long."
+    )
     avoid_when = (
-        "Behaviour log-probs are needed (truncated importance sampling, asynchronous training), the policy is nearly "
-        "deterministic, or completions are shorter than the first lookahead."
+        "Log-probs of the sampling policy are needed (truncated importance sampling, asynchronous training), the "
+        "policy is nearly deterministic, or completions are shorter than the first lookahead."
     )
     cost = (
-        "Needs an engine that reports the `candidates` most likely tokens with their log-probs. One round of requests "
-        "per `decode_ahead` tokens and per place with a birth, each of which reads the prefix again unless the engine "
-        "caches it; logged as `unused`: what was decoded for nothing."
+        "As many rollouts as plain sampling and .84 to .88 times the tokens decoded in our simulation, in 14 "
+        "engine batches instead of one. Each request brings up to `decode_ahead` tokens, and there is one more "
+        "wherever a branch starts; each request reads the prefix again unless the engine caches it. `latr/unused` "
+        "is the share of tree tokens that no rollout uses. The engine must report the `candidates` most likely "
+        "tokens."
     )
     disagreements = (
         "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's "
@@ -93,6 +125,25 @@ class Latr(Method):
             "`tau_rel`, set `sample_nk: always`, or let completions be longer.",
         ),
     )
+    paper_settings = {
+        "trl": {
+            "num_generations": 8,
+            "learning_rate": 1e-6,
+            "beta": 0.01,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+        },
+        "verl": {
+            "data.train_batch_size": 256,
+            "actor_rollout_ref.rollout.n": 8,
+            "actor_rollout_ref.actor.optim.lr": 1e-6,
+            "actor_rollout_ref.actor.use_kl_loss": True,
+            "actor_rollout_ref.actor.kl_loss_coef": 0.01,
+            "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
+            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        },
+    }
     Params = LatrParams
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -44,11 +44,16 @@ class MGrpoRollout(Method):
     name = "m_grpo_rollout"
     paper = MGrpo.paper
     fidelity = "reconstruction"
-    use_when = "You name `m_grpo` and have no agent loop of your own that makes the rows of main agent and sub-agents."
-    avoid_when = "Sub-agents need tools or another policy; write an agent loop that fills the column `agent` then."
+    does = "Makes rollouts of a main agent that delegates, with one row for it and one per call"
+    problems = ("agents",)
+    goes_with = {
+        "m_grpo": "Trains the rows that this rollout makes.",
+    }
+    use_when = "You use `m_grpo` and have no agent loop of your own that makes the rows of main agent and sub-agents."
+    avoid_when = "Sub-agents need tools or another policy: write an agent loop that fills the column `agent` then."
     cost = (
-        "A generation per turn of the main agent and per call; a rollout may take 1 + max_calls rows, so a batch holds "
-        "that many times fewer rollouts. Any engine."
+        "One generation per turn of the main agent and one per call. A rollout may take 1 + `max_calls` (5) rows, "
+        "so a batch holds that many times fewer rollouts. No feature of the engine is needed."
     )
     needs = frozenset({"chat_template"})
     in_eval = ("rollout",)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
-from rl_plugins.methods.mssr.tracker import PAPER, Tracked, TrackerParams
+from rl_plugins.method import Measured
+from rl_plugins.methods.mssr.tracker import PAPER, PAPER_SETTINGS, Tracked, TrackerParams
 from rl_plugins.params import param
 from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
 
@@ -60,11 +61,26 @@ class MssrBaseline(Tracked):
     name = "mssr_baseline"
     paper = PAPER
     fidelity = "code"
-    use_when = "Rewards are right or wrong, prompts come back, and several rollouts per prompt cost too much."
-    avoid_when = "Prompts are seen once or twice: the baseline then stays what it was set to."
+    does = "Trains one rollout per prompt against the prompt's remembered success rate"
+    problems = ("few_rollouts", "no_signal")
+    measured = (
+        Measured(
+            "success at equal samples, without the entropy bonus",
+            "better",
+            "93.9 ± 1.1 % against 88.9 ± 1.8 (GRPO, 8 prompts x 8)",
+            "mssr-3-seeds",
+        ),
+    )
+    goes_with = {
+        "mssr_shaping": "The paper's MSSR: the bonus should keep single-rollout training from entropy collapse.",
+        "mssr_prompts": "The authors' sampler, which reads the same counts.",
+    }
+    use_when = "Rewards are right or wrong, prompts come back, and several rollouts per prompt are too expensive."
+    avoid_when = "Prompts are seen once or twice: the baseline then stays at its initial value."
     cost = (
-        "One rollout per prompt, group size times as many prompts. TRL's config does not take a group size of 1; "
-        "leave it at 2."
+        "No extra rollouts: one rollout per prompt and group size times as many prompts. TRL's config does not "
+        "accept a group size of 1; leave it at 2. Unless `rho` is given: old and reference log-probs, in TRL up to "
+        "two extra forward passes per batch."
     )
     disagreements = (
         "The authors' config has a KL window of 20 that their code never passes on; what runs is 10: `kl_window`.",
@@ -75,6 +91,7 @@ class MssrBaseline(Tracked):
         "The authors' optional first pass over the whole dataset is `value_column`, made beforehand.",
     )
     decides_rollouts = True
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(TrackerParams):

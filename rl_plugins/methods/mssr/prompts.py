@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import MethodError, StateError
-from rl_plugins.methods.mssr.tracker import PAPER, Tracked, TrackerParams
+from rl_plugins.method import Measured
+from rl_plugins.methods.mssr.tracker import PAPER, PAPER_SETTINGS, Tracked, TrackerParams
 from rl_plugins.params import param
 from rl_plugins.rollouts import PromptPool, Rollouts, Tokens
 
@@ -52,9 +53,28 @@ class MssrPrompts(Tracked):
     paper = PAPER
     fidelity = "code"
     state_version = 2  # which prompts were tried
+    does = "Draws prompts with a probability that grows with the spread of their outcomes"
+    problems = ("no_signal", "few_prompts")
+    measured = (
+        Measured(
+            "success with the sampler",
+            "not told apart",
+            "no measurable effect of the sampler, 3 seeds",
+            "mssr-3-seeds",
+        ),
+    )
+    goes_with = {
+        "mssr_baseline": "The paper's baseline, which reads the same counts.",
+        "mssr_shaping": "Part of the same code of the authors.",
+    }
     use_when = "Many prompts are always right or always wrong, and prompts come back often enough to find out which."
     avoid_when = "The dataset is so large that few prompts are ever visited twice."
+    cost = (
+        "No extra rollouts. Unless `rho` is given: old and reference log-probs, in TRL up to two extra forward "
+        "passes per batch."
+    )
     disagreements = ("The authors' sampler is part of their code and off in their config for the paper's runs.",)
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(TrackerParams):

@@ -7,8 +7,8 @@ from typing import Literal
 
 import torch
 
-from rl_plugins.method import Method
-from rl_plugins.methods.mssr.tracker import PAPER
+from rl_plugins.method import Measured, Method
+from rl_plugins.methods.mssr.tracker import PAPER, PAPER_SETTINGS
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
@@ -41,15 +41,39 @@ class MssrShaping(Method):
     name = "mssr_shaping"
     paper = PAPER
     fidelity = "code"
-    use_when = "The policy's entropy collapses, with one rollout per prompt above all."
+    does = "Adds a small, capped bonus to the advantages of uncertain tokens"
+    problems = ("exploration",)
+    measured = (
+        Measured(
+            "success with the entropy bonus",
+            "not told apart",
+            "94.0 ± 1.4 % against 93.9 ± 1.1 (without it)",
+            "mssr-3-seeds",
+        ),
+        Measured(
+            "entropy left with the entropy bonus",
+            "not told apart",
+            "17.4 ± 0.4 % against 17.7 ± 1.9 (without it)",
+            "mssr-3-seeds",
+        ),
+    )
+    goes_with = {
+        "mssr_baseline": "The paper's MSSR: one rollout per prompt; this bonus should prevent entropy collapse.",
+    }
+    use_when = "The policy's entropy collapses, especially with one rollout per prompt."
     avoid_when = (
-        "Entropy is high already, or another method adds an entropy term. In the bandits of "
+        "Entropy is already high, or another method adds an entropy term. In the bandits of "
         "`examples/evidence/mssr.py` it makes no measurable difference to entropy or reward."
+    )
+    cost = (
+        "No extra rollouts. Needs old log-probs: in TRL one extra forward pass per batch where TRL does not "
+        "compute them, in verl none. `entropy: full` needs entropies, which cost the same."
     )
     disagreements = (
         "The paper's H is the entropy of the full distribution, the authors' code takes -p log p of the sampled token, "
         "so that entropy_weight H is at most 0.147: `entropy` (default: the code's).",
     )
+    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

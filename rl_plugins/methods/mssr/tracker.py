@@ -37,6 +37,23 @@ PAPER = Paper(
     2025,
     code="ruiiu/MSSR",
 )
+PAPER_SETTINGS = {
+    "trl": {
+        "learning_rate": 1e-6,
+        "beta": 0.01,
+        "max_grad_norm": 0.5,
+        "temperature": 1.0,
+    },
+    "verl": {
+        "data.train_batch_size": 2048,
+        "actor_rollout_ref.rollout.n": 1,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_coef": 0.01,
+        "actor_rollout_ref.actor.grad_clip": 0.5,
+        "actor_rollout_ref.rollout.temperature": 1.0,
+    },
+}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
 from rl_plugins.params import GIVEN, MethodParams, param
@@ -67,14 +67,34 @@ class TrainingFreeGrpo(Method):
         "TencentCloudADP/youtu-agent",
     )
     fidelity = "code"
-    use_when = (
-        "The policy is strong, a few dozen prompts are all there is, and its weights shall or can not be changed."
+    does = "Lets a language model compare rollouts and write experiences into the prompt; no weights change"
+    problems = ("few_prompts", "forgetting")
+    measured = (
+        Measured(
+            "reward with advice that is always right",
+            "better",
+            ".913 ± .022 against .253 ± .037 (no library)",
+            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+        ),
+        Measured(
+            "reward with advice that is right in 70 %",
+            "better",
+            ".709 ± .086 against .253 ± .037 (no library)",
+            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+        ),
+        Measured(
+            "reward with advice that is right in 30 %",
+            "better",
+            ".473 ± .155 against .253 ± .037 (no library)",
+            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+        ),
     )
+    use_when = "The policy is strong, you have only a few dozen prompts, and you cannot or will not change its weights."
     avoid_when = "The policy fails for lack of skill and not of advice, or no language model can tell why it failed."
     cost = (
-        "Calls of a language model: one per rollout of a mixed group, two per mixed group (variant paper: one), "
-        "one per batch. Prompts grow with the list. All ranks wait for the language model, so the distributed "
-        "time-out must be longer than it takes for a whole batch."
+        "No optimizer steps. Calls of a language model: one per rollout of a mixed group, two per mixed group "
+        "(variant `paper`: one), one per batch. Prompts grow with the list. All ranks wait for the language model, "
+        "so the distributed time-out must be longer than it takes for a whole batch."
     )
     disagreements = (
         "The published code and the code behind the paper update the list differently: `variant`.",
@@ -99,6 +119,18 @@ class TrainingFreeGrpo(Method):
             "`reward_high`, `ground_truth`), or the language model proposed nothing.",
         ),
     )
+    paper_settings = {
+        "trl": {
+            "num_generations": 5,
+            "temperature": 0.7,
+            "num_train_epochs": 3,
+        },
+        "verl": {
+            "actor_rollout_ref.rollout.n": 5,
+            "actor_rollout_ref.rollout.temperature": 0.7,
+            "trainer.total_epochs": 3,
+        },
+    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.errors import MethodError
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 from rl_plugins.methods.ui_s1.method import UiS1
 from rl_plugins.params import MethodParams, param
@@ -49,16 +49,31 @@ class UiS1Rollout(Method):
     name = "ui_s1_rollout"
     paper = UiS1.paper
     fidelity = "code"
-    use_when = "You name `ui_s1` and the trajectories are recorded, so the rollouts must be made on them."
-    avoid_when = "Your own agent loop or environment makes the rollouts already (then it fills the turns)."
+    does = "Plays recorded expert trajectories as an environment and patches wrong actions"
+    problems = ("agents",)
+    measured = (
+        UiS1.measured[0],
+        Measured(
+            "tasks done to the end, simulated, one patch against no patch",
+            "not told apart",
+            "99 ± 1 % against 91 ± 19",
+            "ui_s1-m_grpo-3-seeds",
+        ),
+    )
+    goes_with = {
+        "ui_s1": "Makes advantages of the turns that this rollout reports.",
+    }
+    use_when = "You use `ui_s1`, and rollouts must be made on recorded trajectories."
+    avoid_when = "Your own agent loop or environment already makes the rollouts (then it fills the turns)."
     cost = (
-        "A generation per turn and rollout, one after the other; every turn is a row of the batch, so a batch holds "
-        "max_steps times fewer rollouts. Any engine."
+        "One generation per turn and rollout, one after the other. Every turn is a row of the batch, so a batch "
+        "holds `max_steps` (16) times fewer rollouts. No feature of the engine is needed."
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
     needs = frozenset({"chat_template"})
     in_eval = ("rollout",)
     idle = (Idle({"patches": 0}, "no step was patched. Every step matched, `match` failed, or `max_patches` is 0."),)
+    paper_settings = UiS1.paper_settings
 
     @dataclass(frozen=True)
     class Params(MethodParams):

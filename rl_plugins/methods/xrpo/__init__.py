@@ -16,6 +16,9 @@ XRPO = Bundle(
     "(`xrpo_allocate`), those among them that failed so far get solved examples into their context (`xrpo_seeds`), and "
     "right answers that were unlikely count more (`xrpo_novelty`). Without `xrpo_allocate` set `second_round` of "
     "`xrpo_seeds`. The paper has about 16 rollouts per prompt, and reports up to 4 % pass@1 over GRPO and GSPO.",
+    does="Moves rollouts to uncertain prompts, adds solved examples and rewards rare right answers",
+    problems=("no_signal", "few_prompts", "exploration"),
+    measured=(*XrpoAllocate.measured[:2], XrpoAllocate.measured[3], XrpoNovelty.measured[0], *XrpoSeeds.measured),
 )
 
 __all__ = [

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Budget, GroupSoFar, Plan, Run
 
@@ -56,12 +56,44 @@ class XrpoAllocate(Method):
     name = "xrpo_allocate"
     paper = PAPER
     fidelity = "paper"
-    use_when = "Groups are of 8 or more, and prompts of one batch range from hopeless to solved."
-    avoid_when = (
-        "Groups are small: two or three rewards tell little of s, and a prompt that failed twice counts as certain. "
-        "Mixed groups are all you want: in `examples/evidence/xrpo.py` they become a little fewer."
+    does = "Spends a batch's later rollouts where the mean reward is least certain"
+    problems = ("few_prompts", "no_signal")
+    measured = (
+        Measured(
+            "squared error of estimated pass rates x 1000, minus equal groups",
+            "better",
+            "-0.52 ± 0.26",
+            "xrpo-10-seeds",
+        ),
+        Measured(
+            "share of groups with unequal rewards, simulated, minus equal groups",
+            "worse",
+            "-0.009 ± 0.003",
+            "xrpo-10-seeds",
+        ),
+        Measured(
+            "share of rollouts in groups with a signal, TRL",
+            "better",
+            "0.674 ± 0.011 against 0.633 ± 0.008 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
+        Measured(
+            "right answers on held-out prompts, TRL, same number of rollouts",
+            "not told apart",
+            "0.487 ± 0.016 against 0.487 ± 0.017 (GRPO)",
+            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
+        ),
     )
-    cost = "The same number of rollouts, in `phases` rounds of generation instead of one."
+    goes_with = {
+        "xrpo_seeds": "The paper's XRPO: failed prompts get solved examples in later phases (`second_round: false`).",
+        "xrpo_novelty": "The paper's XRPO: unlikely right answers count more.",
+    }
+    use_when = "Groups have 8 or more rollouts, and the prompts of a batch range from hopeless to solved."
+    avoid_when = (
+        "Groups are small: two or three rewards say little about the spread, and a prompt that failed twice counts "
+        "as certain. Or you only want mixed groups: in `examples/evidence/xrpo.py` their share falls a little."
+    )
+    cost = "No extra rollouts: the total stays the same, in `phases` (3) rounds of generation instead of one."
     disagreements = (
         "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
         "Inferred: that rollouts are handed out one by one; what T counts (one source calls it training steps); the "

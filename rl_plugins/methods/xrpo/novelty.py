@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.xrpo.allocator import PAPER
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -46,12 +46,35 @@ class XrpoNovelty(Method):
     name = "xrpo_novelty"
     paper = PAPER
     fidelity = "paper"
+    does = "Gives right answers that are unlikely for their group larger advantages"
+    problems = ("exploration",)
+    measured = (
+        Measured(
+            "entropy of right answers at a pass rate of 0.9, minus GRPO",
+            "better",
+            "+0.060 ± 0.009",
+            "xrpo-10-seeds",
+        ),
+        Measured(
+            "batches until a pass rate of 0.9",
+            "not told apart",
+            "69.9 ± 3.0 against 66.6 ± 2.8 (GRPO)",
+            "xrpo-10-seeds",
+        ),
+    )
+    goes_with = {
+        "xrpo_allocate": "The paper's XRPO: rollouts go where the pass rate is least certain.",
+        "xrpo_seeds": "The paper's XRPO: failed prompts are tried again with solved examples.",
+    }
     use_when = "Rewards are right or wrong, and the policy's right answers become all alike."
     avoid_when = (
         "Right answers are the likely ones, as in the demo: 3 in 100 of them are less likely than their group "
-        "(watch xrpo_novelty/novel), so there is nothing to sharpen."
+        "(watch xrpo_novelty/novel), so nothing can be sharpened."
     )
-    cost = "Old log-probs of the batch: one pass more in TRL where each batch is used for a single update."
+    cost = (
+        "No extra rollouts. Needs old log-probs: in TRL one extra forward pass per batch where TRL does not "
+        "compute them, in verl none."
+    )
     disagreements = (
         "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
         "A third party's code gives the bonus to wrong answers, too (|A| in place of A), which reviews of the paper "

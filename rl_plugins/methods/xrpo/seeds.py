@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.xrpo.allocator import PAPER
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
 from rl_plugins.params import MethodParams, param
@@ -74,14 +74,31 @@ class XrpoSeeds(Method):
     name = "xrpo_seeds"
     paper = PAPER
     fidelity = "paper"
-    use_when = "Many prompts are never answered rightly, others like them are, and answers fit into the context twice."
+    does = "Retries failed prompts with solved examples of similar problems in the context"
+    problems = ("no_signal", "exploration")
+    measured = (
+        Measured(
+            "seeded rollouts that are right in the demo, 2 seeds",
+            "worse",
+            "none of some 5 seeded rollouts per batch",
+            "xrpo-10-seeds",
+        ),
+    )
+    goes_with = {
+        "xrpo_allocate": "The paper's XRPO: the later phases are tried with examples (`second_round: false`).",
+        "xrpo_novelty": "The paper's XRPO: unlikely right answers count more.",
+        "dars": "Its second round for hard prompts is tried with examples (`second_round: false`).",
+        "v0_5": "Its later rounds are tried with examples (`second_round: false`).",
+    }
+    use_when = "Some prompts are never solved, similar ones are, and the context has room for two solved examples."
     avoid_when = (
-        "Prompts have little in common, or are near the length limit already. The policy cannot use examples (watch "
-        "xrpo_seeds/right): that of the demo, trained on plain prompts alone, is never right with them."
+        "Prompts have little in common, or are already near the length limit. Or the policy cannot use examples "
+        "(watch xrpo_seeds/right): that of the demo, trained on plain prompts alone, is never right with them."
     )
     cost = (
-        "Prompts of seeded rollouts are longer by `examples` prompts and answers of up to max_characters each, and so "
-        "are their log-prob passes: the host's prompt limit must leave room. A second round of generation."
+        "No extra rollouts; a second round of generation. Prompts of seeded rollouts are longer by `examples` (2) "
+        "prompts and answers of up to `max_characters` each, which the engine and every forward pass read: the "
+        "host's prompt limit must leave room."
     )
     disagreements = (
         "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
