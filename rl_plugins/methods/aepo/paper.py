@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rl_plugins.method import Paper
 
 PAPER = Paper(
@@ -12,7 +15,7 @@ PAPER = Paper(
     2025,
     code="dongguanting/ARPO",
 )
-PAPER_SETTINGS = {
+PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "trl": {
         "num_generations": 12,
         "generation_batch_size": 768,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ PAPER = Paper(
     2025,
     code="yangzhch6/DARS",
 )
-PAPER_SETTINGS = {
+PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "trl": {
         "learning_rate": 5e-6,
         "temperature": 1.0,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from rl_plugins.method import Paper
@@ -14,7 +17,7 @@ PAPER = Paper(
     2026,
     code="user683/ECHO",
 )
-PAPER_SETTINGS = {
+PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "trl": {
         "num_generations": 32,
         "learning_rate": 5e-7,

@@ -37,7 +37,7 @@ PAPER = Paper(
     2025,
     code="ruiiu/MSSR",
 )
-PAPER_SETTINGS = {
+PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "trl": {
         "learning_rate": 1e-6,
         "beta": 0.01,
