@@ -56,11 +56,12 @@ def check(
         str, typer.Argument(help='Name of a method, or "module:Class" of a class that is not installed yet.')
     ],
     params: Annotated[str | None, typer.Option(help="Parameters as JSON.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Dataset rows as .jsonl, for columns the method reads.")] = None,
 ) -> None:
     """Test a method against the contract that every method keeps."""
     from rl_plugins.commands.check import check_and_print
 
-    raise typer.Exit(check_and_print(method, params))
+    raise typer.Exit(check_and_print(method, params, rows))
 
 
 @app.command()

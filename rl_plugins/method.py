@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("rl_plugins")
 
-Fidelity = Literal["code", "paper", "reconstruction"]
+Fidelity = Literal["code", "paper", "reconstruction", "own"]
 Reduce = Literal["mean", "sum", "min", "max"]
 
 
@@ -181,13 +181,18 @@ class Paper:
         )
 
 
+NO_PAPER = Paper("", "a method of your own", "", 0)
+"""The paper of a method that has none."""
+
+
 class Method:
     """Base of all methods.
 
     Class attributes a method sets:
         name: its slug, which users write in `methods: [...]`.
         paper, fidelity: the source; "code" (equal to the authors' code), "paper" (from the paper's text) or
-            "reconstruction" (something needed was not published; the docstring opens with what).
+            "reconstruction" (something needed was not published; the docstring opens with what). A method of your own
+            leaves both out: its fidelity is "own".
         does: what it does in one line of at most 100 characters, verb first; shown by the chooser and `list`.
         problems: keys of `rl_plugins.problems.PROBLEMS`: what a run suffers from that it answers.
         measured: our results, good and bad.
@@ -234,8 +239,8 @@ class Method:
     """
 
     name: ClassVar[str] = ""
-    paper: ClassVar[Paper]
-    fidelity: ClassVar[Fidelity]
+    paper: ClassVar[Paper] = NO_PAPER
+    fidelity: ClassVar[Fidelity] = "own"
     does: ClassVar[str] = ""
     problems: ClassVar[Sequence[str]] = ()
     measured: ClassVar[Sequence[Measured]] = ()

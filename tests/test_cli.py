@@ -286,6 +286,21 @@ def test_check_of_a_class_that_is_not_installed(tmp_path, monkeypatch):
     assert "it must be a JSON object" in rl_plugins("check", "mc_grpo", "--params", "3", status=2)
 
 
+def test_check_runs_programs_and_admission(tmp_path):
+    text = rl_plugins("check", "latr")
+    assert "ok           programs on the fake engine" in text and "ok           tokens of programs" in text
+    assert "not checked  `rollout`: your model's tokenizer" in text
+    assert "ok           admission, simulated" in rl_plugins("check", "april")
+    assert "turn_control keeps the contract" in rl_plugins("check", "turn_control")  # its example, rows of its own
+    (tmp_path / "rows.jsonl").write_text('{"expert": [{"observation": "a", "response": "b"}]}\n')
+    failed = rl_plugins("check", "ui_s1_rollout", status=1)
+    assert "no recorded turns in the column `expert`" in failed
+    rl_plugins("check", "ui_s1_rollout", "--rows", str(tmp_path / "rows.jsonl"))
+    (tmp_path / "rows.jsonl").write_text("[]")
+    message = rl_plugins("check", "ui_s1_rollout", "--rows", str(tmp_path / "rows.jsonl"), status=2)
+    assert "must have one JSON object a line" in message
+
+
 @pytest.mark.parametrize("hook", sorted(scaffold.PARTS))
 def test_a_new_package_with_any_hook_keeps_the_contract(hook, tmp_path, monkeypatch):
     name = f"fresh_{hook}"

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rl_plugins.demo.environments import Calculator, Grid
 from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip
-from rl_plugins.method import Bundle, Method, Paper
+from rl_plugins.method import HOOKS, Bundle, Method, Paper
 from rl_plugins.params import MethodParams, build_params, param
-from rl_plugins.rollouts import Shape, Update
+from rl_plugins.requests import Generate, Score, Trajectory, together
+from rl_plugins.rollouts import Admission, Shape, Update
 from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
 from rl_plugins.testing.contract.documents import section_problems
@@ -72,6 +75,16 @@ PREPARE: dict[str, Callable[..., Any]] = {
     ),
 }
 
+# Dataset rows for environments and programs that read columns.
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "aepo_rollout": Calculator.rows(4),
+    "cleaner": Calculator.rows(4),
+    "turn_control": Grid.rows(4),
+    "ui_s1_rollout": [
+        {"expert": [{"observation": "a window", "response": "a"}, {"observation": "b", "response": "b"}]}
+    ],
+}
+
 BUILT_IN = [name for name in registry.all_names() if not any(o.distribution for o in registry.origins_of(name))]
 
 
@@ -83,7 +96,7 @@ def test_built_in(name):
             build_params(registry.load(part).Params, {**PARAMS.get(part, {}), **params}, part)
         assert found.about.strip()
         return
-    report = check_method(found, prepare=PREPARE.get(name), **PARAMS.get(name, {}))
+    report = check_method(found, prepare=PREPARE.get(name), rows=ROWS.get(name, ()), **PARAMS.get(name, {}))
     assert report.hooks == found.claims()
     assert len(report.checks) >= 7
     if "policy_loss" in report.hooks or "regularize" in report.hooks:
@@ -161,6 +174,16 @@ def observe(self, rollouts, tokens, stats):
     self.state["last"] = rollouts.reward.tolist()[:3]
 
 
+def admit(self, queue):
+    go = tuple(range(min(len(queue.carried), queue.groups)))
+    return Admission(2 * queue.groups - len(go), resume=go)
+
+
+def plain(self, prompt):
+    made = yield Generate(prompt.start(), n=prompt.n)
+    return [prompt.start().add(g) for g in made]
+
+
 def before_update(self, rows):
     drift = (rows.logprobs - rows.old_logprobs) / rows.length.clamp(min=1)
     return Update(lr_scale=1 / (1 + float(drift.abs().mean())), columns={"drift": drift})
@@ -188,6 +211,7 @@ Source: arXiv 2402.03300.
 
 GOOD: dict[str, Any] = {
     "__doc__": DOC,
+    "__module__": "rl_plugins.methods.toy",  # prose is a must in the package
     "name": "toy",
     "paper": Paper("2402.03300", "DeepSeekMath", "Zhihong Shao", 2024),
     "fidelity": "paper",
@@ -203,6 +227,8 @@ ALL_HOOKS = {
     "select_prompts": select_prompts,
     "plan": plan,
     "budget": budget,
+    "admit": admit,
+    "rollout": plain,
     "rewards": rewards,
     "select": select,
     "advantages": advantages,
@@ -231,9 +257,10 @@ def problems(cls, **options) -> str:
 def test_a_good_method_with_every_hook_passes():
     generators = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     report = check_method(toy(**ALL_HOOKS), scale=2.0)
-    assert report.hooks == tuple(h for h in ALL_HOOKS if h not in ("start", "budget"))
-    assert len(report.checks) == 14
-    assert report.not_checked == ()
+    assert report.hooks == tuple(HOOKS)
+    assert len(report.checks) == 19
+    assert [told.split(":")[0] for told in report.not_checked] == ["`rollout`", "`admit`"]
+    assert report.warnings == ()
     assert "toy keeps the contract" in str(report)
     assert torch.equal(generators[0], torch.get_rng_state())
     assert (generators[1] == np.random.get_state()[1]).all() and generators[2] == random.getstate()
@@ -243,10 +270,49 @@ def test_asynchronous_rewards_pass():
     check_method(toy(rewards=async_rewards))
 
 
-def test_hooks_that_are_not_checked_are_named():
-    report = check_method(toy(rollout=lambda self, prompt: None, advantages=advantages))
-    assert report.not_checked == ("`rollout`: it needs an engine",)
+def test_what_needs_a_real_engine_is_named():
+    report = check_method(toy(rollout=plain, advantages=advantages))
+    (told,) = report.not_checked
+    assert told.startswith("`rollout`: your model's tokenizer and chat template")
     assert "not checked  `rollout`" in str(report)
+    assert sum("engine" in check for check in report.checks) == 3, report.checks
+    assert not any("engine" in check for check in check_method(toy(advantages=advantages)).checks)
+
+
+def test_what_a_program_notes_reaches_the_other_hooks():
+    """A column that only the program makes is read by `rewards`, of exactly the rows that were made."""
+    seen = []
+
+    def noted(self, prompt):
+        (made,) = yield Generate(prompt.start())
+        return [prompt.start().add(made).noted(places=[len(made.tokens)])] * prompt.n
+
+    def rewards(self, rollouts):
+        made = all(isinstance(places, list) for places in rollouts.meta["places"])
+        if made:
+            assert [places[0] for places in rollouts.meta["places"]] == rollouts.length.tolist()
+            seen.append(len(rollouts))
+        return rollouts.reward
+
+    check_method(toy(rollout=noted, rewards=rewards, needs=frozenset({"column:places"})))
+    assert seen == [16]
+
+
+def test_prose_is_advice_for_a_method_of_your_own():
+    bare = {"__doc__": None, "__module__": "mine", "use_when": "", "avoid_when": ""}
+    own = {k: v for k, v in (GOOD | bare).items() if k not in ("paper", "fidelity")}
+    report = check_method(type("Toy", (Method,), {**own, "advantages": advantages}))
+    assert report.warnings == (
+        "the docstring has 0 lines; it must open with the update rule and name symbols, shapes, errors and the source.",
+        "`use_when` is empty; one sentence helps users choose.",
+        "`avoid_when` is empty; one sentence helps users choose.",
+    )
+    assert str(report).count("  warning      ") == 3 and "prose: source" not in str(report)
+    of_a_paper = check_method(toy(advantages=advantages, __module__="mine", paper=Paper("0000", "T", "A", 2026)))
+    assert "an arXiv id such as 2402.03300" in of_a_paper.warnings[0]
+    assert "an arXiv id such as 2402.03300" in problems(toy(advantages=advantages, paper=Paper("0000", "T", "A", 2026)))
+    inside = type("Toy", (Method,), {**own, "advantages": advantages, "__module__": "rl_plugins.methods.toy"})
+    assert "an arXiv id such as 2402.03300" in problems(inside)
 
 
 # ---- methods that break it
@@ -322,6 +388,118 @@ def undeclared(self, rollouts, tokens):
 
 def unseeded(self, rollouts):
     return advantages(self, rollouts) * np.random.default_rng().random()
+
+
+def one(self, prompt):
+    (made,) = yield Generate(prompt.start())
+    return prompt.start().add(made)
+
+
+def grafted(self, prompt):
+    """The second half of one rollout behind the first half of another, with its log-probs."""
+    rows = yield from together([one(self, prompt) for _ in range(prompt.n)])
+    halves = itertools.pairwise(rows)
+    mixed = [replace(a, **{n: [*getattr(a, n)[:3], *getattr(b, n)[3:]] for n in COLUMNS}) for a, b in halves]
+    return [*mixed, rows[-1]]
+
+
+COLUMNS = ("tokens", "kinds", "logprobs", "versions")
+
+
+def by_hand(self, prompt):
+    row = yield from one(self, prompt)
+    return [replace(row, versions=[0] * len(row))]
+
+
+def hinted(self, prompt):
+    (made,) = yield Generate(prompt.start().force((97,)), max_tokens=4)
+    return [prompt.start().force((97,)).add(made)]
+
+
+def scored_too_early(self, prompt):
+    (made,) = yield Generate(prompt.start(), max_tokens=2)
+    begun = prompt.start().add(made)
+    scored = yield Score(begun)
+    (rest,) = yield Generate(begun)
+    return [begun.add(rest).scored(scored)] * prompt.n
+
+
+def alone(self, prompt):
+    rows = yield from plain(self, prompt)
+    return [replace(row, group=i) for i, row in enumerate(rows)]
+
+
+def top_of_two(self, prompt):
+    made = yield Generate(prompt.start(), n=prompt.n, top=2)
+    return [prompt.start().add(g) for g in made]
+
+
+def without_prefix(self, prompt):
+    made = yield Generate(Trajectory(prompt.tokens), n=prompt.n)
+    return [Trajectory(prompt.tokens).add(g) for g in made]
+
+
+def last_token(self, prompt):
+    rows = yield from plain(self, prompt)
+    return [row for row in rows if row.tokens[-1] is not None]
+
+
+def own_chance(self, prompt):
+    limit = int(np.random.default_rng().integers(2, 20))
+    made = yield Generate(prompt.start(), n=prompt.n, max_tokens=limit)
+    return [prompt.start().add(g) for g in made]
+
+
+def global_chance(self, prompt):
+    random.random()
+    return (yield from plain(self, prompt))
+
+
+def one_more(self, prompt):
+    rows = yield from plain(self, prompt)
+    return [*rows, rows[0]]
+
+
+def texts(self, prompt):
+    rows = yield from plain(self, prompt)
+    return [prompt.chat.decode(row.tokens) for row in rows]
+
+
+def a_text(self, prompt):
+    yield "continue"
+
+
+def remembers(self, prompt):
+    self.state["prompts"] = 1
+    return (yield from plain(self, prompt))
+
+
+def wants_a_reward(self, prompt):
+    row = yield from one(self, prompt)
+    scored = yield Score(row)
+    return [row.scored(scored)] * int(scored.reward + 1)
+
+
+def misread(self, rollouts):
+    return rollouts.reward + torch.tensor([m["x"] if isinstance(m, list) else 0.0 for m in rollouts.meta["told"]])
+
+
+def told(self, prompt):
+    rows = yield from plain(self, prompt)
+    return [row.noted(told=[1, 2]) for row in rows]
+
+
+def never_goes_on(self, queue):
+    return Admission(2 * queue.groups)
+
+
+def by_chance(self, queue):
+    go = tuple(i for i in range(len(queue.carried)) if np.random.default_rng().random() < 0.5)
+    return Admission(2 * queue.groups, resume=go)
+
+
+def too_few(self, queue):
+    return Admission(queue.groups - 1)
 
 
 def mean_loss(self, terms):
@@ -473,6 +651,27 @@ BROKEN = [
     (dict(plan=negative), "negative number of rollouts"),
     (dict(select_prompts=same_prompt), "must return n different prompts"),
     (dict(select_prompts=ignores_taken), "must return n different prompts"),
+    (dict(rollout=grafted), "was sampled behind"),
+    (dict(rollout=grafted), "Tokens sampled in another context lose theirs"),
+    (dict(rollout=by_hand), "has the version 0, and weights 7 made it"),
+    (dict(rollout=hinted), "say so: `forces_tokens = True`"),
+    (dict(rollout=scored_too_early), "Score the finished row"),
+    (dict(rollout=alone), "every row has a `group` of its own ([0, 1, 2]), so nothing is compared"),
+    (dict(rollout=top_of_two), 'add "engine:logprobs=2" to `needs`'),
+    (dict(rollout=without_prefix), "lacks the prefix of the plan; begin with `prompt.start()`. [a forced prefix]"),
+    (dict(rollout=last_token), "IndexError"),
+    (dict(rollout=own_chance), "the same engine give other rows"),
+    (dict(rollout=global_chance), "`rollout` uses the global random generator of random; use `prompt.rng(purpose)`"),
+    (dict(rollout=one_more), "the program returned 5 rollouts for a prompt that asks for 4"),
+    (dict(rollout=texts), "the program returned a list with str instead of a trajectory"),
+    (dict(rollout=a_text), "it yielded str. Yield Generate, Score or Call"),
+    (dict(rollout=lambda self, prompt: None), "it returned NoneType instead of a generator"),
+    (dict(rollout=remembers), "reads self.state in the generation place"),
+    (dict(rollout=wants_a_reward), "cannot convert float NaN to integer"),
+    (dict(rollout=told, rewards=misread, needs={"column:told"}), "list indices must be integers"),
+    (dict(admit=never_goes_on), "more and more groups wait"),
+    (dict(admit=by_chance), "`admit` decides differently when it is asked the same again"),
+    (dict(admit=too_few), "it starts 3 groups, and the batch trains 4"),
     (dict(before_update=weighs_by_position), "`before_update` depends on the order of the rows (`lr_scale`)"),
     (dict(before_update=negative_rate), "a finite lr_scale >= 0"),
     (dict(observe=needs_two_batches), "seen before"),

@@ -15,7 +15,7 @@ import yaml
 from waiting import NEVER
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Bundle, Method
+from rl_plugins.method import NO_PAPER, Bundle, Method
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.vade import Vade
 from rl_plugins.params import MethodParams, param
@@ -138,7 +138,7 @@ def test_a_built_in_file_that_cannot_be_imported_disturbs_no_other(monkeypatch):
     ("change", "reason"),
     [
         ({"name": "other"}, "its class says name = 'other', it is registered as 'mine'"),
-        ({"fidelity": "exact"}, "it must set `paper` and `fidelity`"),
+        ({"fidelity": "exact"}, '`paper` must be a Paper and `fidelity` "code", "paper"'),
         ({"Params": dict}, "`Params` must be a frozen dataclass"),
         ({"advantages": lambda self: None}, "`advantages(self)` must take (self, rollouts)"),
         ({"start": lambda self: None}, "`start(self)` must take (self, run)"),
@@ -409,7 +409,9 @@ def set_in_init(**values):
             "`Mine` cannot be built: FileNotFoundError: no such model (in `broken_init`, line ",
         ),
         ({"__init__": lambda self: None}, "`Mine` cannot be built: TypeError: "),
-        ({"paper": "2601.00001"}, "it must set `paper` and `fidelity`"),
+        ({"paper": NO_PAPER}, "it sets one of `paper` and `fidelity`. Set both, or neither"),
+        ({"fidelity": "own"}, "it sets one of `paper` and `fidelity`. Set both, or neither"),
+        ({"paper": "2601.00001"}, '`paper` must be a Paper and `fidelity` "code", "paper"'),
         ({"needs": {"x" * 10**6: 1}}, "xx [cut]; it must be a set of signals"),
     ],
 )

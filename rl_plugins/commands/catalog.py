@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_plugins.errors import ConfigError, RLPluginsError
-from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method, Paper
+from rl_plugins.method import HOOKS, NO_PAPER, SIGNALS, Bundle, Method, Paper
 from rl_plugins.params import describe_params, params_to_dict
 from rl_plugins.runtime import registry
 
@@ -42,6 +42,7 @@ FIDELITY = {
     "code": "equal to the authors' code: its numbers are stored and compared in the tests",
     "paper": "built from what could be read of the paper, and not compared with code of its authors",
     "reconstruction": "something needed was not published and had to be filled in; the description says what",
+    "own": "no paper: a method of its author",
 }
 
 
@@ -178,8 +179,9 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Where paper and code differ", "\n".join(f"- {d}" for d in found.disagreements)))
         sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
         sections.append(("How to use", _usage(found.name, [found])))
-    sections.append(("Source", _source(found.paper)))
-    sections.append(("How to cite", found.paper.bibtex(found.name)))
+    if found.paper is not NO_PAPER:
+        sections.append(("Source", _source(found.paper)))
+        sections.append(("How to cite", found.paper.bibtex(found.name)))
     head = f"{found.name}: {found.paper.title}"
     return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import ConfigError, shortened, shown
 from rl_plugins.method import Bundle, Method
+from rl_plugins.params import build_params
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.config_text import read_json_or_yaml
 
 
-def check_and_print(target: str, params: str | None = None) -> int:
+def check_and_print(target: str, params: str | None = None, rows: Path | None = None) -> int:
     """Checks a method, or every part of a bundle, and prints what was checked or what failed.
+
+    Parameters that must be given and are not are those of `Method.example_params`. Without `rows`, an environment among
+    the parameters is asked for some, where its class has `rows(n)`.
 
     Args:
         target: a name, or "module:Class" with the module in the current folder, in its `src`, or installed.
         params: parameters as JSON, for a method that has no default for one.
+        rows: a .jsonl file of dataset rows, for columns that cannot be guessed.
 
     Returns:
         1 if something failed, else 0.
@@ -29,11 +37,12 @@ def check_and_print(target: str, params: str | None = None) -> int:
     from rl_plugins.testing.contract import check_method
     from rl_plugins.testing.contract.effects import idle_parameters
 
-    given = _mapping(params)
-    failed = False
+    chosen, failed = _mapping(params), False
+    stored = _read_rows(rows)
     for cls in _classes(target):
+        given = {**cls.example_params, **chosen}
         try:
-            print(check_method(cls, **given))
+            print(check_method(cls, rows=stored or _offered_rows(cls, given), **given))
             for name, tried in idle_parameters(cls, **given).items():
                 if tried:  # texts and functions cannot be guessed
                     values = shortened(", ".join(shown(value, 40) for value in tried), 120)
@@ -49,6 +58,30 @@ def _mapping(params: str | None) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"--params is {shown(params)}; it must be a JSON object, e.g. '{{\"mad_eps\": 0.001}}'.")
     return found
+
+
+def _read_rows(path: Path | None) -> list[dict[str, Any]]:
+    if path is None:
+        return []
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(
+            f"--rows {shown(str(path))} cannot be read: {shortened(e)}. Give a file with one JSON object a line."
+        ) from None
+    if not rows or not all(isinstance(row, dict) and row.keys() == rows[0].keys() for row in rows):
+        raise ConfigError(f"--rows {shown(str(path))} must have one JSON object a line, all with the same keys.")
+    return rows
+
+
+def _offered_rows(cls: type[Method], given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the environments among the parameters."""
+    try:
+        params = build_params(cls.Params, given, cls.name)
+    except ConfigError:
+        return []  # `check_method` says it
+    offers = (getattr(getattr(params, field.name), "rows", None) for field in dataclasses.fields(params))
+    return next((list(rows(8)) for rows in offers if callable(rows)), [])
 
 
 def _classes(target: str) -> list[type[Method]]:

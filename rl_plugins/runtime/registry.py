@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
-from rl_plugins.method import HOOKS, Bundle, Fidelity, Idle, Method, Paper
+from rl_plugins.method import HOOKS, NO_PAPER, Bundle, Fidelity, Idle, Method, Paper
 from rl_plugins.params import MethodParams, build_params, declaration_problems
 from rl_plugins.renamed import check_signals
 from rl_plugins.runtime.config_text import read_json_or_yaml
@@ -291,8 +291,13 @@ def check_class(cls: Any, name: str, origin: str) -> None:
         raise refuse(f"its class says name = {shown(cls.name)}, it is registered as {name!r}; they must agree.")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise refuse("a name has lower-case letters, digits and underscores only.")
-    if not isinstance(getattr(cls, "paper", None), Paper) or getattr(cls, "fidelity", None) not in get_args(Fidelity):
-        raise refuse('it must set `paper` and `fidelity` ("code", "paper" or "reconstruction").')
+    if not isinstance(cls.paper, Paper) or cls.fidelity not in get_args(Fidelity):
+        raise refuse(
+            '`paper` must be a Paper and `fidelity` "code", "paper" or "reconstruction"; a method without a paper sets '
+            "neither."
+        )
+    if (cls.paper is NO_PAPER) != (cls.fidelity == "own"):
+        raise refuse("it sets one of `paper` and `fidelity`. Set both, or neither where there is no paper.")
     if not (isinstance(cls.Params, type) and issubclass(cls.Params, MethodParams)) or _undecorated(cls.Params):
         raise refuse(
             f"`{cls.__name__}.Params` is {shown(cls.Params)}; `Params` must be a frozen dataclass that inherits from "

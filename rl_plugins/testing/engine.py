@@ -98,6 +98,13 @@ class TableEngine:
         total = sum(given.values())
         return {self.chat.encode(t)[0]: p / total for t, p in given.items() if p > 0}
 
+    def logprob(self, context: Sequence[int], token: int, temperature: float = 1.0) -> float:
+        """Of a token behind a context, at a temperature above 0; -inf where the model never makes it."""
+        p = self.probabilities(context)
+        if token not in p:
+            return -math.inf
+        return math.log(p[token]) / temperature - math.log(sum(q ** (1 / temperature) for q in p.values()))
+
     def anybody(self, wants: bool) -> bool:
         return wants
 

@@ -33,7 +33,8 @@ from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, se
 from rl_plugins.runtime.stack import MethodStack
 
 Lengths = Callable[[int, int], Sequence[int]]
-"""(prompt, batch in which it was begun) -> tokens after which each of its rollouts would end by itself, at least 1."""
+"""(prompt, batch in which it was begun) -> tokens after which each of its rollouts would end by itself, at least 1.
+Entries beyond the size of the group are not used."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Simulation:
         size = [g.size for g in groups]
         rollouts = [t for g in groups for t in g.rollouts or (Trajectory(()),) * g.size]
         natural = np.concatenate(
-            [np.asarray(self.lengths(g.row.prompt_index, g.drawn), dtype=np.int64) for g in groups]
+            [np.asarray(self.lengths(g.row.prompt_index, g.drawn), dtype=np.int64)[: g.size] for g in groups]
         )
         had = np.array([len(t) for t in rollouts])
         of = np.repeat(np.arange(len(groups)), size)

@@ -7,14 +7,14 @@ What is checked follows from the hooks the class claims. Rollouts are made by ha
 unscorable, with turns, ..), and a small host plans, "generates" and decides several batches. A method gets only what
 its `needs` name, so a signal it forgot is found here and not in a training run.
 
-Checks are in documents, decisions, plans, batches and updates; `results` is asked on every call of a hook. They work
-with `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and `update_step` (one
-update).
+Checks are in documents, decisions, plans, programs, queues, batches and updates; `results` is asked on every call of a
+hook. They work with `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and
+`update_step` (one update).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +28,17 @@ from rl_plugins.testing.contract.decisions import (
     check_row_order,
     check_unscorable,
 )
-from rl_plugins.testing.contract.documents import check_documentation, check_parameters
-from rl_plugins.testing.contract.kit import NOT_CHECKED, Kit
+from rl_plugins.testing.contract.documents import check_declaration, check_parameters, check_prose
+from rl_plugins.testing.contract.kit import Kit
 from rl_plugins.testing.contract.plans import check_budget, check_plans, check_prompts
+from rl_plugins.testing.contract.programs import check_books, check_odd_engines, check_programs
+from rl_plugins.testing.contract.queues import check_admission
 from rl_plugins.testing.contract.updates import check_before_update, check_losses
 
 # In this order; their docstrings are the lines of the report. One that returns False had nothing to check.
 CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
-    check_documentation,
+    check_declaration,
+    check_prose,
     check_parameters,
     check_ordinary,
     check_every_kind,
@@ -44,6 +47,10 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_layouts,
     check_plans,
     check_prompts,
+    check_programs,
+    check_books,
+    check_odd_engines,
+    check_admission,
     check_budget,
     check_determinism,
     check_resumption,
@@ -51,6 +58,12 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_before_update,
     check_losses,
 )
+
+# What needs a real engine.
+NOT_CHECKED = {
+    "rollout": "your model's tokenizer and chat template, calls that hang, several processes: try a short run",
+    "admit": "when a real engine stops: try a short run",
+}
 
 
 @dataclass(frozen=True)
@@ -61,23 +74,31 @@ class Report:
         name: of the method.
         hooks: it claims.
         checks: what was checked, one line each.
-        not_checked: hooks this test does not reach, with the reason.
+        not_checked: what of a hook this test does not reach.
+        warnings: what readers of its card miss; a failure for methods of this package.
     """
 
     name: str
     hooks: tuple[str, ...]
     checks: tuple[str, ...]
     not_checked: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.name} keeps the contract. Hooks: {', '.join(self.hooks) or 'none'}."]
         lines += [f"  ok           {check}" for check in self.checks]
         lines += [f"  not checked  {hook}" for hook in self.not_checked]
+        lines += [f"  warning      {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
 
 def check_method(
-    cls: type[Method], /, *, prepare: Callable[[Rollouts], Rollouts] | None = None, **params: Any
+    cls: type[Method],
+    /,
+    *,
+    prepare: Callable[[Rollouts], Rollouts] | None = None,
+    rows: Sequence[Mapping[str, Any]] = (),
+    **params: Any,
 ) -> Report:
     """Tests a method class against the contract, in about a second and without a host.
 
@@ -85,6 +106,7 @@ def check_method(
         cls: the class; it need not be registered.
         prepare: adds to rollouts what cannot be guessed from `needs`, e.g. the values of a dataset column:
             `lambda rollouts: rollouts.replace(meta={"answer": ["4"] * len(rollouts)})`.
+        rows: rows of a dataset, where an environment or a program reads columns that cannot be guessed.
         params: parameters to test with; needed where one has no default (a judge, say).
 
     Returns:
@@ -93,7 +115,7 @@ def check_method(
     Raises:
         AssertionError: a list of everything that breaks the contract.
     """
-    kit = Kit(cls, params, prepare)
+    kit = Kit(cls, params, prepare, rows)
     checked = []
     for check in CHECKS:
         with kit.at(""):
@@ -105,7 +127,7 @@ def check_method(
     hooks = cls.claims()
     lines = [" ".join((check.__doc__ or "").split()) for check in checked]
     not_checked = tuple(f"`{hook}`: {why}" for hook, why in NOT_CHECKED.items() if hook in hooks)
-    return Report(cls.name, hooks, tuple(lines), not_checked)
+    return Report(cls.name, hooks, tuple(lines), not_checked, tuple(kit.warnings))
 
 
 def _places(where: Sequence[str]) -> str:

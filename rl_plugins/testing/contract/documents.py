@@ -9,10 +9,10 @@ import sys
 from typing import Any, get_args, get_type_hints
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import HOOKS, SIGNALS, Paper
+from rl_plugins.method import HOOKS, SIGNALS, Method, Paper
 from rl_plugins.params import MethodParams, build_params
 from rl_plugins.runtime import registry
-from rl_plugins.testing.contract.kit import NAN, Kit
+from rl_plugins.testing.contract.kit import NAN, OURS, Kit
 
 # Sections of a docstring, in this order; the first sentence and the update rule have no heading.
 SECTIONS = ("Reconstruction", "Symbols", "Special cases", "State", "Logs", "Raises", "Source")
@@ -23,30 +23,44 @@ _KNOWN = re.compile(rf"^({'|'.join((*SECTIONS, *RENAMED))})(?: \([^)]*\))?:(?=\s
 _UNKNOWN = re.compile(r"\n\s*\n([A-Z][a-z]+(?: [a-z]+)?):[ ]+\S")
 
 
-def check_documentation(kit: Kit) -> None:
-    """documentation: name, hook signatures, source, docstring and its sections, when to use and when not"""
-    cls = kit.cls
-    with kit.at(""):  # the lines below are checked all the same
-        registry.check_class(cls, cls.name, "check_method")
+def check_declaration(kit: Kit) -> None:
+    """declaration: name, hook signatures, class attributes"""
+    registry.check_class(kit.cls, kit.cls.name, "check_method")
+
+
+def check_prose(kit: Kit) -> bool:
+    """prose: source, docstring and its sections, when to use and when not"""
+    problems = prose_problems(kit.cls)
+    for problem in problems:
+        kit.fail(problem) if kit.is_ours else kit.warn(problem)
+    return not problems
+
+
+def prose_problems(cls: type[Method]) -> list[str]:
+    """What readers of a method's card miss. A method of this package must have all of it; for others it is advice."""
     doc = inspect.cleandoc(cls.__doc__ or "")
     lines = [line for line in doc.splitlines() if line.strip()]
+    problems = []
     if len(lines) < 5:
-        kit.fail(
+        problems.append(
             f"the docstring has {len(lines)} lines; it must open with the update rule and name symbols, shapes, errors "
             "and the source."
         )
-    paper = getattr(cls, "paper", None)
+    paper = cls.paper
     if not isinstance(paper, Paper) or not re.fullmatch(r"\d{4}\.\d{4,5}", paper.arxiv):
-        kit.fail("`paper` must be a Paper(arxiv, title, authors, year) with an arXiv id such as 2402.03300.")
+        if cls.fidelity != "own" or cls.__module__.startswith(OURS):
+            problems.append("`paper` must be a Paper(arxiv, title, authors, year) with an arXiv id such as 2402.03300.")
     elif paper.arxiv not in doc + (getattr(sys.modules.get(cls.__module__), "__doc__", None) or ""):
-        kit.fail(f"the docstring does not name its source, arXiv {paper.arxiv}.")
-    if getattr(cls, "fidelity", None) == "reconstruction" and "reconstruct" not in "\n".join(lines[:4]).lower():
-        kit.fail('fidelity is "reconstruction", so the docstring must say in its first lines what was not published.')
-    for problem in section_problems(doc):
-        kit.fail(problem)
+        problems.append(f"the docstring does not name its source, arXiv {paper.arxiv}.")
+    if cls.fidelity == "reconstruction" and "reconstruct" not in "\n".join(lines[:4]).lower():
+        problems.append(
+            'fidelity is "reconstruction", so the docstring must say in its first lines what was not published.'
+        )
+    problems += section_problems(doc)
     for attribute in ("use_when", "avoid_when"):
         if not getattr(cls, attribute, "").strip():
-            kit.fail(f"`{attribute}` is empty; one sentence helps users choose.")
+            problems.append(f"`{attribute}` is empty; one sentence helps users choose.")
+    return problems
 
 
 def section_problems(doc: str) -> list[str]:

@@ -24,8 +24,7 @@ from rl_plugins.testing.contract.dataset import StoredDataset, column_value
 from rl_plugins.testing.contract.results import wrong_result
 from rl_plugins.testing.data import make_rollouts, make_run, make_token_ids, make_tokens
 
-# Hooks that need an engine or an asynchronous queue; they are tested with those, not here.
-NOT_CHECKED = {"rollout": "it needs an engine", "admit": "it needs an asynchronous host"}
+OURS = "rl_plugins."  # modules of this package
 TOKEN_FIELDS = {name: name for name in TOKEN_SIGNALS} | {"token_versions": "version"}
 GROUPS, GROUP_SIZE, PROMPTS = 4, 4, 16
 BUDGET = GROUPS * GROUP_SIZE
@@ -35,17 +34,28 @@ NAN = float("nan")
 class Kit:
     """A method under test: fresh instances, data as its `needs` say, and the problems found so far."""
 
-    def __init__(self, cls: type[Method], params: Mapping[str, Any], prepare: Any) -> None:
-        self.cls, self.params, self.prepare = cls, dict(params), prepare
+    def __init__(
+        self, cls: type[Method], params: Mapping[str, Any], prepare: Any, rows: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.cls, self.params, self.prepare, self.given_rows = cls, dict(params), prepare, list(rows)
         self.facts: dict[str, Any] = {}  # of the run, see `make_run`
         self.problems: dict[str, list[str]] = {}  # what is wrong -> where it was seen
+        self.warnings: list[str] = []
         self.place = ""
         self.usable = True  # False: it does not run at all; further checks would repeat the same error
         self.needs: frozenset[str] = frozenset()
         self.rows_per_rollout = 1
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []  # of the last stack
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the method is one of this package."""
+        return self.cls.__module__.startswith(OURS)
+
     # ---- problems
+
+    def warn(self, what: str) -> None:
+        self.warnings.append(what)
 
     def fail(self, what: str) -> None:
         places = self.problems.setdefault(what, [])
@@ -69,7 +79,7 @@ class Kit:
         method = self.cls(build_params(self.cls.Params, self.params, self.cls.name))
         self.needs, self.rows_per_rollout = frozenset(method.needs), method.rows_per_rollout
         for hook in method.claims():
-            if hook not in NOT_CHECKED:
+            if hook != "rollout":  # a generator; `programs` watches it
                 setattr(method, hook, partial(self._watched, hook, getattr(method, hook)))
         return method
 
@@ -95,7 +105,10 @@ class Kit:
     @property
     def dataset(self) -> StoredDataset:
         names = ("prompt", "answer", *self.columns)
-        return StoredDataset({name: [column_value(name, i) for i in range(PROMPTS)] for name in names})
+        columns = {name: [column_value(name, i) for i in range(PROMPTS)] for name in names}
+        for name in self.given_rows[0] if self.given_rows else ():
+            columns[name] = [self.given_rows[i % len(self.given_rows)][name] for i in range(PROMPTS)]
+        return StoredDataset(columns)
 
     def _watched(self, hook: str, function: Callable[..., Any], *args: Any) -> Any:
         """One call of a hook: input unchanged, global generators untouched, a result of the right kind."""
