@@ -23,7 +23,7 @@ from waiting import NEVER
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cli import app
-from rl_plugins.commands import catalog, scaffold
+from rl_plugins.commands import catalog
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.runtime import registry, report
@@ -301,27 +301,41 @@ def test_check_runs_programs_and_admission(tmp_path):
     assert "must have one JSON object a line" in message
 
 
-@pytest.mark.parametrize("hook", sorted(scaffold.PARTS))
-def test_a_new_package_with_any_hook_keeps_the_contract(hook, tmp_path, monkeypatch):
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_new_package_with_any_hook_keeps_the_contract_and_passes_its_tests(hook, tmp_path, monkeypatch):
     name = f"fresh_{hook}"
     rl_plugins("new", name, "--hook", hook, "--into", str(tmp_path))
     folder = tmp_path / f"rl-plugins-{name.replace('_', '-')}"
     monkeypatch.chdir(folder)
     cls = "".join(w.capitalize() for w in name.split("_"))
-    assert "keeps the contract" in rl_plugins("check", f"rl_plugins_{name}:{cls}")
+    printed = rl_plugins("check", f"rl_plugins_{name}:{cls}")
+    assert "keeps the contract" in printed
+    assert re.findall("warning      (.*)", printed) == [
+        "`use_when` is empty; one sentence helps users choose.",
+        "`avoid_when` is empty; one sentence helps users choose.",
+    ]
     made = getattr(importlib.import_module(f"rl_plugins_{name}"), cls)
     assert issubclass(made, Method) and made.claims() == (hook,)
+    source = folder / "tests" / f"test_{name}.py"
+    tests = {"__name__": name}
+    exec(compile(source.read_text(), source, "exec"), tests)  # what pytest would collect, in this process
+    found = [tests[test] for test in tests if test.startswith("test_")]
+    assert len(found) == 2
+    for test in found:
+        test()
 
 
 def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
-    hooks = [argument for hook in scaffold.PARTS for argument in ("--hook", hook)]
+    hooks = [argument for hook in HOOKS for argument in ("--hook", hook)]
     rl_plugins("new", "my_method", *hooks, "--into", str(tmp_path))
     folder = tmp_path / "rl-plugins-my-method"
     tests = process("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
-    assert tests.returncode == 0 and f"{len(scaffold.PARTS) + 1} passed" in tests.stdout, tests.stdout
+    assert tests.returncode == 0 and f"{len(HOOKS) + 1} passed" in tests.stdout, tests.stdout
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
     installed = process("-m", "pip", "install", *options, "--target", str(tmp_path / "site"), str(folder))
     assert installed.returncode == 0, installed.stderr
+    lint = process("-m", "ruff", "check", "--isolated", "--select", "E,F,I", "--line-length", "120", cwd=folder)
+    assert lint.returncode == 0, lint.stdout
     listed = process("-m", "rl_plugins.cli", "info", "my_method", path=tmp_path / "site")
     assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
 
@@ -342,7 +356,7 @@ def test_the_code_of_a_new_package_fails_its_tests_when_it_is_broken(tmp_path):
         (["grpo"], "The name `grpo` is taken by rl-plugins itself."),
         (["My-Method"], "lower-case letters, digits and single underscores"),
         (["mine", "--hook", "advantage"], "there is no such hook. Did you mean `advantages`?"),
-        (["mine", "--hook", "rollout"], "the hook needs an engine or a queue"),
+        (["queue", "--hook", "admit"], "The class of `queue` would be called Queue"),
         (["twice"], "exists already"),
         (["a" * 300], "[cut] has 300 characters; 60 are the most."),
         (["X" * 10**6], "[cut] cannot be the name of a method: lower-case letters"),

@@ -25,7 +25,7 @@ class Part:
         params: lines of `Params`.
         code: the hook.
         test: body of a test of its effect; `METHOD` stands for the class.
-        names: what the code imports from `rl_plugins`.
+        names, test_names: what the code and its test import from `rl_plugins`.
         needs: signals it needs.
     """
 
@@ -35,8 +35,16 @@ class Part:
     code: str
     test: str
     names: tuple[str, ...] = ()
+    test_names: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
 
+
+# Where names are that the package itself does not offer.
+HOMES = {
+    "rl_plugins.requests": ("Generate", "Program", "Prompt", "Score"),
+    "rl_plugins.rollouts": ("Admission", "Carried", "PromptPool", "Queue", "Rows", "Run"),
+    "rl_plugins.testing.engine": ("TableEngine", "make_prompt", "run_program"),
+}
 
 PARTS: dict[str, Part] = {
     "select_prompts": Part(
@@ -62,6 +70,7 @@ PARTS: dict[str, Part] = {
     assert sorted(chosen[0] + chosen[1]) == [0, 1, 2, 3, 4, 5]  # nobody twice before everybody once
 """,
         names=("PromptPool", "Run"),
+        test_names=("PromptPool",),
         needs=("prompt_index",),
     ),
     "plan": Part(
@@ -82,6 +91,57 @@ PARTS: dict[str, Part] = {
     assert [(row.prompt_index, row.n, row.max_tokens) for row in plan.rows] == [(0, 4, 9), (1, 4, 9)]
 """,
         names=("Plan",),
+    ),
+    "admit": Part(
+        rule="max(N, floor(over_sampling N)) groups are in the making, those that waited longest first",
+        symbols="N: groups the batch trains; generation stops when N are complete, and the others wait.",
+        params="""
+        over_sampling: float = param(1.5, "groups in the making per group that is trained", ge=1, le=8)
+""",
+        code='''
+    def admit(self, queue: Queue) -> Admission:
+        """Called before a batch is generated. Waiting groups that are not named go on waiting."""
+        total = max(queue.groups, int(self.params.over_sampling * queue.groups))
+        longest = tuple(range(len(queue.carried)))[:total]
+        return Admission(fresh=total - len(longest), resume=longest)
+''',
+        test="""
+    group = Carried(prompt_index=0, size=8, drawn=0, tokens=(3,) * 8, finished=(False,) * 8, versions=(0,) * 8)
+    assert METHOD().admit(Queue((), groups=4, group_size=8, batch=0)) == Admission(fresh=6)
+    assert METHOD().admit(Queue((group, group), groups=4, group_size=8, batch=1)) == Admission(fresh=4, resume=(0, 1))
+""",
+        names=("Admission", "Queue"),
+        test_names=("Admission", "Carried", "Queue"),
+    ),
+    "rollout": Part(
+        rule="a rollout whose reward is below retry_below is made again, once",
+        symbols="The second rollout is used whatever its reward is.",
+        params="""
+        retry_below: float = param(0.5, "rollouts with a lower reward are made again")
+""",
+        code='''
+    def rollout(self, prompt: Prompt) -> Program:
+        """Makes the rollouts of one prompt: yields requests and gets their results. There is no `self.state` here."""
+        start = prompt.start()
+        made = yield Generate(start, n=prompt.n)
+        rows = [start.add(generated) for generated in made]
+        scores = yield [Score(row) for row in rows]
+        rows = [row.scored(score) for row, score in zip(rows, scores, strict=True)]
+        low = [i for i, score in enumerate(scores) if score.reward < self.params.retry_below]
+        if low:
+            again = yield Generate(start, n=len(low))
+            for i, generated in zip(low, again, strict=True):
+                rows[i] = start.add(generated)
+        return rows
+''',
+        test="""
+    engine = TableEngine({">": {"y": 0.5, "n": 0.5}}, reward=lambda text, columns: float(text == "y"))
+    rollouts = run_program(METHOD(), make_prompt(engine.chat, "a question", n=64), engine)
+    right = sum(engine.chat.decode(row.tokens) == "y" for rows in rollouts for row in rows)
+    assert 40 <= right <= 56  # three quarters instead of half of 64
+""",
+        names=("Generate", "Program", "Prompt", "Score"),
+        test_names=("TableEngine", "make_prompt", "run_program"),
     ),
     "rewards": Part(
         rule="r_i <- r_i - truncation_penalty where rollout i was cut off",
@@ -246,19 +306,18 @@ def create(name: str, hooks: Sequence[str], into: Path) -> Path:
     """Writes the package `rl-plugins-NAME` and says what comes next.
 
     Raises:
-        ConfigError: a name that is taken or not allowed, a hook that does not exist or has no template, or a folder
+        ConfigError: a name that is taken or not allowed, a hook that does not exist, or a folder
             that exists or cannot be written.
     """
     _check_name(name, hooks)
     for hook in hooks:
-        if hook not in PARTS:
-            known = "the hook needs an engine or a queue to try it with" if hook in HOOKS else "there is no such hook"
+        if hook not in HOOKS:
             raise ConfigError(
-                f"`--hook {shortened(hook, 80)}`: {known}.{did_you_mean(hook, PARTS)} A package can start with: "
-                f"{', '.join(PARTS)}."
+                f"`--hook {shortened(hook, 80)}`: there is no such hook.{did_you_mean(hook, HOOKS)} The hooks are: "
+                f"{', '.join(HOOKS)}."
             )
     folder = into / f"rl-plugins-{name.replace('_', '-')}"
-    chosen = [hook for hook in PARTS if hook in hooks]  # in the order of a step
+    chosen = [hook for hook in HOOKS if hook in hooks]  # in the order of a step
     module = f"rl_plugins_{name}"
     cls = _class_name(name)
     files = {
@@ -296,13 +355,8 @@ def _check_name(name: str, hooks: Sequence[str]) -> None:
     if len(name) > LONGEST_NAME:
         raise ConfigError(f"The name {shown(name, 80)} has {len(name)} characters; {LONGEST_NAME} are the most.")
     cls = _class_name(name)
-    used = {
-        "Method",
-        "MethodParams",
-        "Paper",
-        "Tensor",
-        *(n for hook in hooks if hook in PARTS for n in PARTS[hook].names),
-    }
+    used = {"Method", "MethodParams", "Tensor"}
+    used |= {n for hook in hooks if hook in PARTS for n in (*PARTS[hook].names, *PARTS[hook].test_names)}
     if keyword.iskeyword(cls) or cls in used:
         raise ConfigError(
             f"The class of `{name}` would be called {cls}, which has a meaning of its own. Choose another."
@@ -315,16 +369,14 @@ def _check_name(name: str, hooks: Sequence[str]) -> None:
 
 def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
     parts = [PARTS[h] for h in hooks]
-    names = {"Method", "Paper"} | {n for p in parts for n in p.names}
+    names = {"Method"} | {n for p in parts for n in p.names}
     params, code = "".join(p.params.lstrip("\n") for p in parts), "".join(p.code for p in parts)
     names |= {"MethodParams", "param"} if params else set()
-    deeper = names & {"PromptPool", "Rows", "Run"}  # not among the names of the package itself
     imports = ["from collections.abc import Mapping"] if "Mapping" in code else []
     imports += ["from dataclasses import dataclass"] if params else []
     imports += [""] if imports else []
     imports += ["import torch"] if "torch." in code else []
-    imports.append(f"from rl_plugins import {', '.join(sorted(names - deeper, key=lambda n: (n.islower(), n)))}")
-    imports += [f"from rl_plugins.rollouts import {', '.join(sorted(deeper))}"] if deeper else []
+    imports += _imports(names)
     imports += ["from torch import Tensor"] if "Tensor" in code else []
     needs = [f'"{n}"' for p in parts for n in p.needs]
     told = list(dict.fromkeys(p.symbols for p in parts))
@@ -344,11 +396,21 @@ def _method(name: str, cls: str, hooks: Sequence[str]) -> str:
     )
 
 
+def _imports(names: set[str]) -> list[str]:
+    """Import statements for names of this package."""
+    deeper = {home: names & set(of) for home, of in HOMES.items()}
+    of = {"rl_plugins": names - set().union(*deeper.values()), **deeper}
+    return [
+        f"from {home} import {', '.join(sorted(here, key=lambda n: (n.islower(), n)))}"
+        for home, here in of.items()
+        if here
+    ]
+
+
 def _tests(name: str, cls: str, module: str, hooks: Sequence[str]) -> str:
     tests = [f"def test_{h}():\n{PARTS[h].test.strip(chr(10)).replace('METHOD', cls)}" for h in hooks]
     imports = [f"import {library}" for library in ("pytest", "torch") if any(f"{library}." in t for t in tests)]
-    imports.append("from rl_plugins import testing")
-    imports += ["from rl_plugins.rollouts import PromptPool"] if "select_prompts" in hooks else []
+    imports += _imports({"testing"} | {n for h in hooks for n in PARTS[h].test_names})
     text = {"imports": "\n".join(imports), "tests": "\n\n\n".join(tests)}
     return _TESTS.format(name=name, cls=cls, module=module, **text)
 
@@ -388,14 +450,14 @@ The method `{name}` for [rl-plugins](https://pypi.org/project/rl-plugins/). It c
 
 What to do with this start:
 
-1. In `src/{module}/__init__.py`, put the paper into `paper`, its update rule into the docstring, and its formula into
-   the hook. Take out what it does not change.
+1. In `src/{module}/__init__.py`, put your update rule into the docstring and your formula into the hook. Take out the
+   hooks that you do not need.
 2. Run `rl-plugins check {module}:{cls}` after every change: it tells what breaks the contract.
-3. In `tests/`, compare with numbers of the paper or of its authors' code.
+3. In `tests/`, compare with numbers that you know: a plain loop, a paper's table, the authors' code.
 """
 
 _METHOD = '''\
-"""The method {name} (arXiv 0000.00000)."""
+"""The method {name}."""
 
 from __future__ import annotations
 
@@ -410,15 +472,14 @@ class {cls}(Method):
 {symbols}
 
     Raises: {errors}.
-
-    Source: arXiv 0000.00000; say which equation, and which file of the authors' code.
     """
 
     name = "{name}"
-    paper = Paper("0000.00000", "The title of the paper", "Its authors", 2026, code=None)
-    fidelity = "paper"  # "code": compared with the authors' code; "reconstruction": something was not published
-    use_when = "Say when it helps."
-    avoid_when = "Say when it does not."
+    use_when = ""  # one sentence: when it helps
+    avoid_when = ""  # one sentence: when it does not
+    # A method from a paper names it here, and in a section `Source:` of the docstring:
+    # paper = Paper("2402.03300", "The title", "First Last and First Last", 2024, code="owner/repository")
+    # fidelity = "paper"  # "code": compared with the authors' code; "reconstruction": something was not published
 {needs}{params}{code}
 '''
 
