@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rl_plugins.errors import ConfigError, StateError
+from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.seconds import SECONDS
@@ -151,7 +152,7 @@ class MethodsCallback(TrainerCallback):
         """Remembers the state, if a last save may need it."""
         t = self.trainer
         if t.args.steps_per_generation * t.num_iterations > t.args.gradient_accumulation_steps:
-            self._boundary_state = t.methods.state_dict(self.fingerprint)
+            self._boundary_state = self._state()
 
     def is_checkpoint(self, folder: str | None) -> bool:
         """Whether TRL makes a checkpoint of this folder; it saves the model alone elsewhere."""
@@ -171,8 +172,11 @@ class MethodsCallback(TrainerCallback):
         t = self.trainer
         if self._writes:
             inside = not self.at_boundary
-            content = self._boundary_state if inside else t.methods.state_dict(self.fingerprint)
+            content = self._boundary_state if inside else self._state()
             save_run(checkpoint, content, t.state.global_step, inside_generation_batch=inside)
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.trainer.methods.state_dict(self.fingerprint), NOTE: self.trainer.costs.plain()}
 
     @property
     def _writes(self) -> bool:
@@ -192,7 +196,8 @@ class MethodsCallback(TrainerCallback):
             generate_every = t.args.steps_per_generation * t.num_iterations
             batch = step * t.args.gradient_accumulation_steps // generate_every
             marked = is_marked(t.state)
-            resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch, with_methods=marked)
+            saved = resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch, with_methods=marked)
+            t.costs = Costs.of_checkpoint(saved)
             return stack.batch, stack.extra_prompts
 
         stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with four more words: which methods, their parameters, and two limits."""
+"""TRL's `GRPOConfig` with five more words: methods, their parameters, two limits, and whether costs are counted."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class GRPOConfig(trl.GRPOConfig):
         rollout_cache_gb: with methods that make rollouts by a program on `transformers` (no vLLM): GB (1e9 bytes) of
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
+        count_costs: without methods: log what the run costs as runs with methods do, see
+            `rl_plugins.runtime.costs.Costs`. Nothing else changes.
 
     Attributes:
         has_trainer: a trainer with methods is taking this config.
@@ -61,6 +63,11 @@ class GRPOConfig(trl.GRPOConfig):
             "help": "GB of keys and values that rollout programs on transformers' generate keep between requests; "
             "0: none, contexts are read anew each time."
         },
+    )
+
+    count_costs: bool = field(
+        default=False,
+        metadata={"help": "Without methods: log tokens, engine calls and rows as runs with methods do."},
     )
 
     has_trainer = False  # no field: not an option

@@ -34,9 +34,11 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.costs import Meter, RowCount, policy_made
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
+from rl_plugins.trl.costs import count
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
 from rl_plugins.trl.ranks import gather
 
@@ -58,12 +60,20 @@ class TrlEngine:
         host_generate: TRL's own `_generate_single_turn`.
         host_score: TRL's own `_calculate_rewards`.
         row_of: prompt -> the row of columns TRL passes to reward functions.
+        meter: what it costs is counted there.
     """
 
     def __init__(
-        self, trainer: Trainer, host_generate: SingleTurn, host_score: Score, row_of: Callable[[Prompt], DatasetRow]
+        self,
+        trainer: Trainer,
+        host_generate: SingleTurn,
+        host_score: Score,
+        row_of: Callable[[Prompt], DatasetRow],
+        meter: Meter,
     ) -> None:
         self.trainer, self._host, self._host_score, self._row_of = trainer, host_generate, host_score, row_of
+        self.meter = meter
+        self._rows: dict[int, RowCount] = {}  # of each program's prompt
         self.chat = chat_of(trainer)
         self.context = max_context(trainer)
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
@@ -93,6 +103,9 @@ class TrlEngine:
             made = self._call(options, [r for _, r in mine], most)
             for (i, _), one in zip(mine, made, strict=True):
                 results[i].append(one)
+        for (prompt, request), made in zip(requests, results, strict=True):
+            rows = self._rows.setdefault(id(prompt), RowCount())
+            self.meter.costs.rows_made += rows.count(request.trajectory, made)
         self.contexts.end_round()
         return results
 
@@ -126,6 +139,8 @@ class TrlEngine:
             ended = bool(g.tokens) and g.tokens[-1] in eos
             finish: Finish = "eos" if ended else "length" if len(g.tokens) >= (request.max_tokens or 1) else "abort"
             made.append(replace(g, finish=finish, version=t.state.global_step))
+        self.meter.costs.tokens_decoded += sum(len(g.tokens) for g in made)
+        self.meter.costs.rows_made += sum(not policy_made(r.trajectory) for r in requests)
         return made, [len(g.tokens) for g in made]
 
     def _options(self, request: Generate) -> _Options:
@@ -149,6 +164,7 @@ class TrlEngine:
             with self._transformers(options, limits) as watch:
                 ids, _ = self._host(contexts, None, {}, 1)
             made = [watch.generated(k, list(i)) for k, i in enumerate(ids)]
+        self.meter.costs.tokens_decoded += sum(len(g.tokens) for g in made)  # what fills the call up included
         made = made[: len(requests)]
         eos, version = set(t.eos_token_ids), t.state.global_step
         return [self._finished(g, options, eos, version) for g in made]
@@ -182,7 +198,7 @@ class TrlEngine:
             else:
                 watch.cuts = _cuts(config, model.generation_config)
             watch.start = kwargs["input_ids"].size(1)
-            with SECONDS.part("programs"):
+            with SECONDS.part("programs"), self.meter.busy():
                 out = self.contexts.generate(
                     SECONDS.timed("")(host),
                     model,
@@ -192,6 +208,7 @@ class TrlEngine:
                     **kwargs,
                 )
             watch.finish(out)
+            count(self.meter, int(kwargs["attention_mask"].sum()), 0)  # tokens are counted where it is known who ended
             return out
 
         with changed(model, generate=generate):
@@ -216,8 +233,10 @@ class TrlEngine:
         host = engine.generate
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            out = host(*args, **kwargs)
+            with self.meter.busy():
+                out = host(*args, **kwargs)
             raw[:] = out[2:4]
+            count(self.meter, sum(map(len, kwargs["prompts"])), 0)
             return out
 
         with contextlib.ExitStack() as stack:
@@ -237,6 +256,7 @@ class TrlEngine:
 
     def score(self, requests: Sequence[tuple[Prompt, Trajectory]]) -> list[Scored]:
         t = self.trainer
+        self.meter.costs.tokens_read += sum(len(row.prompt) + len(row) for _, row in requests)
         rewards = self.rewards_of([(self._row_of(p), p.messages, trajectory) for p, trajectory in requests])
         weights = t.reward_weights.double().cpu()
         totals = weighted_reward(rewards, weights).tolist()

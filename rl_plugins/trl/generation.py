@@ -109,6 +109,12 @@ class GenerationBatch:
         """This rank's rows."""
         return self.work.rows[self.accelerator.process_index]
 
+    @property
+    def rows_trained(self) -> int:
+        """Of all ranks, on the driver; 0 elsewhere."""
+        decision = self.decided.decision if self.decided is not None else None
+        return 0 if decision is None else int(decision.trained.sum())
+
     # ---- what is generated
 
     def plan(self) -> None:

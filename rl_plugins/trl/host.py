@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_plugins.requests import Generate, Generated, Prompt
 from rl_plugins.runtime.chat import TokenizerChat
+from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.programs import Engine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams
@@ -136,6 +137,8 @@ class Trainer(HostTrainer, Protocol):
     methods: MethodStack
     seams: Seams
     host_loss: Loss
+    costs: Costs
+    meter: Meter
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> ProgramEngine: ...
 

@@ -14,11 +14,12 @@ from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
+from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, MethodStack, build_stack
-from rl_plugins.trl import facts, hosts, logs, loss
+from rl_plugins.trl import costs, facts, hosts, logs, loss
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
@@ -58,6 +59,7 @@ class MethodsMixin(_Host):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
         named = bool(getattr(config, "methods", None))
+        self.costs, self.meter = Costs(), Meter()
         if named:
             hosts.check_served(type(self))
         if named or (config is None and isinstance(self, HostTrainer)):  # a constructor may make the config itself
@@ -193,7 +195,10 @@ class MethodsMixin(_Host):
     def _generate_and_score_completions(self, inputs: list[DatasetRow]) -> HostBatch:
         host = super()._generate_and_score_completions
         if not self.methods:
-            return host(inputs)
+            batch_of_host: HostBatch = host(inputs)
+            if self._counts_costs:
+                costs.book(self, len(inputs) * self.accelerator.num_processes)
+            return batch_of_host
         if not self.model.training:
             with evaluation_view(self, inputs) as rows:
                 out: HostBatch = host(rows)
@@ -206,12 +211,25 @@ class MethodsMixin(_Host):
                 batch.plan()
                 with batch.host_view() as rows, SECONDS.part(""):
                     out = host(rows)
-                return batch.finish(out)
+                out = batch.finish(out)
+                costs.book(self, batch.rows_trained)
+                return out
         finally:
             self._generation_batch = None
 
+    @property
+    def _counts_costs(self) -> bool:
+        return self.model.training and (bool(self.methods) or getattr(self.args, "count_costs", False))
+
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        generated = super()._generate(*args, **kwargs)
+        batch = self._generation_batch
+        if self._counts_costs and (batch is None or not batch.programs):  # those were counted when they ran
+            with costs.engine_counted(self):
+                generated = super()._generate(*args, **kwargs)
+            rows = HostRows.of(generated).ids
+            self.meter.costs.rows_made += len(rows) if batch is None else sum(row.asked for row in batch.mine)
+        else:
+            generated = super()._generate(*args, **kwargs)
         if self._generation_batch is not None:
             generated = self._generation_batch.with_observed(generated)
             self._generation_batch.generated = HostRows.of(generated)
@@ -230,7 +248,8 @@ class MethodsMixin(_Host):
             SECONDS.timed("")(super()._generate_single_turn),
             SECONDS.timed("")(super()._calculate_rewards),
         )
-        return TrlEngine(self, generate, score, row_of)
+        meter = self.meter if self.model.training else Meter()  # evaluation costs apart
+        return TrlEngine(self, generate, score, row_of, meter)
 
     def _calculate_rewards(self, *columns: Any, **named: Any) -> Any:
         host, batch = super()._calculate_rewards, self._generation_batch

@@ -177,3 +177,59 @@ def weights(trainer: Any) -> torch.Tensor:
 
 def history(trainer: Any, name: str) -> list[float]:
     return [h[name] for h in trainer.state.log_history if name in h]
+
+
+class EngineTruth:
+    """What the engine of `transformers` does, counted inside of its sampling loop: rows that are not finished make a
+    token. Calls without a logits processor of ours (a pass of the context cache) are `cache_calls`."""
+
+    def __init__(self) -> None:
+        self.decoded = self.read = self.calls = self.cache_calls = 0
+
+    @contextmanager
+    def watching(self, of_programs: bool = False):
+        from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+        from transformers.generation.utils import GenerationMixin
+
+        own, truth = GenerationMixin._sample, self
+
+        class Counting(StoppingCriteria):
+            def __init__(self, criteria: Any, rows: int) -> None:
+                self.criteria, self.unfinished = criteria, torch.ones(rows, dtype=torch.bool)
+
+            def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+                done = self.criteria(input_ids, scores, **kwargs)
+                truth.decoded += int(self.unfinished.sum())
+                self.unfinished &= ~done.cpu()
+                return done
+
+        def sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            if of_programs and not any(type(p).__name__ == "_Watch" for p in kwargs["logits_processor"]):
+                truth.cache_calls += 1
+                return own(self, input_ids, *args, **kwargs)
+            truth.calls += 1
+            truth.read += int(kwargs["attention_mask"].sum())
+            counting = Counting(kwargs["stopping_criteria"], len(input_ids))
+            criteria = StoppingCriteriaList([*kwargs["stopping_criteria"]])
+            counting.criteria = criteria
+            kwargs["stopping_criteria"] = _OneCriterion([counting], criteria)
+            return own(self, input_ids, *args, **kwargs)
+
+        GenerationMixin._sample = sample
+        try:
+            yield self
+        finally:
+            GenerationMixin._sample = own
+
+
+def _OneCriterion(counting: Any, criteria: Any) -> Any:
+    from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+    class Seen(StoppingCriteriaList):
+        def __iter__(self) -> Any:  # `_sample` looks for criteria that know the end of sequence
+            return iter(criteria)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return counting[0](*args, **kwargs)
+
+    return Seen(criteria)

@@ -211,3 +211,18 @@ class Over(Probe):
 
     def observe(self, rollouts, tokens, stats):
         SEEN.setdefault("batches", []).append((rollouts, tokens))
+
+
+class Wasteful(Probe):
+    """Samples twice as many completions as it keeps."""
+
+    name = "wasteful"
+    in_eval = ("rollout",)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        tokens: int = param(0, "length of a completion; 0: as the run has it")
+
+    def rollout(self, prompt):
+        made = yield Generate(prompt.start(), n=2 * prompt.n, max_tokens=self.params.tokens or None)
+        return [prompt.start().add(g) for g in made[: prompt.n]]
