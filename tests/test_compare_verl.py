@@ -194,7 +194,9 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
         logged_to = config.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH
         assert logged_to == str(run.folder / "verl.jsonl")
         assert config.trainer.v1.sampler.custom_sampler.name == "WatchedReplayBuffer"
-    assert grpo.trainer.v1.trainer_mode == "sync" and "rl_plugins" not in grpo
+    counted = read_settings(grpo)
+    assert grpo.trainer.v1.trainer_mode == "rl_plugins_sync" and not counted.methods and counted.count_costs
+    assert set(grpo.rl_plugins) == {"methods", "count_costs"}, "the baseline is verl alone, counted"
     assert both.trainer.v1.trainer_mode == "rl_plugins_sync"
     settings = read_settings(both)
     assert settings.methods == ("vade", "mc_grpo") and settings.rewards == {"exact": 1.0} and settings.seed == 4
@@ -211,7 +213,7 @@ def test_the_users_mode_and_sampler_stay(tmp_path):
     arms = parse_arms(["mc_grpo"], "grpo")
     asynchronous = Verl.of(["trainer.v1.trainer_mode=rl_plugins_colocate_async"])
     modes = [compose(asynchronous.arguments(a, 0, tmp_path, {})).trainer.v1.trainer_mode for a in arms]
-    assert modes == ["colocate_async", "rl_plugins_colocate_async"] and not asynchronous.watched
+    assert modes == ["rl_plugins_colocate_async"] * 2 and not asynchronous.watched
     own = ["trainer.v1.sampler.custom_sampler.path=pkg://mine", "trainer.v1.sampler.custom_sampler.name=Mine"]
     for overrides in (
         own,

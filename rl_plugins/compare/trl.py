@@ -32,6 +32,8 @@ class Trl:
             str(seed),
             "--output_dir",
             str(folder / "trainer"),
+            "--count_costs",  # of the baseline, too
+            "True",
             "--method_params",
             json.dumps(params),
             "--methods",

@@ -1,6 +1,7 @@
 """Runs of verl: `python -m verl.trainer.main_ppo` with the user's overrides.
 
-The baseline runs in verl's own trainer, an arm with methods in the one that follows it.
+Every arm runs in the trainer of ours that follows the mode of verl, so that costs are counted alike. For the baseline
+it hands everything on to verl and only counts.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ class Verl:
         mine = {
             "data.seed": seed,
             "actor_rollout_ref.rollout.seed": seed,
-            "trainer.v1.trainer_mode": self.mode,
+            "trainer.v1.trainer_mode": next(name for name, mode in MODES.items() if mode == self.mode),
+            "rl_plugins.methods": f"[{','.join(arm.methods)}]",
+            "rl_plugins.count_costs": "true",
             "trainer.logger": f"[{','.join(self.loggers)}]",
             "trainer.default_local_dir": quoted(folder.absolute() / "checkpoints"),
             "hydra.run.dir": quoted(folder.absolute() / "hydra"),
@@ -92,11 +95,9 @@ class Verl:
             mine["trainer.v1.sampler.custom_sampler.name"] = "WatchedReplayBuffer"
         given = self.overrides
         if arm.methods:
-            mine["trainer.v1.trainer_mode"] = next(name for name, mode in MODES.items() if mode == self.mode)
-            mine["rl_plugins.methods"] = f"[{','.join(arm.methods)}]"
             if params:  # JSON in one string, because hydra has no notation for every value
                 mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
-        else:  # verl alone
+        else:  # verl alone, counted
             given = tuple(line for line in given if _key(line).partition(".")[0] != "rl_plugins")
         added = [f"{'' if name.startswith('hydra.') else '++'}{name}={value}" for name, value in mine.items()]
         return [*(line for line in given if _key(line) not in mine), *added]

@@ -22,6 +22,7 @@ from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
+from rl_plugins.trl import logs
 from rl_plugins.trl.engine import chat_of
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
@@ -88,13 +89,11 @@ class MethodsCallback(TrainerCallback):
         """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step; and what
         the step cost here."""
         t = self.trainer
-        for name, spent in SECONDS.take().items():
-            t._metrics["train"][name].append(spent)
+        logs.add(t, SECONDS.take())
         if not t.methods.claimed("before_update", "policy_loss", "regularize"):
             return
         values = combine(gather(t.accelerator, t.methods.metrics.take()))
-        for name, value in values.items():
-            t._metrics["train"][name].append(value)
+        logs.add(t, values)
         t.methods.stats = values
 
     # A factor on the learning rate of one optimizer step; the schedule itself stays untouched. It is put in where the
@@ -126,7 +125,7 @@ class MethodsCallback(TrainerCallback):
         self.lr_scale, self.idle = 1.0, False
         if self.trainer.accelerator.scaler is not None:
             skipped = float(self.trainer.accelerator.optimizer_step_was_skipped)
-            self.trainer._metrics["train"][SKIPPED].append(skipped)
+            logs.add(self.trainer, {SKIPPED: skipped})
             self._skipped.count(self.trainer.methods, skipped)
 
     def check_gradient(self) -> None:

@@ -31,6 +31,12 @@ def make_room(trainer: Trainer, rows: int) -> None:
             table.default_factory = lambda: deque(maxlen=rows)
 
 
+def add(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """One more value of each; TRL logs the mean of those since the last log."""
+    for name, value in values.items():
+        trainer._metrics["train"][name].append(value)
+
+
 def correct(
     trainer: Trainer,
     decision: Decision,
@@ -69,8 +75,7 @@ def correct(
     if not regular or not bool(decision.stays.all()):
         metrics["rl_plugins/rows_generated"].append(float(real))
         metrics["rl_plugins/rows_trained"].append(float(decision.trained.sum()))
-    for name, value in own.items():
-        metrics[name].append(value)
+    add(trainer, own)
 
 
 def extend_own_columns(trainer: Trainer, rows: int, values: Mapping[str, list[float]]) -> None:

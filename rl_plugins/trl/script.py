@@ -135,7 +135,8 @@ def run(argv: Sequence[str]) -> None:
             f"{' '.join(arguments.launch)} -m {MODULE} .."
         )
     parsed = parse(arguments.script)
-    with changed(trl, GRPOTrainer=GRPOTrainer) if parsed[1].methods else contextlib.nullcontext():
+    ours = parsed[1].methods or parsed[1].count_costs
+    with changed(trl, GRPOTrainer=GRPOTrainer) if ours else contextlib.nullcontext():
         grpo.main(*parsed)
     if torch.distributed.is_initialized():  # without this gloo sometimes aborts a process that is done ("terminate ..")
         torch.distributed.destroy_process_group()

@@ -54,12 +54,14 @@ class MethodsMixin(_Host):
     train_dataset: Any
     _generation_batch: GenerationBatch | None = None
     _loss_pass: loss.LossPass | None = None
+    _counts_costs = False
+    costs: Costs
+    meter: Meter
     _nothing_trained = False  # in the optimizer step that is being made
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
         named = bool(getattr(config, "methods", None))
-        self.costs, self.meter = Costs(), Meter()
         if named:
             hosts.check_served(type(self))
         if named or (config is None and isinstance(self, HostTrainer)):  # a constructor may make the config itself
@@ -67,6 +69,8 @@ class MethodsMixin(_Host):
                 super().__init__(*args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
+        if self.methods or getattr(self.args, "count_costs", False):
+            self._counts_costs, self.costs, self.meter = True, Costs(), Meter()
         if not self.methods:
             if named:
                 raise ConfigError(
@@ -196,7 +200,7 @@ class MethodsMixin(_Host):
         host = super()._generate_and_score_completions
         if not self.methods:
             batch_of_host: HostBatch = host(inputs)
-            if self._counts_costs:
+            if self._counts_costs and self.model.training:
                 costs.book(self, len(inputs) * self.accelerator.num_processes)
             return batch_of_host
         if not self.model.training:
@@ -217,22 +221,18 @@ class MethodsMixin(_Host):
         finally:
             self._generation_batch = None
 
-    @property
-    def _counts_costs(self) -> bool:
-        return self.model.training and (bool(self.methods) or getattr(self.args, "count_costs", False))
-
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         batch = self._generation_batch
-        if self._counts_costs and (batch is None or not batch.programs):  # those were counted when they ran
-            with costs.engine_counted(self):
-                generated = super()._generate(*args, **kwargs)
+        made_here = batch is None or not batch.programs  # rows of programs were counted when those ran
+        counts = self._counts_costs and self.model.training and made_here
+        with costs.engine_counted(self) if counts else contextlib.nullcontext():
+            generated = super()._generate(*args, **kwargs)
+        if counts:
             rows = HostRows.of(generated).ids
             self.meter.costs.rows_made += len(rows) if batch is None else sum(row.asked for row in batch.mine)
-        else:
-            generated = super()._generate(*args, **kwargs)
-        if self._generation_batch is not None:
-            generated = self._generation_batch.with_observed(generated)
-            self._generation_batch.generated = HostRows.of(generated)
+        if batch is not None:
+            generated = batch.with_observed(generated)
+            batch.generated = HostRows.of(generated)
         return generated
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ MODES = {
     "rl_plugins_colocate_async": "colocate_async",
     "rl_plugins_separate_async": "separate_async",
 }
-KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches")
+KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches", "count_costs")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Settings:
         max_unrewarded_batches: generation batches in a row in which no completion may have a reward (a service is
             down). They are skipped: no optimizer step, no hook after `rewards`. One more ends the run.
         seed: of the run (`data.seed`, 0 if it is not set).
+        count_costs: without methods: log what the run costs as runs with methods do, see
+            `rl_plugins.runtime.costs.Costs`. Nothing else changes.
     """
 
     methods: tuple[str, ...]
@@ -45,6 +47,7 @@ class Settings:
     rewards: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
+    count_costs: bool = False
 
     def stack(self) -> MethodStack:
         """The methods, built anew.
@@ -80,12 +83,16 @@ def read_settings(config: Any) -> Settings | None:
     params = registry.parse_method_params(plain.get("method_params"))
     seed = OmegaConf.select(config, "data.seed")
     most = plain.get("max_unrewarded_batches", MAX_UNREWARDED_BATCHES)
+    counts = plain.get("count_costs", False)
+    if not isinstance(counts, bool):
+        raise ConfigError(f"rl_plugins.count_costs={shown(counts)} is given; it is true or false.")
     return Settings(
         methods=tuple(methods),
         method_params=params,
         rewards=_rewards(plain.get("rewards"), config),
         seed=int(seed or 0),
         max_unrewarded_batches=check_max_unrewarded_batches(most, "rl_plugins.max_unrewarded_batches"),
+        count_costs=counts,
     )
 
 

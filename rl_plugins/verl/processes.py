@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,6 +29,12 @@ def report(actor: Any, methods: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def ask(workers: Sequence[Any], function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What a function says that runs in each worker, with the worker as its first argument."""
+    answers: list[Any] = ray.get([w.__ray_call__.remote(function, *args) for w in workers])
+    return answers
+
+
 def confirm(stack: MethodStack, workers: Mapping[str, Sequence[Any]]) -> str:
     """Asks every worker for its methods and compares them with the driver's.
 
@@ -41,7 +47,7 @@ def confirm(stack: MethodStack, workers: Mapping[str, Sequence[Any]]) -> str:
     mine = report(None, stack.names)
     places = [(place, w) for place, group in workers.items() for w in group]
     try:
-        found = ray.get([w.__ray_call__.remote(report, stack.names) for _, w in places])
+        found = ask([w for _, w in places], report, stack.names)
     except Exception as e:
         raise ConfigError(
             f"A worker could not confirm the methods ({type(e).__name__}: {e}). rl-plugins must be installed in the "

@@ -21,6 +21,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
 from rl_plugins.runtime.programs import Running, drive
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.verl import costs
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
 from rl_plugins.verl.config import chat_of
 from rl_plugins.verl.facts import TOP_LOGPROBS
@@ -92,6 +93,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
         engine = VerlEngine(
             self.server_manager, self.rollout_config, session, kwargs, sampling_params, self._request_id(kwargs)
         )
+        costs.program_begins()
         started = time.monotonic()
         rollouts = await drive(Running(method, prompt), engine)
         metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - started)
@@ -166,7 +168,9 @@ class VerlEngine:
 
     async def generate(self, prompt: Prompt, request: Generate) -> list[Generated]:
         params = self._params(request)
-        return list(await asyncio.gather(*(self._one(prompt.chat, request, params) for _ in range(request.n))))
+        made = list(await asyncio.gather(*(self._one(prompt.chat, request, params) for _ in range(request.n))))
+        costs.program_sampled(request, made)
+        return made
 
     def _params(self, request: Generate) -> dict[str, Any]:
         """verl's sampling parameters for a request."""
@@ -234,6 +238,7 @@ class VerlEngine:
                 "on the devices of the trainer. Give the reward model devices of its own "
                 "(reward.reward_model.enable_resource_pool=True), or remove the method."
             )
+        costs.program_scored(trajectory)
         output = self.output(trajectory, False, AgentLoopMetrics(), {"rollout": 0, "index": 0})
         output.reward_score = None
         await worker._compute_score([output], kwargs=row_kwargs(self._kwargs, output))

@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
 from rl_plugins.runtime.resume import resume, save_run
@@ -44,6 +45,7 @@ from rl_plugins.verl.batch import (
 from rl_plugins.verl.client import with_versions
 from rl_plugins.verl.compat import states_its_mode
 from rl_plugins.verl.config import MODES, chat_of, end_tokens
+from rl_plugins.verl.costs import Meters
 from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
@@ -60,6 +62,7 @@ class MethodsTrainer(host.Trainer):
     Attributes:
         methods: the stack; the only copy of the methods' state.
         methods_mode: the mode of verl that is followed.
+        costs: what the run has cost so far.
     """
 
     methods_mode = "sync"
@@ -77,6 +80,8 @@ class MethodsTrainer(host.Trainer):
         self._skipped = SkippedSteps()
         self._submitted: dict[str, PlanRow] = {}  # uid -> plan row, of the batch that is generated
         self._planned_prompts = 0
+        self.costs = Costs()
+        self._counts_costs = bool(self.methods) or self.settings.count_costs
         super().__init__(config)
         if self.methods:
             chosen = config.trainer.v1.sampler.get("poll_interval")  # a key of patches/verl/V11; 2.0 is its default
@@ -128,6 +133,8 @@ class MethodsTrainer(host.Trainer):
                 return wait(*args, **kwargs)
 
             self.replay_buffer._wait_for_next_poll = watched_wait
+        if self._counts_costs:
+            self._meters = Meters(agent_loop_manager.agent_loop_workers)
         super().fit(agent_loop_manager)
 
     def get_llm_client(self) -> Any:
@@ -142,13 +149,15 @@ class MethodsTrainer(host.Trainer):
         folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
         folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder
         batch = self.global_steps * self.parameter_sync_step
-        resume(self.methods, folder, fingerprint=self._fingerprint, step=self.global_steps, batch=batch)
+        saved = resume(self.methods, folder, fingerprint=self._fingerprint, step=self.global_steps, batch=batch)
+        self.costs = Costs.of_checkpoint(saved)
 
     def _save_checkpoint(self) -> None:
         if self.methods:  # first: verl's last act is the tracker file that makes the checkpoint findable
             folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
             os.makedirs(folder, exist_ok=True)
-            save_run(folder, self.methods.state_dict(self._fingerprint), self.global_steps)
+            state = self.methods.state_dict(self._fingerprint)
+            save_run(folder, state, self.global_steps, **{NOTE: self._counted().plain()})
         super()._save_checkpoint()
 
     # ---- what is generated
@@ -277,7 +286,17 @@ class MethodsTrainer(host.Trainer):
             metrics[name] = sum(values) / len(values)
         if self._ages:
             metrics |= staleness_metrics(*torch.cat(self._ages, dim=1))
+        if self._counts_costs:
+            metrics |= self._counted().logged()
         return batch
+
+    def _counted(self) -> Costs:
+        """The costs so far, all agent-loop workers asked."""
+        try:
+            self.costs += self._meters.take()
+        except ray.exceptions.RayActorError as e:
+            raise died("agent loop", e) from e
+        return self.costs
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         self._ranks = dp_size
@@ -322,10 +341,12 @@ class MethodsTrainer(host.Trainer):
     def _compute_advantage(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
         batch = super()._compute_advantage(batch, metrics)
         if self._selected is None:
+            self.costs.rows_trained_total += sum(not is_padding(tag) for tag in batch.tags)
             return batch
         with SECONDS.part("driver"):
             settled = self._decisions().settle(batch, self._selected)
         self._selected, self._settled = None, settled
+        self.costs.rows_trained_total += int(settled.decision.trained.sum())
         self._logged += [dict(settled.metrics), SECONDS.take()]
         trained = settled.decision.rollouts.subset(settled.decision.stays)
         self._ages.append(self._published - torch.stack([trained.newest_version, trained.version]))

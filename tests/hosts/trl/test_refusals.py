@@ -434,10 +434,11 @@ def test_an_untested_version_is_refused(monkeypatch):
     compat.check_trl_version()
 
 
-def test_the_config_adds_four_fields_and_changes_none():
+def test_the_config_adds_five_fields_and_changes_none():
     own = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     stock = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
-    assert set(own) - set(stock) == {"methods", "method_params", "rollout_cache_gb", "max_unrewarded_batches"}
+    added = {"methods", "method_params", "rollout_cache_gb", "max_unrewarded_batches", "count_costs"}
+    assert set(own) - set(stock) == added
     assert all(own[k] == v for k, v in stock.items())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ HERE = Path(__file__).parent
 PROBES = HERE.parent / "trl"
 MARK = "RL_PLUGINS_TEST_RUN"
 PROMPTS, SAMPLES = 8, 8
+COSTS = ("tokens_decoded", "tokens_read", "engine_calls", "engine_seconds", "rows_made", "rows_trained_total")
 PROGRAMS = {
     "ladder": "Agent",
     "turns_apart": "TurnsApart",
@@ -36,6 +38,7 @@ PROGRAMS = {
     "sleepy": "Sleepy",
     "failing": "Failing",
     "gone": "Gone",
+    "wasteful": "Wasteful",
 }
 
 # Rollouts on a device of their own, one batch per publication.
@@ -106,6 +109,17 @@ class Run:
     def measured(self, step: int) -> dict[str, float]:
         """verl's own metrics of staleness."""
         return next(e["metrics"] for e in self.of("measured") if e["step"] == step)
+
+    def served(self, start: float = 0.0, end: float = math.inf) -> tuple[int, int, int]:
+        """Requests the rollout servers finished in a time, the tokens they made, and those of the contexts they read:
+        counted in the servers. Requests that never ran are left out."""
+        lines = (self.folder / "served.jsonl").read_text().splitlines()
+        found = [row for row in map(json.loads, lines) if start <= row[0] < end and row[1]]
+        return len(found), sum(row[1] for row in found), sum(row[2] for row in found)
+
+    def costs(self, step: int) -> dict[str, float]:
+        """What a run cost until the end of a step, as it was logged."""
+        return {name: self.metrics(step)[f"rl_plugins/{name}"] for name in COSTS}
 
     def steps(self) -> list[dict[str, Any]]:
         """What every decision said, in order."""
@@ -221,6 +235,19 @@ def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
     code = run.wait()
     assert code == 0, run.log[-8000:]
     return run
+
+
+def check_costs(killed: Run, resumed: Run, step: int, last: int) -> None:
+    """Costs of a run that was killed and went on from `step`: nothing of what its servers did until then is lost, and
+    nothing is counted twice."""
+    saved, after = killed.costs(step), resumed.costs(last)
+    assert all(after[name] > saved[name] > 0 for name in COSTS), (saved, after)
+    assert resumed.costs(step + 1)["tokens_decoded"] >= saved["tokens_decoded"]
+    checkpoint = next(e["t"] for e in killed.of("saved") if e["step"] == step)
+    before = killed.served(end=checkpoint)
+    more = resumed.served(end=next(e["t"] for e in resumed.of("stepped") if e["step"] == last))
+    for name, old, new in zip(("engine_calls", "tokens_decoded", "tokens_read"), before, more, strict=True):
+        assert saved[name] <= old and after[name] <= old + new, (name, saved, after, before, more)
 
 
 def check_groups(processes: Sequence[Run], resumed_from: Sequence[int], rows: int = SAMPLES) -> tuple[int, int]:

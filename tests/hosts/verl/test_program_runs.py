@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PROMPTS, SAMPLES, STALENESS, Run, finished, start
+from runs import COSTS, PROMPTS, SAMPLES, STALENESS, Run, finished, start
 from test_runs import reference, rows_of
 
 from rl_plugins.demo.policy import build_tokenizer, load_policy
@@ -21,7 +21,7 @@ from rl_plugins.methods.ui_s1 import UiS1
 pytestmark = pytest.mark.host
 
 PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
-PLACES += ["ladder+mc_grpo", "ladder"]
+PLACES += ["ladder+mc_grpo", "wasteful", "ladder"]
 METHODS = [
     "turn_control+hgpo+watch",
     "cleaner+watch",
@@ -135,6 +135,50 @@ def test_without_optimizer_steps_nothing_moves(carousel: Run) -> None:
         logged = carousel.metrics(number)
         assert logged["rl_plugins/rows_generated"] == 64 and "actor/grad_norm" not in logged
     assert [u["lr"] for u in carousel.updates()[:7]] == pytest.approx([6e-5 * k for k in range(7)])
+
+
+def spent(run: Run, number: int) -> dict[str, float]:
+    """What a step cost."""
+    before = run.costs(number - 1) if number > 1 else dict.fromkeys(COSTS, 0.0)
+    return {name: value - before[name] for name, value in run.costs(number).items()}
+
+
+def of_step(run: Run, kind: str, number: int) -> float:
+    return next(e["t"] for e in run.of(kind) if e["step"] == number)
+
+
+SCORING = {"grafting", "scope+watch"}  # programs that ask for rewards, which costs tokens that no server reads
+
+
+@pytest.mark.parametrize("names", PLACES + METHODS)
+def test_costs_are_what_the_servers_did(carousel: Run, names: str) -> None:
+    """Decoded and read tokens and requests of every program, against the servers' own counts. Validation, which comes
+    after two of the steps, is not among them."""
+    number = (PLACES + METHODS).index(names) + 1
+    cost, until = spent(carousel, number), of_step(carousel, "stepped", number)
+    calls, decoded, read = carousel.served(of_step(carousel, "step", number), until)
+    assert cost["tokens_decoded"] == decoded > 0 and cost["engine_calls"] == calls > 0
+    assert cost["tokens_read"] >= read and (cost["tokens_read"] == read or names in SCORING)
+    assert 0 < cost["engine_seconds"] < until - of_step(carousel, "step", number)
+    assert cost["rows_trained_total"] == int(carousel.steps()[number - 1]["decision"].trained.sum())
+    assert cost["rows_made"] <= calls
+
+
+def test_a_program_that_throws_away_half_shows_it(carousel: Run) -> None:
+    """The case of issue 16: 2n samples, n kept, and verl logs half of what was made."""
+    number = PLACES.index("wasteful") + 1
+    wasteful, logged = spent(carousel, number), carousel.metrics(number)
+    assert logged["rl_plugins/rows_generated"] == 64 and wasteful["rows_made"] == 128 == wasteful["engine_calls"]
+    kept = int(step(carousel, "wasteful")["decision"].rollouts.length.sum())
+    assert wasteful["tokens_decoded"] > 1.5 * kept, "as many tokens are in rows that nobody sees"
+    rows = {names: spent(carousel, PLACES.index(names) + 1)["rows_made"] for names in ("ladder", "turns_apart", "idle")}
+    assert rows == {"ladder": 64, "turns_apart": 64, "idle": 64}, "a turn continues its row"
+    assert spent(carousel, PLACES.index("ladder") + 1)["engine_calls"] == 3 * 64
+
+
+def test_validation_costs_apart(carousel: Run) -> None:
+    first = of_step(carousel, "validation", len(PLACES))
+    assert carousel.served(first, of_step(carousel, "step", len(PLACES) + 1))[0] > 0, "it asked the same servers"
 
 
 def test_a_batch_of_which_no_row_stays_makes_no_step(carousel: Run) -> None:
@@ -458,6 +502,13 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
         assert d.estimator == "gigpo" and len(d.rollouts.turns.row) == 3 * 64
         assert logged["ladder/asked"] == 64 and logged["actor/grad_norm"] > 0
     assert mixed > 0, "rollouts were interrupted, and went on with newer weights"
+    first, last = run.costs(1), run.costs(3)
+    calls, decoded, read = run.served(end=of_step(run, "stepped", 3))
+    assert first["rows_made"] == 1.5 * 64, "begun, whatever is trained"
+    assert last["rows_trained_total"] == 3 * 64 <= last["rows_made"] and 3 * last["rows_trained_total"] < calls
+    known = [torch.load(run.folder / f"watch{k}.pt", weights_only=False)[1] for k in range(3)]
+    assert sum(map(len, known)) < last["tokens_decoded"] <= decoded, "and of what waits, what was made until now"
+    assert last["tokens_read"] <= read and last["engine_calls"] <= calls
     # `linear_ts` chooses ahead of the feedback: a plan is of one domain, and is trained up to a batch later
     plans = [rows_of(run, event["prompts"]) for event in run.of("plan")]
     assert len(plans) >= 3 and all(len({row["level"] for row in rows}) == 1 for rows in plans)

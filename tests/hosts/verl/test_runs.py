@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_groups, finished, start
+from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_costs, check_groups, finished, start
 
 sys.path.insert(0, str(PROBES))
 
@@ -668,6 +668,7 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
     assert in_flight and in_flight <= trained[2] | trained[3], "nothing that was in flight is lost"
     assert check_groups([killed, resumed], [2], rows=SAMPLES + 1) == (4 * PROMPTS, PROMPTS)
     assert resumed.metrics(4)["vade/seen"] > killed.metrics(2)["vade/seen"]
+    check_costs(killed, resumed, 2, 4)
 
 
 def test_separate_async_with_a_kill(tmp_path: Path) -> None:
@@ -700,6 +701,7 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
         [*options, "trainer.total_training_steps=4", "trainer.resume_mode=auto"],
         trainer=trainer,
     )
+    check_costs(run, resumed, 2, 4)
     trained, waiting = check_groups([run, resumed], [2])
     assert trained == 4 * PROMPTS and waiting > 0
     kept = {i for r in (run, resumed) for e in r.of("plan") if e["step"] in (2, 3, 4) for i in e["prompts"]}

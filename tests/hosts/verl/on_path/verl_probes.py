@@ -42,6 +42,10 @@ def _carousel(module: object) -> None:
         """Writes what a step decided."""
 
         class Watched(cls):
+            def on_step_begin(self):
+                note("step", step=self.global_steps)
+                super().on_step_begin()
+
             def _next_train_batch(self, num_prompts=None):
                 down = str(self.global_steps) in os.environ.get("RL_PLUGINS_TEST_OUTAGE", "").split(",")
                 (OUT / "outage").touch() if down else (OUT / "outage").unlink(missing_ok=True)
@@ -118,6 +122,10 @@ def _carousel(module: object) -> None:
                 super()._compute_metrics(batch, metrics, *args, **kwargs)
                 found = {k: float(v) for k, v in metrics.items() if "off_policy" in k}
                 note("measured", step=self.global_steps, metrics=found)
+
+            def on_validate_begin(self):
+                note("validation", step=self.global_steps)
+                super().on_validate_begin()
 
             def on_step_end(self):
                 super().on_step_end()
@@ -245,11 +253,24 @@ def _slow_decoder(module: object) -> None:
         module.Decoder.step = step
 
 
+def _served(module: object) -> None:
+    """Writes what the server did for every request, counted in the server."""
+    host = module.Server._output
+
+    def _output(self, request, stop_reason):
+        with (OUT / "served.jsonl").open("a") as f:
+            f.write(f"[{time.time()}, {len(request.tokens)}, {len(request.prompt)}]\n")
+        return host(self, request, stop_reason)
+
+    module.Server._output = _output
+
+
 note("loaded", argv=os.sys.argv[:2]) if "RL_PLUGINS_TEST_OUT" in os.environ else None
 after_import("rl_plugins.verl.trainer", _carousel)
 after_import("rl_plugins.verl.loss", _dump_updates)
 after_import("rl_plugins.verl.workers", _worker_of_carousel)
 after_import("rl_plugins.verl.cpu.decoder", _slow_decoder)
+after_import("rl_plugins.verl.cpu.server", _served)
 
 
 def _methods():

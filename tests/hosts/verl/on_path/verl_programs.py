@@ -188,6 +188,16 @@ class Failing(Program):
         return [prompt.start().add(g) for g in made]
 
 
+class Wasteful(Program):
+    """Samples twice as many completions as it keeps."""
+
+    name = "wasteful"
+
+    def rollout(self, prompt):
+        made = yield Generate(prompt.start(), n=2 * prompt.n, max_tokens=4)
+        return [prompt.start().add(g) for g in made[: prompt.n]]
+
+
 class Gone(probes.Probe):
     """No row stays."""
 
