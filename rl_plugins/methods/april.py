@@ -1,4 +1,5 @@
-"""APRIL (arXiv 2509.18521): begin more groups than are trained, stop when enough are complete, go on with the rest."""
+"""APRIL (arXiv 2509.18521): start more groups than are trained, stop when enough are complete, resume the rest
+later."""
 
 from __future__ import annotations
 
@@ -22,32 +23,32 @@ CORRECTION = "algorithm.rollout_correction.rollout_is"
 
 
 class April(Method):
-    """Active Partial Rollouts: a batch no longer waits for its longest rollout.
+    """Active Partial Rollouts: a batch does not wait for its longest rollouts, which are resumed in a later batch.
 
-    N groups are trained per batch, N' = floor(over_sampling * N) are in the making:
+    Each batch trains N groups and works on N' = floor(over_sampling * N):
 
         go on with the groups that wait, those that waited longest first; begin new ones until there are N'
         decode all of them; stop as soon as N are complete (every rollout ended or reached the length limit)
         train these N; all others wait with their tokens, log-probs and policy versions
 
     A group is never split: its rollouts share a prompt, and may mix policy versions, as may the tokens of a rollout. A
-    rollout that goes on has the rest of the length limit left. N' = N is the host's own batch.
+    resumed rollout keeps the rest of its length limit. N' = N is the host's own batch.
 
-    Tokens a group brings from earlier batches are off-policy. The authors train on them as they are, with old log-probs
-    computed by the current weights, so the ratio starts at 1 (`correction: none`). Else
+    Tokens that a group brings from earlier batches are off-policy. The authors train on them unchanged, with old
+    log-probs computed by the current weights, so the ratio starts at 1 (`correction: none`). The alternatives:
 
         mask        tokens older than the batch's newest leave the update (their reward still counts for the group)
         token_tis   A_t <- A_t * min(exp(lp_t^old - lp_t^rollout), tis_cap)
 
-    A group begun more than `max_staleness` batches ago is begun anew (`stale: restart`) or given up (`drop`), complete
+    A group started more than `max_staleness` batches ago is restarted (`stale: restart`) or dropped (`drop`), complete
     or not. Without a limit every rollout is trained in the end.
 
     Symbols: tokens (tokens,) flat, over rows; lp^old of the policy before the update, lp^rollout of the sampling one,
     float32, nats; advantages float64. Versions are published weights: in TRL every optimizer step publishes.
 
-    Special cases: groups beyond N that are complete when decoding stops wait, complete, and are trained and scored
-    next; where all groups of a batch waited complete, their newest tokens count as its own for `mask`. A token whose
-    rollout log-prob is not known has weight 1.
+    Special cases: further groups that are complete when decoding stops are scored and trained in the next batch. If all
+    groups of a batch were complete before it, `mask` keeps their newest tokens. A token without a known rollout
+    log-prob has weight 1.
 
     State: none of its own (the queue is the driver's and is saved with it).
 
@@ -115,18 +116,18 @@ class April(Method):
         "strategy drop, which drops only complete groups that are stale. `correction` acts alike in both hosts."
     )
     disagreements = (
-        "The authors' code loses groups that complete in the same moment as the N-th; here they wait. "
-        "`rl_plugins.simulation` counts both.",
-        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text again when"
-        " it goes on; here they are saved, as token ids.",
-        "`max_staleness` is ours.",
+        "The authors' code loses groups that complete in the same moment as the N-th; here they "
+        "wait. `rl_plugins.simulation` counts both.",
+        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text "
+        "again when it resumes; here they are saved as token ids.",
+        "`max_staleness` is our addition.",
     )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
     host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
         Idle(
             {"waiting": 0},
-            "no group of a batch was left for a later one. Lengths are alike, or `over_sampling` is 1.",
+            "no group was left for a later batch. Completions have similar lengths, or `over_sampling` is 1.",
         ),
     )
     paper_settings = {
@@ -145,15 +146,19 @@ class April(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        over_sampling: float = param(2.0, "N'/N, groups in the making per group trained; 1: none", ge=1, le=64)
-        max_staleness: int | None = param(None, "batches after which a waiting group is given up; none: never", ge=0)
+        over_sampling: float = param(
+            2.0, "N'/N, groups in progress per group trained; 1: no over-provisioning", ge=1, le=64
+        )
+        max_staleness: int | None = param(
+            None, "number of batches after which `stale` acts on a waiting group; none: never", ge=0
+        )
         stale: Literal["restart", "drop"] = param(
-            "restart", "fate of such a group: begun anew, or given up", only_if={"max_staleness": GIVEN}
+            "restart", "treatment of such a group: restart it, or drop it", only_if={"max_staleness": GIVEN}
         )
         correction: Literal["none", "mask", "token_tis"] = param(
-            "none", "treatment of tokens that an older policy made"
+            "none", "treatment of tokens that an older policy sampled"
         )
-        tis_cap: float = param(2.0, "largest weight of a token", ge=1, only_if={"correction": "token_tis"})
+        tis_cap: float = param(2.0, "largest importance weight of a token", ge=1, only_if={"correction": "token_tis"})
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -178,8 +183,8 @@ class April(Method):
         p = self.params
         if run.host == "verl" and p.max_staleness is not None and p.stale == "restart":
             raise ConfigError(
-                "verl drops groups that are too old and cannot restart them. Set `stale: drop`, or leave "
-                "`max_staleness` out."
+                "verl drops groups that are too old and cannot restart them. Set `stale: drop`, or "
+                "remove `max_staleness`."
             )
 
     def budget(self, budget: Budget, run: Run) -> Budget:

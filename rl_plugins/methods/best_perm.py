@@ -1,4 +1,4 @@
-"""BestPerm (arXiv 2401.08961): prompts without a success try hints one after another, in the best order."""
+"""BestPerm (arXiv 2401.08961): prompts without a success try hints one after another, in a learned order."""
 
 from __future__ import annotations
 
@@ -23,37 +23,38 @@ MOST_LOGGED = 16  # hints with a metric of their own
 class BestPerm(Method):
     """A cascade of hints: after plain rollouts without a success, the next hint, until one succeeds.
 
-    Reconstruction: the oracle is that of the paper's problem, a dynamic program that was derived anew; the paper has
-    neither hints nor language models, and its values are those of states of a Markov process, not constants.
+    Reconstruction: the oracle solves the paper's problem by a dynamic program that we derived ourselves. The paper has
+    neither hints nor language models, and its values belong to states of a Markov process and are not constants.
 
-    Every prompt gets n_first plain rollouts. Round by round each prompt without a success then tries the next hint of
+    Every prompt gets n_first plain rollouts. Then, in each round, every prompt without a success tries the next hint of
     its list, with n_hint rollouts under the hinted prompt. The list A of at most m = `max_hints` hints maximizes
 
         f(A) = sum_i [prod_{j<i} (1 - u_j)] u_i w_i + [prod_{all i} (1 - u_i)] w_none
 
-    with u_k the estimated acceptance of hint k, the chance that a try of it has a success, and w_k its value if it has
+    with u_k the estimated acceptance of hint k, the probability that a try of it succeeds, and w_k its value if it does
     (`best_permutation`). After the batch, for every hint k that was tried:
 
         a_k <- a_k + 1[a rollout of the try succeeded],   b_k <- b_k + 1[none did]
         u_k  = (a_k + 1) / (a_k + b_k + 2)                                  `estimate: posterior`
         u_k  = min(1, a_k / (a_k + b_k) + sqrt(1.5 ln t / (a_k + b_k)))     `estimate: upper`, 1 for a hint never tried
 
-    with t = 1 + cascades so far. Hints behind the accepted one, and those there was no room for, were not observed and
-    are not counted. All rollouts of a prompt are one group: the estimator compares those of a hint with the plain ones.
+    with t = 1 + cascades so far. Hints after the accepted one, and those that did not fit into the batch, were not
+    observed and are not counted. All rollouts of a prompt are one group: the estimator compares those of a hint with
+    the plain ones.
 
-    Hints are the texts in `hints_column`, a list per prompt (the k-th of every prompt is hint k), put into the prompt
-    by `hint_template`; or `templates`, texts with {prompt}. w_k is `values[k]`, net of what the hint costs; by default
-    1 - k / K for the k-th of K from 0, so that earlier hints are worth more. A cost that failed tries pay too is not
-    part of this problem, and the list is then not the best one.
+    Hints come from `hints_column`, a list of texts per prompt (the k-th of every prompt is hint k), which
+    `hint_template` puts into the prompt; or from `templates`, texts with {prompt}. w_k is `values[k]`, net of the
+    hint's cost. By default it is 1 - k / K for hint k of K, counted from 0, so earlier hints are worth more. The
+    problem has no cost for failed tries; if they cost something, the list is not optimal.
 
     Symbols: u, w one per hint. A success is a reward >= success_threshold, of the reward functions, before `rewards`
     hooks.
 
-    Special cases: the group size is the room: what prompts with an early success do not need serves others, in the
-    order of the plan, and what nobody needs stays empty. Hints with w_k <= w_none are never tried. Of equal values the
-    likelier hint comes first, which changes no f. A rollout without a reward (NaN) is no evidence; a prompt without any
-    reward asks for nothing, a try without any is not counted. Prompts with given completions are left as planned. A
-    rollout of several rows counts once.
+    Special cases: the batch has group size rows per prompt. Rows that prompts with an early success do not need go to
+    other prompts, in the order of the plan; rows that no prompt needs stay empty. Hints with w_k <= w_none are never
+    tried. Among hints of equal value the likelier one comes first, which leaves f unchanged. A rollout without a reward
+    (NaN) is no evidence; a prompt without any reward asks for nothing, and a try without any reward is not counted.
+    Prompts with given completions are left as planned. A rollout of several rows counts once.
 
     State: `accepted`, `rejected` per hint, `cascades`.
 
@@ -109,12 +110,12 @@ class BestPerm(Method):
         "average; the total never exceeds the host's batch."
     )
     disagreements = (
-        "The paper's values depend on the state and are learned with a bonus; here they are constants, and the "
-        "acceptance alone is estimated, stationary and alike for all prompts.",
+        "The paper's values depend on the state and are learned with a bonus; here they are "
+        "constants. Only the acceptance is estimated, as stationary and equal for all prompts.",
         "A later hint meets only prompts on which the earlier ones failed, so its estimate is that of hard prompts.",
-        "`upper` is the bound of cascading bandits (1.5 ln t); the paper's has another bonus. `posterior`, rounds in "
-        "the room of the batch and default values are ours. In `examples/evidence/best_perm.py` `posterior` is worth "
-        "more over the first 1600 prompts.",
+        "`upper` is the bound of cascading bandits (1.5 ln t); the paper's bound has another "
+        "bonus. `posterior`, rounds within the batch and default values are ours. In "
+        "`examples/evidence/best_perm.py` `posterior` gains more value over the first 1600 prompts.",
     )
     needs = frozenset({"prompt_index"})
     rounds = True
@@ -122,8 +123,8 @@ class BestPerm(Method):
     idle = (
         Idle(
             {"hinted": 0.0},
-            "no prompt tried a hint: each had a success among its first rollouts, or no hint is worth more than "
-            "`value_none`, or n_first leaves no room.",
+            "no prompt tried a hint: each had a success among its first rollouts, no hint is worth "
+            "more than `value_none`, or `n_first` leaves no rows for hints.",
         ),
     )
     example_params = {"hints_column": "hints"}
@@ -134,25 +135,29 @@ class BestPerm(Method):
         hint_template: str = param(
             "{prompt}\n\nHint: {hint}", "the hinted prompt, with {prompt} and {hint}", only_if={"hints_column": GIVEN}
         )
-        templates: tuple[str, ...] = param((), "hinted prompts with {prompt}, instead of a column")
-        n_first: int | None = param(None, "plain rollouts of every prompt; none: half of the group size", ge=1)
-        n_hint: int = param(1, "rollouts of a try", ge=1)
-        max_hints: int = param(3, "m, hints a prompt tries at most", ge=1, le=32)
+        templates: tuple[str, ...] = param((), "hinted prompts with {prompt}, used instead of a column")
+        n_first: int | None = param(
+            None, "number of plain rollouts of every prompt; none: half of the group size", ge=1
+        )
+        n_hint: int = param(1, "number of rollouts of a try", ge=1)
+        max_hints: int = param(3, "m, most hints that a prompt tries", ge=1, le=32)
         values: tuple[float, ...] = param(
-            (), "w, value of a success by each hint, net of its cost; none: 1 - k/K for hint k of K"
+            (),
+            "w, value of a success with each hint, net of its cost, for example [1, 0.5]; "
+            "empty: 1 - k/K for hint k of K",
         )
         value_none: float = param(0.0, "w_none, value of no success")
         estimate: Literal["upper", "posterior"] = param(
             "upper", "acceptance as an upper confidence bound (paper) or the mean of a Beta posterior"
         )
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
 
         def check(self) -> None:
             if bool(self.hints_column) == bool(self.templates):
                 raise ConfigError(
-                    f"{'both' if self.templates else 'neither'} `hints_column` and `templates` are given; give one of "
-                    f"them: a dataset column with lists of hints, or hinted prompts with {{prompt}}."
+                    f"{'both' if self.templates else 'neither'} `hints_column` and `templates` are given; give "
+                    f"exactly one: a dataset column with lists of hints, or hinted prompts with {{prompt}}."
                 )
             wanted = ("{prompt}", "{hint}") if self.hints_column else ("{prompt}",)
             for text in [self.hint_template] if self.hints_column else self.templates:
@@ -307,12 +312,12 @@ class BestPerm(Method):
         return row.replace(n=n, spare=0, given=(), edit=edit, payload=payload)
 
     def _cell(self, row: PlanRow, column: str) -> Any:
-        """What stands in a column of a planned prompt."""
+        """The content of a column of a planned prompt."""
         if row.edit and column in row.edit:
             return row.edit[column]
         if row.prompt_index < 0:
             raise MethodError(
-                f"A foreign prompt of the plan has no column `{column}` in its `edit`, where hints come from."
+                f"A foreign prompt of the plan has no column `{column}` in its `edit`. Add it; hints are read from it."
             )
         return cell(self._dataset, row.prompt_index, column)
 

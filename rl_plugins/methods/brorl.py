@@ -1,4 +1,5 @@
-"""BroRL (arXiv 2510.01180): hundreds of rollouts per prompt, one scale of advantages, and a learning rate for them."""
+"""BroRL (arXiv 2510.01180): hundreds of rollouts per prompt, advantages normalized over the batch, and a matching
+learning rate."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
 
 
 class BroRL(Method):
-    """Broadened RL: a plateau of training is left by N = 512 rollouts per prompt instead of 16.
+    """Broadened RL: leaves a training plateau with N = 512 rollouts per prompt instead of 16.
 
     Of the N rollouts of a prompt with rewards r_i, over all groups of a generation batch:
 
@@ -29,30 +30,30 @@ class BroRL(Method):
         c_i = r_i - mean of the group
         A_i = (c_i - mean c) / (std c + eps)                      over the trajectories of all groups that are left
 
-    `norm_over: token` weighs each trajectory with its tokens L_i, as verl's `reinforce_plus_plus_baseline` does: mean
-    and variance over tokens, A_i = (c_i - mean c) / sqrt(var c + eps). `none` is A_i = c_i.
+    `norm_over: token` weights each trajectory by its number of tokens L_i, as verl's `reinforce_plus_plus_baseline`
+    does: mean and variance over tokens, A_i = (c_i - mean c) / sqrt(var c + eps). `none` is A_i = c_i.
 
-    N is the host's number of rollouts per prompt. A `ramp` of pairs (batch, N) changes it during a run: from that
-    generation batch on, the plan has floor(rows / N) prompts of N rollouts in the same number of rows.
+    N is the host's number of rollouts per prompt. A `ramp` of pairs (batch, N) changes it during a run: starting with
+    that generation batch, the plan has floor(rows / N) prompts of N rollouts in the same number of rows.
 
     With `base_rows`, the rows per optimizer step that the host's learning rate was tuned for, each optimizer step of B
     rows has
 
         lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
 
-    without a change to schedule or moments. Without `base_rows` the rate is the host's. A ramp does not change the rows
-    of an update and therefore not its rate. B counts the rows that are trained: groups that leave and are not replaced
-    make the step smaller, and the rate with it.
+    The schedule and the optimizer's moments stay as they are. Without `base_rows` the rate is the host's. A ramp does
+    not change the rows of an update and therefore not its rate. B counts the trained rows: groups that leave without
+    replacement make the step, and so the rate, smaller.
 
-    Why breadth helps, for one token and exact sums: `mass_balance`.
+    `mass_balance` shows why breadth helps, for one token and exact sums.
 
     Symbols: r, c, A (rows,) float64; L (rows,) tokens that may carry a gradient. Deviations have the divisor n - 1.
 
     Special cases: rollouts without a reward (NaN) are in no statistic and have A = 0; a group with fewer than two
-    scored rollouts has none that differ, so it leaves, or has A = 0 for every `norm_over`. A batch whose rewards are
-    equal in every group has A = 0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of several
-    rows counts once, with the mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that does
-    not divide the rows of a batch leaves fewer than N of them empty. Groups of given completions stay as they are.
+    scored rollouts leaves, or has A = 0 with every `norm_over`. A batch whose rewards are equal in every group has A =
+    0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of several rows counts once, with the
+    mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that does not divide the rows of a
+    batch leaves fewer than N of them empty. Groups of given completions stay as they are.
 
     Logs: `signal`, share of the groups with unequal rewards; `success`, mean over groups of the share of rewards >=
     success_threshold; `distinct_answers` per group; `unseen_mass`, Good-Turing estimate of the probability of answers
@@ -64,8 +65,7 @@ class BroRL(Method):
         MethodError: a batch has fewer rows than the N of the ramp.
 
     Source: arXiv 2510.01180, recipe and Theorem 1 (mass balance) as quoted by two summaries and a review that agree
-    with the abstract; the theorem was derived anew and checked by finite differences.
-    """
+    with the abstract; we derived the theorem ourselves and checked it by finite differences."""
 
     name = "brorl"
     paper = Paper(
@@ -117,8 +117,9 @@ class BroRL(Method):
     )
     disagreements = (
         "The paper was read through summaries and a review, not in full; no code was found.",
-        "Divisor n - 1 and eps 1e-8 are not said. Mean and deviation are taken over trajectories by default: the paper "
-        "builds on a recipe that takes them over tokens in verl (`norm_over: token`), where long responses weigh more.",
+        "The source does not state divisor n - 1 and eps 1e-8. Mean and deviation are taken over "
+        "trajectories by default: the paper builds on a recipe that takes them over tokens in verl "
+        "(`norm_over: token`), where long responses weigh more.",
         "The paper refills a batch after dynamic sampling; here groups that leave are not replaced.",
         "`ramp` and `norm_over: none` are ours. One summary of the theorem drops the factor 1/N, which scales eta.",
         "Clip range, temperature, weights of the sampling policy and resets of the reference are options of the host; "
@@ -129,7 +130,7 @@ class BroRL(Method):
     idle = (
         Idle(
             {"signal": 0.0},
-            "the rewards of every group are equal. Prompts are too easy or too hard, or N is too small for them.",
+            "all rewards within each group are equal. Prompts are too easy or too hard, or N is too small for them.",
         ),
     )
     paper_settings = {
@@ -144,22 +145,31 @@ class BroRL(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         norm_over: Literal["trajectory", "token", "none"] = param(
-            "trajectory", "what mean and deviation of the batch are taken over; none: A is the centred reward"
+            "trajectory", "units that mean and deviation of the batch are taken over; none: A is the centered reward"
         )
-        eps: float = param(1e-8, "added to the deviation (token: to the variance)", gt=0, only_if=NORMALIZED)
-        dynamic_sampling: bool = param(True, "groups whose rewards are all equal leave")
+        eps: float = param(1e-8, "constant added to the deviation (token: to the variance)", gt=0, only_if=NORMALIZED)
+        dynamic_sampling: bool = param(True, "removal of groups whose rewards are all equal")
         ramp: tuple[tuple[int, ...], ...] = param(
-            (), "pairs (generation batch, N): rollouts per prompt from that batch on; none: the host's number"
+            (),
+            "pairs [generation batch, N] of the batch that begins with N rollouts per prompt, "
+            "for example [[0, 16], [100, 64]]; empty: the host's number",
         )
         base_rows: int | None = param(
-            None, "rows per optimizer step that the learning rate was tuned for; none: the host's rate stays", ge=1
+            None,
+            "number of rows per optimizer step that the learning rate was tuned for; none: the host's rate stays",
+            ge=1,
         )
         lr_scale: Literal["sqrt", "linear", "none"] = param(
-            "sqrt", "how the learning rate follows the rows of an optimizer step", only_if={"base_rows": GIVEN}
+            "sqrt",
+            "rule that scales the learning rate with the rows of an optimizer step",
+            only_if={"base_rows": GIVEN},
         )
-        success_threshold: float = param(0.5, "reward from which a rollout counts as a success in what is logged")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success in the logs")
         answer: Callable[..., Any] | None = param(
-            None, "function(text) of a completion's answer (None: it has none), to count answers; none: the whole text"
+            None,
+            "function answer(text) that returns a completion's answer or None, used to count "
+            "answers, for example rl_plugins.methods.echo.answers:boxed_answer; none: the "
+            "whole text",
         )
 
         def check(self) -> None:
@@ -360,13 +370,11 @@ def mass_balance(
     can lose probability for any N.
 
     Args:
-        p: (.., tokens) probabilities that sum to 1.
-        correct, sampled: (.., tokens) bool, C and S.
-        right, wrong: R_c and R_w, rewards of correct and other tokens.
-        eta_over_n: learning rate / number of samples.
+        p: (..., tokens) probabilities that sum to 1. correct, sampled: (..., tokens) bool, C and S. right, wrong: R_c
+        and R_w, rewards of correct and other tokens. eta_over_n: learning rate / number of samples.
 
     Returns:
-        Numbers (..,) float64, and `step` (.., tokens).
+        Numbers (...,) float64, and `step` (..., tokens).
 
     Raises:
         ValueError: shapes differ, or probabilities do not sum to 1.

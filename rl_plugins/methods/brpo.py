@@ -1,4 +1,4 @@
-"""BRPO (arXiv 2506.00103): rollouts are judged in pairs, against one rollout of their own group."""
+"""BRPO (arXiv 2506.00103): a judge compares each rollout with one rollout of its own group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCORES = r"A\s*=\s*(\d+(?:\.\d+)?)\s*,\s*B\s*=\s*(\d+(?:\.\d+)?)"
 
 
 class Brpo(Method):
-    """Bootstrapped relative policy optimization: +1 for beating a random rollout of the same group, -1 for not.
+    """Bootstrapped relative policy optimization: +1 for beating a random rollout of the same group, otherwise -1.
 
     For tasks without a checkable answer. Per prompt with G rollouts o_1 .. o_G:
 
@@ -44,22 +44,22 @@ class Brpo(Method):
         A_ref = 0
         the group leaves if |sum_i A_i| / G > filter_tau             (the reference was an outlier)
 
-    A_i is the advantage: no mean is subtracted and nothing is divided. With a strict order the sum of A over all
+    A_i is the advantage: no mean is subtracted, and nothing is divided. With a strict order the sum of A over all
     choices of the reference is 0, and the bar rises with the policy. A judge that prefers a position gives all A_i =
     -1, and the group leaves (for G >= 3 at the paper's 0.6; at G = 2 the -1 is trained on).
 
-    `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict.
-    Preferred means a score higher by more than `min_margin`, or the letter. An endpoint's reply must hold "A=<number>,
-    B=<number>" (see `TEMPLATE`).
+    `judge(prompt, a, b)` takes three texts and returns two scores (of a, of b), "A", "B", or None for no verdict. A
+    completion is preferred if its score is higher by more than `min_margin`, or if the judge names its letter. An
+    endpoint's reply must contain "A=<number>, B=<number>" (see `TEMPLATE`).
 
     Symbols: rewards and advantages (rows,) float64, A itself, in place of the host's rewards. The reference is drawn
     from `self.rng`, per group number. A rollout of several rows (turns, agents) is judged by the text of its last row
     and counts once.
 
-    Special cases: a judge that raises, hangs or answers nonsense, retries included, has not preferred anybody: a loss,
-    with a warning. A group without a single verdict leaves. A completion that equals the reference loses unasked, and
-    equal questions are asked once per vote. A row without a reward (NaN) is not compared, so a dummy reward function
-    must return 0 and not None. A group of one has A = 0 with a warning.
+    Special cases: a judge that raises, hangs or gives an unreadable answer after all retries prefers nobody; this
+    counts as a loss, with a warning. A group without any verdict leaves. A completion equal to the reference loses
+    without a question, and equal questions are asked once per vote. A row without a reward (NaN) is not compared, so a
+    dummy reward function must return 0 and not None. A group of one has A = 0 with a warning.
 
     Logs: `win`, share of the rollouts compared that won; `agree`, share of those judged where every condition prefers
     the same one of the two (1: neither position nor chance decides); `skew`, mean over groups; `dropped`, share of the
@@ -106,8 +106,9 @@ class Brpo(Method):
     )
     disagreements = (
         "The paper was read through three independent notes that agree, not in full.",
-        "The paper leaves open what a rollout gets that wins some conditions only: `tie_value`, -1 as reported, or 0.",
-        "The paper does not say what a tie is. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
+        "The paper leaves open the advantage of a rollout that wins only some conditions: "
+        "`tie_value`, -1 as reported, or 0.",
+        "The paper does not define a tie. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
         "Whether dropped groups are sampled again is not established; here they are not.",
     )
     needs = frozenset({"text", "column:prompt"})
@@ -126,60 +127,66 @@ class Brpo(Method):
     class Params(MethodParams):
         judge: Callable[..., Any] | None = param(
             None,
-            'function judge(prompt, a, b): scores (of a, of b), "A", "B" or None; may be `async def`; none: '
-            "an endpoint judges",
+            'function judge(prompt, a, b) that returns two scores, "A", "B" or None; may be `async '
+            "def`; none: an endpoint judges",
         )
         judge_batch_size: int | None = param(
             None,
-            "largest list of (prompt, a, b) that the judge takes in one call, with as many verdicts back; "
-            "none: one pair a call",
+            "largest list of (prompt, a, b) that the judge takes in one call, which returns a list "
+            "of verdicts; none: one pair per call",
             ge=1,
             only_if={"judge": GIVEN},
         )
         judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
         judge_model: str | None = param(None, "name of the model at the endpoint", only_if={"judge_url": GIVEN})
         judge_key_env: str | None = param(
-            None, "environment variable with the endpoint's key; none: none is sent", only_if={"judge_url": GIVEN}
+            None, "environment variable with the endpoint's key; none: no key is sent", only_if={"judge_url": GIVEN}
         )
-        votes: int = param(1, "votes in each of the two orders", ge=1)
-        filter_tau: float = param(0.6, "largest |sum A| / G with which a group stays; 1 keeps all", ge=0, le=1)
-        tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins some conditions only")
-        min_margin: float = param(0.0, "margin by which a score must be higher (ours)", ge=0)
-        reference: int | None = param(None, "place of the reference in its group (or the last one); none: random", ge=0)
+        votes: int = param(1, "number of votes in each of the two orders", ge=1)
+        filter_tau: float = param(0.6, "largest |sum A| / G at which a group stays; 1 keeps all", ge=0, le=1)
+        tie_value: Literal[-1, 0] = param(-1, "advantage of a rollout that wins only some conditions")
+        min_margin: float = param(0.0, "margin by which a score must be higher to win (ours)", ge=0)
+        reference: int | None = param(
+            None, "position of the reference in its group, at most the last one; none: random", ge=0
+        )
         prompt_column: str = param("prompt", "dataset column with the prompt")
-        judge_timeout: float = param(120.0, "seconds of one try", gt=0)
-        judge_retries: int = param(2, "further tries of a question that failed", ge=0)
-        judge_concurrency: int = param(16, "questions at a time", ge=1)
+        judge_timeout: float = param(120.0, "time limit of one try, in seconds", gt=0)
+        judge_retries: int = param(2, "number of further tries of a failed question", ge=0)
+        judge_concurrency: int = param(16, "number of questions asked at the same time", ge=1)
         judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0, only_if={"judge_url": GIVEN})
-        judge_max_tokens: int = param(2048, "tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
+        judge_max_tokens: int = param(2048, "most tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
         judge_template: str = param(
             TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}", only_if={"judge_url": GIVEN}
         )
         judge_reply: Literal["marked", "json", "last"] = param(
             "marked",
-            "place of the verdict in the endpoint's reply: between marks, a JSON object, or the last one",
+            "format of the verdict in the endpoint's reply: between marks, a JSON object, or the last match",
             only_if={"judge_url": GIVEN},
         )
 
         def check(self) -> None:
             if self.judge is None and self.judge_url is None:
                 raise ConfigError(
-                    "nobody judges. Give the parameter `judge`, a function judge(prompt, a, b) as module:attribute (the"
-                    " demo's: rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an endpoint."
+                    "neither `judge` nor `judge_url` is given. Give `judge`, a function "
+                    "judge(prompt, a, b) as module:attribute (the demo's: "
+                    "rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an "
+                    "endpoint."
                 )
             if self.judge is not None and self.judge_url is not None:
-                raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are given; only one of them can judge.")
+                raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are both given. Remove one of them.")
             if self.judge_url is None:
                 return
             if not self.judge_model:
-                raise ConfigError("`judge_url` is given without `judge_model`, the name of the model that is asked.")
+                raise ConfigError(
+                    "`judge_url` is given without `judge_model`. Add the name of the model at the endpoint."
+                )
             missing = [f for f in ("{prompt}", "{a}", "{b}") if f not in self.judge_template]
             if missing:
                 raise ConfigError(f"`judge_template` lacks {', '.join(missing)}; the judge must see all three.")
             if self.votes > 1 and not self.judge_temperature:
                 raise ConfigError(
-                    f"`votes` is {self.votes} and `judge_temperature` is 0: every vote would be the same. Raise the "
-                    f"temperature or ask for one vote."
+                    f"`votes` is {self.votes} and `judge_temperature` is 0, so every vote would be the same. "
+                    f"Raise the temperature or set `votes: 1`."
                 )
 
     _judge: Service
@@ -279,8 +286,8 @@ class Brpo(Method):
                 )
             else:
                 self.warn(
-                    "every group of a batch left: its reference was an outlier, or the judge prefers a position and "
-                    "nobody beat it. Watch brpo/agree; `filter_tau` keeps more groups."
+                    "every group of a batch left: the reference was an outlier, or the judge "
+                    "prefers a position. Watch brpo/agree; a larger `filter_tau` keeps more groups."
                 )
         return rollouts.groups.rows(kept)
 
@@ -317,9 +324,9 @@ class Brpo(Method):
                 f"`judge_timeout`."
             )
         if failed:
-            self.warn(f"the judge failed on some questions, which count as not won. Error: {failed[0].error}")
+            self.warn(f"the judge failed on some questions; they count as not won. Error: {failed[0].error}")
         if unasked:
-            self.warn("the judge seems to be down: further questions were not asked, and their rollouts are left out.")
+            self.warn("the judge seems to be down. Further questions were not asked, and their rollouts are left out.")
 
 
 _Question = tuple[str, str, str, int]  # prompt, completion shown as A, as B, number of the vote

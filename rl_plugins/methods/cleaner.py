@@ -1,4 +1,4 @@
-"""CLEANER (arXiv 2601.15141): a failed tool call is repaired while the rollout is made, and the failure is erased."""
+"""CLEANER (arXiv 2601.15141): repairs a failed tool call during the rollout and removes the failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _REPAIRED = {"max_tool_retries": above(0), "rollback_probability": above(0)}  # 
 
 
 class Cleaner(Method):
-    """Similarity-aware adaptive rollback: the policy is trained on the call it should have made the first time.
+    """Similarity-aware adaptive rollback: trains the policy on the call that it should have made the first time.
 
     A turn is reasoning and a call, which begins at `marker`. When the call o of a turn fails:
 
@@ -40,23 +40,23 @@ class Cleaner(Method):
         s <  gamma:  the whole turn of n             (deep: the reasoning goes, too)
         the error and the failed call are gone; the environment takes the repaired turn; again up to K times
 
-    After K retries the last failed call and its error stay, with a `note` after two or more, and the rollout is
-    repaired no more. If the other turn has no call, the error and that turn stay as sampled, and repairs end. Without a
-    failure, and with probability 1 - rollback_probability per rollout, it is the plain agent loop.
+    After K retries the last failed call and its error stay, with a `note` after two or more retries, and the rollout is
+    not repaired again. If the other turn has no call, the error and that turn stay as sampled, and repairs end. Without
+    a failure, and with probability 1 - rollback_probability per rollout, this is the plain agent loop.
 
-    A call has failed where the environment says so (`errors: invalid`), or, as in the authors' harness, where its text
-    is not empty and does not contain `success_marker` (`errors: text`).
+    A call has failed if the environment says so (`errors: invalid`), or, as in the authors' harness, if the text that
+    it returns is not empty and does not contain `success_marker` (`errors: text`).
 
     Symbols: tokens of n were sampled in another context, so they are forced: trained, without a rollout log-prob (NaN).
-    Reasoning of o and everything after a repair were sampled in the merged context and keep theirs. `meta` of a row has
-    counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`, `retries`,
-    `repairs`, `deep_repairs`, and `error_types`, `stop_reason` ("done", "limit", "length", "aborted", "error"),
-    `score`, `turns`, `done`, `error`.
+    The reasoning of o and everything after a repair were sampled in the merged context and keep their log-probs. `meta`
+    of a row has counts of the rollout: `calls` (first attempts), `failed_calls` (of those), `recovered`, `given_up`,
+    `retries`, `repairs`, `deep_repairs`, and `error_types`, `stop_reason` ("done", "limit", "length", "aborted",
+    "error"), `score`, `turns`, `done`, `error`.
 
-    Special cases: an empty other turn counts as a retry. At the last of `max_turns` and after `max_attempts` calls
-    nothing is repaired. A repaired turn that is too long is cut, and ends the rollout. An environment that breaks ends
-    the rollout; with `copy_environment` the copy made before the call takes the repaired one, and a failed call may
-    also raise, hang or end the episode.
+    Special cases: an empty other turn counts as a retry. Nothing is repaired at the last of `max_turns` turns and after
+    `max_attempts` calls. A repaired turn that is too long is cut and ends the rollout. An environment that breaks ends
+    the rollout. With `copy_environment` the repaired call goes to the copy made before the failed one, so a failed call
+    may also raise, hang or end the episode.
 
     Logs: in training, `failed_calls`, share of the first attempts; `recovered`, share of those; `deep`, share of the
     repairs; `retries` per rollout; `grafted`, share of the trained tokens that are forced.
@@ -105,17 +105,17 @@ class Cleaner(Method):
         "feature of the engine is needed."
     )
     disagreements = (
-        "The abstract calls the similarity semantic; the code takes that of characters (difflib), JSON "
-        "wrapper and markers included, so unrelated short snippets reach about 0.6. compare='code' compares "
-        "the arguments alone.",
-        "Where the marker is several tokens, the code leaves all but the last of them in the reasoning, which"
-        " doubles them when the two turns tokenize differently. boundary='code_compat' does so, too; 'exact' "
-        "does not.",
-        "The code drops the log-probs of a repaired first turn; here grafted tokens have none anyway, and the"
-        " books of all others are kept.",
-        "The authors recompute old log-probs on the merged sequence and use no rollout log-probs, so the "
-        "ratio of the grafted tokens starts at 1 although they are off-policy: a bias the method accepts. "
-        "Corrections by rollout log-probs are refused beside it.",
+        "The abstract calls the similarity semantic. The code compares characters (difflib), JSON "
+        "wrapper and markers included, so unrelated short snippets reach about 0.6. `compare: "
+        "code` compares the arguments alone.",
+        "If the marker is several tokens, the code leaves all but the last of them in the "
+        "reasoning. This duplicates them when the two turns tokenize differently. `boundary: "
+        "code_compat` does the same; `exact` does not.",
+        "The code drops the log-probs of a repaired first turn. Here grafted tokens have none, and "
+        "all other tokens keep theirs.",
+        "The authors recompute old log-probs on the merged sequence and use no rollout log-probs, "
+        "so the ratio of the grafted tokens starts at 1 although they are off-policy: the method "
+        "accepts this bias. It cannot be combined with corrections by rollout log-probs.",
     )
     needs = frozenset({"chat_template"})
     forces_tokens = True
@@ -124,8 +124,9 @@ class Cleaner(Method):
     idle = (
         Idle(
             {"retries": 0},
-            "no call was tried again. None failed (cleaner/failed_calls), or failures are not seen: look at `errors` "
-            "and `marker`, and at `max_tool_retries` and `rollback_probability`.",
+            "no call was retried. No call failed (cleaner/failed_calls), or failures are not "
+            "detected: look at `errors` and `marker`, and at `max_tool_retries` and "
+            "`rollback_probability`.",
         ),
     )
     paper_settings = {
@@ -157,46 +158,46 @@ class Cleaner(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         environment: Callable[..., Any] | None = param(
-            None, "class or function without arguments that makes an environment"
+            None, "class or function without arguments that makes an environment, as module:attribute; required"
         )
         gamma: float = param(
             0.5,
-            "similarity from which only the call is swapped; 0: always, above 1: never",
+            "lowest similarity at which only the call is swapped; 0: always, above 1: never",
             ge=0,
             only_if={**_REPAIRED, "marker": GIVEN},
         )
-        max_tool_retries: int = param(3, "K, retries of a turn; 0: nothing is repaired", ge=0)
+        max_tool_retries: int = param(3, "K, most retries of a turn; 0: nothing is repaired", ge=0)
         rollback_probability: float = param(
             1.0,
-            "probability of a rollout to be repaired at all",
+            "probability that repairs are switched on for a rollout",
             ge=0,
             le=1,
             only_if=({"max_tool_retries": above(0)}, {"copy_environment": True}),
         )
         max_attempts: int = param(
             30,
-            "calls of a rollout, retries counted, after which nothing is repaired",
+            "number of calls of a rollout, retries included, after which nothing is repaired",
             ge=1,
             only_if=(_REPAIRED, {"copy_environment": True}),
         )
         marker: str = param(
-            "<tool_call>", "text a call begins with, without which a turn is no call; empty: the whole turn is the call"
+            "<tool_call>", "text that begins a call; a turn without it has no call; empty: the whole turn is the call"
         )
         compare: Literal["call_text", "code"] = param(
             "call_text",
-            "texts compared: the call as it is, or its code",
+            "texts that are compared: the whole call, or its code",
             only_if={**_REPAIRED, "marker": GIVEN, "gamma": above(0)},
         )
         boundary: Literal["exact", "code_compat"] = param(
             "exact",
-            "token at which a marker of several tokens begins",
+            "rule for the first token of a marker of several tokens",
             only_if={**_REPAIRED, "marker": GIVEN},
         )
         errors: Literal["invalid", "text"] = param(
             "invalid", "sign of a failed call: `valid` of the observation, or its text"
         )
         success_marker: str = param(
-            SUCCESS, "part of the text of every call that succeeded", only_if={"errors": "text"}
+            SUCCESS, "text that is part of the result of every successful call", only_if={"errors": "text"}
         )
         patterns: tuple[str, ...] = param(
             PATTERNS, "names of errors, counted in the row's `meta`", only_if={"errors": "text"}
@@ -208,21 +209,20 @@ class Cleaner(Method):
         )
         note: str = param(
             NOTE,
-            "text added to the error after {retries} >= 2 retries",
+            "text added to the error after two or more retries, with {retries}",
             only_if={**_REPAIRED, "max_tool_retries": above(1)},
         )
-        max_turns: int = param(16, "turns of the agent", ge=1)
-        turn_tokens: int | None = param(
-            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
-        )
-        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "role of the messages that hold what the environment says")
+        max_turns: int = param(16, "most turns of the agent", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
+        timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
+        role: str = param("user", "role of the messages with the environment's replies")
 
         def check(self) -> None:
             if self.environment is None:
                 raise ConfigError(
-                    "no `environment` is given: a class or function without arguments that makes what the agent acts "
-                    "in, as module:attribute (the demo's: rl_plugins.demo.environments:Calculator)."
+                    "`environment` is not given. Give a class or function without arguments that "
+                    "makes an environment, as module:attribute (the demo's: "
+                    "rl_plugins.demo.environments:Calculator)."
                 )
             check_environment(self.environment)
             try:
@@ -237,7 +237,7 @@ class Cleaner(Method):
         made = yield from together([self._episode(prompt, number) for number in range(prompt.n)])
         trajectories = [t for t in made if t is not None]
         if not trajectories:
-            raise MethodError("the environment of no rollout of a prompt could be reset; see the warnings above.")
+            raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
         if prompt.training:
             self._report(trajectories)
         return trajectories
@@ -349,7 +349,7 @@ class Cleaner(Method):
     def _another_turn(
         self, prompt: Prompt, error: Episode, retries: int, book: _Book
     ) -> Generator[Any, Any, tuple[Trajectory | None, int]]:
-        """The turn the policy generates behind its error, and the retries so far; None without room or retries.
+        """The turn that the policy generates after its error, and the retries so far; None without room or retries.
 
         It is made aside, where the limit of the completion does not count. An empty one counts as a retry.
         """
@@ -463,7 +463,7 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class Merge:
-    """How a failed turn and the one after it become one: tokens 0..keep-1 of the failed turn, and those of the other
+    """How a failed turn and the one after it become one: tokens 0 to keep-1 of the failed turn, and those of the other
     from `begin` on.
 
     Args:

@@ -1,4 +1,5 @@
-"""D3S (arXiv 2509.22115): train on the rows of largest advantage variance and their tokens of largest |A| x entropy."""
+"""D3S (arXiv 2509.22115): train the rows with the largest advantage variance and their tokens with the largest |A| x
+entropy."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 
 
 class D3s(Method):
-    """Dynamic Dual-Level Down-Sampling: few rows and few tokens at first, almost all of them at the end.
+    """Dynamic Dual-Level Down-Sampling: trains few rows and tokens at first, and almost all of them at the end.
 
     Reconstruction: the shares at the start and at the end, ties, rounding, and whether tokens are ranked over the batch
-    were not published; those here are ours. The rules themselves are the paper's, read through two notes that agree.
+    were not published; ours are used here. The rules themselves are the paper's; what was read are two notes that
+    agree.
 
-    After any estimator, whose advantages A stay as they are. With the progress p = generation batch / generation
+    Acts after any estimator and leaves its advantages A unchanged. With the progress p = generation batch / generation
     batches of the run, a share relaxes linearly from `start` to `end`:
 
         share(p) = (1 - p) start + p end
@@ -32,17 +34,17 @@ class D3s(Method):
         2. batch    of these rows keep the round(batch_rows(p) * rows of the batch) with the largest variance of A
         3. tokens   of the tokens of these rows keep the ceil(tokens(p) * number of them) with the largest |A_it| H_it
 
-    The rows of largest (population) variance are always the h largest and the rest smallest for some h, so all h are
-    tried. Of equal variances the h nearest to half of the rows wins, then the larger; of equal rows or tokens the
-    earlier.
+    The rows with the largest (population) variance are always the h largest and otherwise the smallest ones for some h,
+    so all h are tried. Among equal variances the h closest to half of the rows wins, then the larger; among equal rows
+    or tokens the earlier.
 
     Symbols: A (rows,) float64 is the mean of the row's token advantages; A_it (tokens,) that of the token; H_it
     (tokens,) entropy of the full next-token distribution, in nats, of the policy before the update. The loss is
     normalized by the rows and tokens that are kept. A row may lose all of its tokens.
 
     Special cases: at least one row of a group and of the batch is kept; one row alone is the one with the largest |A|.
-    Rows without a reward (NaN) leave as soon as rows are selected at all and do not count in the shares. Rows of A = 0
-    usually go first in line 2, but stay where they are an extreme. Rows of a rollout count one by one.
+    Rows without a reward (NaN) leave as soon as rows are selected and do not count in the shares. Rows with A = 0
+    usually leave first in line 2, but stay where they are an extreme. Each row of a rollout counts separately.
 
     Logs: `rows_kept`, `tokens_kept`, shares of the batch; `variance_gain`, variance of A among kept rows / among all.
 
@@ -85,8 +87,9 @@ class D3s(Method):
     )
     use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
     avoid_when = (
-        "Groups are small, or generation dominates: the dropped rows were already generated. Or most advantages "
-        "lie on one side: of (-10, -9, 0, 0.1) the three rows kept leave out -9 and include the row of A = 0."
+        "Groups are small, or generation dominates: the dropped rows were already generated. Or "
+        "most advantages are on one side of 0: of (-10, -9, 0, 0.1) the three rows kept leave out "
+        "-9 and include the row of A = 0."
     )
     cost = (
         "No extra rollouts, and fewer tokens in the update: by default a quarter of the rows and a fifth of their "
@@ -94,20 +97,21 @@ class D3s(Method):
         "forward pass per batch, in verl none."
     )
     disagreements = (
-        "The values of the shares were not found. Half of every group is what PODS keeps, the paper's "
-        "baseline; a quarter of the batch, a fifth of the tokens and 1 at the end are ours, after 'fewer than"
-        " 20 % of the tokens'.",
-        "Whether tokens are ranked over the batch or in each response, and by the entropy of which policy, is"
-        " not said; here over the batch, by that of the policy before the update.",
+        "The values of the shares were not found. Half of every group is the share of PODS, the "
+        "paper's baseline. A quarter of the batch, a fifth of the tokens and 1 at the end are "
+        "ours, chosen after 'fewer than 20 % of the tokens'.",
+        "The source does not say whether tokens are ranked over the batch or within each response, "
+        "nor which policy's entropy is used. Here they are ranked over the batch, by the entropy "
+        "of the policy before the update.",
         "The ablation without line 2 (D1S in the paper) is `batch_rows_start: none`.",
-        "Rounding, ties and what happens to rows without a reward are not said; those here are ours.",
+        "The source does not define rounding, ties and rows without a reward; our rules are used.",
     )
     needs = frozenset({"tokens", "entropies"})
     idle = (
         Idle(
             {"rows_kept": 1, "tokens_kept": 1},
-            "no row and no token left. Lower `group_rows_start`, `batch_rows_start` or `tokens_start`, or make the "
-            "batch larger: shares of few rows are rounded.",
+            "no row and no token left the update. Lower `group_rows_start`, `batch_rows_start` or "
+            "`tokens_start`, or make the batch larger: shares of few rows are rounded.",
         ),
     )
 
@@ -116,7 +120,7 @@ class D3s(Method):
         group_rows_start: float = param(0.5, "share of each group's rows that is kept at the start", gt=0, le=1)
         group_rows_end: float = param(1.0, "share of each group's rows that is kept at the end of the run", gt=0, le=1)
         batch_rows_start: float | None = param(
-            0.25, "share of the batch's rows that is kept at the start; none leaves line 2 out", gt=0, le=1
+            0.25, "share of the batch's rows that is kept at the start; none: line 2 is skipped", gt=0, le=1
         )
         batch_rows_end: float = param(
             1.0,
@@ -133,7 +137,7 @@ class D3s(Method):
             if start is not None and start > self.group_rows_start and end >= self.group_rows_end:
                 raise ConfigError(
                     f"parameter `batch_rows_start` is {start:g}, above `group_rows_start` = {self.group_rows_start:g}, "
-                    f"so that nothing is left for line 2 to drop. Lower it, or set it to none to do without."
+                    f"so line 2 has nothing to drop. Lower it, or set it to none to skip line 2."
                 )
 
     def start(self, run: Run) -> None:

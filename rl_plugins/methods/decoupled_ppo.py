@@ -1,4 +1,5 @@
-"""AReaL's decoupled PPO loss (arXiv 2505.24298): the policy that sampled is not the centre of the trust region."""
+"""AReaL's decoupled PPO loss (arXiv 2505.24298): the trust region is centered on a recent policy, not on the one that
+sampled."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ EPS = 1e-10  # added to the probability of `linear` before the logarithm, as in 
 
 
 class DecoupledPpo(Method):
-    """PPO around a recent policy, times the weight of the older one that sampled.
+    """PPO around a recent policy, weighted for the older policy that sampled.
 
-    There are three policies, the behaviour policy b (what the engine sampled from, of any age), the proximal one p
-    (recent) and the live one. Per token:
+    There are three policies: the behaviour policy b, which the engine sampled from and which may have any age; the
+    recent proximal policy p; and the live policy. Per token:
 
         u      = exp(lp - lp^p)
         ppo    = max(-A u, -A clip(u, 1 - clip_low, 1 + clip_high)),   at most dual_clip |A| if that is given
@@ -37,16 +38,17 @@ class DecoupledPpo(Method):
         loss   = omega ppo,   averaged over all tokens that are trained, rejected ones included
 
     `action: mask` rejects: tokens whose metric m lies outside of [lower, upper] have loss 0 and stay in the
-    denominator. `clamp` limits omega to [lower or 0, upper]. `none` leaves it; the loss is then that of rollout replay
-    (DOTS, arXiv 2506.05316), max(-A r, -A clip(r, w (1 - clip_low), w (1 + clip_high))) with r = exp(lp - lp^b) and
-    w = omega. The metric m is of r' = exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3` r' - log r'
-    - 1; `k3_code` 1/r' + log r' - 1. With `level: sequence` all tokens of a row share one m, the `aggregation` (mean,
-    sum, max) of their own; for the ratio in log space, and omega is then the geometric mean of the row.
+    denominator. `clamp` limits omega to [lower or 0, upper]. `none` leaves it unchanged; the loss is then that of
+    rollout replay (DOTS, arXiv 2506.05316), max(-A r, -A clip(r, w (1 - clip_low), w (1 + clip_high))) with r = exp(lp
+    - lp^b) and w = omega. The metric m is of r' = exp(lp^p - lp^b): `ratio` r'; `k1` log r'; `k2` (log r')^2 / 2; `k3`
+    r' - log r' - 1; `k3_code` 1/r' + log r' - 1. With `level: sequence` all tokens of a row share one m, the
+    `aggregation` (mean, sum, max) of their values. For the ratio it is taken in log space, and omega is then the
+    geometric mean of the row.
 
-    `proximal` says what p is. It is of the weights v^p = `current_version`: in TRL those that begin to train the
-    generation batch, in verl those published last, which are also restored for later batches of a cycle in
-    separate_async. With v = v^p + 1, the weights in training once they are published, and alpha = clip((v^p - v^b) /
-    (v - v^b), 0, 1) per token:
+    `proximal` says how p is computed. Its weights are v^p = `current_version`: in TRL the weights at the start of the
+    generation batch, in verl the last published ones, which verl restores for later batches of a cycle in
+    separate_async. With v = v^p + 1, the weights in training once they are published, and alpha = clip((v^p - v^b) / (v
+    - v^b), 0, 1) per token:
 
         recompute   old log-probs, made by a pass
         loglinear   lp^p = lp^b + alpha (stop_gradient(lp) - lp^b)
@@ -57,10 +59,10 @@ class DecoupledPpo(Method):
     alone. Ratios and weights are float32 or better, differences of log-probs are limited to 20 nats before `exp`.
     Versions are published weights; alpha is 0 for a token whose version is negative or not older than v^p.
 
-    Special cases: a log-ratio that is not finite counts as 0, so omega is 1; where it is that of lp and lp^p, the token
-    has no gradient. Tokens that are not trained have loss and gradient 0, whatever their values, and count in no
-    statistic of their row. Where lp^p = lp^b it is PPO. The clip cannot act where every policy update takes one
-    optimizer step and `proximal` is `recompute`: then u = 1.
+    Special cases: a log-ratio that is not finite counts as 0, so omega is 1; if it is the ratio of lp and lp^p, the
+    token has no gradient. Tokens that are not trained have loss and gradient 0 for any value and count in no statistic
+    of their row. Where lp^p = lp^b this is PPO. With `proximal: recompute` the clip acts only if a batch takes several
+    optimizer steps, because otherwise u = 1.
 
     Logs: over trained tokens, `weight_mean` (omega after the action; rejected ones are 0) and `weight_max`; `filtered`
     (share with m outside of the bounds); `clipfrac` (the clipped term is strictly larger), `clipfrac_dual` (the dual
@@ -131,17 +133,20 @@ class DecoupledPpo(Method):
         "makes it in every batch unless algorithm.rollout_correction.bypass_mode=True, which `recompute` refuses."
     )
     disagreements = (
-        "The authors' code corrects nothing by default (and warns); then omega = 1. `action: mask` of tokens above 5 "
-        "is what the paper's runs and the first versions of the code do, and the default here.",
-        "The authors' documentation has k3 = r - log r - 1, and their code 1/r + log r - 1, which bounds small ratios. "
-        "`k3` is the former, because large weights are what is to be bounded; `k3_code` the latter.",
-        "The authors count log-ratios of omega that are not finite as 0, and let one of u poison the batch; here both "
-        "count as 0. Their code has no limit before `exp`, here it is 20 nats as in both hosts.",
+        "The authors' code corrects nothing by default (and warns); then omega = 1. The paper's "
+        "runs and the first versions of the code mask tokens above 5 (`action: mask`), which is "
+        "the default here.",
+        "The authors' documentation has k3 = r - log r - 1, and their code 1/r + log r - 1, which "
+        "bounds small ratios. `k3` is the former, because large weights need the bound; `k3_code` "
+        "is the latter.",
+        "The authors count log-ratios of omega that are not finite as 0, but one such ratio of u "
+        "makes the whole batch NaN; here both count as 0. Their code has no limit before `exp`; "
+        "here it is 20 nats, as in both hosts.",
         "The authors' code also has a ratio u per sequence (GSPO), which is not offered here.",
         "The code of DOTS clips r at w (1 - clip_low) and w (1 + clip_high): the same numbers (`action: none`).",
         "Aggregation is the host's. The authors' is the mean over all tokens of the batch: TRL "
         '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
-        "In TRL `vllm_importance_sampling_correction` is set to False: omega is that correction.",
+        "In TRL `vllm_importance_sampling_correction` is set to False, because omega already is that correction.",
     )
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     corrects_sampling = True
@@ -151,17 +156,19 @@ class DecoupledPpo(Method):
         clip_low: float = param(0.2, "lower clip range: u is clipped at 1 - clip_low", ge=0, le=1)
         clip_high: float = param(0.2, "upper clip range: u is clipped at 1 + clip_high", ge=0, allow_inf=True)
         dual_clip: float | None = param(
-            None, "c: the loss of a token with A < 0 is at most -c A, before the weight; none: no bound", gt=1
+            None,
+            "c, bound on the loss of a token with A < 0, which is at most -c A before the weight; none: no bound",
+            gt=1,
         )
-        proximal: Proximal = param("recompute", "which policy is the centre of the trust region")
+        proximal: Proximal = param("recompute", "policy at the centre of the trust region")
         level: Level = param(
-            "token", "whether tokens or whole rows are weighted and bounded", only_if={"proximal": WEIGHTED}
+            "token", "level at which weights are computed and bounded: tokens or rows", only_if={"proximal": WEIGHTED}
         )
-        action: Action = param("mask", "what becomes of tokens outside of the bounds", only_if={"proximal": WEIGHTED})
-        metric: Metric = param("ratio", "what is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
+        action: Action = param("mask", "treatment of tokens outside the bounds", only_if={"proximal": WEIGHTED})
+        metric: Metric = param("ratio", "quantity that is bounded", only_if={"action": "mask", "proximal": WEIGHTED})
         aggregation: Literal["mean", "sum", "max"] = param(
             "mean",
-            "how the metric of a row is made of those of its tokens",
+            "statistic that makes the metric of a row from those of its tokens",
             only_if={"level": "sequence", "action": BOUNDED, "proximal": WEIGHTED},
         )
         upper: float = param(
@@ -179,13 +186,13 @@ class DecoupledPpo(Method):
                 )
             if self.lower is not None and self.lower > self.upper:
                 raise ConfigError(
-                    f"parameter `lower` is {self.lower:g} and `upper` is {self.upper:g}; nothing lies between. Make "
-                    f"`lower` smaller."
+                    f"parameter `lower` is {self.lower:g} and `upper` is {self.upper:g}; no value is between them. "
+                    f"Lower `lower`."
                 )
             if self.lower is not None and self.lower < 0 and self.metric != "k1":
                 raise ConfigError(
                     f"parameter `lower` is {self.lower:g}, and the metric `{self.metric}` is never negative. Give a "
-                    f"positive one, or none."
+                    f"positive value, or none."
                 )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -24,43 +24,45 @@ Ids = NDArray[np.int64]
 
 
 class Drive(Method):
-    """A curriculum that keeps the hardest prompts. A reconstruction: how many batches a phase has, how a pass rate is
-    estimated and whether it is measured anew for every phase were not published.
+    """A curriculum that keeps the hardest prompts. This is a reconstruction: the number of batches of a phase, the
+    estimate of a pass rate, and whether it is measured again for every phase were not published.
 
-    A run is a list of phases; phase j has a set of `sizes`[j] prompts, `rollouts`[j] per prompt, completions of at most
-    `max_tokens`[j] tokens, and `batches`[j] generation batches; the last lasts to the end of the run. At its start
+    A run is a list of phases. Phase j has a set of `sizes`[j] prompts, `rollouts`[j] rollouts per prompt, completions
+    of at most `max_tokens`[j] tokens, and `batches`[j] generation batches; the last phase lasts until the end of the
+    run. At the start of a phase
 
         rate_i = right rollouts / rollouts of prompt i, older batches times `decay` at every visit
         order the set by rate, then by fewer recent improvements, then by dataset row;  keep the first sizes[j]
 
-    so sets are nested. An improvement is a batch whose rate was above the estimate before; they decay alike. Prompts of
-    a set come in a shuffled order, all of them before one comes again; as long as the set is the whole dataset and
-    `rollouts` is left out, in the host's. Phases with the same rollouts and token limit are a stage. The paper has two:
+    so sets are nested. An improvement is a batch whose rate was above the previous estimate; improvements decay like
+    outcomes. Prompts of a set come in a shuffled order, all of them before one is repeated. While the set is the whole
+    dataset and `rollouts` is not given, they come in the host's order. Phases with the same rollouts and token limit
+    are a stage. The paper has two:
 
         sizes: [1, 72, 50, 25], rollouts: [8, 64, 64, 64], max_tokens: [24576, 32768, 32768, 32768]
 
-    A batch holds the host's rows: more rollouts per prompt are fewer prompts. A set that does not fill it is named
-    again in groups of their own (`when_short: repeat`), or the batch is smaller (`fewer`).
+    A batch holds the host's rows: more rollouts per prompt are fewer prompts. If a set does not fill the batch, its
+    prompts are repeated in further groups (`when_short: repeat`), or the batch is smaller (`fewer`).
 
-    The other way is two runs: a first one on all prompts, a second from its checkpoint's weights with other host
-    options on a dataset of the hard ones. Then optimizer, schedule and reference begin anew, and this method serves the
-    second.
+    The alternative is two runs: a first run on all prompts, and a second run from its checkpoint's weights, with other
+    host options, on a dataset of the hard prompts. Optimizer, schedule and reference then start again, and this method
+    serves the second run.
 
     Symbols: sizes up to 1 are shares of the dataset, larger ones numbers of prompts; a success is a reward >=
     success_threshold. Estimates (dataset size,) float64. A rollout of several rows counts once.
 
-    Special cases: a prompt without an estimate counts as the hardest. Rollouts without a reward (NaN) are in no
-    estimate. With `keep_unsolved` off, prompts that were tried and never right leave at the next phase; if none would
-    be left, they stay. Rows of replay and foreign prompts stay as planned. In asynchronous modes a batch is planned
-    ahead of the estimates, and only the filter works: `rollouts` must be left out. Name drive before methods that edit
-    prompts: groups it adds are seen by those behind it.
+    Special cases: a prompt without an estimate counts as the hardest. Rollouts without a reward (NaN) do not count.
+    With `keep_unsolved: false`, prompts that were tried and never right leave at the next phase; if none would remain,
+    they stay. Rows of replay and foreign prompts stay as planned. In asynchronous modes a batch is planned before its
+    estimates are known, and only the filter works: do not give `rollouts` there. Name drive before methods that edit
+    prompts, because only methods after it see the groups that it adds.
 
-    State: phase, set, place in its order, estimates. A run that goes on in the middle of a phase goes on exactly.
+    State: phase, set, position in its order, estimates. A run resumed in the middle of a phase continues exactly.
 
-    Logs: `phase` and `stage` from 0; `set`, prompts in it; `repeated`, groups named again; `success` of the rollouts;
-    `unscored`, share of them without a reward; `outside`, share of the batch's prompts that are not in the set (the lag
-    of asynchronous modes); where a phase begins `kept_rate`, mean estimate of the prompts kept, and `unseen`, share of
-    them without one.
+    Logs: `phase` and `stage` from 0; `set`, prompts in it; `repeated`, number of repeated groups; `success` of the
+    rollouts; `unscored`, share of them without a reward; `outside`, share of the batch's prompts that are not in the
+    set (the lag of asynchronous modes); where a phase begins `kept_rate`, mean estimate of the prompts kept, and
+    `unseen`, share of them without one.
 
     Raises:
         ConfigError: lists of unequal length; sizes that increase, or above the dataset's; a token limit above the
@@ -121,10 +123,10 @@ class Drive(Method):
         "dataset."
     )
     disagreements = (
-        "Batches per phase, the estimate (decayed pass rate of the training rollouts) and its reuse for the next phase "
-        "are inferred. No rollouts are made only to measure.",
-        "The paper's second stage has a dataset of its own; here the sets are nested in one. The order of ties, "
-        "`keep_unsolved` off and sizes as shares are ours.",
+        "Batches per phase, the estimate (decayed pass rate of the training rollouts) and its "
+        "reuse for the next phase are inferred. No rollouts are made for measurement only.",
+        "The paper's second stage has its own dataset; here the sets are nested in one dataset. "
+        "The order of ties, `keep_unsolved: false` and sizes as shares are ours.",
         "One source calls the whole stage Pre-GRPO, another the filter.",
         "The paper's sizes and rollouts do not fit every dataset and batch: by default sizes are shares (0.4, 0.3, "
         "0.15 of the specification, 20 batches each), and rollouts and token limit the host's.",
@@ -134,25 +136,33 @@ class Drive(Method):
     idle = (
         Idle(
             {"success": 0.0},
-            "no rollout of the set was right. The hardest prompts are out of reach: set `keep_unsolved` to false, or "
-            "make `sizes` larger.",
+            "no rollout of the set was right, so the hardest prompts are out of reach. Set "
+            "`keep_unsolved` to false, or make `sizes` larger.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
         sizes: tuple[float, ...] = param(
-            (1.0, 0.4, 0.3, 0.15), "prompts of each phase: a share of the dataset up to 1, a number above", gt=0
+            (1.0, 0.4, 0.3, 0.15),
+            "size of each phase's set of prompts: a share of the dataset up to 1, a number of prompts above 1",
+            gt=0,
         )
-        batches: tuple[int, ...] = param((20, 20, 20), "generation batches of each phase but the last", ge=1)
-        rollouts: tuple[int, ...] = param((), "rollouts per prompt in each phase; none: the host's", ge=2)
-        max_tokens: tuple[int, ...] = param((), "completion length in each phase; none: the host's", ge=1)
-        decay: float = param(0.5, "share of a prompt's older outcomes that a visit leaves", ge=0, le=1)
-        keep_unsolved: bool = param(True, "prompts that were never right may be kept (paper)")
+        batches: tuple[int, ...] = param(
+            (20, 20, 20), "number of generation batches of each phase except the last", ge=1
+        )
+        rollouts: tuple[int, ...] = param(
+            (), "number of rollouts per prompt in each phase, for example [8, 64, 64, 64]; empty: the host's", ge=2
+        )
+        max_tokens: tuple[int, ...] = param(
+            (), "completion length in each phase, for example [24576, 32768, 32768, 32768]; empty: the host's", ge=1
+        )
+        decay: float = param(0.5, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1)
+        keep_unsolved: bool = param(True, "permission to keep prompts that were never right (paper)")
         when_short: Literal["repeat", "fewer"] = param(
-            "repeat", "a set smaller than the batch: further groups of its prompts, or a smaller batch"
+            "repeat", "treatment of a set smaller than the batch: further groups of its prompts, or a smaller batch"
         )
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:
             n = len(self.sizes)
@@ -410,7 +420,7 @@ class Drive(Method):
 
     def _advance(self, used: Iterable[int]) -> None:
         """Takes the prompts that were planned out of the order. One that the batch had already keeps its place in the
-        next pass, and those behind it are not dealt twice."""
+        next pass, and those after it are not dealt twice."""
         left, ahead = set(used), self.state["ahead"]
         for place in self._to_come():
             if not left:

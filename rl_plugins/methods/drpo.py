@@ -1,4 +1,4 @@
-"""DRPO (arXiv 2510.04474): short answers are preferred among the right ones only, in a discriminative objective."""
+"""DRPO (arXiv 2510.04474): prefers short answers among the right ones only, in a discriminative objective."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Drpo(Method):
         K       = mean over all tokens of (log pi_old - log pi)
         loss    = -J + (beta / 2) max(K - delta, 0)^2
 
-    Right answers always go up, shorter ones more, and wrong answers go down whatever their length. There is no
-    importance ratio and no clipping; the hinge on K keeps the policy near the old one.
+    Right answers always become more likely, shorter ones more so, and wrong answers become less likely at any length.
+    There is no importance ratio and no clipping; the hinge on K keeps the policy near the old one.
 
     The softmax over N and the hinge need all rows of an optimizer step. So `before_update` computes a factor per row
     from one pass without gradient, and the loss is linear in the log-probs:
@@ -42,10 +42,10 @@ class Drpo(Method):
     are in nats. `advantages` are omega_i for right answers, -1/|N| for wrong ones and 0 elsewhere, for logs and methods
     that select rows.
 
-    Special cases: right is a reward of exactly 1, wrong exactly 0, any other (NaN too) is neither; with `threshold` it
-    is right from there on and wrong below. Rows of neither kind, and questions with one kind only, have a gradient
-    through K alone. Rows that leave and rows without a token are out of everything. A rollout of several rows counts as
-    several answers.
+    Special cases: a reward of exactly 1 is right and exactly 0 is wrong; any other reward, NaN included, is neither.
+    With `threshold`, rewards of at least the threshold are right and lower ones wrong. Rows that are neither, and
+    questions with only one kind, have a gradient through K alone. Rows that leave and rows without a token count
+    nowhere. A rollout of several rows counts as several answers.
 
     Logs: `mixed`, share of the questions with both kinds; `length_right`, `length_wrong`, mean tokens; `objective` (J);
     `kl` (K); `kl_active`, share of the optimizer steps with K > delta.
@@ -101,13 +101,13 @@ class Drpo(Method):
         "one extra forward pass per batch where it does not need them itself."
     )
     disagreements = (
-        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts use the form "
-        "above. It needs every token at the current weights, of which an optimizer step has row sums, and is "
-        "not offered.",
-        "The authors' code has one objective per micro-batch, here it is one per optimizer step: the number "
-        "of questions, and K, are those of the step.",
-        "The authors' code gathers the answers of a micro-batch, which must hold whole questions; the value "
-        "it logs means nothing, because its log term is tau * x / stop_gradient(x).",
+        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts "
+        "use the form above. The other form needs every token at the current weights, but an "
+        "optimizer step has row sums only, so it is not offered.",
+        "The authors' code has one objective per micro-batch. Here there is one per optimizer "
+        "step, with the step's number of questions and its K.",
+        "The authors' code gathers the answers of a micro-batch, which must hold whole questions; "
+        "its logged value has no meaning, because its log term is tau * x / stop_gradient(x).",
     )
     needs = frozenset({"old_logprobs", "current_logprobs"})
     min_group_size = 2
@@ -117,7 +117,8 @@ class Drpo(Method):
     idle = (
         Idle(
             {"mixed": 0},
-            "no group has right and wrong completions. Look at `reward` and `threshold`, which say what is right.",
+            "no group has both right and wrong completions. Look at `reward` and `threshold`, "
+            "which define what is right.",
         ),
     )
     paper_settings = {
@@ -146,20 +147,24 @@ class Drpo(Method):
     class Params(MethodParams):
         length_temperature: float = param(
             0.1,
-            "lambda, the KL cost at which omega has the best length reward: the smaller, the shorter the "
-            "answers; inf leaves length out (DisCO)",
+            "lambda, temperature of the weights omega over lengths: smaller values prefer shorter "
+            "answers; inf: length does not count (DisCO)",
             gt=0,
             allow_inf=True,
         )
-        score_temperature: float = param(10.0, "tau: the smaller, the more the likeliest wrong answers count", gt=0)
-        kl_weight: float = param(1e3, "beta of the hinge on K", ge=0)
-        kl_limit: float = param(1e-4, "delta: K that is free, in nats per token", ge=0, only_if={"kl_weight": above(0)})
+        score_temperature: float = param(
+            10.0, "tau, temperature over wrong answers: smaller values give the likeliest ones more weight", gt=0
+        )
+        kl_weight: float = param(1e3, "beta, weight of the hinge on K", ge=0)
+        kl_limit: float = param(
+            1e-4, "delta, value of K without penalty, in nats per token", ge=0, only_if={"kl_weight": above(0)}
+        )
         reward: str | None = param(
             None,
-            "reward function that says right or wrong; none: the weighted sum of all, which a length penalty "
-            "among them would spoil",
+            "name of the reward function that says right or wrong; none: the weighted sum of all, "
+            "which must not contain a length penalty",
         )
-        threshold: float | None = param(None, "reward from which a row is right; none: 1 is right and 0 is wrong")
+        threshold: float | None = param(None, "lowest reward that counts as right; none: 1 is right and 0 is wrong")
 
     def check(self, run: Run) -> None:
         if run.reward_names and self.params.reward not in (None, *run.reward_names):

@@ -1,4 +1,4 @@
-"""GDPO (arXiv 2601.05242): every reward function is normalized by itself before they are added."""
+"""GDPO (arXiv 2601.05242): normalizes each reward function separately before adding them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gdpo(Method):
         2. sum     S_i   = sum_k w_k A^k_i
         3. batch   A_i   = (S_i - mean_batch S) / (std_batch S + eps_batch)
 
-    GRPO adds first, so a reward of large spread drowns the others. Line 3 keeps the scale of the update from growing
+    GRPO adds first, so a reward with a large spread hides the others. Line 3 keeps the scale of the update from growing
     with the number of rewards. There `batch_stat: row` counts every rollout once, divisor N - 1. `batch_stat: token`
     counts it once per token: with lengths L_i,
 
@@ -34,11 +34,11 @@ class Gdpo(Method):
 
     Symbols: rewards (rows, functions), advantages (rows,), float64.
 
-    Special cases: a reward a function did not give (NaN) is out of that function's statistics and adds 0 (`nan_policy:
-    exclude`), or counts as a reward of 0 (`nan_policy: zero`). A row without any reward has advantage 0; with "exclude"
-    it is out of line 3, with "zero" it takes part in the statistics as zeros. A row that another method withdrew is out
-    of everything. A reward that is constant in a group (spread within rounding, 1e-6 of its size or of 1) adds 0 there.
-    Groups of one have advantage 0 and cause a warning.
+    Special cases: a reward that a function did not give (NaN) is left out of that function's statistics and adds 0
+    (`nan_policy: exclude`), or counts as a reward of 0 (`nan_policy: zero`). A row without any reward has advantage 0;
+    with "exclude" it is left out of line 3, with "zero" it counts in the statistics as zeros. A row that another method
+    withdrew counts nowhere. A reward that is constant in a group (spread within rounding, 1e-6 of its size or of 1)
+    adds 0 there. Groups of one have advantage 0 and cause a warning.
 
     Logs: `constant/<function>`, share of the groups in which this reward is constant; `max_abs_advantage`, which grows
     as sqrt(rows / rows with signal) when few groups have signal left.
@@ -112,7 +112,7 @@ class Gdpo(Method):
         eps_batch: float = param(1e-4, "constant added to the standard deviation of the sum over the batch", gt=0)
         batch_stat: Literal["row", "token"] = param(
             "row",
-            "unit that counts once in line 3: a rollout (paper, the authors' TRL fork) or a token (their verl fork)",
+            "unit of the statistics in line 3: a rollout (paper, the authors' TRL fork) or a token (their verl fork)",
         )
         nan_policy: Literal["exclude", "zero"] = param(
             "exclude", "treatment of a reward that a function did not give: left out (TRL), or 0 (the authors' code)"
@@ -145,9 +145,9 @@ class Gdpo(Method):
         withdrawn = torch.isnan(reward) & ~torch.isnan(given)
         if not torch.allclose(torch.where(withdrawn, reward, given), reward, rtol=1e-5, atol=1e-6, equal_nan=True):
             raise MethodError(
-                "another method changed the reward, and GDPO reads the reward functions one by one, not their sum, so "
-                "the change would be lost. Remove `gdpo`, or the method that changes rewards, from `methods`; or make "
-                "that reward a reward function of its own."
+                "another method changed the reward, but GDPO reads each reward function and not "
+                "their sum, so the change would be lost. Remove `gdpo` or the method that changes "
+                "rewards from `methods`, or make that reward a reward function of its own."
             )
         if self.params.nan_policy == "zero":
             rewards = torch.nan_to_num(rewards, nan=0.0)

@@ -1,4 +1,4 @@
-"""GiGPO (arXiv 2505.10978): turns that began in the same state are compared, beside the comparison of rollouts."""
+"""GiGPO (arXiv 2505.10978): compares turns that start in the same state, in addition to whole rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_plugins.rollouts import Rollouts
 
 
 class Gigpo(Method):
-    """Adds to the advantage of a rollout one per turn, from turns of its group that began in the same state.
+    """Adds a per-turn advantage to that of the rollout, from turns of its group that start in the same state.
 
     For turn t of a rollout with the rewards r_1 .. r_T of its turns and the reward R:
 
@@ -29,23 +29,22 @@ class Gigpo(Method):
         A^S_t = g_t - mean_S(g)                                         over the turns S of the group with t's state
         A_t   = A^E_t + step_advantage_w A^S_t
 
-    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R;
-    where the action could not be understood, R_t and g_t are less by `invalid_action_penalty_coef`, after returns were
-    made.
+    With `mode: mean_std_norm` both differences are divided by std + eps of the same turns (divisor n - 1). R_t is R. If
+    the action could not be understood, `invalid_action_penalty_coef` is subtracted from R_t and g_t after returns were
+    computed.
 
     Turns have the same state if their observations (`anchor`) are equal by value: texts, numbers, arrays, nested lists
-    and mappings; an observation of None is like no other. With `similarity` texts may differ: the different texts of a
+    and mappings; an observation of None equals no other. With `similarity` texts may differ: the different texts of a
     group, earliest turn first and equal ones alphabetically, join the first cluster whose first text has a difflib
     ratio of at least `similarity`, else they open one.
 
-    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`, whichever way the host lays out
-    rows.
+    Symbols: advantages and everything above are (turns,) float64 over `rollouts.turns`, for any row layout of the host.
 
-    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0. A state nobody else
-    was in has A^S = 0. A group with a single entry has A^E = 0, and a warning. Where an environment gives no reward at
-    all, R counts as the reward of the last turn, as in the paper's tasks.
+    Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A state that no other turn
+    shares has A^S = 0. A group with a single entry has A^E = 0, and a warning. If an environment gives no rewards, R
+    counts as the reward of the last turn, as in the paper's tasks.
 
-    Logs: `compared`, share of the turns whose state another turn of the group was in; `states`, number of groups of
+    Logs: `compared`, share of the turns whose state another turn of the group shares; `states`, number of groups of
     states; `abs_episode` and `abs_step`, mean |A^E| and mean |step_advantage_w A^S|.
 
     Raises:
@@ -99,8 +98,8 @@ class Gigpo(Method):
     avoid_when = "Every observation is different (long free text), so no turn has another one to be compared with."
     cost = "No extra rollouts or forward passes. The environment or agent loop must report turns and observations."
     disagreements = (
-        "A^E is centered over all turns of a group in the code's default, so that long rollouts count more, "
-        "and over rollouts in Eq. 3 of the paper: `statistics` (default turns, as the code).",
+        "A^E is centered over all turns of a group in the code's default, so long rollouts count "
+        "more. Eq. 3 of the paper centers over rollouts: `statistics` (default turns, as the code).",
         "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
         "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
         "The authors' code computes statistics in float32, where equal returns leave residues that "
@@ -128,27 +127,29 @@ class Gigpo(Method):
         gamma: float = param(
             0.95, "discount of later rewards, per turn", ge=0, le=1, only_if={"step_advantage_w": above(0)}
         )
-        step_advantage_w: float = param(1.0, "weight of the comparison of states; 0 leaves that of rollouts", ge=0)
+        step_advantage_w: float = param(1.0, "weight of the comparison of states; 0: only rollouts are compared", ge=0)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_norm", "differences from the mean, or those divided by the standard deviation + eps"
+            "mean_norm",
+            "form of the advantages: differences from the mean, or those divided by the standard deviation + eps",
         )
         statistics: Literal["turns", "rollouts"] = param(
-            "turns", "mean and deviation of R over all turns of a group (code), or over its rollouts (paper)"
+            "turns", "units of mean and deviation of R: all turns of a group (code), or its rollouts (paper)"
         )
         single_group: Literal["zero", "reward"] = param(
             "zero", "A^E of a group with a single entry: 0, or its reward (code)"
         )
         similarity: float | None = param(
             None,
-            "difflib ratio from which texts are one state (code: 0.95); none: equal ones only",
+            "lowest difflib ratio at which texts are one state (code: 0.95); none: only equal texts",
             gt=0,
             lt=1,
             only_if={"step_advantage_w": above(0)},
         )
         autojunk: bool = param(
             True,
-            "disregard of frequent letters in texts of 200 or more (difflib's default, and the code's): 400 "
-            "letters of which one differs can have a ratio of 0.25; false: all letters, slower",
+            "neglect of frequent letters in texts of 200 letters or more (difflib's default, and "
+            "the code's): 400 letters with one difference can have a ratio of 0.25; false: all "
+            "letters count, slower",
             only_if={"similarity": GIVEN},
         )
         invalid_action_penalty_coef: float = param(

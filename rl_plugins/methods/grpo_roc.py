@@ -1,4 +1,4 @@
-"""GRPO-RoC (arXiv 2508.20722): over-sample, then keep the cleanest correct rollouts and any of the wrong ones."""
+"""GRPO-RoC (arXiv 2508.20722): oversample, then keep the cleanest correct rollouts and any wrong ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RTOL, ATOL = 1e-5, 1e-8  # rewards closer than this are equal, as in torch.allcl
 
 
 class GrpoRoc(Method):
-    """Resample on Correct: of too many rollouts the cleanest correct ones stay, and wrong ones as they come.
+    """Resample on Correct: generates too many rollouts and keeps the cleanest correct ones and the first wrong ones.
 
     For a prompt whose G rollouts are trained, N = ceil(oversample * G) are generated. Those with reward r >
     correct_threshold are correct, the others wrong; n of them have a reward. The penalty of a rollout (lower is better)
@@ -33,22 +33,23 @@ class GrpoRoc(Method):
         p_err    = tool responses with the word "error" / tool responses, 0.5 without a tool response
         p_format = min((answer blocks - 1) / assistant turns, 1), 1 without a block or with unbalanced tags
 
-    and the group is cut to G rollouts in the proportion it came in:
+    and the group is cut to G rollouts in its original proportion of wrong and correct:
 
         k_wrong = round(wrong * G / n),  k_correct = round(correct * G / n)          half to even
         if k_wrong   <= min(min_wrong, wrong):      k_wrong   = that minimum,  k_correct = G - k_wrong
         if k_correct <= min(min_correct, correct):  k_correct = that minimum,  k_wrong   = G - k_correct
         stay: the k_correct correct rollouts with the lowest penalty, and the first k_wrong wrong ones
 
-    GRPO then runs on the G rollouts that stayed. With `reject_equal_reward` a group of equal rewards leaves before all
-    this; that only changes the normalizer of the loss.
+    GRPO then runs on the remaining G rollouts. With `reject_equal_reward` a group of equal rewards leaves before; this
+    changes only the normalizer of the loss.
 
     Symbols: reward and penalty (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean.
     G is the `n` of the plan, plus the spare rollouts of other methods that have not left yet (MC-GRPO's pivot leaves
     later, so G + 1 stay for it); of a group that was not planned floor(N / oversample).
 
-    Special cases: a group of n = G stays whole. One of n < G has lost rollouts: it leaves with a warning, or stays
-    (`short_groups`). Rollouts without a reward (NaN) are out of n and leave. Ties: the first generated stays.
+    Special cases: a group of n = G stays whole. A group of n < G has lost rollouts: it leaves with a warning, or stays
+    (`short_groups`). Rollouts without a reward (NaN) do not count in n and leave. In a tie the rollout generated first
+    stays.
 
     State: what was planned, from `plan` to `select` of one batch. `positive_selection: inverse_prob` draws from
     `self.rng`.
@@ -114,20 +115,21 @@ class GrpoRoc(Method):
         "number of rollouts before this one."
     )
     disagreements = (
-        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, default), "
-        "the report draws them with probability inversely proportional to it (`inverse_prob`; `inverse_eps` "
-        "is ours, for the report does not say what p = 0 means).",
-        "The report keeps floor(wrong / 2) wrong rollouts of 2G, the code rounds half to even and has minimum"
-        " numbers; the code is followed in both modes.",
-        "The code reads the response alone, where the prompt's template has opened the first assistant turn: "
-        "a single turn counts as none and always has p_format = 1. Here that turn is counted; "
-        "`count_first_turn: false` is the code.",
+        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, "
+        "default), the report draws them with probability inversely proportional to it "
+        "(`inverse_prob`; `inverse_eps` is ours, because the report does not define the case p = "
+        "0).",
+        "The report keeps floor(wrong / 2) wrong rollouts of 2G. The code rounds half to even and "
+        "has minimum numbers, and both modes follow it.",
+        "The code reads the response alone, but the prompt's template has opened the first "
+        "assistant turn: a single turn counts as none and always has p_format = 1. Here that turn "
+        "counts; `count_first_turn: false` does what the code does.",
         "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the "
         "training script and the README turn them on, and so do the defaults here.",
-        "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their fix of 5 "
-        "Sep 2025 is followed here. Where their rounding loses a rollout and an assertion ends the run (5 "
-        "correct and 5 wrong to G = 5), k_correct = G - k_wrong here.",
-        "The authors cut the batch to a multiple of the ranks; here that is the host's business.",
+        "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their "
+        "fix of 5 Sep 2025 is followed here. If their rounding loses a rollout, an assertion ends "
+        "their run (5 correct and 5 wrong to G = 5); here k_correct = G - k_wrong.",
+        "The authors cut the batch to a multiple of the ranks; here the host does that.",
     )
     needs = frozenset({"raw_text"})
     paper_settings = {
@@ -151,25 +153,25 @@ class GrpoRoc(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        oversample: float = param(2.0, "rollouts generated for each that is trained (report: 2)", gt=1)
+        oversample: float = param(2.0, "number of rollouts generated per trained rollout (report: 2)", gt=1)
         penalty: Callable[..., Any] | None = param(
             None,
-            "function of the Rollouts, (rows,) numbers >= 0, lower is better, with the signals it reads in "
-            "its attribute `needs`; none for p_err + p_format",
+            "function penalty(rollouts) that returns (rows,) numbers >= 0, lower is better, with "
+            "the signals it reads in its attribute `needs`, for example "
+            "rl_plugins.demo.rewards:format_and_digit_errors; none: p_err + p_format",
         )
-        use_error: bool = param(True, "failing tool calls as part of the penalty", only_if={"penalty": None})
+        use_error: bool = param(True, "inclusion of failing tool calls in the penalty", only_if={"penalty": None})
         use_format: bool = param(
-            True, "missing and repeated answer blocks as part of the penalty", only_if={"penalty": None}
+            True, "inclusion of missing and repeated answer blocks in the penalty", only_if={"penalty": None}
         )
-        min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are as many", ge=0)
-        min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are as many", ge=0)
+        min_wrong: int = param(2, "smallest number of wrong rollouts that stay, if there are that many", ge=0)
+        min_correct: int = param(2, "smallest number of correct rollouts that stay, if there are that many", ge=0)
         reject_equal_reward: bool = param(
-            True, "removal of groups of equal rewards before all else (the authors' script)"
+            True, "removal of groups of equal rewards before the selection (the authors' script)"
         )
         positive_selection: Literal["top", "inverse_prob"] = param(
             "top",
-            "correct rollouts that stay: those of the lowest penalty (code), or drawn by 1 / (penalty + "
-            "inverse_eps) (report)",
+            "choice of correct rollouts: the lowest penalty (code), or a draw by 1 / (penalty + inverse_eps) (report)",
         )
         inverse_eps: float = param(
             0.1,
@@ -181,7 +183,7 @@ class GrpoRoc(Method):
             ],
         )
         correct_threshold: float = param(0.0, "reward above which a rollout is correct")
-        short_groups: Literal["drop", "keep"] = param("drop", "fate of groups smaller than the group size")
+        short_groups: Literal["drop", "keep"] = param("drop", "treatment of groups smaller than the group size")
         error_keyword: str = param(
             "error",
             "text that marks a failing tool response, in any case",
@@ -204,7 +206,7 @@ class GrpoRoc(Method):
         )
         count_first_turn: bool = param(
             True,
-            "count of turns includes the one that the prompt's template has opened",
+            "inclusion of the turn that the prompt's template has opened",
             only_if={"penalty": None, "use_format": True},
         )
 
@@ -374,8 +376,8 @@ class GrpoRoc(Method):
             )
         if len(keep) and not bool(keep.any()):
             self.warn(
-                "no rollout of a batch stays, so nothing is trained on it: all groups have equal rewards or too "
-                "few rollouts. Where this is frequent the prompts are too easy or too hard."
+                "no rollout of a batch stays, so it is not trained: all groups have equal rewards "
+                "or too few rollouts. If this is frequent, the prompts are too easy or too hard."
             )
 
 

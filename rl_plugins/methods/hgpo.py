@@ -1,4 +1,4 @@
-"""HGPO (arXiv 2602.22817): turns are compared in nested groups, by state and by more and more states before it."""
+"""HGPO (arXiv 2602.22817): compares turns in nested groups, by state and by the states before it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _ZERO = 1e-6  # relative difference from the mean that is rounding
 
 
 class Hgpo(Method):
-    """Compares a turn with turns of its group that share its state, and its state and the one before, and so on.
+    """Compares a turn with turns of its group that share its state, its last two states, and so on.
 
-    A prompt that holds the last K turns differs between turns of the same state, which biases their comparison. For
+    If prompts hold the last K turns, turns of the same state have different prompts, which biases their comparison. For
     turn t of a rollout with observations o, rewards r and depths k = 0 .. min(K, t):
 
         g_t = r_t + gamma g_(t+1)                                   discounted return
@@ -32,14 +32,15 @@ class Hgpo(Method):
     there. `base_group` adds one more entry of weight 1: the comparison of rewards over all turns of the group (GiGPO's
     A^E, divisor n - 1).
 
-    Symbols: everything is (turns,) float64 over `rollouts.turns`, whichever way the host lays out rows. K is
-    `history_length`. Observations are equal by value (texts, numbers, arrays, nested lists and mappings); None is like
+    Symbols: everything is (turns,) float64 over `rollouts.turns`, for any row layout of the host. K is
+    `history_length`. Observations are equal by value (texts, numbers, arrays, nested lists and mappings); None equals
     no other.
 
-    Special cases: turns of rows without a reward (NaN) are out of every statistic and have A = 0, and so has a turn
-    without any depth to compare. Where an action could not be understood, reward and return of that turn are less by
-    `invalid_action_penalty_coef`, after returns were made. Where an environment gives no reward at all, that of the
-    rollout counts as the one of its last turn. A difference from the mean below 1e-6 of the return (or of 1) is 0.
+    Special cases: turns of rows without a reward (NaN) count in no statistic and have A = 0. A turn without another one
+    to compare with at any depth has A = 0. If an action could not be understood, `invalid_action_penalty_coef` is
+    subtracted from reward and return of that turn after returns were computed. If an environment gives no rewards, the
+    rollout's reward counts as that of its last turn. A difference from the mean below 1e-6 of the return (or of 1) is
+    0.
 
     Logs: `compared_K`, share of the turns that have another one to be compared with at depth K; `abs`, mean |A|.
 
@@ -127,17 +128,18 @@ class Hgpo(Method):
     class Params(MethodParams):
         history_length: int = param(
             2,
-            "K, states before the current one that are compared; the turns that the prompt remembers, a large"
-            " number for a whole conversation",
+            "K, number of earlier states that are compared: the turns that the prompt holds, a "
+            "large number for a whole conversation",
             ge=0,
         )
         gamma: float = param(0.95, "discount of later rewards, per turn", ge=0, le=1)
         mode: Literal["mean_norm", "mean_std_norm"] = param(
-            "mean_std_norm", "differences from the mean, or those divided by the standard deviation + eps"
+            "mean_std_norm",
+            "form of the advantages: differences from the mean, or those divided by the standard deviation + eps",
         )
         length_weight_alpha: float = param(
             1.0,
-            "exponent of the weights (k + weight_offset)^alpha of depth k; 0: all alike",
+            "alpha, exponent of the weights (k + weight_offset)^alpha of depth k; 0: equal weights",
             ge=0,
             only_if=({"history_length": above(0)}, {"base_group": True, "weight_offset": above(1)}),
         )
@@ -155,7 +157,7 @@ class Hgpo(Method):
             "removal of entries of exactly 0 from the weighted mean (paper and code)",
             only_if=({"history_length": above(0)}, {"base_group": True}),
         )
-        base_group: bool = param(False, "comparison with all turns of the group as one more entry, of weight 1")
+        base_group: bool = param(False, "comparison with all turns of the group as an additional entry of weight 1")
         single_group: Literal["zero", "reward"] = param(
             "zero",
             "base_group entry of a group with a single turn: 0, or its reward (code)",

@@ -1,4 +1,4 @@
-"""Linear Thompson sampling (arXiv 2505.15155): which domain of the dataset comes next."""
+"""Linear Thompson sampling (arXiv 2505.15155): chooses the domain of the next prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ THOMPSON, CONTEST = {"rule": "thompson"}, {"rule": "contest"}
 
 
 class LinearTS(Method):
-    """A bandit over the values of a dataset column: prompts come from the domains that promise most to learn.
+    """A bandit over the values of a dataset column, which draws prompts from the domains that teach the most.
 
     Every value a of `column` is an arm with the posterior N(m_a, P_a^-1) of a reward that is linear in a context x.
     Before a generation batch
@@ -40,10 +40,10 @@ class LinearTS(Method):
 
         m_a <- (P_a + x x^T / s2)^-1 (P_a m_a + r x / s2),   P_a <- P_a + x x^T / s2
 
-    from P_a = I / prior_variance and m_a = 0. x is what was known before the batch, r what came out of it.
+    from P_a = I / prior_variance and m_a = 0. x was known before the batch; r is measured after it.
 
-    The weights become shares of the batch's prompts by largest remainder; what rounding took from an arm is owed to it
-    in the next batch. The prompts of an arm come in a shuffled order, all of them before one comes again.
+    The weights become shares of the batch's prompts by largest remainder; the remainder lost by rounding is carried
+    over to the next batch. The prompts of an arm come in a shuffled order, all of them before one is repeated.
 
     `reward` r of an arm: `informative`, the share of its groups whose rewards differ, or `gain`, its mean reward minus
     that of its last visit. `context` x is a list of
@@ -56,7 +56,7 @@ class LinearTS(Method):
         truncated     share of its rollouts that the length limit cut off
         method/name   what a method of the run logs in its optimizer steps: the value of the last one
 
-    The last five are 0 before there is one.
+    The last five are 0 until they are known.
 
     `rule: contest` is the score of ContestTrade (arXiv 2508.00554) without its predictor, a risk-adjusted bandit
     without guarantees: of the last `window` rewards of each arm,
@@ -69,13 +69,13 @@ class LinearTS(Method):
     Symbols: m (arms, d), P (arms, d, d), theta, x (d,) float64, d numbers of context; s2 = `noise_variance`;
     deviations are population deviations.
 
-    Special cases: rows without a reward (NaN) are no evidence; an arm without any is not updated. Rows that `select`
-    removed count, foreign prompts do not. A rollout of several rows counts once. `gain` begins with an arm's second
-    visit. An arm gives all the prompts it has left at most; the rest is shared by the others. In asynchronous modes a
-    batch is booked under the context of the time it is trained, which is later than the one it was chosen in.
+    Special cases: rows without a reward (NaN) do not count; an arm without any reward is not updated. Rows that
+    `select` removed count; foreign prompts do not. A rollout of several rows counts once. `gain` starts with an arm's
+    second visit. If an arm has too few prompts left, the other arms share the rest. In asynchronous modes a batch is
+    recorded with the context at the time of training, which is later than the context of its choice.
 
-    State: precision, mean, the last rewards and mean reward per arm, what is owed, the place in each arm's order, and
-    the values of the context. All draws are from `self.rng`.
+    State: precision, mean, the last rewards and mean reward per arm, carried-over remainders, the position in each
+    arm's order, and the values of the context. All draws are from `self.rng`.
 
     Logs: per arm (the first 16 in alphabetical order) `share/<value>` of the batch's prompts and `reward/<value>`;
     `reward`, mean over arms; `largest_share`.
@@ -132,52 +132,53 @@ class LinearTS(Method):
     )
     cost = "No extra rollouts or forward passes. The column is read once at the start."
     disagreements = (
-        "What was read is the authors' code of the scheduler, and notes on the rest of the paper.",
-        "The authors' code changes P in place before it computes P m, so that m <- m + P'^-1 x r / s2: no error is "
-        "ever subtracted, and m grows without end. Here it is the posterior.",
-        "In the authors' code r is a fixed linear function of the same x, the metrics after the step; here x is what "
-        "was known before and r what came after.",
+        "What was read is the authors' code of the scheduler and notes on the rest of the paper.",
+        "The authors' code changes P in place before it computes P m, so m <- m + P'^-1 x r / s2: "
+        "no error is ever subtracted, and m grows without limit. Here m is the mean of the "
+        "posterior.",
+        "In the authors' code r is a fixed linear function of the same x, the metrics after the "
+        "step; here x is known before the step, and r is measured after it.",
         "The authors choose between two arms (factor or model) with eight metrics as context. Domains of a dataset as "
         "arms, shares of a batch, `draws` above 1, both rewards and `contest` as an option here are ours.",
-        "ContestTrade predicts mean and deviation of the next reward by two LightGBM models from the last five, and "
-        "gives nothing to arms with a score of 0 or less. `exploration` is ours, as is the mean that is subtracted: "
-        "rewards in [0, 1] would all be positive.",
+        "ContestTrade predicts mean and deviation of the next reward by two LightGBM models from "
+        "the last five, and gives nothing to arms with a score of 0 or less. `exploration` and the "
+        "subtracted mean are ours: without the latter all rewards in [0, 1] would be positive.",
     )
     needs = frozenset({"prompt_index"})
     example_params = {"column": "domain"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        column: str = param("", "dataset column whose values are the arms")
+        column: str = param("", "dataset column whose values are the arms, for example `domain`; required")
         rule: Literal["thompson", "contest"] = param(
-            "thompson", "posterior draws, or mean over deviation of the last rewards"
+            "thompson", "rule for the weights: posterior draws, or mean divided by deviation of the last rewards"
         )
         reward: Literal["informative", "gain"] = param(
-            "informative", "share of an arm's groups with unequal rewards, or growth of its mean reward"
+            "informative", "reward of an arm: share of its groups with unequal rewards, or increase of its mean reward"
         )
         context: tuple[str, ...] = param(
             (CONSTANT,),
-            "numbers of x: constant, progress, reward, informative, length, truncated, or method/name of what is "
-            "logged in optimizer steps",
+            "entries of x: constant, progress, reward, informative, length, truncated, or "
+            "method/name of a value logged in optimizer steps",
             only_if=THOMPSON,
         )
         draws: int = param(
             1,
-            "posterior draws per batch; 1: a whole batch comes from one arm (paper), more: a mix",
+            "number of posterior draws per batch; 1: a whole batch comes from one arm (paper), more: a mix",
             ge=1,
             only_if=THOMPSON,
         )
-        prior_variance: float = param(10.0, "of each number of theta", gt=0, only_if=THOMPSON)
-        noise_variance: float = param(0.5, "s2, of a reward", gt=0, only_if=THOMPSON)
-        window: int = param(5, "last rewards of an arm that count", ge=1, only_if=CONTEST)
-        deviation_floor: float = param(0.01, "smallest deviation that is divided by", gt=0, only_if=CONTEST)
+        prior_variance: float = param(10.0, "prior variance of each entry of theta", gt=0, only_if=THOMPSON)
+        noise_variance: float = param(0.5, "s2, noise variance of a reward", gt=0, only_if=THOMPSON)
+        window: int = param(5, "number of last rewards of an arm that count", ge=1, only_if=CONTEST)
+        deviation_floor: float = param(0.01, "smallest deviation used as divisor", gt=0, only_if=CONTEST)
         exploration: float = param(
-            0.1, "share of the batch that is dealt to all arms alike", ge=0, le=1, only_if=CONTEST
+            0.1, "share of the batch that is divided equally among all arms", ge=0, le=1, only_if=CONTEST
         )
 
         def check(self) -> None:
             if not self.column:
-                raise ConfigError("parameter `column` is missing: name the dataset column whose values are the arms.")
+                raise ConfigError("parameter `column` is missing. Give the dataset column whose values are the arms.")
             if not self.context or len(set(self.context)) < len(self.context):
                 raise ConfigError(
                     f"`context` is {shown(list(self.context))}; it needs at least one name, and none twice: constant, "

@@ -1,4 +1,4 @@
-"""MC-GRPO (arXiv 2601.22582): the median of the group as baseline, and one rollout more to find it."""
+"""MC-GRPO (arXiv 2601.22582): the group's median as baseline, with one extra rollout to find it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 
 
 class McGrpo(Method):
-    """Centers rewards on the group's median instead of its mean, which one extreme reward cannot move.
+    """Centers rewards on the group's median, which one extreme reward cannot move, instead of its mean.
 
     For a prompt whose G rollouts are trained, n = G + 1 are generated. With `med` the lower median (the n/2-th smallest
     for even n, always one of the rewards) and rewards r_1 .. r_n of the group:
@@ -27,15 +27,15 @@ class McGrpo(Method):
         A_i = (r_i - m) / (MAD + mad_eps)
 
     The pivot, the rollout that holds m, has A = 0 and leaves the update, so G rollouts are trained; the loss is the
-    host's. Of several rollouts with the reward m the pivot is the one torch.median picks: all of them have A = 0, so
-    only a term that does not depend on the advantage (KL, entropy) can tell which one left.
+    host's. Among several rollouts with reward m the pivot is the one that torch.median picks. All of them have A = 0,
+    so the choice affects only terms that do not depend on the advantage (KL, entropy).
 
     Symbols: rewards and advantages are (rows,) float64. If a rollout is several rows that share its reward, the
     statistics are the same and all rows of the pivot leave.
 
-    Special cases: rows without a reward (NaN) are out of the statistics, have A = 0 and are the pivot only where no row
-    of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards has A
-    = 0 exactly and still loses its pivot. With two reward levels MAD is always 0, and rollouts off the median get
+    Special cases: rows without a reward (NaN) do not count in the statistics, have A = 0 and are the pivot only if no
+    row of the group has a reward. A group of one rollout keeps it, with A = 0 and a warning. A group of equal rewards
+    has A = 0 exactly and still loses its pivot. With two reward levels MAD is always 0, and rollouts off the median get
     +-1/mad_eps; the method warns. Evaluation is the host's.
 
     Logs: `mad_zero`, share of the groups with MAD = 0; `max_abs_advantage`; `sign_changed`, share of the rows whose
@@ -151,11 +151,11 @@ class McGrpo(Method):
             1e-3, "constant added to the divisor of the advantages", gt=0, only_if={"scale": ("mad", "std")}
         )
         zero_compensation: bool = param(
-            False, "factor of group size / number of them on a group's non-zero advantages (GSM8K trainer)"
+            False, "scaling of a group's non-zero advantages by group size / their number (GSM8K trainer)"
         )
         advantage_clip: float | None = param(
             None,
-            "limit of |advantage|, none for no limit (paper); try 3 to 10 where mad_zero or max_abs_advantage is large",
+            "limit of |advantage|; none: no limit (paper). Try 3 to 10 if mad_zero or max_abs_advantage is large",
             gt=0,
         )
 

@@ -1,4 +1,4 @@
-"""MinPRO: the token's importance ratio times the smallest ratio before it."""
+"""MinPRO (arXiv 2601.22718): multiplies a token's importance ratio by the smallest ratio before it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rl_plugins.rollouts import Terms
 
 
 class Minpro(Method):
-    """Minimum Prefix Ratio policy optimization: a token is damped by the smallest importance ratio of its prefix.
+    """Minimum Prefix Ratio policy optimization: damps each token by the smallest importance ratio of its prefix.
 
-    Reconstruction: no official code and no clip values were found, and the value for a token without a prefix is that
-    of a third-party implementation. Our defaults are argued under `disagreements`.
+    Reconstruction: we found no official code and no clip values, and the value for a token without a prefix comes from
+    a third-party implementation. `disagreements` gives the reasons for our defaults.
 
     Per token t of a row (nothing crosses rows):
 
@@ -27,8 +27,8 @@ class Minpro(Method):
         loss_t = -w_t A_t lp_t,   so   d loss / d lp_t = -w_t A_t / N             # N as the host normalizes
 
     The exact weight of a token sampled off-policy contains the product of all ratios before it, whose variance grows
-    with the length. M stands in for it without a product: once one token of the prefix has become unlikely, all later
-    ones weigh less. It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is
+    with the length. M replaces it without a product: once one token of the prefix has become unlikely, all later tokens
+    have less weight. It is CISPO with log M subtracted from the rollout log-probs; on-policy (all ratios 1) it is
     REINFORCE.
 
     Symbols: lp (rows, time) log-probs in nats, with gradient, in the model's dtype; lp^rollout those of the
@@ -36,8 +36,8 @@ class Minpro(Method):
     per row). Ratios, minimum and weight are float32 or better. Aggregation is the host's; there is no KL term.
 
     Special cases: tokens that are not trained (tool output, padding, tokens another method took out) are skipped by the
-    minimum and have loss and gradient 0, whatever their log-probs. A token whose rollout log-prob is not known comes
-    with its old one.
+    minimum and have loss and gradient 0, whatever their log-probs. A token without a known rollout log-prob uses its
+    old log-prob.
 
     Logs: over trained tokens, `weight_mean` and `weight_min` (w), `clipped` (share with M rho outside of the clip
     range), `prefix_min` (mean of M).
@@ -110,14 +110,14 @@ class Minpro(Method):
         "with transformers in TRL one extra forward pass per batch."
     )
     disagreements = (
-        "Clip values are not published. clip_low=1.0 is no lower bound: any smaller one lifts damped weights "
-        "back up. clip_high=4.0 is the absolute bound 5 that TRL recommends for CISPO (`epsilon_high`, after "
-        "ScaleRL, arXiv 2510.13786). Both are ours.",
-        "Third-party code also exists with the current token inside the minimum; the paper's minimum ends before it.",
+        "Clip values are not published. clip_low=1.0 is no lower bound: a smaller value would "
+        "raise damped weights again. clip_high=4.0 is the absolute bound 5 that TRL recommends for "
+        "CISPO (`epsilon_high`, after ScaleRL, arXiv 2510.13786). Both are ours.",
+        "Other third-party code includes the current token in the minimum; the paper's minimum ends before it.",
         "Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL "
         '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
-        "In TRL `vllm_importance_sampling_correction` is set to False: the rollout log-probs are already in "
-        "rho, and the correction would count them twice.",
+        "In TRL `vllm_importance_sampling_correction` is set to False: rho already contains the "
+        "rollout log-probs, and the correction would count them twice.",
     )
     needs = frozenset({"rollout_logprobs", "off_policy"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
@@ -126,7 +126,7 @@ class Minpro(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         clip_low: float = param(
-            1.0, "lower clip range: the weight is at least 1 - clip_low; 1 is no lower bound (ours)", ge=0, le=1
+            1.0, "lower clip range: the weight is at least 1 - clip_low; 1: no lower bound (ours)", ge=0, le=1
         )
         clip_high: float = param(
             4.0, "upper clip range: the weight is at most 1 + clip_high (ours)", ge=0, allow_inf=True

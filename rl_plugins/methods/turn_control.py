@@ -355,7 +355,7 @@ class TurnControl(Method):
         made = yield from together([self._episode(prompt) for _ in range(prompt.n)])
         trajectories = [t for t in made if t is not None]
         if not trajectories:
-            raise MethodError("the environment of no rollout of a prompt could be reset; see the warnings above.")
+            raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
         return trajectories
 
     def _episode(self, prompt: Prompt) -> Generator[Any, Any, Trajectory | None]:

@@ -208,14 +208,14 @@ def test_as_many_begin_as_the_capacity_says(params: dict[str, Any], given: Queue
 
 def test_trl_is_refused_with_what_to_name_instead() -> None:
     with pytest.raises(
-        ConfigError, match="nothing is generated while TRL's GRPOTrainer trains.*`april`.*decoupled_ppo"
+        ConfigError, match="TRL's GRPOTrainer does not generate while it trains.*`april`.*decoupled_ppo"
     ):
         start_stack(admission(), run=make_run(host="trl"))
 
 
 def test_a_limit_on_groups_at_once_is_refused_in_verl() -> None:
     start_stack(admission(), run=make_run(host="verl"))
-    with pytest.raises(ConfigError, match="`max_concurrent` is 8, and verl has no limit"):
+    with pytest.raises(ConfigError, match="`max_concurrent` is 8, and verl limits"):
         start_stack(admission(max_concurrent=8), run=make_run(host="verl"))
 
 

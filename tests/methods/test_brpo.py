@@ -422,8 +422,8 @@ def test_logs() -> None:
 @pytest.mark.parametrize(
     ("params", "text"),
     [
-        ({"judge": by_quality, "judge_url": "http://h/v1"}, "only one of them can judge"),
-        ({}, "nobody judges. Give the parameter `judge`"),
+        ({"judge": by_quality, "judge_url": "http://h/v1"}, "are both given"),
+        ({}, "neither `judge` nor `judge_url` is given. Give `judge`"),
         ({"judge": by_quality, "judge_key_env": "KEY"}, "`judge_key_env` has no effect"),
         ({"judge_url": "http://h/v1"}, "without `judge_model`"),
         ({"judge": by_quality, "judge_model": "m"}, "`judge_model` has no effect"),

@@ -486,7 +486,7 @@ def test_a_rollout_without_an_environment_is_left_out() -> None:
         def reset(self, columns: Any) -> Observation:
             raise OSError("no port")
 
-    with pytest.raises(MethodError, match="no rollout of a prompt could be reset"):
+    with pytest.raises(MethodError, match="none of the environments of a prompt's rollouts could be reset"):
         run(cleaner(Never), script({"<q>": "a[0]"}), n=2)
     count = iter(range(9))
 

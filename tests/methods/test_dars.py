@@ -414,7 +414,9 @@ def test_the_papers_values() -> None:
 
 
 def test_the_group_size_must_hold_the_first_rollouts() -> None:
-    with pytest.raises(ConfigError, match=r"room for 7 rollouts per prompt, and `n_first` is 8\. Raise the group size"):
+    with pytest.raises(
+        ConfigError, match=r"`n_first` is 8, but the batch has room for 7 rollouts per prompt\. Raise the group"
+    ):
         dars_stack(7)
     dars_stack(8)
 

@@ -619,7 +619,7 @@ def test_what_is_logged() -> None:
         ({"clip_low": 1.5}, "`clip_low` is 1.5"),
         ({"dual_clip": 1.0}, "`dual_clip` is 1"),
         ({"upper": 0.9}, "`upper` is 0.9; it must be > 1, because tokens of unchanged probability"),
-        ({"upper": 2.0, "lower": 3.0}, "`lower` is 3 and `upper` is 2; nothing lies between"),
+        ({"upper": 2.0, "lower": 3.0}, "`lower` is 3 and `upper` is 2; no value is between them"),
         ({"lower": -1.0}, "the metric `ratio` is never negative"),
         ({"action": "clamp", "metric": "k2"}, "`metric` has no effect"),
         ({"action": "none", "upper": 3.0}, "`upper` has no effect"),

@@ -481,7 +481,7 @@ def test_files_of_embeddings(tmp_path: Path, ending: str, caplog: Any) -> None:
 def test_embeddings_without_a_fingerprint_are_warned_of(tmp_path: Path, caplog: Any) -> None:
     np.save(tmp_path / "e.npy", latent())
     start_stack(dots(embeddings=str(tmp_path / "e.npy")), run=make_run(dataset_size=D, fingerprint="x"))
-    assert "bear no fingerprint" in caplog.text
+    assert "have no fingerprint" in caplog.text
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""AEPO's advantages: every token's advantage is scaled by how uncertain the policy is there."""
+"""AEPO's advantages: each token's advantage is scaled by the policy's uncertainty at that token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPREAD = 1e-6  # relative; a standard deviation below it is rounding
 
 
 class AepoAdvantages(Method):
-    """Uncertain tokens have larger advantages, certain ones smaller.
+    """Gives uncertain tokens larger advantages and certain tokens smaller ones.
 
     After any estimator, for every token t of the batch:
 
@@ -24,14 +24,14 @@ class AepoAdvantages(Method):
         A_t <- A_t (1 + weight z_t)             z is a constant of the update
 
     z is not limited, as in the authors' code: where z < -1/weight (-5) an advantage changes its sign. Entropies of
-    language models are hardly that low (their distribution has its long tail on the other side). `z_max` limits |z|. z
-    has mean 0, so with equal |A| nothing is added on the whole.
+    language models are rarely that low: their distribution has its long tail on the other side. `z_max` limits |z|. z
+    has mean 0, so with equal |A| the total stays the same.
 
     Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy before the update.
 
     Special cases: a constant entropy (std up to 1e-6 max(1, |mean|), which is rounding) has z = 0, and so has a batch
-    of one token. Tokens that left the update and rows without a reward (NaN) are out of mean and deviation and keep
-    their advantage. An advantage of 0 stays 0.
+    of one token. Tokens that left the update and rows without a reward (NaN) do not count in mean and deviation and
+    keep their advantage. An advantage of 0 stays 0.
 
     Logs: `z_max`, `z_min`; `sign_changed`, share of the tokens with A != 0.
 

@@ -1,4 +1,4 @@
-"""AEPO's clipping: a token that is to become more likely keeps its gradient beyond the clip range."""
+"""AEPO's clipping: a token with a positive advantage keeps its gradient beyond the clip range."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from rl_plugins.rollouts import Terms
 
 
 class AepoClip(Method):
-    """PPO's clipped surrogate, whose value it keeps, with a bounded gradient where the clip range ends upwards.
+    """PPO's clipped surrogate with the same value, and a bounded gradient above the upper clip bound.
 
-    Per token, with r = exp(lp - lp_old) and sg(..) a constant of the update:
+    Per token, with r = exp(lp - lp_old) and sg(x) the value of x without gradient:
 
         upper = (1 + clip_high) r / sg(r)                       # value 1 + clip_high, gradient (1 + clip_high) grad lp
         x     = max(-A r, -A clip(r, 1 - clip_low, upper))
         loss  = min(x, -dual_clip A) where A < 0,  else x
 
-    The value is PPO's with a dual clip, always. So is the gradient, except for tokens with A > 0 and r > 1 + clip_high:
-    PPO drops them, here they have the gradient -A (1 + clip_high) grad lp however large r is, as in CISPO. Those are
-    mostly uncertain tokens that one update has made much more likely. On-policy (r = 1) it is PPO. Aggregation and KL
-    loss are the host's. The entropy plays no part in it.
+    The value is always PPO's with a dual clip. The gradient is PPO's, too, except for tokens with A > 0 and r > 1 +
+    clip_high: PPO drops them; here they have the gradient -A (1 + clip_high) grad lp however large r is, as in CISPO.
+    Most of them are uncertain tokens that one update made much more likely. On-policy (r = 1) it is PPO. Aggregation
+    and KL loss are the host's. Entropy plays no role in it.
 
     Symbols: lp, lp_old, A, loss (rows, time); the gradient flows through lp only.
 
-    Special cases: masked tokens have loss and gradient 0, whatever their values.
+    Special cases: masked tokens have loss and gradient 0 for any value.
 
     Logs: over the tokens, per update, `clipfrac` (the clipped term is the larger loss), `clipfrac_lower` (the dual clip
     acts), `preserved` (A > 0 and r > 1 + clip_high: tokens whose gradient PPO would drop).
@@ -77,7 +77,7 @@ class AepoClip(Method):
     class Params(MethodParams):
         clip_low: float = param(0.2, "lower clip range: the ratio is clipped at 1 - clip_low", ge=0, lt=1)
         clip_high: float = param(0.2, "upper clip range: the ratio is clipped at 1 + clip_high", ge=0)
-        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
+        dual_clip: float = param(3.0, "c of the dual clip, which bounds the loss of a token with A < 0 by -c A", gt=1)
 
     def policy_loss(self, terms: Terms) -> Tensor:
         p, valid = self.params, terms.mask > 0

@@ -1,4 +1,4 @@
-"""AEPO's rollouts: how many chains of an agent start from the prompt, and where the others branch off."""
+"""AEPO's rollouts: some chains of an agent start from the prompt, the others branch after uncertain turns."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ _ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True}
 
 
 class AepoRollout(Method):
-    """Chains of an agent branch behind turns that were more uncertain than their first one, less and less often.
+    """Branches chains of an agent after turns that are more uncertain than their first turn, with a growing penalty.
 
     The entropy of a turn is a sum, not a mean:
 
         H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
 
-    A prompt has k rollouts (the host's group size, and spare ones). m of them start from the prompt. Then all chains
-    that go on take a turn together, and the environment answers. While there are fewer than k chains, every chain whose
-    environment goes on is copied, its environment included, up to beam_size - 1 times, each time with
+    A prompt has k rollouts (the host's group size plus spare ones). m of them start from the prompt. Then all
+    unfinished chains take a turn together, and the environment answers. While there are fewer than k chains, every
+    unfinished chain is copied together with its environment, up to beam_size - 1 times, each time if
 
         p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
 
-    Where no chain goes on and some are missing, one starts from the prompt per round. m is `initial_rollouts`, half of
-    k by default. With `probe: true` it is
+    If all chains have ended and some are missing, one new chain per round starts from the prompt. m is
+    `initial_rollouts`, half of k by default. With `probe: true` it is
 
         m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
 
     where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
-    one whole rollout; both are thrown away. Evaluation plays plain rollouts.
+    one whole rollout; both are discarded. Evaluation plays plain rollouts.
 
     Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
     a copy of the first turn of its own; c counts rounds in a row in which the prompt got a new chain (20 of them end
-    branching). What k chains share is trained in each of them, with its log-probs; what the environment says is not.
-    Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from the prompt) in
-    `rollouts.meta`.
+    branching). Tokens that chains share are trained in each of them, with their log-probs; text of the environment is
+    not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from
+    the prompt) in `rollouts.meta`.
 
-    Special cases: an environment is copied with `copy.deepcopy`; where that fails, a warning says so and the missing
-    chains start from the prompt. One that raises or hangs ends its chain, and so does `max_turns`, or a reply that
-    would not fit.
+    Special cases: an environment is copied with `copy.deepcopy`; if that fails, a warning says so and the missing
+    chains start from the prompt. A chain ends if its environment raises or hangs, at `max_turns`, or if the
+    environment's reply does not fit.
 
-    Logs: means over prompts: `initial` (m); `branches`, `restarts`, further chains from copies and from the prompt;
-    `turn_entropy`; `penalized`, mean of c over attempts.
+    Logs: means over prompts: `initial` (m); `branches`, `restarts`, number of further chains from copies and from the
+    prompt; `turn_entropy`; `penalized`, mean of c over attempts.
 
     Raises:
         ConfigError: a parameter out of range; no environment.
@@ -94,23 +94,24 @@ class AepoRollout(Method):
         "likely tokens."
     )
     disagreements = (
-        "The number of first chains from a probe is the paper's; all released scripts have it off: `probe`.",
-        "The authors' code resets c only in rounds in which some prompt of the batch branched, and never "
-        "forgets H_first of an earlier batch, by the number of the chain; here c is reset in every round "
-        "without a new chain, and nothing is shared between prompts or batches.",
-        "The authors' agents call tools inside one answer, which stops there, up to 6 times; here every turn "
-        "is an answer of its own, and what the environment says is a message.",
+        "The paper finds the number of first chains with a probe; all released scripts switch it off: `probe`.",
+        "The authors' code resets c only in rounds in which some prompt of the batch branched, and "
+        "it keeps H_first per chain number across batches. Here c is reset in every round without "
+        "a new chain, and nothing is shared between prompts or batches.",
+        "The authors' agents call tools up to 6 times inside one answer. Here every turn is an "
+        "answer of its own, and the environment's reply is a message.",
         CODE_READ,
-        "Half of the chains start from the prompt by default, as in the authors' scripts (6 of 12). With a "
-        "probe, entropies that do not change give about half, too.",
+        "Half of the chains start from the prompt by default, as in the authors' scripts (6 of "
+        "12). A probe also gives about half where entropies do not change.",
     )
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments.calculator:Calculator"}
     idle = (
         Idle(
             {"branches": 0},
-            "no chain branched, so all rollouts are chains from the prompt. Lower `branch_probability` or "
-            "`initial_rollouts`, or raise `beam_size`; chains of one turn never branch.",
+            "no chain branched, so all rollouts started from the prompt. Lower "
+            "`branch_probability` or `initial_rollouts`, or raise `beam_size`; chains of one turn "
+            "never branch.",
         ),
     )
     min_group_size = 2
@@ -121,45 +122,45 @@ class AepoRollout(Method):
         environment: Callable[..., Any] | None = param(
             None,
             "class or function that makes the environment of one rollout, as module:attribute (see "
-            "`rl_plugins.agents`), with its state in ordinary attributes or a `__deepcopy__`; must be given",
+            "`rl_plugins.agents`); required. Its state is copied with copy.deepcopy.",
         )
         initial_rollouts: int | None = param(
-            None, "chains that start from the prompt; none: half of them", ge=1, only_if={"probe": False}
+            None, "number of chains that start from the prompt; none: half of them", ge=1, only_if={"probe": False}
         )
-        probe: bool = param(False, "search for that number, for each prompt, with a probe that costs a rollout")
-        probe_tokens: int = param(50, "tokens of the probe's short generation", ge=1, only_if={"probe": True})
+        probe: bool = param(
+            False, "search for the number of first chains of each prompt by a probe, which costs one rollout"
+        )
+        probe_tokens: int = param(50, "number of tokens of the probe's short generation", ge=1, only_if={"probe": True})
         probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0, only_if={"probe": True})
-        beam_size: int = param(2, "chains that one chain becomes at most in a round", ge=1)
+        beam_size: int = param(2, "most chains that one chain becomes in a round", ge=1)
         branch_probability: float = param(
-            0.5, "value of p from which a chain is copied", ge=0, le=1, only_if={"beam_size": above(1)}
+            0.5, "lowest p at which a chain is copied", ge=0, le=1, only_if={"beam_size": above(1)}
         )
         entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0, only_if={"beam_size": above(1)})
         penalty: float = param(
-            0.05, "penalty of each round in a row with a new chain", ge=0, le=1, only_if={"beam_size": above(1)}
+            0.05, "penalty for each consecutive round with a new chain", ge=0, le=1, only_if={"beam_size": above(1)}
         )
         entropy_tokens: int = param(
             20,
-            "first tokens of a turn that count for its entropy",
+            "number of first tokens of a turn that count for its entropy",
             ge=1,
             only_if=_ENTROPY,
         )
         top_logprobs: int = param(
             10,
-            "most likely tokens the engine reports",
+            "number of most likely tokens that the engine reports",
             ge=1,
             only_if=_ENTROPY,
         )
         vocabulary: int = param(
             151_936,
-            "tokens of the policy's vocabulary (here: of Qwen2.5 and Qwen3)",
+            "size of the policy's vocabulary (default: Qwen2.5 and Qwen3)",
             ge=2,
             only_if=_ENTROPY,
         )
-        max_turns: int = param(7, "turns of a chain; the authors' 6 tool calls and an answer", ge=1)
-        turn_tokens: int | None = param(
-            None, "largest number of tokens of one turn; none: what the completion has room for", ge=1
-        )
-        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
+        max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of one turn; none: the room left in the completion", ge=1)
+        timeout: float = param(60.0, "longest call of the environment, in seconds", gt=0)
 
         def check(self) -> None:
             if self.environment is None:
@@ -305,7 +306,7 @@ def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) ->
 
 
 def initial_rollouts(k: int, root: float, tool: float, weight: float) -> int:
-    """Chains that start from the prompt, of k, by the entropies of the prompt and of the turns behind it."""
+    """Number of the k chains that start from the prompt, from the entropies of the prompt and of the turns after it."""
     return max(1, min(k, int(k / (1 + math.exp(-weight * (root - tool)))) + 1))
 
 

@@ -10,11 +10,14 @@ AREAL = Bundle(
     name="areal",
     parts={"areal_admission": {}, "decoupled_ppo": {}},
     paper=PAPER,
-    about="Generation goes on while the policy is trained, at most `max_staleness` batches ahead (`areal_admission`), "
-    "and the loss separates the policy that sampled from the centre of the trust region (`decoupled_ppo`). For verl's "
-    "asynchronous trainer modes, where rollouts are interrupted and resumed by the engine. In TRL's GRPOTrainer "
-    "nothing is generated while it trains: name `april` and `decoupled_ppo` there. The authors start from eta = 4 and "
-    "report no loss up to 8.",
+    about=(
+        "Generation runs during training, at most `max_staleness` batches ahead "
+        "(`areal_admission`), and the loss separates the policy that sampled from the centre of "
+        "the trust region (`decoupled_ppo`). Made for verl's asynchronous trainer modes, where "
+        "the engine interrupts and resumes rollouts. TRL's GRPOTrainer does not generate while "
+        "it trains: use `april` and `decoupled_ppo` there. The authors recommend eta = 4 to "
+        "start with and report no loss up to 8."
+    ),
     does="Trains while generation runs ahead, and corrects for the policy that sampled",
     problems=("long_tail", "stale"),
     measured=(ArealAdmission.measured[0], *DecoupledPpo.measured[:2]),

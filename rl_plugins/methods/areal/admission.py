@@ -1,4 +1,5 @@
-"""AReaL's admission of new rollouts (arXiv 2505.24298): generation runs ahead of training by so many batches."""
+"""AReaL's admission of new rollouts (arXiv 2505.24298): a limit on how many batches generation runs ahead of
+training."""
 
 from __future__ import annotations
 
@@ -18,21 +19,21 @@ STRATEGY = "trainer.v1.sampler.max_off_policy_strategy"
 
 
 class ArealAdmission(Method):
-    """Begins new groups as long as no more than eta + 1 batches of them are ahead of the trained ones.
+    """Starts new groups as long as at most eta + 1 batches of them are ahead of training.
 
     With v the published weights, B the groups (prompts) of a batch, and the groups accepted (complete and kept, trained
     ones included) and running since the start:
 
         capacity = min(C - running, (eta + v + 1) B - accepted - running)      begin a group while it is above 0
 
-    eta = 0 is synchronous generation. The trainer takes the B complete groups that were begun first.
+    eta = 0 is synchronous generation. The trainer takes the B complete groups that were started first.
 
-    The rule bounds how many groups are ahead, not how old one may be: a straggler begun at version v is trained
-    whenever it is complete. `bound` adds what the paper leaves out: groups older than eta are dropped (`drop`), or
+    The rule limits the number of groups ahead and not the age of a group: a straggler started at version v is trained
+    whenever it is complete. `bound`, our addition, limits the age: groups older than eta are dropped (`drop`), or
     training waits until none can become older (`wait`).
 
-    verl does this by itself in its asynchronous modes; the method sets its options: num_warmup_batches = eta, and
-    max_off_policy_threshold = none, or with a `bound` eta + 1 (it counts versions, both ends included).
+    verl applies this rule itself in its asynchronous modes, and the method sets verl's options: num_warmup_batches =
+    eta, and max_off_policy_threshold = none, or with a `bound` eta + 1 (it counts versions, both ends included).
 
     Symbols: eta = `max_staleness` in published weights, C = `max_concurrent`, all whole numbers. See `capacity`.
 
@@ -77,7 +78,7 @@ class ArealAdmission(Method):
         ),
     }
     use_when = (
-        "Generation runs beside training (verl's asynchronous modes), and you want to bound how far ahead it runs."
+        "Generation runs during training (verl's asynchronous modes), and you want to limit how far ahead it runs."
     )
     avoid_when = (
         "The host does not generate while it trains: rollouts then become stale for nothing. TRL's GRPOTrainer is "
@@ -89,8 +90,9 @@ class ArealAdmission(Method):
         "`bound: drop` discards groups that are too old; `bound: wait` waits for stragglers."
     )
     disagreements = (
-        "AReaL bounds the number of groups alone; its description promises a largest staleness. `bound` is ours.",
-        "AReaL's `max_concurrent_rollouts` has no counterpart in verl, whose engine has a queue of its own.",
+        "AReaL limits the number of groups only, although its description promises a largest "
+        "staleness. `bound` is our addition.",
+        "AReaL's `max_concurrent_rollouts` has no counterpart in verl, because verl's engine has its own queue.",
         "AReaL counts a published version per optimizer step; verl publishes every `parameter_sync_step` batches.",
     )
     host_options = {"verl": {WARMUP[0]: 4, WARMUP[1]: 4, THRESHOLD: None}}  # of the default parameters
@@ -98,10 +100,12 @@ class ArealAdmission(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        max_staleness: int = param(4, "eta, batches of groups that may be ahead of the trained ones", ge=0, le=63)
-        max_concurrent: int | None = param(None, "C, groups in the making at once; none: no limit", ge=1)
+        max_staleness: int = param(4, "eta, number of batches that generation may be ahead of training", ge=0, le=63)
+        max_concurrent: int | None = param(None, "C, most groups in progress at once; none: no limit", ge=1)
         bound: Literal["none", "drop", "wait"] = param(
-            "none", "fate of groups older than that: none (the paper's), drop them, or wait for them"
+            "none",
+            "treatment of older groups: none trains them (paper), drop discards them, wait "
+            "makes training wait for them",
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -116,14 +120,14 @@ class ArealAdmission(Method):
     def check(self, run: Run) -> None:
         if run.host == "trl":
             raise ConfigError(
-                "nothing is generated while TRL's GRPOTrainer trains, so rollouts begun ahead would become stale and "
-                "save no time. Name `april` (which stops waiting for long rollouts) and `decoupled_ppo` instead, or "
-                "use verl's asynchronous modes."
+                "TRL's GRPOTrainer does not generate while it trains, so rollouts started ahead "
+                "would become stale and save no time. Use `april` (which does not wait for long "
+                "rollouts) and `decoupled_ppo` instead, or verl's asynchronous modes."
             )
         if run.host == "verl" and self.params.max_concurrent is not None:
             raise ConfigError(
-                f"`max_concurrent` is {self.params.max_concurrent}, and verl has no limit on the prompts in the making "
-                f"beside num_warmup_batches. Leave it out; the engine has one of its own "
+                f"`max_concurrent` is {self.params.max_concurrent}, and verl limits the prompts in progress by "
+                f"num_warmup_batches only. Remove it; the engine has its own limit  "
                 f"(actor_rollout_ref.rollout.max_num_seqs)."
             )
 

@@ -22,9 +22,10 @@ _SMALL = 1e-6  # a feature that varies less than this is left as it is
 def features_of(
     logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]], limit: int, with_top: bool
 ) -> list[float]:
-    """What the first `limit` tokens of a rollout look like: mean, deviation and minimum of the log-probs, mean of the
-    lowest tenth, share of certain tokens (p >= 0.9), last quarter against the whole, length / limit; with `with_top`
-    also mean and maximum of the entropy of the reported tokens (renormalized, nats) and the mean gap of the first two.
+    """Features of the first `limit` tokens of a rollout: mean, deviation and minimum of the log-probs, mean of the
+    lowest tenth, share of certain tokens (p >= 0.9), mean of the last quarter minus that of all, length / limit. With
+    `with_top` also mean and maximum of the entropy of the reported tokens (renormalized, nats) and the mean gap between
+    the first two.
 
     Args:
         logprobs: of the sampled tokens.
@@ -50,7 +51,7 @@ def features_of(
 
 
 def with_prompt(features: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Every rollout's numbers with their mean over the prompt's rollouts behind them, which tell how hard it is."""
+    """Appends to every rollout's features their mean over the prompt's rollouts, which tells how hard the prompt is."""
     x = np.asarray(features, dtype=float)
     return np.hstack([x, np.broadcast_to(x.mean(0), x.shape)]).tolist()  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""ARRoL (arXiv 2603.24840): rollouts are pruned while they are generated, so that half of what stays is right."""
+"""ARRoL (arXiv 2603.24840): rollouts are pruned during generation, so that half of the survivors are right."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
 
 class Arrol(Method):
-    """Stops about half of a prompt's rollouts early, chosen so that those that stay are half right and half wrong.
+    """Stops about half of a prompt's rollouts early and aims at survivors that are half right and half wrong.
 
-    Reconstruction: the authors' repository holds no code, and how the head is built and trained was not to be found.
-    The paper's head sees hidden states; here it sees log-probs, or `features`.
+    Reconstruction: the authors' repository has no code, and we found no description of how the head is built and
+    trained. The paper's head reads hidden states; here it reads log-probs, or `features`.
 
-    A rollout that still goes on after L = `detect_tokens` tokens goes on to the end with the probability
+    A rollout that is unfinished after L = `detect_tokens` tokens is continued to its end with the probability
 
         p_i = clip(K + shift + strength (rho - q_i), low, high)        K keep_ratio, rho positive_ratio
 
     where q_i is the calibrated probability that it will be right, and the shift makes the mean of p over the last
-    rollouts (of all prompts) K. So likely right rollouts are thinned where most are right. Only survivors are generated
-    to the end and trained, with the host's advantages in smaller groups.
+    rollouts of all prompts equal to K. So rollouts that are likely right are thinned where most are right. Only
+    survivors are generated to the end and trained, with the host's advantages in smaller groups.
 
-    That is `selection: survival`, the default because it is what is reported of the paper. Each rollout is drawn by
-    itself, so a share K stays of all rollouts and on average; how many of a prompt is left to chance. `balanced` (ours)
-    also favors right rollouts where they are rare: with mean q over the n undecided rollouts of the prompt
+    That is `selection: survival`, the default, because summaries report it of the paper. Rollouts are drawn
+    independently, so on average a share K of all rollouts stays; the number per prompt is random. `balanced` (ours)
+    also favors right rollouts where they are rare: with the mean of q over the n undecided rollouts of the prompt
 
         a = min(1, K rho / mean q),  b = min(1, K (1 - rho) / (1 - mean q)),  s_i = q_i a + (1 - q_i) b
 
-    scaled to the sum k = round(K n) (halves up). With `independent: false` exactly k of every prompt survive, each with
-    this probability, which also keeps shapes the same. `extremes` (ours) keeps the round(rho k) best and the worst,
+    scaled to the sum k = round(K n) (halves up). With `independent: false` exactly k rollouts of every prompt survive,
+    each with this probability, so shapes stay the same. `extremes` (ours) keeps the round(rho k) best and the worst,
     `random` any k.
 
     The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
@@ -64,8 +64,8 @@ class Arrol(Method):
     success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
 
     Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L goes on, and at least
-    min_keep of a prompt remain. In the first `cold_start` batches, and until both right and wrong ones were seen,
-    nothing is stopped; nor for a prompt whose `features` fail, which do not train the head.
+    min_keep of a prompt remain. Nothing is stopped in the first `cold_start` batches and until both right and wrong
+    rollouts were seen. Nothing is stopped for a prompt whose `features` fail, and its rollouts do not train the head.
 
     State: the window (features, labels, weights, outputs), the head and its optimizer. Survivors and initial weights
     are drawn.
@@ -123,29 +123,35 @@ class Arrol(Method):
     )
     disagreements = (
         "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",
-        "The paper's rule lowers the share of right rollouts also where it is below rho already; `selection: "
-        "balanced` does what the paper's aim says, per prompt.",
-        "The number of survivors of a prompt is drawn, too; `selection: balanced` with `independent: false` keeps "
-        "exactly round(keep_ratio n) of the n that still go on.",
+        "The paper's rule lowers the share of right rollouts even where it is already below rho. "
+        "`selection: balanced` follows the paper's stated aim, per prompt.",
+        "The number of survivors of a prompt is random. `selection: balanced` with `independent: "
+        "false` keeps exactly round(keep_ratio n) of the n that still go on.",
         "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
-        "Reported by summaries of the paper: survival probability, calibration by 128 bins with Laplace "
-        "smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of 20, a two-layer MLP "
-        "trained by cross-entropy, votes by rank. The rest is marked as ours.",
+        "Reported by summaries of the paper: survival probability, calibration by 128 bins with "
+        "Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of "
+        "20, a two-layer MLP trained by cross-entropy, votes by rank. The rest is ours and marked "
+        "so.",
         "`selection: extremes` (ours) splits groups better than any draw but shows the head only extremes.",
     )
     idle = (
-        Idle({"stopped": 0}, "no rollout was stopped. Lower `keep_ratio`, or `detect_tokens` if most end before it."),
+        Idle(
+            {"stopped": 0},
+            "no rollout was stopped. Lower `keep_ratio`, or lower `detect_tokens` if most rollouts end before it.",
+        ),
         Idle({"right": 0}, "no rollout counts as right, so the head cannot be used. Lower `success_threshold`."),
         Idle({"right": 1}, "every rollout counts as right, so the head cannot be used. Raise `success_threshold`."),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        detect_tokens: int = param(512, "L: tokens after which rollouts are stopped", ge=1)
-        keep_ratio: float = param(0.5, "K: share of the rollouts still going that stays; 1 stops none", gt=0, le=1)
+        detect_tokens: int = param(512, "L, number of tokens after which rollouts may be stopped", ge=1)
+        keep_ratio: float = param(
+            0.5, "K, share of the unfinished rollouts that is continued; 1: all of them", gt=0, le=1
+        )
         positive_ratio: float = param(
             0.5,
-            "rho: share of right ones aimed at among the survivors",
+            "rho, share of right rollouts that is aimed at among the survivors",
             gt=0,
             lt=1,
             only_if=(
@@ -155,7 +161,7 @@ class Arrol(Method):
         )
         selection: Literal["survival", "balanced", "extremes", "random"] = param(
             "survival",
-            "choice of survivors: by p_i (paper), balanced in each prompt, best and worst, or any (ours)",
+            "choice of survivors: by p_i (paper); balanced within each prompt, best and worst, or random (ours)",
             only_if={"keep_ratio": below(1)},
         )
         strength: float = param(
@@ -165,34 +171,42 @@ class Arrol(Method):
         high: float = param(0.9, "largest p_i", gt=0, le=1, only_if={"keep_ratio": below(1), "selection": "survival"})
         independent: bool = param(
             True,
-            "independent draw of each rollout; false: as many as expected, with the same probabilities (ours)",
+            "independent draw of each rollout; false: exactly the expected number, with the same probabilities (ours)",
             only_if={"keep_ratio": below(1), "selection": ("survival", "balanced", "random")},
         )
-        cold_start: int = param(20, "generation batches without stopping", ge=0, only_if={"keep_ratio": below(1)})
-        min_keep: int = param(
-            2, "rollouts of a prompt that stay at least (ours)", ge=1, only_if={"keep_ratio": below(1)}
+        cold_start: int = param(
+            20, "number of first generation batches without stopping", ge=0, only_if={"keep_ratio": below(1)}
         )
-        success_threshold: float = param(0.5, "reward from which a rollout is right (ours)")
+        min_keep: int = param(
+            2,
+            "smallest number of rollouts of a prompt that are continued (ours)",
+            ge=1,
+            only_if={"keep_ratio": below(1)},
+        )
+        success_threshold: float = param(0.5, "lowest reward that counts as right (ours)")
         top: int = param(
             0,
-            "most likely tokens whose log-probs are features, too; 0: none (ours)",
+            "number of most likely tokens whose log-probs are features, too; 0: none (ours)",
             ge=0,
             le=20,
             only_if={"features": None},
         )
         features: Callable[..., Any] | None = param(
             None,
-            "function (list of contexts, lists of token ids cut to L) -> numbers per context, for the head "
-            "instead of log-probs, such as a server of hidden states (ours)",
+            "function features(contexts), with lists of token ids cut to L, that returns a list of "
+            "numbers per context, for example my_server:hidden_states; the head reads them instead "
+            "of log-probs (ours)",
         )
         features_timeout: float = param(
-            60.0, "seconds `features` may take for one prompt", gt=0, only_if={"features": GIVEN}
+            60.0, "longest call of `features` for one prompt, in seconds", gt=0, only_if={"features": GIVEN}
         )
-        width: int = param(32, "hidden units of the head (ours)", ge=1)
+        width: int = param(32, "number of hidden units of the head (ours)", ge=1)
         learning_rate: float = param(0.01, "learning rate of the head (ours)", gt=0)
-        fit_steps: int = param(30, "passes over the window per generation batch (ours)", ge=1)
-        window: int = param(2000, "rollouts the head and its calibration are fitted to (ours)", ge=10)
-        bins: int = param(128, "bins of the calibration", ge=1, only_if={"keep_ratio": below(1)})
+        fit_steps: int = param(30, "number of passes over the window per generation batch (ours)", ge=1)
+        window: int = param(
+            2000, "number of last rollouts that the head and its calibration are fitted to (ours)", ge=10
+        )
+        bins: int = param(128, "number of bins of the calibration", ge=1, only_if={"keep_ratio": below(1)})
         max_weight: float = param(
             10.0,
             "largest weight 1 / p of a rollout in the fit; 1: none (ours)",
@@ -204,7 +218,7 @@ class Arrol(Method):
             if has_effect(self, "low") and not self.low <= self.keep_ratio <= self.high:
                 raise ConfigError(
                     f"`keep_ratio` is {self.keep_ratio:g}, outside of `low` = {self.low:g} to `high` = {self.high:g}, "
-                    f"the limits of every rollout's probability, so that it cannot be their mean. Move the limits."
+                    f"the limits of every rollout's probability, so it cannot be their mean. Change the limits."
                 )
 
         @property
@@ -339,7 +353,7 @@ class Arrol(Method):
                 why = f"an answer of shape {found.shape} for {len(begun)} contexts, or numbers that are not finite"
             except (TypeError, ValueError) as e:
                 why = f"an answer that is no list of numbers per context: {e}"
-        self.warn(f"`features` gave {why}; the rollouts of that prompt all go on.")
+        self.warn(f"`features` gave {why}; all rollouts of that prompt are continued.")
         return None
 
     def _survivors(self, prompt: Prompt, q: Array, ended: int, shift: float) -> tuple[Mask, Array]:

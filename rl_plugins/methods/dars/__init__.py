@@ -11,9 +11,12 @@ DARS_B = Bundle(
     name="dars_b",
     parts={"dars": {}, "dars_breadth": {}},
     paper=PAPER,
-    about="Depth and breadth: a second helping of rollouts for hard prompts (`dars`), and a large batch that is "
-    "trained as a whole, several times over (`dars_breadth`). The authors' runs have 3072 prompts of 8 first "
-    "rollouts, 2 passes, learning rate 5e-6 (1.5B), temperature 1, no KL, and responses of up to 3072 tokens.",
+    about=(
+        "Depth and breadth: more rollouts for hard prompts in a second round (`dars`), and a "
+        "large batch that is trained as a whole, several times (`dars_breadth`). The authors' "
+        "runs have 3072 prompts with 8 first rollouts, 2 passes, learning rate 5e-6 (1.5B), "
+        "temperature 1, no KL, and responses of up to 3072 tokens."
+    ),
     does="Combines more rollouts for hard prompts with full-batch updates",
     problems=("exploration", "no_signal"),
     measured=Dars.measured,

@@ -14,13 +14,13 @@ _ACTOR = "actor_rollout_ref.actor"
 class DarsBreadth(Method):
     """Trains the whole batch in one optimizer step, several times over, instead of mini-batches.
 
-    For pass 1 .. `passes`, with old log-probs and advantages of the batch's beginning:
+    For pass 1 .. `passes`, with old log-probs and advantages from the start of the batch:
 
         loss  = 1/rows sum_i 1/L sum_t ppo_clip_it            over all rows of the batch, L the length limit
         theta <- optimizer step on loss
 
-    It is a few options of the host. The divisor is a constant, so long completions are not discounted. Breadth is the
-    size of the batch, which is yours: the authors have 3072 prompts of 8 rollouts.
+    The method sets a few options of the host. The divisor is a constant, so long completions are not discounted.
+    Breadth is the size of the batch, which you choose: the authors have 3072 prompts of 8 rollouts.
 
     Symbols: L is max_completion_length (TRL), data.max_response_length (verl).
 
@@ -43,8 +43,8 @@ class DarsBreadth(Method):
     avoid_when = "The batch is small: mini-batches make more optimizer steps of it."
     cost = "No extra rollouts. `passes` (2) passes over the whole batch."
     disagreements = (
-        "The code's loss is averaged over micro-batches, here over all rows of the batch: the same for micro-batches "
-        "of equal size.",
+        "The code's loss is averaged over micro-batches, here over all rows of the batch. The two "
+        "are equal for micro-batches of equal size.",
     )
     host_options = {
         "trl": {
@@ -63,7 +63,7 @@ class DarsBreadth(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        passes: int = param(2, "optimizer steps on one batch", ge=1)
+        passes: int = param(2, "number of optimizer steps on one batch", ge=1)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

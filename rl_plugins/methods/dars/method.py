@@ -1,4 +1,4 @@
-"""DARS (arXiv 2508.13755): prompts that are seldom answered rightly get a second helping of rollouts."""
+"""DARS (arXiv 2508.13755): prompts with a low success rate get a second round of rollouts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Dars(Method):
-    """Difficulty Adaptive Rollout Sampling: gives hard prompts the rollouts that GRPO's advantages deny them.
+    """Difficulty Adaptive Rollout Sampling: more rollouts for hard prompts, which get small advantages in GRPO.
 
-    The total of |advantage| of a prompt peaks where half of its rollouts are right and vanishes for hard ones. Every
-    prompt gets N rollouts. With u the share of successes among them, 0.5 / N if there is none:
+    The total |advantage| of a prompt is largest where half of its rollouts are right and vanishes for hard prompts.
+    Every prompt gets N rollouts. With u the share of successes among them, or 0.5 / N without any:
 
         S  = 2 u (1 - u),  P = N / 2                   mean |advantage| of a rollout, and its total at u = 1/2
         S  = 2 sqrt(u (1 - u)),  P = N                 with `use_std`
@@ -53,24 +53,25 @@ class Dars(Method):
         dn = ceil((2 (1 - u) P - N S) / S)             schedule hw: harder ones have more
         dn = min(dn, n_max - N),  0 for u >= 1/2
 
-    and dn more in a second round. All rollouts of a prompt are one group. Groups whose share of successes is then 0, or
-    at least `upper`, leave. Advantages are the host's, r - mean of the group, divided by its deviation with `use_std`.
+    and dn more in a second round. All rollouts of a prompt are one group. Groups leave if their share of successes is
+    then 0 or at least `upper`. Advantages are the host's, r - mean of the group, divided by its deviation with
+    `use_std`.
 
-    The authors' batch grows with the need, the host's does not: it holds group size x prompts rows. N of the group size
-    are the first rollouts, the rest is room for helpings, and prompts that leave for certain (u >= `upper`, or no
-    success and no helping) free theirs. If the helpings need more than that, each gets a share in proportion, by
-    largest remainder. A prompt without a success keeps room for all of its rollouts, for it may be rescued. Room that
-    is not needed stays empty. n_max = n_first is GRPO with a filter.
+    The authors' batch grows with the need. The host's does not: it holds group size x prompts rows. N rows per prompt
+    are the first rollouts, and the rest is room for second rounds. Prompts that are sure to leave (u >= `upper`, or no
+    success and no second round) free their rows. If second rounds need more rows than that, each gets a proportional
+    share, by largest remainder. A prompt without a success keeps room for all of its rollouts, because a later one may
+    succeed. Rows that are not needed stay empty. n_max = n_first is GRPO with a filter.
 
     Symbols: N = `n_first`; a success is a reward >= success_threshold, of the reward functions, before `rewards` hooks.
     A rollout of several rows counts once.
 
-    Special cases: a rollout without a reward (NaN) is in no share. A prompt without any reward gets no helping and
-    leaves. Prompts with given completions (replay) get no helping, and the filter holds for them, too. First rollouts
-    are never discarded for what happens to others.
+    Special cases: a rollout without a reward (NaN) does not count. A prompt without any reward gets no second round and
+    leaves. Prompts with given completions (replay) get no second round, and the filter applies to them, too. First
+    rollouts are never discarded to make room.
 
-    Logs: `asked`, rollouts of all helpings; `served`, the share of them that fitted; `rescued`, prompts without a
-    success among the first rollouts and with one later; `left`, share of the groups that left.
+    Logs: `asked`, rollouts wanted in the second round; `served`, the share of them that fitted; `rescued`, prompts
+    whose first success came in the second round; `left`, share of the groups that left.
 
     Raises:
         ConfigError: n_max < n_first, or n_first > group size.
@@ -124,14 +125,14 @@ class Dars(Method):
         "prompts in all. A group size of 1.5 to 2 times `n_first` leaves room for the second round."
     )
     disagreements = (
-        "The authors' batch grows with the need and is padded; here helpings share the room of the host's batch, and "
-        "`served` tells how much of them fitted.",
-        "In the authors' code a helping is negative where n_max < n_first; here that is refused.",
-        "In the authors' code a batch of which nothing is left does not count as a step; here it does.",
-        "Paper and code take the mean reward for the share of successes; here it is the share of rewards from "
-        "success_threshold on, the same for rewards 0 and 1.",
-        "Whether the paper also divides by the deviation was not established: the code can, its scripts do not "
-        "(`use_std`, off).",
+        "The authors' batch grows with the need and is padded; here second rounds share the rows "
+        "of the host's batch, and `served` is the share that fitted.",
+        "In the authors' code the second round has a negative size where n_max < n_first; here that is refused.",
+        "In the authors' code a batch without any group left does not count as a step; here it does.",
+        "Paper and code use the mean reward as the share of successes. Here it is the share of "
+        "rewards of at least success_threshold, which is the same for rewards 0 and 1.",
+        "We could not establish whether the paper also divides by the deviation: the code can, but "
+        "its scripts do not (`use_std`, off).",
     )
     rounds = True
     decides_rollouts = True
@@ -139,20 +140,23 @@ class Dars(Method):
     idle = (
         Idle(
             {"asked": 0},
-            "no prompt asked for further rollouts. None is right in fewer than half of its rollouts, or `n_max` is "
-            "`n_first`.",
+            "no prompt asked for further rollouts. Every prompt is right in at least half of its "
+            "rollouts, or `n_max` equals `n_first`.",
         ),
     )
     paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        n_first: int = param(8, "N, first rollouts of every prompt", ge=1)
-        n_max: int | None = param(None, "rollouts of a prompt at most; none: 32 with et, 64 with hw (paper)", ge=1)
-        schedule: Schedule = param("et", "equal totals of |advantage| (et), or larger ones for harder prompts (hw)")
-        use_std: bool = param(False, "division of advantages by the group's deviation, and the schedule that suits it")
-        upper: float = param(1.0, "share of successes from which a group leaves", gt=0, le=1)
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        n_first: int = param(8, "N, number of first rollouts of every prompt", ge=1)
+        n_max: int | None = param(None, "most rollouts of a prompt; none: 32 with et, 64 with hw (paper)", ge=1)
+        schedule: Schedule = param(
+            "et",
+            "target of the second round: equal totals of |advantage| (et), or larger totals for harder prompts (hw)",
+        )
+        use_std: bool = param(False, "division of advantages by the group's deviation, with the matching schedule")
+        upper: float = param(1.0, "lowest share of successes at which a group leaves", gt=0, le=1)
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         @property
         def most(self) -> int:
@@ -177,12 +181,12 @@ class Dars(Method):
         p = self.params
         if run.group_size < p.n_first:
             raise ConfigError(
-                f"the batch has room for {run.group_size} rollouts per prompt, and `n_first` is {p.n_first}. Raise the "
-                f"group size (what is above n_first is room for helpings), or lower `n_first`."
+                f"`n_first` is {p.n_first}, but the batch has room for {run.group_size} rollouts per prompt. Raise the "
+                f"group size (rows above n_first are room for second rounds), or lower `n_first`."
             )
 
     def budget(self, budget: Budget, run: Run) -> Budget:
-        """n_first of each prompt, and as many helpings as fit beside those that ask for them."""
+        """n_first rollouts of each prompt, and as many further ones as the batch has room for."""
         p, prompts, rows = self.params, budget.prompts[1], budget.trained[1]
         most = helping(0.0, p.schedule, p.n_first, p.most, p.use_std)
         helped = [min(k * most, rows - k * p.n_first) for k in range(prompts + 1)]  # if k prompts ask

@@ -18,11 +18,14 @@ DOTS_RR = Bundle(
     name="dots_rr",
     parts={"rollout_replay": {}, "dots": {}, "decoupled_ppo": {"action": "none"}},
     paper=Dots.paper,
-    about="Half of a batch is stored groups of earlier batches (`rollout_replay`). The prompts of the other half are "
-    "those whose predicted pass rate is nearest to one half (`dots`, which needs embeddings of the dataset and "
-    "synchronous generation). The loss weighs the policy that sampled, without a bound (`decoupled_ppo`). The authors' "
-    "runs have batches of 512 prompts and groups of 8, 256 reference prompts every two batches, a buffer of 512, "
-    "and a clip range of 0.2. They report 23 to 62 % less time to the same accuracy.",
+    about=(
+        "Half of a batch consists of stored groups of earlier batches (`rollout_replay`). The "
+        "prompts of the other half have predicted pass rates closest to one half (`dots`, which "
+        "needs embeddings of the dataset and synchronous generation). The loss corrects for the "
+        "policy that sampled, without a bound (`decoupled_ppo`). The authors' runs have batches "
+        "of 512 prompts and groups of 8, 256 reference prompts every two batches, a buffer of "
+        "512, and a clip range of 0.2. They report 23 to 62 % less time to the same accuracy."
+    ),
     does="Picks prompts of medium predicted difficulty and replays stored groups for half of the batch",
     problems=("no_signal", "few_prompts", "long_tail"),
     measured=(*Dots.measured[:2], *RolloutReplay.measured[:2]),

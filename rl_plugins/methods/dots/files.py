@@ -20,8 +20,8 @@ def save_embeddings(path: str | Path, embeddings: Any, fingerprint: str) -> None
     """Writes (prompts, H) embeddings, row i of dataset row i, as .safetensors or .npy.
 
     Args:
-        fingerprint: of the dataset, `rl_plugins.runtime.fingerprint.fingerprint(dataset)`, which a run compares. Beside
-            an .npy it stands in a file of the same name with `.json` behind.
+        fingerprint: of the dataset, `rl_plugins.runtime.fingerprint.fingerprint(dataset)`, which a run compares. For
+            an .npy file it is saved in a second file with `.json` appended to the name.
 
     Raises:
         ConfigError: another ending.

@@ -1,4 +1,4 @@
-"""DOTS of DOTS + RR (arXiv 2506.05316): prompts whose predicted pass rate is near a target come next."""
+"""DOTS of DOTS + RR (arXiv 2506.05316): choose prompts whose predicted pass rate is near a target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rl_plugins.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run
 
 
 class Dots(Method):
-    """Difficulty-targeted Online data Selection: trains on prompts that the policy passes about half of the time.
+    """Difficulty-targeted Online data Selection: trains on prompts that the policy solves about half of the time.
 
     A cycle is mu generation batches. At its start, for the D prompts of the dataset:
 
@@ -30,28 +30,28 @@ class Dots(Method):
         p_i <- s p_i + c, with s, c of the least squares of p_k on d_k
         P(i) ~ exp(-|p_i - alpha| / tau);   draw M prompts without replacement, shuffle, train them in mu batches
 
-    with z and r the projections of the frozen embeddings by a trained `adapter`. The reference rollouts are used for
-    nothing else: they leave before the statistics.
+    with z and r the projections of the frozen embeddings by a trained `adapter`. The reference rollouts serve this
+    purpose only: they leave before the statistics.
 
-    The draw adds Gumbel noise to the float64 logits and takes the largest M. That is the same distribution, and stays
-    defined where P underflows to 0 (at tau = 1e-3 for all prompts 0.1 farther from alpha than the best), where the
-    authors' call returns arbitrary prompts.
+    The draw adds Gumbel noise to the float64 logits and takes the largest M. The distribution is the same, and it stays
+    defined where P underflows to 0: at tau = 1e-3 for all prompts that are 0.1 farther from alpha than the best. The
+    authors' call returns arbitrary prompts there.
 
     `reference: now` makes the reference rollouts first, in a round of the cycle's first batch. `previous` makes them
-    beside the last batch of the cycle before, one batch older; it runs beside rollout programs, and the first cycle
-    takes the host's prompts.
+    together with the last batch of the previous cycle, so they are one batch older. It can be combined with rollout
+    programs, and the first cycle takes the host's prompts.
 
     Symbols: mu = `cycle`, K = `references`, alpha = `target`, tau = `temperature`, tau_att = `attention_temperature`,
     G the group size. Embeddings (D, H) float; predicted rates (D,) float64. M is mu times the fresh prompts of a batch.
 
-    Special cases: without an adapter embeddings are compared as they are and nothing is calibrated but s and c. A
-    reference prompt without a scored rollout is left out. A batch that needs more prompts than the cycle has left goes
-    on drawing among those the cycle has not had. A prompt may be a reference and be trained.
+    Special cases: without an adapter embeddings are compared unchanged, and only s and c are calibrated. A reference
+    prompt without a scored rollout is left out. If a batch needs more prompts than the cycle has left, further ones are
+    drawn among those that the cycle has not used. A prompt may be a reference and be trained.
 
     State: predicted rates, the prompts left of the cycle and those it has had. All draws are from `self.rng`.
 
-    Logs: `reference_rate`, mean d; `slope`, s; `predicted`, mean p of the prompts that were drawn; `correlation` of
-    p with the measured pass rate, and `useful`, share of groups with unequal rewards, both of the groups trained;
+    Logs: `reference_rate`, mean d; `slope`, s; `predicted`, mean p of the prompts that were drawn; `correlation` of p
+    with the measured pass rate, and `useful`, share of groups with unequal rewards, both over the trained groups;
     `reference_rollouts` made in the batch.
 
     Raises:
@@ -104,9 +104,10 @@ class Dots(Method):
     )
     disagreements = (
         "The paper was read through notes made from the authors' code and its abstract, not in full.",
-        "The authors' adapter and its training data are not shipped: `rl-plugins train-adapter` trains one from your "
-        "own pass rates. The sizes of the calibration's hidden layer (64) is ours.",
-        "Without an adapter (`adapter: none`) embeddings are compared as they are, which the paper does not try.",
+        "The authors' adapter and its training data are not shipped: `rl-plugins train-adapter` "
+        "trains one from your own pass rates. The size of the calibration's hidden layer (64) is "
+        "ours.",
+        "Without an adapter (`adapter: none`) embeddings are compared unchanged, which the paper does not try.",
         "The authors draw with torch.multinomial, which returns prompts of probability 0 when too few others are left.",
         "`reference: previous` is ours.",
     )
@@ -118,20 +119,24 @@ class Dots(Method):
     class Params(MethodParams):
         embeddings: Callable[..., Any] | str = param(
             "",
-            "(D, H) embeddings of the dataset's rows: a .safetensors or .npy file, or a function of the dataset",
+            "(D, H) embeddings of the dataset's rows: a file (embeddings.safetensors or .npy), or "
+            "a function of the dataset as module:attribute; required",
         )
         adapter: str | None = param(
-            None, "file of `rl-plugins train-adapter`; none: embeddings are compared as they are"
+            None,
+            "file made by `rl-plugins train-adapter`, for example adapter.safetensors; none: "
+            "embeddings are compared unchanged",
         )
-        references: int = param(256, "K, reference prompts of a cycle", ge=2)
+        references: int = param(256, "K, number of reference prompts of a cycle", ge=2)
         reference: Literal["now", "previous"] = param(
             "now",
-            "time of the reference rollouts: before the cycle's first batch, or beside the last of the one before",
+            "time of the reference rollouts: before the cycle's first batch, or with the last "
+            "batch of the previous cycle",
         )
-        cycle: int = param(2, "mu, batches per cycle", ge=1)
-        target: float = param(0.5, "alpha, pass rate that is looked for", ge=0, le=1)
-        temperature: float = param(1e-3, "tau of the draw; large: uniform", gt=0)
-        attention_temperature: float = param(1.0, "tau of the attention", gt=0)
+        cycle: int = param(2, "mu, number of batches per cycle", ge=1)
+        target: float = param(0.5, "alpha, target pass rate", ge=0, le=1)
+        temperature: float = param(1e-3, "tau, temperature of the draw; a large value draws uniformly", gt=0)
+        attention_temperature: float = param(1.0, "tau_att, temperature of the attention", gt=0)
 
         def check(self) -> None:
             if self.embeddings == "":
@@ -182,8 +187,8 @@ class Dots(Method):
             )
         if noted is None and isinstance(p.embeddings, str):
             self.warn(
-                "the embeddings bear no fingerprint of their dataset, so only their number was compared. Write them "
-                "with `rl_plugins.methods.dots.save_embeddings`."
+                "the embeddings have no fingerprint of their dataset, so only their number was "
+                "compared. Write them with `rl_plugins.methods.dots.save_embeddings`."
             )
         adapter = None if p.adapter is None else load_adapter(p.adapter, int(values.shape[1]))
         self._predictor = Predictor(values, adapter, p.attention_temperature)

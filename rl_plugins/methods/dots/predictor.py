@@ -90,9 +90,8 @@ class Predictor:
     """Embeddings of a dataset, with an adapter or as they are.
 
     Args:
-        embeddings: (prompts, H), an array that may lie on the disk, or a tensor.
-        adapter: None: embeddings are compared as they are, and nothing is calibrated.
-        temperature: of the attention.
+        embeddings: (prompts, H), an array, possibly a memory map of a file, or a tensor. adapter: None: embeddings are
+        compared unchanged, and nothing is calibrated. temperature: of the attention.
     """
 
     embeddings: Any

@@ -13,12 +13,16 @@ ECHO = Bundle(
     name="echo",
     parts={"echo_labels": {}, "echo_tree": {}, "echo_shaping": {}, "echo_clip": {}},
     paper=PAPER,
-    about="The majority answer of a prompt's rollouts is its label (`echo_labels`); a rollout branches where the "
-    "policy is uncertain, and what goes astray may be cut off (`echo_tree`); advantages are larger on uncertain tokens "
-    "(`echo_shaping`); a rollout whose end is uncertain may move further in an update (`echo_clip`). The last two "
-    "also work on ordinary rewards. The authors' scripts leave the tree out, and their code of it cannot be started: "
-    "`methods: [echo, -echo_tree]` is what they ran. Their runs have a KL loss to the reference policy, learning rate "
-    "5e-7, temperature 0.8, batches of 8 prompts with 32 rollouts each and 80 epochs.",
+    about=(
+        "The majority answer of a prompt's rollouts is its label (`echo_labels`). A rollout "
+        "branches where the policy is uncertain, and unpromising branches may be cut "
+        "(`echo_tree`). Advantages are larger on uncertain tokens (`echo_shaping`), and a "
+        "rollout with an uncertain end has a wider clip range (`echo_clip`). The last two also "
+        "work on ordinary rewards. The authors' scripts do not use the tree, and their code of "
+        "it cannot be started: they ran `methods: [echo, -echo_tree]`. Their runs have a KL loss "
+        "to the reference policy, learning rate 5e-7, temperature 0.8, batches of 8 prompts with "
+        "32 rollouts each and 80 epochs."
+    ),
     does="Trains without labels on majority answers, with branching rollouts and entropy-shaped updates",
     problems=("no_verifier", "exploration"),
     measured=(*EchoTree.measured, *EchoLabels.measured, *EchoShaping.measured, *EchoClip.measured),

@@ -6,7 +6,7 @@ import re
 
 
 def boxed_answer(text: str) -> str | None:
-    """What stands in the last \\boxed{..} of a text, in a canonical form; None if there is none."""
+    """The content of the last \\boxed{...} of a text, in a canonical form; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -20,7 +20,7 @@ def boxed_answer(text: str) -> str | None:
 
 def canonical(answer: str) -> str:
     """Without spaces, dollar signs, a final period and thousands separators; numbers without sign +, leading zeros and
-    zeros behind the point."""
+    zeros after the decimal point."""
     answer = re.sub(r"\\[,;!: ]|[\s$]", "", answer).removesuffix(".")
     if re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
         answer = answer.replace(",", "")

@@ -1,4 +1,4 @@
-"""ECHO's clip range: a rollout that is unsure at its end may move further in one update."""
+"""ECHO's clip range: wider for a rollout whose end the policy is unsure of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
 
 
 class EchoClip(Method):
-    """PPO's clipped surrogate with a clip range per row, wide where the policy is unsure of the row's end.
+    """PPO's clipped surrogate with a clip range per row, which is wider where the policy is unsure of the row's end.
 
     For every row b, then for its tokens with ratio r = exp(lp - lp_old):
 
@@ -32,8 +32,7 @@ class EchoClip(Method):
     Symbols: lp, lp_old, A, loss (rows, time); C (tokens,) in [0, 1], the probability of the token before the update
     (see `disagreements`), eps and Ctail (rows,) float64.
 
-    Special cases: only tokens in the update are part of the tail. Masked tokens have loss and gradient 0, whatever
-    their values.
+    Special cases: only trained tokens are part of the tail. Masked tokens have loss and gradient 0 for any value.
 
     Logs: `tail_confidence`, `clip_range`, means over rows; per update, over the tokens, `clipfrac` (the clipped term is
     the larger loss), `clipfrac_lower` (the dual clip acts), `kl` (mean of lp_old - lp).
@@ -69,26 +68,34 @@ class EchoClip(Method):
     )
     cost = "No extra rollouts. Needs old log-probs, which several updates per batch need anyway."
     disagreements = (
-        "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; no host's training "
-        "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "
-        "sequences. It is larger for confident tokens, up to 1 (theirs ends at 1/5), so clip ranges are narrower.",
+        "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; "
+        "no host's training pass provides it. Here it is the probability of the token itself, the "
+        "authors' own fallback for packed sequences. It is larger for confident tokens, up to 1 "
+        "(theirs is at most 1/5), so clip ranges are narrower.",
     )
     needs = frozenset({"tokens", "old_logprobs", "several_updates"})
     paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        tail_window: int = param(16, "last tokens whose confidence counts; 0: all", ge=0, only_if={"kappa": above(0)})
-        eps_min: float = param(0.05, "lower end of the sigmoid; the range is at least halfway to eps_max", ge=0, lt=1)
+        tail_window: int = param(
+            16, "number of last tokens whose confidence counts; 0: all", ge=0, only_if={"kappa": above(0)}
+        )
+        eps_min: float = param(
+            0.05,
+            "clip range at the lower end of the sigmoid; the range used is at least halfway to eps_max",
+            ge=0,
+            lt=1,
+        )
         eps_max: float = param(0.2, "upper end of the clip range", ge=0, lt=1)
         kappa: float = param(4.0, "steepness of the sigmoid", ge=0)
-        dual_clip: float = param(3.0, "c of the dual clip: the loss of a token with A < 0 is at most -c A", gt=1)
+        dual_clip: float = param(3.0, "c of the dual clip, which bounds the loss of a token with A < 0 by -c A", gt=1)
 
         def check(self) -> None:
             if self.eps_min > self.eps_max:
                 raise ConfigError(
                     f"`eps_min` is {self.eps_min:g} and `eps_max` is {self.eps_max:g}; the clip range lies between "
-                    f"them, so eps_min must not be larger."
+                    f"them, so lower `eps_min` or raise `eps_max`."
                 )
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:

@@ -20,24 +20,24 @@ from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
 class EchoLabels(Method):
     r"""Rewards without labels: a rollout is right if it answers what most rollouts of its prompt answer.
 
-    For every prompt `n_votes` rollouts are generated, of which the host's group size are trained:
+    For every prompt `n_votes` rollouts are generated, and as many as the host's group size are trained:
 
         answer_i = extract(text_i)                     # None: no answer
         label    = the most frequent answer            # of several, the one that came first; none if nobody answers
         r_i      = 1 if answer_i == label else 0
 
-    All rollouts vote, then the first n of each group stay: those that were generated first, so other methods that
-    generate spare rollouts stand before this one. The rewards replace those of the reward functions (NaN included); a
-    run needs some reward function all the same, and one that returns None will do. Evaluation is the host's.
+    All rollouts vote, then the n rollouts of each group that were generated first stay. Name other methods that
+    generate spare rollouts before this one. The rewards replace those of the reward functions (NaN included). A run
+    still needs a reward function; one that returns None is enough. Evaluation is the host's.
 
     `extract(text)` gives the answer in a canonical form, or None; answers are compared as texts. The default reads the
-    last \boxed{..}, without spaces, dollar signs and thousands separators, and writes numbers alike (4, 4.0 and +4).
+    last \boxed{...}, without spaces, dollar signs and thousands separators, and writes numbers alike (4, 4.0 and +4).
 
     Symbols: rewards (rows,) float64, 0 or 1. A rollout of several rows (turns, agents) votes with the text of its last
     row, and all of its rows get its reward.
 
-    Special cases: `extract` is called in the driver's own thread, once per rollout, so it must end by itself; one that
-    raises has found no answer.
+    Special cases: `extract` is called in the driver's own thread, once per rollout, so it must return. If it raises,
+    the rollout has no answer.
 
     Logs: `majority_ratio`, mean share of the rollouts that gave the label (those without an answer count); `answered`,
     share of the rollouts; with `label_column` `label_accuracy`, share of the prompts, and `reward_accuracy`, share of
@@ -75,12 +75,12 @@ class EchoLabels(Method):
         "Labels exist, or the most frequent answer is often wrong: the policy then becomes sure of the wrong answer."
     )
     disagreements = (
-        "The authors simplify answers as formulas (sympy) before they compare them; the default here does not. Give "
-        "such a function as `extract`.",
+        "The authors simplify answers as formulas (sympy) before they compare them; the default "
+        "here does not. Give such a function as `extract`.",
     )
     cost = (
-        "`n_votes` (32) rollouts per prompt are generated, of which the host's group size is trained: 4 times the "
-        "rollouts with groups of 8."
+        "`n_votes` (32) rollouts per prompt are generated, and the host's group size is trained: 4 "
+        "times the rollouts with groups of 8."
     )
     idle = (Idle({"answered": 0}, "no answer was found in any completion, so all rewards are 0. Look at `extract`."),)
     full_batch = True  # what leaves is what `plan` asked for in addition
@@ -88,9 +88,13 @@ class EchoLabels(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        n_votes: int = param(32, "rollouts per prompt that vote; the host's group size if that is more", ge=1)
+        n_votes: int = param(
+            32, "number of rollouts per prompt that vote; the host's group size if that is larger", ge=1
+        )
         extract: Callable[..., Any] = param(
-            boxed_answer, "function extract(text): the answer in canonical form, or None; as module:attribute"
+            boxed_answer,
+            "function extract(text) that returns the answer in canonical form or None, as "
+            "module:attribute, for example rl_plugins.demo.rewards:read_digits",
         )
         label_column: str | None = param(
             None, "dataset column with the true answer in the form of `extract`, for metrics only"

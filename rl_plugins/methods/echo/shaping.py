@@ -1,4 +1,4 @@
-"""ECHO's shaping: advantages are larger where the policy is uncertain."""
+"""ECHO's shaping: larger advantages where the policy is uncertain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPS = 1e-8  # of the variance
 
 
 class EchoShaping(Method):
-    """Every token's advantage is scaled by how uncertain the policy is there, in entropy and in confidence.
+    """Scales every token's advantage by the policy's uncertainty: entropy and lack of confidence.
 
     After any estimator, for the tokens t of the batch:
 
@@ -27,16 +27,16 @@ class EchoShaping(Method):
         A_t     <- A_t (1 + mult_coeff S_t)
         A_t     <- A_t + add_coeff (S_t - mean of S over the tokens of t's group)
 
-    `statistics: raw` has H and 1 - C themselves instead of white(..). Where mult_coeff s_max < 1 the product keeps the
-    sign of every advantage and leaves 0 at 0; the sum (off by default) gives advantages to groups of equal rewards,
-    too, with mean 0 in each group.
+    `statistics: raw` uses H and 1 - C themselves instead of white(H) and white(1 - C). Where mult_coeff s_max < 1 the
+    product keeps the sign of every advantage and leaves 0 at 0; the sum (off by default) also gives advantages to
+    groups of equal rewards, with mean 0 in each group.
 
     Symbols: A (tokens,) float64; H (tokens,) entropy in nats of the policy before the update; C (tokens,) in [0, 1],
     the probability of the token by that policy (see `disagreements`).
 
-    Special cases: tokens that left the update and rows without a reward (NaN) are out of the statistics and keep their
-    advantage. Constant H and C change nothing, neither does mult_coeff = add_coeff = 0 nor alpha = beta = 0. A batch of
-    one token has S = 0.
+    Special cases: tokens that left the update and rows without a reward (NaN) do not count in the statistics and keep
+    their advantage. Nothing changes if H and C are constant, if mult_coeff = add_coeff = 0, or if alpha = beta = 0. A
+    batch of one token has S = 0.
 
     Logs: `clipped`, share of the tokens with |S| = s_max; `change`, mean |change of A|; `sign_changed`, share of the
     tokens with A != 0.
@@ -74,11 +74,11 @@ class EchoShaping(Method):
         "forward pass per batch, in verl none."
     )
     disagreements = (
-        "The paper's text (as reported by others; it was not read) has H and 1 - C as they are, the authors' code has "
-        "their z-scores over the batch: `statistics` (default: the code's).",
-        "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; no host's training "
-        "pass gives that. The probability of the token itself, used here, is the authors' own fallback for packed "
-        "sequences.",
+        "The paper's text (as reported by others; it was not read) uses H and 1 - C directly, and "
+        "the authors' code their z-scores over the batch: `statistics` (default: the code's).",
+        "C is the mean of the 5 largest probabilities in a token's place, which needs the logits; "
+        "no host's training pass provides it. Here it is the probability of the token itself, the "
+        "authors' own fallback for packed sequences.",
     )
     paper_settings = PAPER_SETTINGS
 
@@ -95,19 +95,19 @@ class EchoShaping(Method):
         )
         mult_coeff: float = param(
             0.1,
-            "factor a: the advantage is multiplied by 1 + a S",
+            "factor a, with which the advantage is multiplied by 1 + a S",
             ge=0,
             only_if=({"alpha": above(0)}, {"beta": above(0)}),
         )
         add_coeff: float = param(
             0.0,
-            "factor lambda: lambda (S - its mean in the group) is added",
+            "factor lambda, with which lambda (S - its mean in the group) is added",
             ge=0,
             only_if=({"alpha": above(0)}, {"beta": above(0)}),
         )
         statistics: Literal["white", "raw"] = param(
             "white",
-            "z-scores over the batch (code), or the values (paper)",
+            "form of H and 1 - C: z-scores over the batch (code), or the values (paper)",
             only_if=({"alpha": above(0)}, {"beta": above(0)}),
         )
 

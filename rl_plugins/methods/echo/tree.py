@@ -1,4 +1,4 @@
-"""ECHO's tree: one rollout of each prompt branches where the policy is uncertain; what goes astray may be cut off."""
+"""ECHO's tree: one rollout of each prompt branches at an uncertain token, and unpromising branches may be cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
 
 
 class EchoTree(Method):
-    """The first rollout of a prompt branches once, at its first uncertain token; what goes astray may be cut off.
+    """Branches the first rollout of a prompt once, at its first uncertain token; unpromising branches may be cut.
 
     With p_t the `logprob_top_k` largest probabilities in place t, renormalized:
 
@@ -29,14 +29,15 @@ class EchoTree(Method):
         w = min_branches + alpha (H_t - entropy_low) / (entropy_high - entropy_low)
                          - beta (G_t - branch_threshold) / |branch_threshold|      # rounded, min_branches..max_branches
 
-    responses; w <= 1: not at all. They are the w most likely tokens in place t, the sampled one included; the others
-    are put behind the common prefix and continued afresh. Then each of them is cut behind the first place t where
+    responses; with w <= 1 it does not branch. The branches start with the w most likely tokens in place t, the sampled
+    one included; the other tokens are appended to the common prefix and continued by sampling. Then each response is
+    cut after the first place t where
 
         low_confidence   G_t < prune_threshold
         tail_decline     L_t fell tail_decline_steps times in a row, and L_t <= tail_threshold
         entropy_spike    dH was positive delta_rise_steps times in a row, and dH_t > delta_upper
 
-    (in this order; all three are off by default). What is missing to n rollouts is sampled independently and never cut.
+    (in this order; all three are off by default). The rest of the n rollouts is sampled independently and never cut.
     Evaluation is the host's.
 
     Symbols: a branch's places count from its branching token on. Its prefix was sampled in exactly its context and
@@ -82,21 +83,22 @@ class EchoTree(Method):
         "saves no tokens: it removes the rest of a response, with its answer, from the update."
     )
     disagreements = (
-        "The authors' code cannot be started: the class has a misspelled field (gentropy_roup_window) that "
-        "its own config does not set and its own methods do not read; their scripts switch the tree off. "
-        "Formulas are those of the code with the name mended.",
-        "With the config's values nothing could branch or be cut for low confidence: entropy_high 3.5 is more"
-        " than ln 10 = 2.30, all that 10 tokens can have, and c_t is never below ln 5 = 1.61, but "
-        "branch_threshold is 1.2, prune_threshold 0.4 and tail_threshold 1.0 (they seem to belong to the "
-        "paper's confidence in [0, 1]). Such values are refused. Here entropy_high and entropy_low are the "
-        "config's, scaled from ln 64 (the class's logprob_top_k) to ln 10; branch_threshold is 4, a doubtful "
-        "token behind three almost certain ones. These are ours.",
+        "The authors' code cannot be started: the class has a misspelled field "
+        "(gentropy_roup_window) that its config does not set and its methods do not read; their "
+        "scripts switch the tree off. The formulas are those of the code with the name corrected.",
+        "With the config's values nothing could branch or be cut for low confidence. The value 3.5 "
+        "of entropy_high is more than ln 10 = 2.30, the largest entropy of 10 tokens. The smallest "
+        "c_t is ln 5 = 1.61, but branch_threshold is 1.2, prune_threshold 0.4 and tail_threshold "
+        "1.0. These seem to belong to the paper's confidence in [0, 1]. Such values are refused. "
+        "Our defaults scale the config's entropy_high and entropy_low from ln 64 (the class's "
+        "logprob_top_k) to ln 10, and set branch_threshold to 4, a doubtful token after three "
+        "almost certain ones.",
         "Two of the three rules of cutting could not act in the authors' config; the third (delta_upper 0.5) "
         "cuts almost every response of 200 tokens whose entropies go up and down at random "
         "(`examples/evidence/echo.py`), and its answer with it. All three are off here.",
-        "The authors' code finds where to cut a branch in the places from its branching token on, and then "
-        "counts from the start of the response, so that it cuts too early; here the place is the same in "
-        "both.",
+        "The authors' code finds the cut of a branch in places counted from its branching token, "
+        "and then applies it counted from the start of the response, so it cuts too early. Here "
+        "both counts are the same.",
         "The authors' code takes the branching token's log-prob for that of a sampled token; here it has none.",
         "`echo_penalty` is that of the authors' code: L_t - (1 - mean of the lowest tenth of p_t) - 0.05 "
         "where a response was cut, else 0. Nothing reads it.",
@@ -112,7 +114,7 @@ class EchoTree(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        logprob_top_k: int = param(10, "most likely tokens the engine reports", ge=2)
+        logprob_top_k: int = param(10, "number of most likely tokens that the engine reports", ge=2)
         confidence_top_k: int = param(
             5,
             "number of these that count for the confidence",
@@ -122,7 +124,7 @@ class EchoTree(Method):
         min_depth: int = param(4, "first place that may branch", ge=0, only_if={"max_branches": above(1)})
         entropy_high: float = param(
             1.9,
-            "entropy from which a token branches, in nats; below ln logprob_top_k",
+            "lowest entropy at which a token branches, in nats; below ln logprob_top_k",
             gt=0,
             only_if={"max_branches": above(1)},
         )
@@ -133,36 +135,43 @@ class EchoTree(Method):
             only_if={"max_branches": above(1), "alpha": above(0)},
         )
         entropy_delta_threshold: float = param(
-            0.2, "rise of the entropy from which a token branches", only_if={"max_branches": above(1)}
+            0.2, "smallest rise of the entropy at which a token branches", only_if={"max_branches": above(1)}
         )
         branch_threshold: float = param(
             4.0,
-            "group confidence up to which a token branches; above ln confidence_top_k",
+            "largest group confidence at which a token branches; above ln confidence_top_k",
             gt=0,
             only_if={"max_branches": above(1)},
         )
-        min_branches: int = param(1, "smallest width", ge=1, only_if={"max_branches": above(1)})
-        max_branches: int = param(4, "largest width; 1: nothing branches", ge=1)
-        alpha: float = param(2.0, "width per entropy", ge=0, only_if={"max_branches": above(1)})
-        beta: float = param(1.0, "width per lack of confidence", ge=0, only_if={"max_branches": above(1)})
+        min_branches: int = param(1, "smallest number of branches", ge=1, only_if={"max_branches": above(1)})
+        max_branches: int = param(4, "largest number of branches; 1: nothing branches", ge=1)
+        alpha: float = param(2.0, "alpha, growth of the width with entropy", ge=0, only_if={"max_branches": above(1)})
+        beta: float = param(
+            1.0, "beta, growth of the width with lack of confidence", ge=0, only_if={"max_branches": above(1)}
+        )
         entropy_window: int = param(
             4,
-            "places before a token its entropy is compared with",
+            "number of places before a token that its entropy is compared with",
             ge=1,
             only_if=({"max_branches": above(1)}, {"delta_upper": GIVEN}),
         )
         group_window: int = param(
-            4, "places of the group confidence", ge=1, only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN})
+            4,
+            "number of places of the group confidence",
+            ge=1,
+            only_if=({"max_branches": above(1)}, {"prune_threshold": GIVEN}),
         )
-        tail_window: int = param(8, "places of the tail confidence", ge=1, only_if={"tail_threshold": GIVEN})
+        tail_window: int = param(8, "number of places of the tail confidence", ge=1, only_if={"tail_threshold": GIVEN})
         prune_threshold: float | None = param(None, "group confidence below which a response is cut; none: never", gt=0)
-        tail_threshold: float | None = param(None, "confidence up to which a falling tail is cut; none: never", gt=0)
+        tail_threshold: float | None = param(
+            None, "largest confidence at which a falling tail is cut; none: never", gt=0
+        )
         tail_decline_steps: int = param(
-            3, "places in a row the tail must have fallen", ge=1, only_if={"tail_threshold": GIVEN}
+            3, "number of places in a row that the tail must have fallen", ge=1, only_if={"tail_threshold": GIVEN}
         )
         delta_upper: float | None = param(None, "rise of the entropy above which a response is cut; none: never", ge=0)
         delta_rise_steps: int = param(
-            3, "places in a row the entropy must have risen", ge=1, only_if={"delta_upper": GIVEN}
+            3, "number of places in a row that the entropy must have risen", ge=1, only_if={"delta_upper": GIVEN}
         )
 
         def check(self) -> None:

@@ -35,7 +35,7 @@ class ToolCall:
 
 def as_calls(value: Any) -> list[ToolCall] | None:
     """Calls from a dataset column: a call or a list of calls, as objects or as JSON text. `arguments` may be JSON text,
-    too, and a call may stand in a field `function`. None if it is something else."""
+    too, and a call may be inside a field `function`. None if it is something else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

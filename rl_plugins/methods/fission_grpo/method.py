@@ -1,4 +1,4 @@
-"""Fission-GRPO (arXiv 2601.15625): failed tool calls become prompts about recovering, with groups of their own."""
+"""Fission-GRPO (arXiv 2601.15625): failed tool calls become recovery prompts with groups of their own."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ PAPER = Paper(
 
 
 class FissionGrpo(Method):
-    """An error of the policy becomes a prompt: the failed call and what the tool said of it, to be answered better.
+    """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
     Reconstruction: the authors' repository holds no code, and their group sizes, trigger, thresholds and trained error
     simulator (a 32B model) were not published; those here are ours, and so is the variant with one update per batch:
-    recovery prompts join the next batch, where the paper generates and updates apart.
+    here recovery prompts join the next batch, while the paper generates and updates separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,
     an error text of its own), at most `max_per_prompt` of a prompt:
@@ -41,24 +41,25 @@ class FissionGrpo(Method):
         f = message about the error         the column's; or `message`(..); or the rules of `simulate`; never the answer
         x_corr = [prompt; assistant: the failed answer; tool: f]        pushed on the pool, a stack
 
-    An error that is in the pool already, or came before in the batch, is left out and does not count: the same calls
-    (the same text where no call can be read) to the same prompt.
+    An error that is already in the pool, or that occurred before in the batch, is left out and does not count. Errors
+    are the same if the prompt and the calls are (or the texts, where no call can be read).
 
-    At the start of every `every`-th batch, if the pool holds `trigger` entries of at most `max_age` batches: the newest
-    are popped, as many as fit into a share `share` of the rows, and each gets `group_size` rollouts in a group of its
-    own, A_j = (R_j - mean) / std. They take room that is free, then that of prompts of the batch, drawn at random.
-    Rewards and other columns are those of the prompt they came from. No token of x_corr has a loss, for it is prompt.
+    Recovery starts in every `every`-th batch if the pool holds `trigger` entries of at most `max_age` batches. The
+    newest entries are popped, as many as fit into the share `share` of the rows. Each gets `group_size` rollouts in its
+    own group, A_j = (R_j - mean) / std. They take free rows first, then rows of prompts drawn at random from the batch.
+    Rewards and other columns are those of the original prompt. Tokens of x_corr have no loss, because they are part of
+    the prompt.
 
     The rules compare the answer's calls (JSON in <tool_call> tags or alone) with `tools_column` (schemas) and
-    `gold_column` (the right calls); with neither only unreadable calls get a message of their own.
+    `gold_column` (the right calls); without both, only unreadable calls get a specific message.
 
-    Symbols: R, A (rows,) float64. Prompts of recovery are foreign (-1) to other methods. Where prompts are plain text,
-    so is x_corr: prompt, answer and f, each on a line.
+    Symbols: R, A (rows,) float64. Recovery prompts are foreign (-1) to other methods. If prompts are plain text, x_corr
+    is too: prompt, answer and f, each on its own line.
 
-    Special cases: a message with a value of the right arguments that stands neither in the prompt nor in the failed
-    answer is replaced by a general one, and so is one that could not be had. Rollouts of several rows or turns are left
-    out, with a warning. Rollouts without a reward (NaN) are no errors. A failed recovery is pushed again up to
-    `max_depth` times in a row. Contexts longer than max_characters are dropped.
+    Special cases: a message that reveals a value of the right arguments, which is neither in the prompt nor in the
+    failed answer, is replaced by a general one. A general message also replaces a missing one. Rollouts of several rows
+    or turns are left out, with a warning. Rollouts without a reward (NaN) are not errors. A failed recovery is pushed
+    again up to `max_depth` times in a row. Contexts longer than max_characters are dropped.
 
     State: the pool (prompt, digest of the error, row of the dataset, batch, depth), at most `capacity` entries.
 
@@ -101,17 +102,19 @@ class FissionGrpo(Method):
         "that is a stream is refused, because its rows cannot be found again."
     )
     disagreements = (
-        "The paper updates on recovery apart from ordinary prompts; here both share a batch (see `share`, `every`).",
+        "The paper updates on recovery separately from ordinary prompts; here both share a batch "
+        "(see `share`, `every`).",
         "The paper's simulator is a trained model; here the environment's own text, `message`, or rules.",
-        "The paper's reward changes its weights over the run: `fission_grpo_reward`, apart.",
-        "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a batch: every "
-        "second batch is recovery only.",
+        "The paper's reward changes its weights over the run; that is a separate method, `fission_grpo_reward`.",
+        "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a "
+        "batch: every second batch then contains only recovery.",
     )
     idle = (
         Idle(
             {"served": 0},
-            "no recovery prompt was trained. No completion is an error (fission_grpo/errors, `error_threshold`), the "
-            "pool is below `trigger` (fission_grpo/pool), or `share` of a batch is less than one group (`group_size`).",
+            "no recovery prompt was trained. No completion is an error (fission_grpo/errors, "
+            "`error_threshold`), the pool is smaller than `trigger` (fission_grpo/pool), or "
+            "`share` of a batch is less than one group (`group_size`).",
         ),
     )
 
@@ -119,27 +122,32 @@ class FissionGrpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        share: float = param(0.25, "share of a batch's rows that may be recovery (ours)", gt=0, le=1)
-        group_size: int | None = param(None, "rollouts of an error; none: the host's (ours)", ge=2)
-        trigger: int = param(1, "entries the pool must hold before any is served (ours)", ge=1)
-        every: int = param(1, "batches from one with recovery to the next (ours)", ge=1)
-        capacity: int = param(256, "entries the pool keeps (ours)", ge=1)
-        max_age: int = param(4, "batches after which an entry is too old (ours)", ge=1)
-        max_per_prompt: int = param(1, "errors of a prompt that are kept per batch (ours)", ge=1)
-        max_depth: int = param(1, "recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
-        max_characters: int = param(20_000, "characters of a recovery's messages at most (ours)", ge=1)
-        error_threshold: float = param(0.5, "reward below which a rollout is an error (ours)")
-        correctness: str | None = param(None, "reward function that tells errors; none: the total reward")
-        error_column: str | None = param(None, "column of the rows with the environment's own error text")
+        share: float = param(0.25, "largest share of a batch's rows for recovery (ours)", gt=0, le=1)
+        group_size: int | None = param(None, "number of rollouts of a recovery prompt; none: the host's (ours)", ge=2)
+        trigger: int = param(1, "number of entries that the pool must hold before any is served (ours)", ge=1)
+        every: int = param(1, "number of batches from one recovery to the next (ours)", ge=1)
+        capacity: int = param(256, "most entries of the pool (ours)", ge=1)
+        max_age: int = param(4, "largest age of an entry, in batches (ours)", ge=1)
+        max_per_prompt: int = param(1, "most errors of a prompt that are kept per batch (ours)", ge=1)
+        max_depth: int = param(1, "most recoveries in a row; 1: a failed recovery is not tried again (ours)", ge=1)
+        max_characters: int = param(20_000, "most characters of a recovery's messages (ours)", ge=1)
+        error_threshold: float = param(0.5, "lowest reward that is not an error (ours)")
+        correctness: str | None = param(
+            None, "name of the reward function that identifies errors; none: the total reward"
+        )
+        error_column: str | None = param(None, "name of the column of the rows with the environment's own error text")
         message: Callable[..., Any] | None = param(
             None,
-            "function message(dict with prompt, answer, gold, tools) -> text, such as an error simulator; none: rules",
+            "function message(error), with prompt, answer, gold and tools in the dict `error`, "
+            "that returns text, for example my_tools:simulate; none: built-in rules",
         )
-        message_timeout: float = param(60.0, "seconds of one call of `message`", gt=0, only_if={"message": GIVEN})
+        message_timeout: float = param(
+            60.0, "time limit of one call of `message`, in seconds", gt=0, only_if={"message": GIVEN}
+        )
         prompt_column: str = param("prompt", "dataset column with the prompt")
         gold_column: str | None = param(None, "dataset column with the right calls")
         tools_column: str | None = param(None, "dataset column with the schemas of the tools")
-        role: Literal["tool", "user"] = param("tool", "role that says the message; user for templates without tools")
+        role: Literal["tool", "user"] = param("tool", "role of the error message; user for templates without tools")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -214,7 +222,8 @@ class FissionGrpo(Method):
         many = self._several(rollouts)
         if any(many):
             self.warn(
-                "rollouts of several rows or turns do not become recovery prompts; their last answer is not known."
+                "rollouts of several rows or turns do not become recovery prompts, because their "
+                "last answer is not known."
             )
         pool, prompts = list(self.state["pool"]), rollouts.meta[p.prompt_column]
         known = {entry["error"] for entry in pool}
@@ -303,7 +312,7 @@ class FissionGrpo(Method):
             answers = self._service.ask(items, strict=False)
             said |= dict(zip(silent, answers, strict=True))
             if bad := failures(answers):
-                self.warn(f"`message` failed on some errors, about which a general message is used: {bad[0].error}")
+                self.warn(f"`message` failed on some errors; a general message is used for them: {bad[0].error}")
         found, leaked, failed = [], 0, 0
         for i in errors:
             gold, tools = as_calls(column(p.gold_column, i)), column(p.tools_column, i)
@@ -331,7 +340,7 @@ def _said(value: Any) -> bool:
 
 
 def _extended(prompt: Any, answer: str, role: str, message: str) -> Any:
-    """The prompt with the failed answer and the message behind it."""
+    """The prompt with the failed answer and the message appended."""
     if isinstance(prompt, str):
         return f"{prompt}\n{answer}\n{message}\n"
     before = [{str(k): v for k, v in m.items()} for m in prompt]

@@ -1,4 +1,4 @@
-"""Fission-GRPO's reward (arXiv 2601.15625): first the format counts more, then whether the call is right."""
+"""Fission-GRPO's reward (arXiv 2601.15625): format counts more at first, the right call later."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from rl_plugins.rollouts import Rollouts, Run
 
 
 class FissionReward(Method):
-    """Weights of format and correctness change over the run, at the same total.
+    """Changes the weights of format and correctness over the run, with a constant total.
 
-    Reconstruction: the form is the paper's, the curves of its weights were not published; the lines here are ours.
+    Reconstruction: the form is the paper's. The curves of its weights were not published; the straight lines here are
+    ours.
 
         R = (w_fmt R_fmt + w_corr R_corr + R_len) / 3
         w_corr = start + progress (end - start),   w_fmt = 2 - w_corr,   progress = batch / batches of the run
@@ -26,8 +27,8 @@ class FissionReward(Method):
     `rl_plugins.methods.fission_grpo` is a reward for calls: half the functions, half the arguments.
 
     Symbols: rewards (rows, functions), R (rows,), float64. R_fmt, R_corr, R_len are the run's reward functions named
-    `format`, `correctness` and `length`; without one for the length R_len is 1. Other reward functions are left out,
-    and the host's weights are not used.
+    `format`, `correctness` and `length`; without one for the length R_len is 1. Other reward functions and the host's
+    weights are not used.
 
     Special cases: a row that lacks one of the three has no reward (NaN).
 
@@ -50,16 +51,16 @@ class FissionReward(Method):
     use_when = "Format and the right call have separate reward functions, and the format is learned first."
     avoid_when = "The format is right from the start."
     cost = "No extra rollouts or forward passes."
-    disagreements = ("The curves of the weights are not known: straight lines (`start`, `end`).",)
+    disagreements = ("The curves of the weights are not known; straight lines from `start` to `end` are used.",)
     needs = frozenset({"several_rewards"})
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        format: str = param("format", "reward function for the format")
-        correctness: str = param("correctness", "reward function for the right call")
-        length: str | None = param(None, "reward function for the length; none: 1")
-        start: float = param(0.5, "weight of the correctness at the start (ours)", ge=0, le=2)
-        end: float = param(1.5, "weight of the correctness at the end (ours)", ge=0, le=2)
+        format: str = param("format", "name of the reward function for the format")
+        correctness: str = param("correctness", "name of the reward function for the right call")
+        length: str | None = param(None, "name of the reward function for the length; none: R_len is 1")
+        start: float = param(0.5, "weight of correctness at the start (ours)", ge=0, le=2)
+        end: float = param(1.5, "weight of correctness at the end (ours)", ge=0, le=2)
 
         @property
         def names(self) -> list[str]:

@@ -1,7 +1,6 @@
 """Prompt-GDRO and Rollout-GDRO (arXiv 2601.19280): weights and rollouts by bins of difficulty.
 
-Two methods without a bundle, for the paper does not couple them.
-"""
+The two methods have no bundle, because the paper does not combine them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Bins of difficulty: the running pass@k of every prompt, which both methods of the paper read.
 
-c = 1 if any rollout that a batch made for a prompt is right, else 0. The rate of a prompt is the mean of its last H
-values of c, 0 before its first; the bin is the one its rate falls in, and changes only if the rate passes the edge by a
-margin. It is known before a batch is made, from earlier batches alone.
-"""
+c is 1 if any of a prompt's rollouts in a batch is right, else 0. The rate of a prompt is the mean of its last H values
+of c, and 0 before the first. Its bin is the one that contains the rate; the bin changes only if the rate passes the
+edge by a margin. Rate and bin come from earlier batches, so they are known before a batch is made."""
 
 from __future__ import annotations
 
@@ -36,13 +35,18 @@ class BinParams(MethodParams):
     """Parameters of the bins."""
 
     edges: tuple[float, ...] = param(
-        (0.1, 0.2, 0.4, 0.6, 0.8, 0.9), "rates between two bins, ascending; none: equal bins", gt=0, lt=1
+        (0.1, 0.2, 0.4, 0.6, 0.8, 0.9),
+        "edges of the bins, as ascending rates; empty: `num_bins` equal bins",
+        gt=0,
+        lt=1,
     )
-    num_bins: int = param(10, "equal bins of the rate", ge=1, only_if={"edges": Is("empty", lambda edges: not edges)})
-    exclude_extremes: bool = param(False, "prompts with a rate of exactly 0 or 1 are a bin of their own")
-    history: int = param(50, "H, last batches of a prompt that count; 0: all", ge=0)
-    hysteresis: float = param(0.03, "what the rate must pass an edge by before the bin changes", ge=0, lt=1)
-    success_threshold: float = param(0.5, "reward from which a rollout is right")
+    num_bins: int = param(
+        10, "number of equal bins of the rate", ge=1, only_if={"edges": Is("empty", lambda edges: not edges)}
+    )
+    exclude_extremes: bool = param(False, "separate bin for prompts with a rate of exactly 0 or 1")
+    history: int = param(50, "H, number of last batches of a prompt that count; 0: all", ge=0)
+    hysteresis: float = param(0.03, "distance by which the rate must pass an edge before the bin changes", ge=0, lt=1)
+    success_threshold: float = param(0.5, "lowest reward that counts as right")
 
     @property
     def cuts(self) -> Sequence[float] | int:
@@ -72,8 +76,8 @@ class Binned(Method):
         p = self.params
         if run.dataset_size is None:
             raise ConfigError(
-                f"the dataset is a stream, and what is known of a prompt belongs to a dataset row. Give one with "
-                f"random access, or remove `{self.name}`."
+                f"the dataset is a stream, but the history of a prompt belongs to a dataset row. Give "
+                f"a dataset with random access, or remove `{self.name}`."
             )
         self._history = History(p.history)
         self.state = {

@@ -18,7 +18,7 @@ MOST_LOGGED = 16  # bins with metrics of their own
 
 
 class GdroPrompt(Binned):
-    """An adversary weighs bins of difficulty by their loss, and the advantages are multiplied by the weights.
+    """Weights bins of difficulty by their loss and multiplies the advantages by these weights.
 
     Prompts are put into bins b by their running pass@k, known before the batch (see `gdro.bins`). With l(b) the mean of
     1 - reward over the rollouts of a bin in a batch, divided by the bin's share of them with `norm_by_share`:
@@ -38,15 +38,16 @@ class GdroPrompt(Binned):
     Symbols: w (rollouts,), S, q (bins,) float64; beta = `score_beta`, largest = `largest_weight`. A rollout of several
     rows counts once.
 
-    Special cases: rollouts without a reward (NaN) are in no score and no pass@k, but are weighed. Foreign prompts and
-    those that `select` removed are not weighed; the latter are evidence. An unseen prompt is in the lowest bin. Groups
-    of equal rewards have A = 0, whatever their weight. eta = 0, gamma = 1 or a single bin: all weights are 1 (paper
-    form: eta = 0).
+    Special cases: rollouts without a reward (NaN) count in no score and no pass@k, but are weighted. Foreign prompts
+    and those that `select` removed are not weighted; the latter count in scores and pass@k. An unseen prompt is in the
+    lowest bin. Groups of equal rewards have A = 0, whatever their weight. eta = 0, gamma = 1 or a single bin: all
+    weights are 1 (paper form: eta = 0).
 
     State: the scores, and history and bin of every prompt.
 
     Logs: `largest`, `smallest` weight of the batch and `spread`, their difference; per bin in the batch `weight/bin_0`
-    (the hardest), .., `share/bin_0` of the rollouts, and `score/bin_0`; `extremes` is the bin of those.
+    (the hardest bin; then `bin_1` and so on), `share/bin_0` of the rollouts, and `score/bin_0`; the bin of rates 0 and
+    1 is called `extremes`.
 
     Raises:
         ConfigError: a parameter out of range, edges out of order; a stream.
@@ -87,26 +88,27 @@ class GdroPrompt(Binned):
     )
     cost = "No extra rollouts or forward passes. H + 30 bytes per prompt that was seen."
     disagreements = (
-        "The paper weighs by exp(eta S), the code by q, rescaled to the mean 1, which leaves the learning rate alone "
-        "(`weight_form`, code by default).",
-        "The paper clips S at a constant that it does not give, the code does not (`score_clip`).",
-        "Paper and code score a bin by its policy loss. In the first optimizer step on a batch that is 0 for every "
-        "group, for the ratio is 1 and advantages sum to 0. Here it is 1 - reward, as in a knapsack variant of the "
-        "code. `signal: loss` is not offered: it needs a hook in the loss, and a method that has one wraps the loss "
-        "of every run, also of those that do not ask for it.",
+        "The paper's weight is exp(eta S). The code's weight is q, rescaled to mean 1, which does "
+        "not change the learning rate (`weight_form`, code by default).",
+        "The paper clips S at a constant that it does not state; the code does not clip (`score_clip`).",
+        "Paper and code score a bin by its policy loss. In the first optimizer step on a batch "
+        "this loss is 0 for every group, because the ratio is 1 and advantages sum to 0. Here it "
+        "is 1 - reward, as in a knapsack variant of the code. `signal: loss` is not offered: it "
+        "needs a hook in the loss, which would wrap the loss even in runs that do not ask for it.",
         "The code classifies the batch before and matches bins to the new prompts by position; here the prompts of "
         "the batch are classified from their history.",
         "With equal bins and hysteresis the code never moves a prompt down, because it compares with the edge of the "
         "new bin; here both directions compare with the old bin's.",
-        "The class defaults of the code (eta 0.1, gamma 0.15, beta 0.1) differ from its scripts', which are used here. "
-        "A list of six edges, called 6 bins, makes 7. Where H is 50 to 100, 50 is used.",
+        "The class defaults of the code (eta 0.1, gamma 0.15, beta 0.1) differ from its scripts', "
+        "which are used here. A list of six edges, called 6 bins, makes 7 bins. H is 50 to 100 in "
+        "the scripts; the default is 50.",
         "The code's focus multiplier per bin, with a warm-up, is left out.",
     )
     needs = frozenset({"prompt_index", "tokens"})
     idle = (
         Idle(
             {"spread": 0.0},
-            "all weights are equal. `eta` is 0, or every prompt is in one bin: look at `edges` and at the shares.",
+            "all weights are equal. `eta` is 0, or all prompts are in one bin: look at `edges` and at the shares.",
         ),
     )
     paper_settings = {
@@ -125,17 +127,21 @@ class GdroPrompt(Binned):
 
     @dataclass(frozen=True)
     class Params(BinParams):
-        weight_form: Literal["code", "paper"] = param("code", "weights of mean 1, or exponential ones as they are")
-        eta: float = param(0.65, "how much a bin's score counts", ge=0)
+        weight_form: Literal["code", "paper"] = param(
+            "code", "form of the weights: mean 1 (code), or exponential weights unchanged (paper)"
+        )
+        eta: float = param(0.65, "eta, influence of a bin's score", ge=0)
         gamma: float = param(
             0.01, "share of q that is uniform over the bins of the batch", ge=0, le=1, only_if={"weight_form": "code"}
         )
-        largest_weight: float = param(15.0, "no weight is above this", gt=0)
-        score: Literal["ema", "mean"] = param("ema", "running mean of a bin's losses, or mean over its visits")
+        largest_weight: float = param(15.0, "largest weight of a bin", gt=0)
+        score: Literal["ema", "mean"] = param(
+            "ema", "score of a bin: running mean of its losses, or mean over its visits"
+        )
         score_beta: float = param(0.12, "weight of a new loss", gt=0, le=1, only_if={"score": "ema"})
-        score_clip: float | None = param(None, "limit of |S|; none: none", gt=0, only_if={"weight_form": "paper"})
-        zscore: bool = param(False, "scores are standardized over the bins seen so far")
-        norm_by_share: bool = param(True, "a bin's loss is divided by its share of the batch")
+        score_clip: float | None = param(None, "limit of |S|; none: no limit", gt=0, only_if={"weight_form": "paper"})
+        zscore: bool = param(False, "standardization of scores over the bins seen so far")
+        norm_by_share: bool = param(True, "division of a bin's loss by its share of the batch")
 
     def start(self, run: Run) -> None:
         super().start(run)

@@ -1,4 +1,4 @@
-"""Rollout-GDRO of arXiv 2601.19280: a bandit per bin of difficulty decides how many rollouts its prompts get."""
+"""Rollout-GDRO of arXiv 2601.19280: a bandit per difficulty bin decides how many rollouts its prompts get."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_LOGGED = 16  # bins with metrics of their own
 
 
 class GdroRollout(Binned):
-    """Every bin of difficulty learns how many rollouts its prompts should get, at the same total.
+    """Learns for every difficulty bin how many rollouts its prompts should get, at a fixed total.
 
     Prompts are put into bins b by their running pass@k, known before the batch (see `gdro.bins`). An arm is a number of
     rollouts n from n_min to n_max; every bin has a score z_b(n) for each, 0 at the start. With m_b prompts of a bin in
@@ -38,22 +38,22 @@ class GdroRollout(Binned):
         z_b(n_b) <- z_b(n_b) + l(b) - mu (n_b - nbar)           arm_sign: code; paper: -l(b) in place of l(b)
         mu <- mu + price_rate (mean n of the batch - nbar)      the shadow price of a rollout
 
-    A total that no choice meets exactly is met from below, as near as can be; a plan of equal groups can always be met,
-    and then mu stays 0. `tie: uniform` adds
-    -1e-9 m_b (n_b - nbar)^2, so that equal scores give every prompt nbar; `first` takes, as the authors' code does,
-    what it finds first, with bins from the hardest on: equal scores then give few rollouts to the hard ones.
+    If no choice meets the total exactly, the closest total below it is used. A plan of equal groups can always be met,
+    and then mu stays 0. `tie: uniform` adds -1e-9 m_b (n_b - nbar)^2, so equal scores give every prompt nbar. `first`
+    takes the first choice found, like the authors' code, starting from the hardest bin: equal scores then give few
+    rollouts to hard prompts.
 
     Symbols: z (bins, arms), p, l, mu float64; M nbar is the total of the plan. A rollout of several rows counts once.
 
-    Special cases: rollouts without a reward (NaN) are in no mean and no pass@k; a bin without any leaves its arm as it
-    is. Foreign prompts and those with given completions (replay) stay as planned. An unseen prompt is in the lowest
-    bin. One bin, or eta = 0: the host's own plan (`tie: uniform`).
+    Special cases: rollouts without a reward (NaN) count in no mean and no pass@k; a bin without any reward leaves its
+    arm unchanged. Foreign prompts and those with given completions (replay) stay as planned. An unseen prompt is in the
+    lowest bin. One bin, or eta = 0: the host's own plan (`tie: uniform`).
 
     State: z, mu, and history and bin of every prompt.
 
     Logs: `most` and `least` rollouts of a prompt; `moved`, share of the rollouts that went to another prompt than the
-    given plan says; `unmet`, rollouts that no choice could place; `shadow_price`, mu; per bin
-    `rollouts/bin_0` (the hardest), ..
+    given plan says; `unmet`, rollouts that no choice could place; `shadow_price`, mu; per bin `rollouts/bin_0` (the
+    hardest bin; then `bin_1` and so on).
 
     Raises:
         ConfigError: a parameter out of range; the group size is not between n_min and n_max; a stream.
@@ -102,9 +102,10 @@ class GdroRollout(Binned):
         "The code leaves a total that no choice meets to a proportional rule; here it is met from below.",
         "Arms are scored by 1 - reward instead of the policy loss, which is 0 for every group in the first optimizer "
         "step on a batch.",
-        "`baseline: batch` is ours. Losses of a policy lie around 0; 1 - reward does not, so without a baseline the "
-        "arms of the first batch gain in every batch and no other is ever tried (arm_sign: code). Either way the loss "
-        "of a bin hardly depends on its n: what a bin's arms learn is its difficulty, not what a rollout is worth.",
+        "`baseline: batch` is ours. Losses of a policy lie around 0; 1 - reward does not, so "
+        "without a baseline the arms of the first batch gain in every batch and no other is ever "
+        "tried (arm_sign: code). Either way the loss of a bin hardly depends on its n: so a bin's "
+        "arms learn its difficulty and not the value of a rollout.",
         "The code allocates with the bins of the batch before, matched by position; here the prompts of the batch are "
         "classified from their history. With equal bins and hysteresis the code never moves a prompt down.",
     )
@@ -137,14 +138,22 @@ class GdroRollout(Binned):
 
     @dataclass(frozen=True)
     class Params(BinParams):
-        n_min: int = param(2, "rollouts of a prompt at least", ge=2)
-        n_max: int | None = param(None, "rollouts of a prompt at most; none: three group sizes", ge=2)
-        eta: float = param(0.65, "how much an arm's score counts", ge=0)
+        n_min: int = param(2, "smallest number of rollouts of a prompt", ge=2)
+        n_max: int | None = param(None, "largest number of rollouts of a prompt; none: three group sizes", ge=2)
+        eta: float = param(0.65, "eta, influence of an arm's score", ge=0)
         gamma: float = param(0.01, "share of p that is uniform over the arms", ge=0, le=1)
-        price_rate: float = param(0.05, "alpha_mu, step of the shadow price; acts where plans are uneven before", ge=0)
-        arm_sign: Literal["code", "paper"] = param("code", "arms with a high loss gain (code), or with a low one")
-        baseline: Literal["batch", "none"] = param("batch", "loss that a bin's is compared with: the batch's, or 0")
-        tie: Literal["uniform", "first"] = param("uniform", "choice among equal sums: near nbar, or the first found")
+        price_rate: float = param(
+            0.05, "alpha_mu, step size of the shadow price; acts if earlier methods make uneven plans", ge=0
+        )
+        arm_sign: Literal["code", "paper"] = param(
+            "code", "sign of the update: arms with a high loss gain (code), or with a low loss (paper)"
+        )
+        baseline: Literal["batch", "none"] = param(
+            "batch", "loss that a bin's loss is compared with: the batch's, or 0"
+        )
+        tie: Literal["uniform", "first"] = param(
+            "uniform", "choice among equal sums: closest to nbar, or the first found"
+        )
 
         def check(self) -> None:
             super().check()
@@ -260,10 +269,9 @@ def allocate(p_arm: Array, prompts: Sequence[int], total: int, n_min: int, tie: 
     best[t] is the largest sum of the bins so far with t rollouts; all totals of a bin and an arm are done at once.
 
     Args:
-        p_arm: (bins, arms) probability of n = n_min, n_min + 1, ..
-        prompts: m_b of each bin, >= 1.
-        total: at least n_min times the prompts.
-        tie: "uniform" prefers n near total / prompts; "first" the largest number for the last bin, then for the one
+        p_arm: (bins, arms) probability of n = n_min to n_max prompts: m_b of each bin, >= 1. total: at least n_min
+        times the prompts. tie: "uniform" prefers n near total / prompts; "first" the largest number for the last bin,
+        then for the one
             before: what a search through totals in ascending order finds first.
     """
     value = np.log(np.maximum(p_arm, np.finfo(np.float64).tiny))

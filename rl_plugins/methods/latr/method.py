@@ -1,4 +1,4 @@
-"""LATR (arXiv 2510.24302): rollouts branch where the policy is unsure, and branches that stay alike are pruned."""
+"""LATR (arXiv 2510.24302): rollouts branch where the policy is unsure, and branches that stay similar are pruned."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rl_plugins.rollouts import Plan
 
 
 class Latr(Method):
-    """A lookahead tree makes the rollouts of a prompt instead of n independent samples.
+    """Makes the rollouts of a prompt with a lookahead tree instead of n independent samples.
 
     Of n rollouts k = round(n eta) come from the tree (Python's round, to the even number), the others are sampled as
-    usual. p_1 >= .. >= p_m are the probabilities of the most likely tokens at temperature 1. For each place s = 0, 1,
-    ..
+    usual. p_1 >= ... >= p_m are the probabilities of the most likely tokens at temperature 1. For each place s from 0
+    on
 
         1. every row that has not ended takes its most likely token, and for j = 2..m token j opens a branch if
                p_j > tau_abs  and  p_1 - p_j < tau_rel
@@ -27,20 +27,20 @@ class Latr(Method):
         3. the tree ends if every row has ended, at `max_tree_tokens`, or when it is full: at least
            round(k (full_share - full_decay s / completion length)) rows, all born more than max(lookahead) places ago
 
-    Then copies of the first row (the greedy one) fill up to k rows, and every row that has not ended is completed by
-    ordinary sampling. Place freed by pruning is used again. eta is `eta[i]` from generation batch `eta_steps[i]` on,
-    counted from 0. eta = 0 is plain sampling, and so is evaluation.
+    Then copies of the first (greedy) row fill up to k rows, and every unfinished row is completed by ordinary sampling.
+    Rows freed by pruning are used again. eta is `eta[i]` starting with generation batch `eta_steps[i]`, counted from 0.
+    eta = 0 is plain sampling; evaluation always uses plain sampling.
 
     A request brings up to `decode_ahead` tokens of a row with their alternatives, and the lines above are replayed on
-    them: unless the tree samples (`sample_nk`) it is the same for any `decode_ahead`.
+    them. The tree is the same for any `decode_ahead` unless it samples (`sample_nk`).
 
-    Symbols: a, b token ids; probabilities in 0..1. Suffix match is the longest suffix of one that occurs anywhere in
-    the other. Tokens of the tree are `Kind.FORCED`: no distribution of the engine made them, so corrections by its
-    log-probs are refused. All others are sampled, with their log-probs.
+    Symbols: a, b token ids; probabilities in [0, 1]. Suffix match is the longest suffix of one that occurs anywhere in
+    the other. Tokens of the tree are `Kind.FORCED`: they were not sampled from a distribution of the engine, so
+    corrections by its log-probs are refused. All other tokens are sampled and have log-probs.
 
     Logs: `eta`; per prompt `branches` (alive at the end, without copies), `copies` (share of k), `tree_tokens` (length
     of the tree); `pruning_ratio`, tests that fired / tests made; `unused`, share of the tokens decoded for the tree
-    that no rollout has. `branches` and `copies` near 1: the policy is too sure for these thresholds.
+    that no rollout has. If `branches` and `copies` are near 1, the policy is too sure for these thresholds.
 
     Raises:
         ConfigError: a parameter out of range, `eta` and `eta_steps` that do not fit.
@@ -103,14 +103,16 @@ class Latr(Method):
         "tokens."
     )
     disagreements = (
-        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the paper's "
-        'uncertainty; `rel_test="far"` gives that. Which of them made the paper\'s tables is not known.',
-        "The authors stop all prompts of a batch together, when the sum of their branches is full and no "
-        "branch of any is young. A program sees one prompt, so each stops by itself: its greedy part is at "
-        "most as long as theirs.",
-        "Left out, because no run of the authors uses it: the filters for stop words and for cumulative "
-        "probability, the scheduler of thresholds, random branching and pruning; and `keep_math_symbols`, "
-        "which is on there and tests one branch but prunes another.",
+        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the "
+        'paper\'s uncertainty; `rel_test="far"` gives that. It is not known which rule made the '
+        "paper's tables.",
+        "The authors stop all prompts of a batch together, when the sum of their branches is full "
+        "and no branch is young. A program sees one prompt, so each prompt stops on its own: its "
+        "greedy part is at most as long as theirs.",
+        "Not included, because no run of the authors uses them: the filters for stop words and "
+        "cumulative probability, the scheduler of thresholds, and random branching and pruning. "
+        "Also not included: `keep_math_symbols`, which is on in their code and tests one branch "
+        "but prunes another.",
         "The paper's settings for mathematics: tau_abs 0.15, tau_rel 0.25, tau_ed none, tau_sm 0.2, tau_rl "
         "0.5, eta 1, 0.75, 0.5, 0.25 from 0, 100, 200, 300, max_tree_tokens 1024; the defaults are those for "
         "countdown. The authors' count of batches starts at 1, here at 0.",
@@ -121,8 +123,9 @@ class Latr(Method):
     idle = (
         Idle(
             {"branches": 1},
-            "no tree branched, so all rollouts of a tree are copies of one (latr/copies). Lower `tau_abs`, raise "
-            "`tau_rel`, set `sample_nk: always`, or let completions be longer.",
+            "no tree branched, so all rollouts of a tree are copies of one rollout (latr/copies). "
+            "Lower `tau_abs`, raise `tau_rel`, set `sample_nk: always`, or let completions be "
+            "longer.",
         ),
     )
     paper_settings = {

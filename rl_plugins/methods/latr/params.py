@@ -15,23 +15,26 @@ from rl_plugins.params import GIVEN, MethodParams, param
 @dataclass(frozen=True)
 class LatrParams(MethodParams):
     eta: tuple[float, ...] = param(
-        (1.0, 0.75, 0.5, 0.25, 0.0), "shares of the rollouts that come from the tree, one after the other", ge=0, le=1
+        (1.0, 0.75, 0.5, 0.25, 0.0),
+        "eta, shares of the rollouts that come from the tree, one per entry of `eta_steps`",
+        ge=0,
+        le=1,
     )
     eta_steps: tuple[int, ...] = param(
-        (0, 10, 20, 80, 200), "generation batch (from 0) from which on each share holds", ge=0
+        (0, 10, 20, 80, 200), "first generation batch of each share, counted from 0", ge=0
     )
-    candidates: int = param(2, "most likely tokens looked at in each place (m)", ge=2)
-    tau_abs: float = param(0.25, "probability that a candidate must exceed", ge=0, le=1)
+    candidates: int = param(2, "m, number of most likely tokens examined in each place", ge=2)
+    tau_abs: float = param(0.25, "probability above which a candidate may branch", ge=0, le=1)
     tau_rel: float = param(
-        0.15, "distance to the most likely token's probability that `rel_test` compares with", ge=0, le=1
+        0.15, "distance from the most likely token's probability that `rel_test` compares with", ge=0, le=1
     )
     rel_test: Literal["close", "far"] = param(
         "close",
-        "side of tau_rel on which the distance must be: close, below it; far, above it (the code before January 2026)",
+        "required distance: close, below tau_rel; far, above tau_rel (the code before January 2026)",
     )
     lookahead: tuple[int, ...] = param(
         (20, 30, 50),
-        "ages in tokens at which a branch is compared to its parent",
+        "ages in tokens at which a branch is compared with its parent",
         ge=1,
         only_if=({"tau_ed": GIVEN}, {"tau_sm": GIVEN}, {"tau_rl": GIVEN}, {"stop_when_full": True}),
     )
@@ -43,15 +46,17 @@ class LatrParams(MethodParams):
     )
     tau_rl: float | None = param(None, "ROUGE-L above which a branch is pruned; none: not tested", ge=0, le=1)
     sample_nk: Literal["none", "full", "always"] = param(
-        "none", "tokens of the tree that are sampled instead of argmax: where nothing branches (always), if also full"
+        "none", "replacement of argmax by sampled tokens where nothing branches: never, only in a full tree, or always"
     )
-    stop_when_full: bool = param(True, "end of the tree when it has its branches and all are older than any lookahead")
-    full_share: float = param(0.98, "share of the branches that is full", ge=0, le=1, only_if={"stop_when_full": True})
+    stop_when_full: bool = param(True, "end of the tree when it is full and all branches are older than any lookahead")
+    full_share: float = param(
+        0.98, "share of the wanted branches that counts as a full tree", ge=0, le=1, only_if={"stop_when_full": True}
+    )
     full_decay: float = param(
-        0.05, "fall of that share over the length of a completion", ge=0, le=1, only_if={"stop_when_full": True}
+        0.05, "decrease of that share over the length of a completion", ge=0, le=1, only_if={"stop_when_full": True}
     )
-    max_tree_tokens: int | None = param(512, "length of the tree at most; none: the completion's", ge=1)
-    decode_ahead: int = param(16, "tokens asked for in one request; changes the cost, not the tree", ge=1)
+    max_tree_tokens: int | None = param(512, "largest length of the tree, in tokens; none: the completion length", ge=1)
+    decode_ahead: int = param(16, "number of tokens per request; it changes the cost and not the tree", ge=1)
 
     def check(self) -> None:
         if len(self.eta) != len(self.eta_steps) or not self.eta:
@@ -60,9 +65,9 @@ class LatrParams(MethodParams):
                 f"each share."
             )
         if self.eta_steps[0] != 0 or any(b <= a for a, b in itertools.pairwise(self.eta_steps)):
-            raise ConfigError(f"`eta_steps` is {list(self.eta_steps)}; it must begin with 0 and rise.")
+            raise ConfigError(f"`eta_steps` is {list(self.eta_steps)}; it must begin with 0 and increase.")
         if not self.lookahead:
-            raise ConfigError("`lookahead` is empty; name at least one age, or turn off the tests (`tau_ed=none`).")
+            raise ConfigError("`lookahead` is empty. Give at least one age, or turn off the tests (`tau_ed=none`).")
 
     def eta_at(self, batch: int) -> float:
         """The share that holds in a generation batch."""
@@ -75,7 +80,7 @@ class LatrParams(MethodParams):
         return other > self.tau_abs and near
 
     def alike(self, a: Sequence[int], b: Sequence[int]) -> bool:
-        """Whether a branch `a` tells nearly the same as its parent `b`: their tokens since the branch was born."""
+        """Whether a branch `a` is nearly a copy of its parent `b`, by their tokens since the branch started."""
         r = len(a)
         return (
             (self.tau_ed is not None and edit_distance(a, b) / r < self.tau_ed)
@@ -84,7 +89,7 @@ class LatrParams(MethodParams):
         )
 
     def full(self, branches: int, n: int, progress: float) -> bool:
-        """Whether so many branches of n count as all of them; `progress` is the share of the completion behind."""
+        """Whether so many branches of n count as all of them; `progress` is the finished share of the completion."""
         return branches >= round(n * (self.full_share - self.full_decay * progress))
 
     def samples(self, branches: int, n: int) -> bool:

@@ -1,8 +1,7 @@
 """The tree of one prompt: grown token by token, on tokens that were decoded ahead.
 
-Which token a row takes where it does not branch depends on the row alone, so a request fetches many of them at once;
-what depends on all rows (capacity, pruning, the end of the tree) is replayed in the order of the paper's loop.
-"""
+Where a row does not branch, its next token depends on that row alone, so a request fetches many tokens at once.
+Capacity, pruning and the end of the tree depend on all rows and are replayed in the order of the paper's loop."""
 
 from __future__ import annotations
 

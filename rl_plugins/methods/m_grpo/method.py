@@ -1,4 +1,4 @@
-"""M-GRPO (arXiv 2511.13288): a main agent and the sub-agents it calls, each compared with its own kind."""
+"""M-GRPO (arXiv 2511.13288): a main agent and its sub-agents, each compared with its own kind."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
 
 
 class MGrpo(Method):
-    """GRPO for a main agent that delegates to sub-agents: role-aware groups and trajectories aligned to fixed numbers.
+    """GRPO for a main agent that delegates to sub-agents: groups by role, and trajectories aligned to fixed numbers.
 
-    Reconstruction: how trajectories are aligned, and what a query without delegation does; neither the code has it nor
-    was the text readable. Rewards and the sub-agent's format rule are the authors' code's, groups per query and agent
-    the paper's.
+    Reconstruction: the alignment of trajectories and the treatment of a query without delegation are ours, because the
+    code does not have them and we could not read the text. Rewards and the sub-agent's format rule come from the
+    authors' code, groups per query and agent from the paper.
 
-    For a query, K rollouts of the main agent M are made; rollout k calls sub-agents d_k >= 0 times, and every call is a
-    trajectory, and a row, of its own. With the reward R_k of rollout k's main row and the format score f in {0, 1} of a
-    sub-agent's row (what the host's reward functions give it):
+    For a query, K rollouts of the main agent M are made; rollout k calls sub-agents d_k >= 0 times, and every call has
+    its own trajectory and its own row. With the reward R_k of rollout k's main row and the format score f in {0, 1} of
+    a sub-agent's row (its reward from the host's reward functions):
 
         R_S = 0            if f = 0
               sub_right    else if R_k > right_above          (1.0 and 0.1 in the code)
@@ -38,20 +38,20 @@ class MGrpo(Method):
 
         A = (R - mean(R)) / (std(R) + std_eps)      over the rows of the same query and the same agent, divisor n - 1
 
-    so a sub-agent is compared with its kind over all K rollouts, and never with M. Then the sub-agents' rows are
-    aligned to D = `sub_per_rollout` for every rollout: of more, D stay, drawn without replacement; to fewer, copies of
-    the rollout's own rows are added, drawn with replacement; a rollout without any gets D rows of its query
-    (`fill_empty`). Statistics are taken before. c copies of a row are one row with c A: the aligned batch up to one
-    factor on the whole loss (and a KL term, which counts the row once).
+    so a sub-agent is compared with its kind over all K rollouts, and never with M. Then the sub-agents' rows of every
+    rollout are aligned to D = `sub_per_rollout`. If there are more, D stay, drawn without replacement. If there are
+    fewer, copies of the rollout's own rows are added, drawn with replacement. A rollout without any gets D rows of its
+    query (`fill_empty`). Statistics are taken before. c copies of a row are one row with advantage c A. This equals the
+    aligned batch up to one factor on the whole loss (and a KL term, which counts the row once).
 
     Symbols: rewards and advantages are (rows,) float64. Column `agent_column` has the agent's name, `main_agent` for M.
     All rows of rollout k share `group` and `rollout` and differ in `index`; a row holds its own agent's tokens only.
     Draws are from `self.rng`, in the order of query, rollout and index.
 
-    Special cases: rows without a reward (NaN) are out of every statistic; a sub-agent's leaves, and its place is
-    filled. Without a reward of M's row its sub-agents' rows have none. A row alone with its kind has A = 0 and a
-    warning; equal rewards give 0. Several kinds of sub-agents are groups of their own and share the D places. Without
-    delegation it is GRPO on M.
+    Special cases: rows without a reward (NaN) count in no statistic; a sub-agent's row leaves, and its place is filled.
+    If M's row has no reward, its sub-agents' rows have none. A row without another of its kind has A = 0 and a warning;
+    equal rewards give 0. Several kinds of sub-agents form separate groups and share the D places. Without delegation
+    this is GRPO on M.
 
     Logs: `reward_main`, `reward_sub`, means; `calls`, mean d_k; `dropped`, share of the sub-agents' rows that left;
     `copies`, share of the aligned batch; `without_calls`, share of the rollouts.
@@ -112,12 +112,13 @@ class MGrpo(Method):
         "two runs, each on its own agent's rows."
     )
     disagreements = (
-        "The paper names a sub-agent's own work (an expert's judgment) in its reward, with weights we could "
-        "not read; the code has format and the main agent's outcome only (`sub_reward: outcome`, default). "
-        "With `own` a row keeps the reward its reward functions give it.",
-        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 items of a "
-        "queue, whatever query they came from. `align: false` leaves all rows; groups are always those of the"
-        " queries.",
+        "The paper's reward of a sub-agent also contains its own work (an expert's judgment), with "
+        "weights that we could not read. The code has format and the main agent's outcome only "
+        "(`sub_reward: outcome`, default). With `own` a row keeps the reward its reward functions "
+        "give it.",
+        "The paper aligns trajectories per query, the code has no alignment: it groups every 8 "
+        "items of a queue, even from different queries. `align: false` keeps all rows; groups are "
+        "always those of the queries.",
         "The main agent's own reward is the user's; in the code a valid format with the right answer gives 1,"
         " a valid format 0.1, else 0. `sub_agent_format` is the authors' format rule for reward functions and"
         " agent loops.",
@@ -125,8 +126,8 @@ class MGrpo(Method):
     idle = (
         Idle(
             {"calls": 0},
-            "no sub-agent was called, so all rows are the main agent's. Look at what the prompt tells it to write, and "
-            "at `parse` of m_grpo_rollout or your agent loop.",
+            "no sub-agent was called, so all rows belong to the main agent. Check the prompt's "
+            "instructions for calls, and `parse` of m_grpo_rollout or your agent loop.",
         ),
     )
     min_group_size = 2
@@ -150,10 +151,11 @@ class MGrpo(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        main_agent: str = param("main", "name of the main agent in the column")
-        agent_column: str = param("agent", "column with the name of each row's agent")
+        main_agent: str = param("main", "name of the main agent in `agent_column`")
+        agent_column: str = param("agent", "name of the column with each row's agent")
         sub_reward: Literal["outcome", "own"] = param(
-            "outcome", "reward of a sub-agent: its format and the main agent's outcome (code), or its own"
+            "outcome",
+            "source of a sub-agent's reward: its format and the main agent's outcome (code), or its own reward",
         )
         right_above: float = param(0.1, "reward above which the main agent is right", only_if={"sub_reward": "outcome"})
         sub_right: float = param(
@@ -165,11 +167,13 @@ class MGrpo(Method):
         std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
         align: bool = param(
             True,
-            "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows as they are",
+            "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows stay",
         )
-        sub_per_rollout: int = param(4, "D, sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
+        sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
         fill_empty: bool = param(
-            True, "rows of its query's others for a rollout without sub-agents (ours)", only_if={"align": True}
+            True,
+            "replacement of missing rows by rows of the query's other rollouts (ours)",
+            only_if={"align": True},
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -200,7 +204,7 @@ class MGrpo(Method):
         main, agent = self._agents(rollouts)
         groups = Groups(joint(rollouts.group, agent))
         if bool((groups.n(reward) == 1).any()):
-            self.warn("a row is alone with its kind (query and agent); it has nothing to compare with, so A = 0.")
+            self.warn("a row has no other row of its query and agent to compare with, so its advantage is 0.")
         self.log("reward_main", reward[main].nanmean())
         self.log("reward_sub", reward[~main].nanmean())
         return torch.nan_to_num(normalized(reward, groups, True, self.params.std_eps), nan=0.0)
@@ -238,7 +242,7 @@ class MGrpo(Method):
         p = self.params
         if p.agent_column not in rollouts.meta:
             raise MethodError(
-                f"rows do not say whose they are: there is no column `{p.agent_column}`. Let the agent loop, the "
+                f"there is no column `{p.agent_column}`, so the agent of a row is not known. Let the agent loop, the "
                 f"rollout program or the dataset give every row the name of its agent, or set `agent_column`."
             )
         names = [str(a) for a in rollouts.meta[p.agent_column]]
@@ -250,7 +254,7 @@ class MGrpo(Method):
 def alignment(
     rollout: Tensor, query_of: Tensor, size: int, rng: np.random.Generator, fill_empty: bool = True
 ) -> Tensor:
-    """How often each sub-trajectory stands in a batch of `size` per rollout.
+    """How often each sub-trajectory occurs in a batch of `size` per rollout.
 
     Args:
         rollout: (subs,) int64, ascending: the rollout that called it.

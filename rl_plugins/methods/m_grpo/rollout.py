@@ -1,4 +1,4 @@
-"""M-GRPO (arXiv 2511.13288): rollouts of a main agent that delegates, a row for it and one for every call."""
+"""M-GRPO (arXiv 2511.13288): rollouts of a main agent that delegates, with one row for it and one for every call."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 
 
 class MGrpoRollout(Method):
-    """Rollouts of a main agent and its sub-agents on one policy: name it before `m_grpo`, which trains them.
+    """Makes rollouts of a main agent and its sub-agents with one policy. Name it before `m_grpo`, which trains them.
 
-    Reconstruction: the authors' loop runs on two servers with search tools of their own. Here both agents are the
-    policy of the run, and a sub-agent answers in one message.
+    Reconstruction: the authors' loop runs on two servers with their own search tools. Here both agents are the policy
+    of the run, and a sub-agent answers in one message.
 
     The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
-    their tasks in its text (default: whatever stands between <tool_call> and </tool_call>). A sub-agent S reads a
-    conversation of its own, `sub_prompt` with the task in it, and its completion is a row of its own; what stands
-    between <result> and </result>, else all of it, goes back to M as a message that M reads and is not trained on.
-    Calls of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when
-    nothing more fits.
+    their tasks in its text (default: the text between <tool_call> and </tool_call>). A sub-agent S reads its own
+    conversation, `sub_prompt` with the task in it, and its completion is a row of its own. The text between <result>
+    and </result>, or else the whole completion, goes back to M as a message that M reads without training on it. Calls
+    of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when nothing
+    more fits.
 
     Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
     `meta["agent"]` is `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's
-    row never has S's tokens and vice versa: what S said stands in M's row as observed text.
+    row never contains S's tokens as its own and vice versa: S's result appears in M's row as observed text.
 
     Logs: `calls` and `turns` per rollout, `parse_failed`.
 
@@ -63,16 +63,17 @@ class MGrpoRollout(Method):
         main_agent: str = param("main", "name of the main agent in the column `agent`")
         sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
         parse: Callable[..., Any] | None = param(
-            None, "function: text of a turn -> list of tasks to delegate; default: the texts in <tool_call> tags"
+            None,
+            "function parse(text) that returns the list of tasks a turn delegates, for "
+            "example rl_plugins.methods.m_grpo.rollout:delegated (the default: texts in "
+            "<tool_call> tags)",
         )
         sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
-        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent for one {result}")
-        max_calls: int = param(4, "sub-agents' rows of a rollout", ge=1)
-        max_turns: int = param(8, "turns of the main agent", ge=1)
-        sub_tokens: int | None = param(
-            None, "largest number of tokens of a sub-agent; none: the completion length", ge=1
-        )
-        timeout: float = param(30.0, "seconds for one call of `parse`", gt=0)
+        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent with one {result}")
+        max_calls: int = param(4, "most calls of sub-agents in a rollout, each a row", ge=1)
+        max_turns: int = param(8, "most turns of the main agent", ge=1)
+        sub_tokens: int | None = param(None, "most tokens of a sub-agent; none: the completion length", ge=1)
+        timeout: float = param(30.0, "time limit of one call of `parse`, in seconds", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

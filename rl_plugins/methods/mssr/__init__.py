@@ -12,11 +12,15 @@ MSSR = Bundle(
     name="mssr",
     parts={"mssr_baseline": {}, "mssr_shaping": {}},
     paper=PAPER,
-    about="One rollout per prompt and more prompts instead: the baseline is a discounted count of each prompt's own "
-    "successes (`mssr_baseline`), and a bonus for uncertain tokens keeps the policy from collapsing (`mssr_shaping`). "
-    "Without the second part it is the paper's ablation MVSR. The authors' sampler of prompts is off in their runs and "
-    "not part of the bundle; add `mssr_prompts` for it. The paper's runs have a KL loss to the reference policy of "
-    "weight 0.01, gradient norm 0.5, batches of 2048 prompts and learning rate 1e-6.",
+    about=(
+        "One rollout per prompt and more prompts: the baseline is a discounted count of each "
+        "prompt's own successes (`mssr_baseline`), and a bonus for uncertain tokens should "
+        "prevent entropy collapse (`mssr_shaping`). Without the second part it is the paper's "
+        "ablation MVSR. The authors' prompt sampler is off in their runs and not part of the "
+        "bundle; add `mssr_prompts` to use it. The paper's runs have a KL loss to the reference "
+        "policy of weight 0.01, gradient norm 0.5, batches of 2048 prompts and learning rate "
+        "1e-6."
+    ),
     does="Trains one rollout per prompt with a remembered baseline and an entropy bonus",
     problems=("few_rollouts", "no_signal", "exploration"),
     measured=(

@@ -29,22 +29,22 @@ class MssrBaseline(Tracked):
         a_x <- rho a_x + o,    b_x <- rho b_x + 1 - o
         rho  = rho_min + (Kbar / target_kl) (rho_max - rho_min)        while Kbar <= target_kl,    else rho_min
 
-    A prompt starts with a + b = 1 / (1 - rho_min) counts (8) that say `initial_value`, or what `value_column` says. a +
-    b tends to 1 / (1 - rho), a memory of 8 to 25 visits. Kbar is the mean KL of the policy to the reference over the
-    last `kl_window` batches, this one included: each the mean over rows of the mean over tokens of exp(d) - d - 1, d =
-    log pi_ref - log pi_old. `rho` fixes it.
+    A prompt starts with a + b = 1 / (1 - rho_min) counts (8) in the proportion of `initial_value`, or of its value in
+    `value_column`. a + b tends to 1 / (1 - rho), a memory of 8 to 25 visits. Kbar is the mean KL of the policy to the
+    reference over the last `kl_window` batches, this one included: each the mean over rows of the mean over tokens of
+    exp(d) - d - 1, d = log pi_ref - log pi_old. `rho` fixes it.
 
-    `plan` asks for one rollout per prompt whatever the host's group size is, and the driver fills the batch with
-    further prompts: as many rows, group size times as many prompts. The dataset must have a batch's rows of prompts,
-    else the batch is not full.
+    `plan` asks for one rollout per prompt for any group size of the host, and the driver fills the batch with further
+    prompts: as many rows, group size times as many prompts. The dataset needs as many prompts as a batch has rows;
+    otherwise the batch is not full.
 
     Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. All rows of a batch
     read the counts of the batch before; their outcomes then count one after the other, in the order of the plan. A
     rollout of several rows counts once, with the mean of their rewards.
 
-    Special cases: a row without a reward (NaN) is out of mean and variance, has A = 0 and counts as nothing. A batch of
-    one scored row is not normalized. Equal raw values have A = 0 exactly. Foreign prompts (-1) have the initial value
-    and no counts.
+    Special cases: a row without a reward (NaN) is left out of mean, variance and counts and has A = 0. A batch of one
+    scored row is not normalized. Equal raw values have A = 0 exactly. Foreign prompts (-1) have the initial value and
+    no counts.
 
     State: alpha, beta, kl.
 
@@ -88,14 +88,14 @@ class MssrBaseline(Tracked):
         "response and of the new one, subtracted token by token although they are different texts. It is not "
         "offered.",
         "The authors' code does not save its counts and skips its first pass on resume; here they are saved.",
-        "The authors' optional first pass over the whole dataset is `value_column`, made beforehand.",
+        "`value_column`, made beforehand, replaces the authors' optional first pass over the whole dataset.",
     )
     decides_rollouts = True
     paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
-        normalize: bool = param(True, "normalization by the batch's mean and standard deviation")
+        normalize: bool = param(True, "normalization of advantages by the batch's mean and standard deviation")
 
     def budget(self, budget: Budget, run: Run) -> Budget:
         """As many prompts as the batch has rows, if the dataset has so many."""

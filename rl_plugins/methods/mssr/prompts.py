@@ -1,4 +1,4 @@
-"""MSSR's sampler: prompts of middling success rate come more often."""
+"""MSSR's sampler: prompts of medium success rate are drawn more often."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance
 
 
 class MssrPrompts(Tracked):
-    """The priority sampler of MSSR: a prompt's chance is the standard deviation of its outcome.
+    """The priority sampler of MSSR: draws prompts in proportion to the standard deviation of their outcome.
 
     The B prompts of a batch are drawn one after the other, without replacement, with probabilities in proportion to
 
         weight_x = (sqrt(v_x (1 - v_x)) + 1e-6)^priority          v_x = a_x / (a_x + b_x)
         weight_x = (0.5 + 1e-6)^priority                          of a prompt that was never tried: none has a larger
 
-    with the counts a, b of `mssr_baseline`, kept in the same way: a <- rho a + o, b <- rho b + 1 - o for every outcome
-    o = 1[reward > success_threshold], where rho follows the KL to the reference policy unless `rho` fixes it. They are
-    a copy of its own, so that the sampler also works beside another estimator and any number of rollouts. A prompt is
-    tried when a rollout of it was scored, or `value_column` has a value for it (the authors' first pass over the
-    dataset). `priority: 0` draws uniformly.
+    with the counts a, b of `mssr_baseline`: a <- rho a + o, b <- rho b + 1 - o for every outcome o = 1[reward >
+    success_threshold]. rho follows the KL to the reference policy unless `rho` fixes it. The sampler keeps its own
+    counts, so it also works with another estimator and any number of rollouts. A prompt is tried when a rollout of it
+    was scored, or `value_column` has a value for it (the authors' first pass over the dataset). `priority: 0` draws
+    uniformly.
 
     Symbols: v, weights, counts (dataset size,) float64.
 
-    Special cases: a batch that is not full asks again, and the draw goes on where it stopped.
+    Special cases: a batch that is not full asks again, and the draw continues where it stopped.
 
     State: alpha, beta, kl, and tried (dataset size,) 0 or 1. One draw of exponential variables per generation batch,
     from `self.rng`: the smallest of variable / weight are a sample without replacement.
@@ -78,7 +78,7 @@ class MssrPrompts(Tracked):
 
     @dataclass(frozen=True)
     class Params(TrackerParams):
-        priority: float = param(1.0, "power of the weight; 0 is uniform", ge=0)
+        priority: float = param(1.0, "exponent of the weight; 0: uniform", ge=0)
 
     def _initial(self, known: Tensor) -> dict[str, Any]:
         return {**super()._initial(known), "tried": (~torch.isnan(known)).double()}

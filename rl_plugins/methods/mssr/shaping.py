@@ -14,16 +14,16 @@ from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
 
 class MssrShaping(Method):
-    """Uncertain tokens are rewarded more and punished less, never so much that a punishment becomes a reward.
+    """Adds a bonus to the advantages of uncertain tokens, too small to turn a negative advantage positive.
 
     After any estimator, for every token of the batch:
 
         psi_it = min(entropy_weight H_it, |A_it| / cap)
         A_it  <- A_it + psi_it
 
-    The paper finds that this keeps single-rollout training from entropy collapse. psi is a constant of the update: no
+    The paper finds that this prevents entropy collapse in single-rollout training. psi is a constant of the update: no
     gradient goes through it. For cap > 1 the sign of A never changes, at cap = 1 a negative A can become 0; a token
-    with A = 0 or H = 0 is left as it is, and entropy_weight = 0 changes nothing.
+    with A = 0 or H = 0 is unchanged, and entropy_weight = 0 changes nothing.
 
     Symbols: A (tokens,) float64; H (tokens,) in nats, of the policy before the update: `entropy: sampled` is -p log p
     of the sampled token alone, p = exp(log pi_old), at most 1/e = 0.368 (authors' code); `entropy: full` is the entropy
@@ -77,8 +77,10 @@ class MssrShaping(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        entropy_weight: float = param(0.4, "alpha; the paper has 0.2 to 0.6", ge=0)
-        cap: float = param(2.0, "kappa: the bonus is at most |A| / cap", gt=0, only_if={"entropy_weight": above(0)})
+        entropy_weight: float = param(0.4, "alpha, weight of the entropy (paper: 0.2 to 0.6)", ge=0)
+        cap: float = param(
+            2.0, "kappa, divisor of the largest bonus, which is |A| / cap", gt=0, only_if={"entropy_weight": above(0)}
+        )
         entropy: Literal["sampled", "full"] = param(
             "sampled",
             "entropy of the sampled token, -p log p (authors' code), or of the whole distribution (paper)",

@@ -5,8 +5,8 @@ o = 1[reward > success_threshold] of a rollout updates the counts of its prompt,
 
     a <- rho a + o,    b <- rho b + 1 - o
 
-The forgetting rate rho follows the policy's movement: KL is the mean over a batch's rows of the mean over their tokens
-of exp(d) - d - 1 with d = log pi_ref - log pi_old, and Kbar its mean over the last batches:
+The forgetting rate rho follows the policy's movement. With d = log pi_ref - log pi_old, KL is the mean over a batch's
+rows of the mean over their tokens of exp(d) - d - 1, and Kbar is its mean over the last batches:
 
     rho = rho_min + (Kbar / target_kl) (rho_max - rho_min)    while Kbar <= target_kl,    else rho_min
 """
@@ -66,9 +66,11 @@ class TrackerParams(MethodParams):
     target_kl: float = param(
         0.01, "KL at which rho is rho_max, in nats; above it rho is rho_min", gt=0, only_if={"rho": None}
     )
-    kl_window: int = param(10, "batches that the KL is averaged over", ge=1, only_if={"rho": None})
+    kl_window: int = param(10, "number of batches that the KL is averaged over", ge=1, only_if={"rho": None})
     initial_value: float = param(0.5, "value of a prompt before its first rollout", ge=0, le=1)
-    value_column: str | None = param(None, "dataset column with the values before the first rollout, if there is one")
+    value_column: str | None = param(
+        None, "dataset column with the values before the first rollout; none: `initial_value` for all prompts"
+    )
     success_threshold: float = param(0.5, "reward above which a rollout is a success")
 
     def check(self) -> None:
@@ -93,7 +95,7 @@ class Tracked(Method):
     def start(self, run: Run) -> None:
         if run.dataset_size is None:
             raise ConfigError(
-                f"the dataset is a stream, and the counts belong to dataset rows. Use a dataset with random access, or "
+                f"the dataset is a stream, but the counts belong to dataset rows. Use a dataset with random access, or "
                 f"remove `{self.name}`."
             )
         self.state = self._initial(self._known(run))
