@@ -341,9 +341,9 @@ def test_equal_rewards_and_rows_alone_with_their_kind_have_no_advantage(caplog):
     stack = start_stack(method())
     with caplog.at_level(logging.WARNING, "rl_plugins"):
         assert one_step(stack, rows_of(rows)).row_advantages.tolist() == [0.0] * 6
-        assert "alone" not in caplog.text
+        assert "no other row" not in caplog.text
         assert one_step(stack, rows_of(of_query((1.0, [1.0]), (0.1, [])))).row_advantages[1] == 0
-    assert "alone with its kind" in caplog.text
+    assert "no other row of its query and agent" in caplog.text
 
 
 def test_a_failed_sub_agent_leaves_and_its_place_is_filled():

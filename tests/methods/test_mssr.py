@@ -565,7 +565,7 @@ def test_metrics_through_the_driver(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_stream_and_a_smaller_dataset_are_refused() -> None:
-    with pytest.raises(MethodError, match="the dataset is a stream, and the counts belong to dataset rows"):
+    with pytest.raises(MethodError, match="the dataset is a stream, but the counts belong to dataset rows"):
         baseline_stack(None)  # type: ignore[arg-type]
     with pytest.raises(MethodError, match="counts of 3 prompts, but prompt 5 is trained"):
         one_step(baseline_stack(3, rho=0.9), batch([1.0], [5]))
