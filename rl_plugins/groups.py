@@ -103,9 +103,11 @@ class Groups:
         return centered, torch.where(n > ddof, (square / (n - ddof)).sqrt_(), shift - shift)  # 0, or NaN without values
 
     def min(self, x: Tensor) -> Tensor:
+        """(count,) smallest value."""
         return self._extreme(x, "amin")
 
     def max(self, x: Tensor) -> Tensor:
+        """(count,) largest value."""
         return self._extreme(x, "amax")
 
     def median(self, x: Tensor, upper: bool = False) -> Tensor:

@@ -171,9 +171,11 @@ class Paper:
 
     @property
     def url(self) -> str:
+        """Its page at arXiv."""
         return f"https://arxiv.org/abs/{self.arxiv}"
 
     def bibtex(self, key: str) -> str:
+        """A BibTeX entry; its key is `key` and the year."""
         title, authors = (re.sub(r"([%&#$_])", r"\\\1", text) for text in (self.title, self.authors))
         return (
             f"@misc{{{key}{self.year},\n  title  = {{{title}}},\n  author = {{{authors}}},\n"

@@ -371,7 +371,11 @@ class Generate:
 
 @dataclass(frozen=True)
 class Score:
-    """The run's own reward functions on a trajectory, finished or not. Result: `Scored`."""
+    """The run's own reward functions on a trajectory. Result: `Scored`.
+
+    Args:
+        trajectory: what is scored, finished or not.
+    """
 
     trajectory: Trajectory
 

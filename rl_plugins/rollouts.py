@@ -127,10 +127,12 @@ class Plan(Replaceable):
 
     @property
     def trained(self) -> int:
+        """Rollouts of all rows that are trained."""
         return sum(row.n for row in self.rows)
 
     @property
     def generated(self) -> int:
+        """Rollouts of all rows, spare ones included."""
         return sum(row.n + row.spare for row in self.rows)
 
 
@@ -330,8 +332,9 @@ class Rollouts(Replaceable):
         version: (rows,) int64 published weights that made the row's oldest token. Weights are counted from 0, those
             the run begins with; in TRL every optimizer step publishes, in verl every `update_weights`.
         newest_version: (rows,) that made its newest token; as `version` where a row was made in one go.
-        current_version: the newest published weights at the start of this step: those being trained, but for
-            `steps_since_published`, the optimizer steps made since.
+        current_version: the newest published weights at the start of this step: those being trained, if no optimizer
+            step was made since.
+        steps_since_published: optimizer steps made since these weights were published.
         token_ids: if a method needs them.
         text, raw_text, messages: decoded completions without and with special tokens, and as the host's list of
             messages; present if a method needs them.
@@ -460,6 +463,7 @@ class Once:
 
     @classmethod
     def of(cls, rollouts: Rollouts) -> Once:
+        """Of these rollouts; `rollouts.once` is the same."""
         groups = rollouts.groups
         width = int(rollouts.rollout.max()) + 1 if len(rollouts) else 1
         rows = Groups(groups.index * width + rollouts.rollout)
@@ -603,7 +607,12 @@ class Rows(Replaceable):
 
 @dataclass(frozen=True)
 class Update:
-    """What `before_update` returns: a factor on the learning rate of this one optimizer step, and row columns."""
+    """What `before_update` returns.
+
+    Args:
+        lr_scale: factor on the learning rate of this one optimizer step; finite and at least 0.
+        columns: row columns for `policy_loss` and `regularize`, (rows,) each.
+    """
 
     lr_scale: float = 1.0
     columns: Mapping[str, Tensor] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import rl_plugins
+from rl_plugins.commands.reference import reference_page
 from rl_plugins.method import Bundle
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.pins import change_table
@@ -169,6 +170,7 @@ def main() -> None:
         ("samplers.md", with_samplers),
     ):
         (docs / page).write_text(made((docs / page).read_text(encoding="utf-8")), encoding="utf-8")
+    (docs / "reference.md").write_text(reference_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

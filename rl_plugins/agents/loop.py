@@ -41,6 +41,7 @@ class Episode:
 
     @property
     def done(self) -> bool:
+        """The environment said so, or is broken."""
         return self.observation.done or bool(self.broken)
 
     @property

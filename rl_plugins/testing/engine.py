@@ -106,9 +106,11 @@ class TableEngine:
         return math.log(p[token]) / temperature - math.log(sum(q ** (1 / temperature) for q in p.values()))
 
     def anybody(self, wants: bool) -> bool:
+        """`wants`: there is one process."""
         return wants
 
     def generate(self, requests: Sequence[tuple[Prompt, Generate]]) -> list[list[Generated]]:
+        """The continuations of each request."""
         self.batches += 1
         out = []
         for _, request in requests:
@@ -119,6 +121,7 @@ class TableEngine:
         return out
 
     def score(self, requests: Sequence[tuple[Prompt, Trajectory]]) -> list[Scored]:
+        """The reward of each trajectory."""
         out = []
         for prompt, trajectory in requests:
             self.scores.append(trajectory)

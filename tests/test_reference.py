@@ -1,0 +1,49 @@
+"""The page docs/reference.md: current, complete, and every field of it described."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rl_plugins.commands.reference import entries, objects, reference_page, sections, undocumented
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
+
+# What the hooks are given and return, as the issue lists it.
+WANTED = (
+    *("Rollouts", "Groups", "Tokens", "TurnTable", "Terms", "Rows", "Update", "Shape", "Run", "Budget"),
+    *("PromptPool", "Plan", "PlanRow", "Queue", "Admission"),
+    *("Prompt", "Trajectory", "Generate", "Score", "Call", "Service", "Endpoint", "Observation", "Environment"),
+)
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == reference_page(), "run: make docs"
+
+
+def test_every_object_of_the_hooks_is_there_and_every_field_is_described():
+    text = reference_page()
+    assert [name for name in WANTED if f"\n### {name}\n" not in text] == []
+    assert undocumented() == []
+    for module, thing in objects():
+        assert f"`from {module} import {thing.__name__}`" in text
+        assert getattr(__import__(module, fromlist=["_"]), thing.__name__) is thing
+
+
+def test_links_and_tables_of_the_page_are_whole():
+    text = reference_page()
+    headings = {re.sub(r"[^a-z0-9_ -]", "", h.lower()).replace(" ", "-") for h in re.findall("^#+ (.*)$", text, re.M)}
+    assert set(re.findall(r"\(#([^)]*)\)", text)) <= headings
+    tables = re.findall(r"(?:^\|.*\|$\n?)+", text, re.M)
+    assert len(tables) > 60
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
+    assert " at 0x" not in text
+
+
+def test_sections_of_a_docstring_become_entries():
+    doc = "What it is.\n\nArgs:\n    a, b: two\n        of them.\n    c: one.\n\nRaises:\n    ValueError: x.\n\nMore.\n"
+    parts = list(sections(doc))
+    assert [title for title, _ in parts] == ["", "Args", "Raises", ""]
+    assert list(entries(parts[1][1])) == [("a, b", "two of them."), ("c", "one.")]
+    assert parts[3][1].strip() == "More."
