@@ -45,8 +45,9 @@ class Observation:
 class Environment(Protocol):
     """What an agent acts in. Calls are synchronous, one at a time, each perhaps from another thread.
 
-    An environment may also have `score() -> float`, the reward of the episode so far, and its class `rows(n)`, dataset
-    rows to try it with: `rl-plugins check` uses them.
+    An environment may also have `score() -> float`, the reward of the episode so far; without it, the sum of the
+    rewards of its observations counts. Its class may have `rows(n)`, dataset rows to try it with: `rl-plugins check`
+    uses them.
     """
 
     def reset(self, columns: Mapping[str, Any]) -> Observation:

@@ -9,6 +9,7 @@ own order: `open_episode`, `generate`, `act`, `reply`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,8 +155,14 @@ def play(
 
 def finish(episode: Episode, **meta: Any) -> Trajectory:
     """The trajectory of an episode that is over, with what reward functions and metrics may want of it as `meta`:
-    `score` (of the environment, NaN if it has none), `turns`, `done`, `error`."""
+    `score` (of the environment; if it has no `score()`, the sum of its rewards of turns; NaN if it gave none or is
+    broken), `turns`, `done`, `error`."""
     score = getattr(episode.environment, "score", None)
-    value = float(score()) if callable(score) and not episode.broken else float("nan")
+    rewards = [turn.reward for turn in episode.trajectory.turns if not math.isnan(turn.reward)]
+    value = sum(rewards) if rewards else math.nan
+    if callable(score):
+        value = float(score())
+    if episode.broken:
+        value = math.nan
     done = episode.observation.done and not episode.broken
     return episode.trajectory.noted(score=value, turns=episode.turns, done=done, error=episode.broken, **meta)
