@@ -169,8 +169,16 @@ def doctor(
 _SEEDS = typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; demo with --host verl: 2")
 _VS = typer.Option(help="Baseline; grpo is the host without methods.")
 _JOBS = typer.Option(min=1, help="Runs at a time; with --host verl always 1.", show_default=False)
+_BUDGET = typer.Option(help="Currency in which all arms get the same budget.")
 _DRY = typer.Option("--dry-run", help="Print the plan and stop.")
 _HOST = typer.Option(help="Host whose trainer runs.")
+
+
+class _Currency(enum.StrEnum):
+    steps = "steps"
+    rows_trained = "rows_trained"
+    tokens_decoded = "tokens_decoded"
+    engine_seconds = "engine_seconds"
 
 
 def _one_job(jobs: int | None) -> None:
@@ -190,17 +198,28 @@ def demo(
     ] = None,
     jobs: Annotated[int | None, _JOBS] = None,
     long: Annotated[bool, typer.Option("--long", help="Run more steps.")] = False,
+    budget: Annotated[_Currency, _BUDGET] = _Currency.steps,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
-    """Train methods and plain GRPO side by side on a small policy built here. Without METHODS: vade."""
-    from rl_plugins.commands import compare
+    """Train methods and plain GRPO side by side on a small policy built here.
 
-    methods = methods or ["vade"]
+    Without METHODS it trains on two rewards of different size: plain GRPO, GDPO, and a control. With --host verl it
+    trains vade.
+    """
+    from rl_plugins.commands import demo
+
     if host == _Host.verl:
         _one_job(jobs)
-        compare.demo_verl(methods, vs, seeds or "2", out or Path("demo-results/verl"), long, dry_run)
-    else:
-        compare.demo(methods, vs, seeds or "3", out or Path("demo-results"), jobs or 2, long, dry_run)
+        folder = out or Path("demo-results/verl")
+        demo.demo_verl(methods or ["vade"], vs, seeds or "2", folder, long, budget.value, dry_run)
+        return
+    seeds, folder, jobs = seeds or "3", out or Path("demo-results"), jobs or 2
+    if methods:
+        demo.demo(methods, vs, seeds, folder, jobs, long, budget.value, dry_run)
+        return
+    if vs != "grpo":
+        raise ConfigError(f"--vs {vs} is given without a method. Name one: rl-plugins demo gdpo --vs {vs}")
+    demo.headline(seeds, folder, jobs, long, budget.value, dry_run)
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -223,6 +242,7 @@ def compare(
     method_params: Annotated[
         str | None, typer.Option("--method-params", "--method_params", help="Parameters as JSON.")
     ] = None,
+    budget: Annotated[_Currency, _BUDGET] = _Currency.steps,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
     """Compare methods with a baseline on your own run, under one budget, with intervals.
@@ -241,9 +261,9 @@ def compare(
         _one_job(jobs)
         if launcher:
             raise ConfigError("--launcher is for TRL; verl starts its own processes. Leave it out.")
-        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, dry_run)
+        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, budget.value, dry_run)
     else:
-        compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, method_params, dry_run)
+        compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, method_params, budget.value, dry_run)
 
 
 @app.command()

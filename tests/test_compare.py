@@ -13,21 +13,36 @@ from typer.testing import CliRunner
 
 from rl_plugins.cli import app
 from rl_plugins.commands.compare import parse_seeds
-from rl_plugins.compare import report
+from rl_plugins.compare import costs, report
 from rl_plugins.compare.plan import make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, read_log, run_all
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError, RLPluginsError
 
 
-def fake_logs(comparison, values):
-    """Logs as a trainer writes them: `values[label][seed]` is a list of rewards."""
+def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
+    """Logs as a trainer writes them: `values[label][seed]` is a list of rewards, `tokens[label]` tokens per step."""
     for run in comparison.runs:
         run.folder.mkdir(parents=True)
-        lines = [{"step": 0, "max_steps": 10, "seconds": 0.0, "started": 1.0}]
-        for i, v in enumerate(values[run.arm.label][run.seed]):
-            lines.append({"step": i + 1, "max_steps": 10, "seconds": float(i), "reward": v, "num_tokens": 100 * i})
-        lines.append({"step": 10, "max_steps": 10, "seconds": 9.0, "eval_reward": values[run.arm.label][run.seed][-1]})
+        label, rewards = run.arm.label, values[run.arm.label][run.seed]
+        lines = [{"step": 0, "max_steps": steps, "seconds": 0.0, "started": 1.0}]
+        for i, v in enumerate(rewards, 1):
+            line = {"step": i, "max_steps": steps, "seconds": float(i), "reward": v}
+            line |= {f"rewards/{p}/mean": v * k for p, k in parts}
+            if tokens:
+                line |= {
+                    "rl_plugins/tokens_decoded": tokens[label] * i,
+                    "rl_plugins/tokens_read": 7 * i,
+                    "rl_plugins/engine_calls": i,
+                    "rl_plugins/engine_seconds": 0.5 * i,
+                    "rl_plugins/rows_made": 16 * i,
+                    "rl_plugins/rows_trained_total": 8 * i,
+                }
+            lines.append(line)
+            if evals and i in evals:
+                lines.append({k: line[k] for k in ("step", "max_steps", "seconds")} | {"eval_reward": 10.0 * i})
+        if not evals:
+            lines.append({"step": len(rewards), "max_steps": steps, "seconds": 9.0, "eval_reward": rewards[-1]})
         run.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -88,7 +103,7 @@ def test_means_intervals_and_paired_differences(tmp_path):
     assert difference["mean"] == pytest.approx(0.11)
     assert difference["half"] == pytest.approx(stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3))
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "- mc_grpo, eval_reward: 0.110 ± 0.025, more than chance over these seeds." in text
+    assert "- mc_grpo, reward, held out: 0.110 ± 0.025, more than chance over these seeds." in text
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     assert (tmp_path / "out" / "curves.png").stat().st_size > 5000
 
@@ -100,11 +115,135 @@ def test_a_difference_within_chance_is_called_that(tmp_path):
     assert "not told apart from chance with these seeds" in report.text(report.summarize(c, ["reward"]))
 
 
-def test_one_seed_has_no_interval(tmp_path):
-    c = plan(tmp_path, seeds=[0])
-    fake_logs(c, {"grpo": {0: [0.5] * 10}, "mc_grpo": {0: [0.6] * 10}})
+def test_one_seed_has_no_interval_and_is_told_so_once(tmp_path):
+    c = plan(tmp_path, ["mc_grpo", "gdpo"], seeds=[0])
+    rising = [0.1 * i for i in range(10)]
+    fake_logs(c, {"grpo": {0: rising}, "mc_grpo": {0: rising}, "gdpo": {0: rising}}, parts=[("a", 1), ("b", 0.5)])
+    text = report.text(report.summarize(c, report.found_metrics(c)))
+    assert text.count("nothing about chance") == 1 and "±" not in text
+    assert "- gdpo, reward `b`, in training: 0.000.\n" in text and "told apart" not in text
+
+
+# ---- budgets
+
+
+def rising(c):
+    return {a.label: {s: [0.1 * i + 0.01 * s for i in range(1, 11)] for s in c.seeds} for a in c.arms}
+
+
+def test_arms_are_compared_at_equal_tokens(tmp_path):
+    """An arm that decodes twice as much per step is read at half of its steps; evaluations in between are joined."""
+    c = plan(tmp_path)
+    fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, evals=(2, 5, 10))
+    by_steps = report.summarize(c, ["eval_reward", "reward"])
+    assert by_steps["budget"] == {"currency": "steps", "of": [10, 10, 10]}
+    assert by_steps["arms"]["mc_grpo"]["metrics"]["eval_reward"]["end"] == [100.0] * 3
+    assert by_steps["arms"]["mc_grpo"]["costs"]["tokens_decoded"] == [2500] * 3
+    assert by_steps["arms"]["grpo"]["costs"]["tokens_decoded"] == [1000] * 3
+
+    summary = report.write(c, ["eval_reward", "reward"], currency="tokens_decoded")
+    assert summary["budget"] == {"currency": "tokens_decoded", "of": [1000, 1000, 1000]}
+    grpo, arm = summary["arms"]["grpo"], summary["arms"]["mc_grpo"]
+    assert grpo["costs"]["steps"] == [10] * 3 and arm["costs"]["steps"] == [4] * 3
+    assert arm["steps_in_all"] == [10] * 3 and arm["costs"]["rows_trained"] == [32] * 3
+    assert arm["metrics"]["eval_reward"]["end"] == pytest.approx([20 + 30 * 2 / 3] * 3)  # between steps 2 and 5, at 4
+    assert grpo["metrics"]["eval_reward"]["end"] == [100.0] * 3
+    assert arm["metrics"]["reward"]["end"] == pytest.approx([0.4, 0.41, 0.42])
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "Budget: 1,000 tokens decoded per run" in text and "Cut: mc_grpo at step 4 of 10." in text
+    assert "learning-rate schedule" in text and "Cut:" not in report.text(by_steps)
+    for row in ("optimizer steps | 10 | 4", "rows made | 160 | 64", "rows trained | 80 | 32", "tokens read | 70 | 28"):
+        assert f"| {row} |" in text
+    assert "| tokens decoded | 1,000 | 1,000 |" in text and "| engine time (s) | 5.0 | 2.0 |" in text
+    assert "| engine calls | 10 | 4 |" in text and "| training time (s) | 10.0 | 4.0 |" in text
+
+
+@pytest.mark.parametrize(
+    ("currency", "steps"), [("steps", 10), ("rows_trained", 10), ("tokens_decoded", 4), ("engine_seconds", 10)]
+)
+def test_every_currency_cuts_and_is_drawn(tmp_path, currency, steps):
+    c = plan(tmp_path)
+    fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, evals=(2, 5, 10))
+    assert report.summarize(c, ["reward"], currency=currency)["arms"]["mc_grpo"]["costs"]["steps"] == [steps] * 3
+    runs = costs.Budget.read(c, currency).runs_of("mc_grpo")
+    curve = report.curve(runs, "reward", currency)
+    assert curve.costs[-1] <= runs[0][1] and curve.values.shape == (3, steps)
+    assert curve.values[0] == pytest.approx([0.1 * i for i in range(1, steps + 1)])
+
+
+def test_a_budget_is_paired_by_seed(tmp_path):
+    c = plan(tmp_path, seeds=[0, 1])
+    values = {"grpo": {0: [0.5] * 10, 1: [0.5] * 6}, "mc_grpo": {0: [0.5] * 8, 1: [0.5] * 10}}
+    fake_logs(c, values, tokens={"grpo": 100, "mc_grpo": 100})
+    summary = report.summarize(c, ["reward"], currency="rows_trained")
+    assert summary["budget"]["of"] == [64, 48]
+    assert [summary["arms"][a]["costs"]["steps"] for a in ("grpo", "mc_grpo")] == [[8, 6], [8, 6]]
+
+
+def test_logs_without_counters_are_an_error_that_says_what_to_do(tmp_path):
+    c = plan(tmp_path)
+    fake_logs(c, rising(c))
+    for run in c.runs:
+        (run.folder / "finished.json").write_text(json.dumps({"fingerprint": run.fingerprint}))
+    costs.require(c, "steps")
+    message = r"(?s)runs/grpo-seed0/log.jsonl has no `rl_plugins/tokens_decoded`.*Remove .*grpo-seed0 .*--budget steps"
+    with pytest.raises(ConfigError, match=message):
+        costs.require(c, "tokens_decoded")
+    with pytest.raises(ConfigError, match=message):
+        report.summarize(c, ["reward"], currency="tokens_decoded")
+    assert "| tokens decoded | not counted | not counted |" in report.text(report.summarize(c, ["reward"]))
+
+
+def test_no_run_is_repeated_for_another_currency(tmp_path):
+    """The budget is no part of what a run is."""
+    (tmp_path / "run.yaml").write_text("max_steps: 10\n")
+    plans = []
+    for currency in costs.CURRENCIES:
+        command = ["compare", str(tmp_path / "run.yaml"), "vade", "--budget", currency, "--seeds", "1", "--dry-run"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        plans.append(result.output)
+    assert len(set(plans)) == 1
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "run.yaml"), "vade", "--budget", "tokens", "--dry-run"])
+    assert result.exit_code == 2 and "steps" in result.output and "engine_seconds" in result.output
+
+
+# ---- what is shown
+
+
+def test_rewards_held_out_and_in_training_and_every_function(tmp_path):
+    c = plan(tmp_path)
+    fake_logs(c, rising(c), parts=[("length", 0.25), ("exact", 0.75)])
+    assert report.found_metrics(c) == ["eval_reward", "reward", "rewards/exact/mean", "rewards/length/mean"]
+    text = report.text(report.summarize(c, report.found_metrics(c)))
+    for row in ("reward, held out", "reward, in training", "reward `exact`, in training"):
+        assert f"\n| {row} | " in text
+
+
+def test_a_single_function_is_not_shown_twice(tmp_path):
+    c = plan(tmp_path)
+    fake_logs(c, rising(c), parts=[("exact", 1)])
+    assert report.found_metrics(c) == ["eval_reward", "reward"]
+
+
+def test_collapsed_arms_are_called_that(tmp_path):
+    c = plan(tmp_path, ["mc_grpo", "gdpo"])
+    zero = {s: [0.3, 0.1, *[0.0] * 8] for s in c.seeds}
+    fake_logs(c, {**rising(c), "grpo": zero, "mc_grpo": zero})
     text = report.text(report.summarize(c, ["reward"]))
-    assert "one seed says nothing about chance" in text and "±" not in text
+    assert "grpo has collapsed in 3 of 3 runs" in text and "gdpo has collapsed" not in text
+    assert "- mc_grpo, reward, in training: 0.000 ± 0.000, both have collapsed." in text
+    assert "told apart" not in text and "- gdpo, reward, in training: 1.010 ± 0.025, more than chance" in text
+
+
+def test_the_curves_are_a_page_wide_and_come_in_light_and_dark(tmp_path):
+    from PIL import Image
+
+    c = plan(tmp_path)
+    fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, parts=[("a", 1.5), ("b", 0.5)])
+    report.write(c, report.found_metrics(c), currency="tokens_decoded")
+    sizes = [Image.open(tmp_path / "out" / f"curves{mode}.png").size for mode in ("", "-dark")]
+    assert sizes[0] == sizes[1] and sizes[0][0] == 1600 and sizes[0][1] > 800  # two rows of two panels
 
 
 def test_a_run_of_another_config_is_not_finished(tmp_path):
@@ -129,8 +268,9 @@ def test_options_behind_the_methods_go_to_trl(tmp_path):
     (tmp_path / "run.yaml").write_text("max_steps: 10\n")
     command = ["compare", str(tmp_path / "run.yaml"), "vade", "mc_grpo", "--learning_rate", "1e-6", "--seeds", "1"]
     result = CliRunner().invoke(app, [*command, "--dry-run"])
-    runs = result.output.splitlines()
+    runs = [line for line in result.output.splitlines() if " seed 0 (to run): " in line]
     assert [run.split()[0] for run in runs] == ["grpo", "vade", "mc_grpo"]
+    assert "This command sets `--seed`, `--output_dir`, `--methods` and `--method_params`" in result.output
     assert all(" --learning_rate 1e-6 --seed 0 " in run for run in runs)
 
 

@@ -162,7 +162,7 @@ def test_the_report_of_stored_runs(tmp_path):
     summary = report.write(c, ["eval_rewards/exact/mean", "frac_reward_zero_std"])
     assert summary["arms"]["vade"]["metrics"]["eval_rewards/exact/mean"]["difference"]["mean"] == pytest.approx(0.1)
     assert summary["arms"]["vade"]["metrics"]["frac_reward_zero_std"]["difference"]["mean"] == pytest.approx(-0.25)
-    assert summary["arms"]["grpo"]["tokens"] == [3452] and summary["arms"]["vade"]["seconds"] == [2.0]
+    assert summary["arms"]["grpo"]["costs"]["seconds"] == [2.75] and summary["arms"]["vade"]["costs"]["steps"] == [2]
 
 
 def test_verls_names_of_evaluations_count_at_their_last_point(tmp_path):
@@ -354,7 +354,9 @@ def plan_of(*arguments):
 
 def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
     code, text = plan_of("demo", "--host", "verl", "vade", "minpro", "--out", str(tmp_path))
-    runs = text.strip().splitlines()
+    assert "The reward is `exact` alone in all arms, because `vade` needs a reward that only" in text
+    assert "`actor_rollout_ref.actor.ppo_epochs` is 2 in all arms, because `minpro` needs several updates" in text
+    runs = [line for line in text.splitlines() if "(to run)" in line]
     assert code == 0 and [r.split(" (")[0] for r in runs] == [
         f"{arm} seed {seed}" for seed in (0, 1) for arm in ("grpo", "vade", "minpro")
     ]
@@ -375,7 +377,8 @@ def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
 )
 def test_compare_takes_a_command_of_verl(command, tmp_path):
     code, text = plan_of("compare", "--host", "verl", "--out", str(tmp_path), *command)
-    first = text.splitlines()[:3]
+    assert "This command sets `data.seed`, " in text and "`trainer.v1.sampler.custom_sampler`" in text
+    first = [line for line in text.splitlines() if "(to run)" in line][:3]
     assert code == 0 and [r.split()[0] for r in first] == ["grpo", "vade", "mc_grpo"]
     assert all(" data.train_batch_size=8 " in r and "main_ppo" not in r for r in first)
 

@@ -79,7 +79,7 @@ def save(file: Path, draw: Callable[[], Figure]) -> tuple[Path, Path]:
     """Writes a figure twice, for light and for dark pages.
 
     Args:
-        file: name of the light one, e.g. `curves.png`; the dark one is beside it, `curves-dark.png`.
+        file: name of the light one, e.g. `curves.png`; the dark one is `curves-dark.png` in the same folder.
         draw: makes the figure; called once per mode.
 
     Returns:
@@ -95,7 +95,7 @@ def save(file: Path, draw: Callable[[], Figure]) -> tuple[Path, Path]:
 
 
 def panels(n: int, height: float = 2.7, columns: int = COLUMNS, **subplots: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of n panels, at most two beside each other.
+    """A figure of n panels, at most two in a row.
 
     Args:
         n: number of panels.
@@ -204,7 +204,7 @@ def _name_ends(axis: Axes, lines: Sequence[Any]) -> None:
 
 
 def spread(at: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places next to the wanted ones with at least `gap` between two, in the same order, inside low..high if they fit.
+    """Places next to the wanted ones, in the same order, at least `gap` apart, between low and high if they fit.
 
     Args:
         at: wanted places.

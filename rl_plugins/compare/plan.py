@@ -22,10 +22,12 @@ class Arm:
     Args:
         label: as the user wrote it, e.g. "grpo", "mc_grpo", "vade+mc_grpo".
         methods: names in order; empty for the baseline.
+        options: of the host, in this arm only, e.g. ("--reward_weights", "0.01", "1"); they win over the config.
     """
 
     label: str
     methods: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,10 @@ class Host(Protocol):
     Attributes:
         worker: module that trains with the arguments of its command line. It writes what the trainer logs to the file
             named by RL_PLUGINS_LOG_FILE, as lines of JSON with "step", "max_steps" (None: not known), "seconds" of
-            training so far, "num_tokens" so far, and values by name. Ended by SIGTERM it leaves no process behind.
+            training so far, and values by name, with the totals of :mod:`rl_plugins.compare.costs`. Ended by SIGTERM
+            it ends all of its processes.
         config: text of the files that arguments name.
+        sets: what `arguments` replaces or adds in the user's run, for the report.
     """
 
     @property
@@ -64,6 +68,9 @@ class Host(Protocol):
 
     @property
     def config(self) -> str: ...
+
+    @property
+    def sets(self) -> str: ...
 
     def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
         """Arguments of a run: the user's, with the arm's methods, the seed and a folder of its own in place of theirs.

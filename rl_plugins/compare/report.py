@@ -1,9 +1,10 @@
-"""From logs to figures: mean and 95 % interval over seeds, paired differences, curves, a short text."""
+"""From logs to figures: mean and 95 % interval over seeds at equal cost, paired differences, curves, a short text."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.compare.plan import Arm, Comparison
-from rl_plugins.compare.runs import read_log
+from rl_plugins.compare.costs import COSTS, Budget, Course
+from rl_plugins.compare.plan import Comparison
 
 
 @dataclass(frozen=True)
@@ -39,31 +40,65 @@ class Interval:
 
 
 EVALUATIONS = ("eval_", "val-")  # how names of values of an evaluation begin, in TRL and in verl
+LAST = 0.1  # share of the budget over which a value of training is averaged
+POINTS = 25  # of a curve
+LABELS = {
+    "eval_reward": "reward, held out",
+    "reward": "reward, in training",
+    "frac_reward_zero_std": "rollouts in groups of equal rewards (share)",
+}
+_PART = re.compile(r"(eval_)?rewards/(.+)/mean")
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One logged value of one arm: (turns,), (seeds, steps)."""
-
-    steps: np.ndarray[Any, Any]
-    values: np.ndarray[Any, Any]
-
-    def last(self, share: float = 0.1) -> list[float]:
-        """Mean over the last tenth of the points, per seed."""
-        n = max(1, round(share * self.values.shape[1]))
-        return [float(v) for v in np.nanmean(self.values[:, -n:], axis=1)]
+def label_of(name: str) -> str:
+    """What a logged value is called in text and figure."""
+    if match := _PART.fullmatch(name):
+        return f"reward `{match[2]}`, {'held out' if match[1] else 'in training'}"
+    return LABELS.get(name, name)
 
 
-def curve(comparison: Comparison, arm: Arm, name: str) -> Curve | None:
-    """The value `name` of an arm over its seeds, at the steps all of them logged; None if it was never logged."""
-    series = []
-    for run in comparison.runs:
-        if run.arm == arm:
-            series.append({line["step"]: float(line[name]) for line in read_log(run) if line.get(name) is not None})
-    steps = sorted(set.intersection(*(set(s) for s in series))) if series else []
-    if not steps:
-        return None
-    return Curve(np.array(steps), np.array([[s[k] for k in steps] for s in series]))
+def found_metrics(comparison: Comparison) -> list[str]:
+    """The values a report shows unless the user names some: the reward on held-out prompts, the reward in training, and
+    each reward function of both. A function that is the whole reward is not shown twice."""
+    series: dict[str, list[Any]] = {}
+    for course in Budget.read(comparison, "steps").courses.values():
+        for line in course.lines:
+            for name, value in line.items():
+                if name in ("reward", "eval_reward") or _PART.fullmatch(name):
+                    series.setdefault(name, []).append((line["step"], value))
+    names = []
+    for total in ("eval_reward", "reward"):
+        parts = [n for n in series if _PART.fullmatch(n) and n.startswith("eval_") == total.startswith("eval_")]
+        names += [n for n in [total, *sorted(parts)] if n in series and (n == total or series[n] != series.get(total))]
+    return names
+
+
+def ends(course: Course, name: str, currency: str, budget: float) -> float:
+    """A value where the budget ends a run; NaN if it was not logged by then.
+
+    Evaluations are read between the two that enclose the budget, in proportion. Others are means over the last tenth of
+    the budget, or the last one within it.
+    """
+    series = course.series(name, currency)
+    if not series or series[0][0] > budget:
+        return math.nan
+    if name.startswith(EVALUATIONS):
+        costs, values = zip(*series, strict=True)
+        after = next((i for i, cost in enumerate(costs) if cost > budget), None)
+        if after is None:
+            return values[-1]
+        share = (budget - costs[after - 1]) / (costs[after] - costs[after - 1])
+        return values[after - 1] + share * (values[after] - values[after - 1])
+    within = [value for cost, value in series if cost <= budget]
+    late = [value for cost, value in series if (1 - LAST) * budget < cost <= budget]
+    return float(np.mean(late)) if late else within[-1]
+
+
+def is_flat(course: Course, name: str, currency: str, budget: float) -> bool:
+    """Whether a value was the same in the last tenth of the budget, three times at least: nothing is learned there."""
+    values = [value for cost, value in course.series(name, currency) if cost <= budget]
+    late = values[-max(3, round(LAST * len(values))) :]
+    return len(late) >= 3 and max(late) == min(late)
 
 
 def summarize(
@@ -71,30 +106,35 @@ def summarize(
     metrics: Sequence[str],
     seconds: float | None = None,
     labels: Mapping[str, str] | None = None,
+    currency: str = "steps",
 ) -> dict[str, Any]:
     """Everything the report says, as plain data.
 
     Args:
-        metrics: logged values to compare; the first one is the main one. Values of an evaluation (`EVALUATIONS`) count
-            at their last point, others as the mean over the last tenth of the run.
-        labels: what a value is called in text and figure; default its name.
+        metrics: logged values to compare; the first one is the main one.
+        seconds: that the runs took.
+        labels: what a value is called in text and figure; default `label_of`.
+        currency: in which all arms have the same budget.
+
+    Raises:
+        ConfigError: a run has not logged the currency.
     """
+    budget = Budget.read(comparison, currency)
     arms: dict[str, Any] = {}
     for arm in comparison.arms:
-        entry: dict[str, Any] = {"methods": list(arm.methods), "metrics": {}}
+        entry: dict[str, Any] = {"methods": list(arm.methods), "options": list(arm.options), "metrics": {}}
+        runs = budget.runs_of(arm.label)
         for name in metrics:
-            found = curve(comparison, arm, name)
-            if found is None:
+            end = [ends(course, name, currency, b) for course, b in runs]
+            if not end or any(map(math.isnan, end)):
                 continue
-            last = found.values[:, -1].tolist() if name.startswith(EVALUATIONS) else found.last()
-            first = found.values[:, 0].tolist()
-            interval = Interval.of(last)
-            entry["metrics"][name] = {"start": first, "end": last, "mean": interval.mean, "half": interval.half}
-        logs = [read_log(r) for r in comparison.runs if r.arm == arm]
-        entry["seconds"] = [lines[-1]["seconds"] for lines in logs if lines]
-        entry["tokens"] = [
-            max((x["num_tokens"] for x in lines if "num_tokens" in x), default=math.nan) for lines in logs
-        ]
+            start = [course.series(name, currency)[0][1] for course, _ in runs]
+            interval = Interval.of(end)
+            entry["metrics"][name] = {"start": start, "end": end, "mean": interval.mean, "half": interval.half}
+        costs = {key: [course.at(currency, b)[key] for course, b in runs] for key in COSTS}
+        entry["costs"] = {key: values for key, values in costs.items() if not any(map(math.isnan, values))}
+        entry["steps_in_all"] = [course.total["steps"] for course, _ in runs]
+        entry["collapsed"] = [is_flat(course, "reward", currency, b) for course, b in runs]
         arms[arm.label] = entry
     base = arms[comparison.arms[0].label]
     for label, entry in arms.items():
@@ -108,8 +148,9 @@ def summarize(
     return {
         "baseline": comparison.arms[0].label,
         "seeds": list(comparison.seeds),
+        "budget": {"currency": currency, "of": list(budget.of.values())},
         "metrics": list(metrics),
-        "labels": {m: (labels or {}).get(m, m) for m in metrics},
+        "labels": {m: (labels or {}).get(m) or label_of(m) for m in metrics},
         "arms": arms,
         "notes": list(comparison.notes),
         "seconds": seconds,
@@ -121,88 +162,160 @@ def write(
     metrics: Sequence[str],
     seconds: float | None = None,
     labels: Mapping[str, str] | None = None,
+    currency: str = "steps",
 ) -> dict[str, Any]:
-    """Writes `summary.json`, `report.md` and `curves.png` into the comparison's folder."""
-    summary = summarize(comparison, metrics, seconds, labels)
+    """Writes `summary.json`, `report.md`, `curves.png` and `curves-dark.png` into the comparison's folder."""
+    summary = summarize(comparison, metrics, seconds, labels, currency)
     comparison.out.mkdir(parents=True, exist_ok=True)
     (comparison.out / "summary.json").write_text(json.dumps(summary, indent=1))
     (comparison.out / "report.md").write_text(text(summary))
-    draw(comparison, summary["labels"], comparison.out / "curves.png")
+    draw(comparison, summary["labels"], comparison.out / "curves.png", currency)
     return summary
 
 
 def text(summary: dict[str, Any]) -> str:
     """The report in Markdown."""
-    metrics, arms, labels = summary["metrics"], summary["arms"], summary["labels"]
+    metrics, arms, labels, base = summary["metrics"], summary["arms"], summary["labels"], summary["baseline"]
     shown = [m for m in metrics if any(m in a["metrics"] for a in arms.values())]
-    lines = [
-        f"# {' against '.join([' and '.join(k for k in arms if k != summary['baseline']), summary['baseline']])}",
-        "",
-        *(f"{n}" for n in summary["notes"]),
-        "",
-        f"Mean over seeds {', '.join(map(str, summary['seeds']))} with 95 % interval (Student's t).",
-        "",
-    ]
-    lines += ["| | " + " | ".join(labels[m] for m in shown) + " | tokens | seconds |", "|---" * (len(shown) + 3) + "|"]
-    for label, arm in arms.items():
-        cells = []
+    others = [label for label in arms if label != base]
+    lines = [f"# {' against '.join([', '.join(others), base] if others else [base])}", ""]
+    for note in [*summary["notes"], *_budget(summary)]:
+        lines += [note, ""]
+    head = ["| | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    lines += head
+    for m in shown:
+        found = [arm["metrics"].get(m) for arm in arms.values()]
+        cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
+        lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
+    lines += ["", "What it cost, mean over seeds, training only:", "", *head]
+    for key, (_, what) in COSTS.items():
+        lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
+    collapsed = [_collapse(label, arm) for label, arm in arms.items() if any(arm["collapsed"])]
+    lines += ["", *collapsed] if collapsed else []
+    if others:
+        lines += ["", f"Each arm minus {base}, paired by seed:", ""]
+    for label in others:
         for m in shown:
-            v = arm["metrics"].get(m)
-            cells.append(str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-")
-        tokens, seconds = np.nanmean(arm["tokens"]), np.mean(arm["seconds"]) if arm["seconds"] else math.nan
-        lines.append(f"| {label} | {' | '.join(cells)} | {tokens:,.0f} | {seconds:.1f} |")
-    lines += ["", f"Each arm minus {summary['baseline']}, paired by seed:", ""]
-    for label, arm in arms.items():
-        found = [(m, arm["metrics"][m]["difference"]) for m in shown if "difference" in arm["metrics"].get(m, {})]
-        lines += [f"- {label}, {labels[metric]}: {_verdict(difference)}" for metric, difference in found]
-    lines += ["", "![curves](curves.png)", ""]
-    return "\n".join(lines)
+            if "difference" in arms[label]["metrics"].get(m, {}):
+                lines.append(f"- {label}, {labels[m]}: {_verdict(arms[label], arms[base], m)}")
+    return "\n".join([*lines, "", "![curves](curves.png)", ""])
 
 
-def _verdict(difference: dict[str, Any]) -> str:
-    interval = Interval(difference["mean"], difference["half"], len(difference["values"]))
-    if math.isnan(interval.half):
-        judged = "one seed says nothing about chance; run more"
-    elif abs(interval.mean) > interval.half:
-        judged = "more than chance over these seeds"
+def _budget(summary: dict[str, Any]) -> list[str]:
+    """The budget, where it cuts the arms, and what the numbers are."""
+    currency, of = summary["budget"]["currency"], summary["budget"]["of"]
+    lines = []
+    if of:
+        cut = {
+            label: (float(np.mean(arm["costs"]["steps"])), float(np.mean(arm["steps_in_all"])))
+            for label, arm in summary["arms"].items()
+            if arm["steps_in_all"]
+        }
+        lines.append(
+            f"Budget: {np.mean(of):,.0f} {COSTS[currency][1]} per run, the most that every arm reached with the same "
+            f"seed. Every arm is read there."
+        )
+        short = {label: pair for label, pair in cut.items() if pair[0] < pair[1]}
+        if short:
+            places = "; ".join(f"{label} at step {at:.0f} of {total:.0f}" for label, (at, total) in short.items())
+            lines[0] += (
+                f" Cut: {places}. A learning-rate schedule that depends on the number of steps of the run is not at "
+                f"its end where an arm is cut."
+            )
+    seeds = summary["seeds"]
+    if len(seeds) == 1:
+        lines.append(f"One seed ({seeds[0]}): it says nothing about chance. Run more with --seeds.")
     else:
-        judged = "not told apart from chance with these seeds"
-    return f"{interval}, {judged}."
+        lines.append(f"Mean over seeds {', '.join(map(str, seeds))} with 95 % interval (Student's t).")
+    return lines
 
 
-def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path) -> None:
+def _cost(values: Sequence[float] | None, key: str) -> str:
+    if not values:
+        return "not counted"
+    return f"{np.mean(values):,.1f}" if "seconds" in key else f"{np.mean(values):,.0f}"
+
+
+def _collapse(label: str, arm: dict[str, Any]) -> str:
+    n, of = sum(arm["collapsed"]), len(arm["collapsed"])
+    return (
+        f"{label} has collapsed in {n} of {of} runs: the reward in training no longer changes. If it is the highest "
+        f"possible reward, the task is solved."
+    )
+
+
+def _verdict(arm: dict[str, Any], base: dict[str, Any], metric: str) -> str:
+    difference = arm["metrics"][metric]["difference"]
+    interval = Interval(difference["mean"], difference["half"], len(difference["values"]))
+    if all(arm["collapsed"]) and all(base["collapsed"]) and interval.mean == 0:
+        return f"{interval}, both have collapsed."
+    if math.isnan(interval.half):
+        return f"{interval}."
+    if abs(interval.mean) > interval.half:
+        return f"{interval}, more than chance over these seeds."
+    return f"{interval}, not told apart from chance with these seeds."
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One logged value of one arm over what it cost: (points,), (seeds, points)."""
+
+    costs: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
+def curve(runs: Sequence[tuple[Course, float]], name: str, currency: str) -> Curve | None:
+    """The value `name` of an arm up to its budget, over costs that all of its runs reached; None if one has not logged
+    it. Evaluations are joined by straight lines, other values are means over equal stretches of cost."""
+    series = [[(c, v) for c, v in course.series(name, currency) if c <= budget] for course, budget in runs]
+    if not series or not all(series):
+        return None
+    low, high = max(s[0][0] for s in series), min(s[-1][0] for s in series)
+    if name.startswith(EVALUATIONS):
+        costs = sorted({c for s in series for c, _ in s if low <= c <= high})
+        values = [np.interp(costs, [c for c, _ in s], [v for _, v in s]) for s in series]
+        return Curve(np.array(costs), np.array(values))
+    edges = np.linspace(low, high, min(POINTS, min(map(len, series))) + 1)
+    stretches = [np.digitize([c for c, _ in s], edges[1:-1], right=True) for s in series]
+    means = [
+        [_mean([v for (c, v), p in zip(s, place, strict=True) if p == k and c <= high]) for k in range(len(edges) - 1)]
+        for s, place in zip(series, stretches, strict=True)
+    ]
+    return Curve((edges[:-1] + edges[1:]) / 2, np.array(means))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currency: str = "steps") -> None:
     """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more."""
-    import matplotlib
+    from rl_plugins.compare import figures
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = {m: {a.label: curve(comparison, a, m) for a in comparison.arms} for m in metrics}
+    budget = Budget.read(comparison, currency)
+    found = {m: {a.label: curve(budget.runs_of(a.label), m, currency) for a in comparison.arms} for m in metrics}
     found = {m: c for m, c in found.items() if any(v is not None for v in c.values())}
     if not found:
         return
-    figure, axes = plt.subplots(1, len(found), figsize=(5.2 * len(found), 3.8), squeeze=False, layout="constrained")
-    for axis, (metric, curves) in zip(axes[0], found.items(), strict=True):
-        for i, (label, c) in enumerate(curves.items()):
-            if c is None:
-                continue
-            color, smooth = f"C{i}", c if metric.startswith(EVALUATIONS) else _smoothed(c)
-            mean = np.nanmean(smooth.values, axis=0)
-            axis.plot(smooth.steps, mean, color=color, label=label, lw=2)
-            for seed in smooth.values:
-                axis.plot(smooth.steps, seed, color=color, lw=0.5, alpha=0.4)
-            half = np.array([Interval.of(v.tolist()).half for v in smooth.values.T])
-            if len(smooth.values) > 2:  # of two seeds the interval is 9 times their distance: it would hide the curves
-                axis.fill_between(smooth.steps, mean - half, mean + half, color=color, alpha=0.15, lw=0)
-        axis.set(xlabel="optimizer step", title=metrics[metric])
-        axis.grid(alpha=0.3)
-    axes[0][0].legend()
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
 
+    def drawn() -> Any:
+        figure, axes = figures.panels(len(found))
+        for axis, (metric, curves) in zip(axes, found.items(), strict=True):
+            for i, (label, c) in enumerate(curves.items()):
+                if c is None:
+                    continue
+                seen = ~np.isnan(c.values).all(axis=0)
+                costs, values = c.costs[seen], c.values[:, seen]
+                mean = np.nanmean(values, axis=0)
+                axis.plot(costs, mean, label=label, **figures.line(i))
+                if len(values) > 1:
+                    for seed in values:
+                        axis.plot(costs, seed, color=figures.color(i), lw=0.5, alpha=0.4)
+                if len(values) > 2:  # of two seeds the interval is 9 times their distance: it would hide the curves
+                    half = np.array([Interval.of(v.tolist()).half for v in values.T])
+                    axis.fill_between(costs, mean - half, mean + half, color=figures.color(i), alpha=0.13, lw=0)
+            figures.name_axes(axis, COSTS[currency][1], metrics[metric].replace("`", ""))
+        figures.name_lines(figure)
+        return figure
 
-def _smoothed(c: Curve, points: int = 25) -> Curve:
-    """Means over equal stretches, so that single noisy batches do not hide the course."""
-    n = max(1, len(c.steps) // points)
-    whole = len(c.steps) // n * n
-    return Curve(c.steps[:whole].reshape(-1, n).mean(1), c.values[:, :whole].reshape(len(c.values), -1, n).mean(2))
+    figures.save(file, drawn)

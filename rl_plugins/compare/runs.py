@@ -63,7 +63,7 @@ def run_all(
     Args:
         jobs: processes at a time.
         launcher: command before the module, e.g. ("accelerate", "launch"); default this Python.
-        watch: the logged value shown beside the bars.
+        watch: the logged value shown next to the bars.
 
     Returns:
         Seconds it took.

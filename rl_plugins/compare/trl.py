@@ -13,11 +13,12 @@ from rl_plugins.compare.plan import Arm
 
 @dataclass(frozen=True)
 class Trl:
-    """A YAML config, and options that stand beside it on the command line."""
+    """A YAML config, and options that follow it on the command line."""
 
     file: Path
     extra: tuple[str, ...] = ()
     worker = "rl_plugins.compare.trl_worker"
+    sets = "`--seed`, `--output_dir`, `--methods` and `--method_params`"
 
     @property
     def config(self) -> str:
@@ -28,6 +29,7 @@ class Trl:
             "--config",
             str(self.file),
             *self.extra,
+            *arm.options,
             "--seed",
             str(seed),
             "--output_dir",

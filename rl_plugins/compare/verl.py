@@ -39,6 +39,22 @@ class Verl:
     worker = "rl_plugins.compare.verl_worker"
     config = ""
 
+    @property
+    def sets(self) -> str:
+        names = [
+            "data.seed",
+            "actor_rollout_ref.rollout.seed",
+            "trainer.v1.trainer_mode",
+            "trainer.logger",
+            "trainer.default_local_dir",
+            "hydra.run.dir",
+            f"ray_kwargs.ray_init.runtime_env.env_vars.{LOGGER_PATH}",
+            *(["trainer.v1.sampler.custom_sampler"] if self.watched else []),
+            "rl_plugins.methods",
+            "rl_plugins.method_params",
+        ]
+        return ", ".join(f"`{name}`" for name in names)
+
     @classmethod
     def of(cls, overrides: Sequence[str]) -> Verl:
         """Reads what the overrides say, without importing verl.

@@ -23,9 +23,9 @@ from rl_plugins.runtime import registry
 LOOP = "turn_control"
 FOR_TOOLS = ("cleaner", "aepo_rollout")  # whose mechanism needs tool calls that can fail; the others play the grid
 LABELS = {
-    "eval_rewards/score/mean": "score, held out",
-    "rewards/score/mean": "score, in training",
-    "frac_reward_zero_std": "in groups of equal rewards",
+    "eval_rewards/score/mean": "score, held out (0 to 1)",
+    "rewards/score/mean": "score, in training (0 to 1)",
+    "frac_reward_zero_std": "rollouts in groups of equal rewards (share)",
 }
 METRICS = ["eval_rewards/score/mean", "frac_reward_zero_std", "rewards/score/mean"]
 SHORT_STEPS, LONG_STEPS = 60, 150

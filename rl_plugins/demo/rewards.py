@@ -2,7 +2,7 @@
 
 Every reward function takes ``(prompts, completions, completion_ids, **columns)`` and returns one float in [0, 1] per
 row. It needs the column ``answer``. A completion is a string or, as TRL hands it over for chat prompts, a list of
-messages, the last of which counts. In a TRL YAML:
+messages; the last one counts. In a TRL YAML:
 ``reward_funcs: [rl_plugins.demo.rewards.digits, rl_plugins.demo.rewards.format]``.
 """
 
@@ -60,8 +60,19 @@ def format(
 
 
 def careful(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """0.1 where the careful mark ``=`` comes first, else 0: a small reward beside large ones."""
+    """0.1 where the careful mark ``=`` comes first, else 0: a small reward next to large ones."""
     return [0.1 * _text(c).startswith(CAREFUL) for c in completions]
+
+
+def points(prompts: Any, completions: Sequence[Any], *, answer: Sequence[str], **columns: Any) -> list[float]:
+    """:func:`digits` as points, 0 to 100: a large reward."""
+    return [100.0 * value for value in digits(prompts, completions, answer=answer)]
+
+
+def mark(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1 where the mark comes first that the task asks for, else 0: ``?`` for "unique", ``=`` for the others."""
+    pairs = zip(prompts, completions, strict=True)
+    return [float(_text(c).startswith(SLOPPY if _text(p).startswith("u") else CAREFUL)) for p, c in pairs]
 
 
 def score(completions: Sequence[Any], score: Sequence[float | None] | None = None, **columns: Any) -> list[float]:

@@ -41,11 +41,18 @@ WANT_BINARY = (
     "drive",
 )
 LABELS = {
-    "eval_rewards/exact/mean": "right, held out",
-    "rewards/exact/mean": "right, in training",
-    "frac_reward_zero_std": "in groups of equal rewards",
-    "rewards/digits/mean": "right digits",
-    "rewards/careful/mean": "careful mark (0.1)",
+    "eval_rewards/exact/mean": "right answers, held out (share)",
+    "rewards/exact/mean": "right answers, in training (share)",
+    "frac_reward_zero_std": "rollouts in groups of equal rewards (share)",
+    "eval_rewards/digits/mean": "right digits, held out (share)",
+    "rewards/digits/mean": "right digits, in training (share)",
+    "eval_rewards/careful/mean": "reward for the careful mark, held out (0 to 0.1)",
+    "rewards/careful/mean": "reward for the careful mark, in training (0 to 0.1)",
+}
+# Options of the host that a method has nothing to do without: value, signals that ask for it, and what they need.
+SUITED: Mapping[str, tuple[Any, set[str], str]] = {
+    "num_iterations": (2, {"off_policy", "several_updates"}, "several updates per batch"),
+    "beta": (0.04, {"ref_logprobs"}, "a reference policy"),
 }
 SHORT_STEPS, LONG_STEPS = 80, 200
 TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, for methods that remember prompts
@@ -111,11 +118,28 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
         "num_generations_eval": 1,
     }
     needs = _needs(methods)
-    if needs & {"off_policy", "several_updates"}:
-        values["num_iterations"] = 2
-    if "ref_logprobs" in needs:
-        values["beta"] = 0.04
+    values |= {name: value for name, (value, signals, _) in SUITED.items() if needs & signals}
     return values
+
+
+def reasons(methods: Iterable[str]) -> list[str]:
+    """What `config` sets for all arms because of single methods, a sentence each."""
+    methods = list(methods)
+    lines = []
+    if binary := [name for name in methods if name in WANT_BINARY]:
+        lines.append(
+            f"`reward_weights` of {', '.join(REWARDS)} is {', '.join(f'{w:g}' for w in BINARY)} in all arms, because "
+            f"{needing(binary)} a reward that only tells right from wrong."
+        )
+    for name, (value, signals, why) in SUITED.items():
+        if asking := [method for method in methods if _needs([method]) & signals]:
+            lines.append(f"`{name}` is {value} in all arms, because {needing(asking)} {why}.")
+    return lines
+
+
+def needing(names: list[str]) -> str:
+    """ "`a`, `b` need", for a sentence that goes on with what."""
+    return f"{', '.join(f'`{n}`' for n in names)} {'needs' if len(names) == 1 else 'need'}"
 
 
 def _needs(names: Iterable[str]) -> set[str]:
@@ -135,7 +159,8 @@ def metrics(values: Mapping[str, Any]) -> list[str]:
     """The logged values a comparison with this config shows, the main one first."""
     graded = tuple(values["reward_weights"]) == GRADED
     names = ["eval_rewards/exact/mean", "frac_reward_zero_std", "rewards/exact/mean"]
-    return names + (["rewards/digits/mean", "rewards/careful/mean"] if graded else [])
+    parts = [f"{split}rewards/{name}/mean" for name in ("digits", "careful") for split in ("eval_", "")]
+    return names + (parts if graded else [])
 
 
 def write_data(folder: Path) -> Path:

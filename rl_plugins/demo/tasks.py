@@ -1,4 +1,4 @@
-"""Digit lists to sort: three tasks a person can check at sight, in five levels of difficulty.
+"""Digit lists to sort: three tasks a person can check at a glance, in five levels of difficulty.
 
 A prompt is an operation and a list of digits, the answer the digits that belong there:
 
@@ -6,7 +6,7 @@ A prompt is an operation and a list of digits, the answer the digits that belong
     d:5391  -> 9531     (task "descending")
     u:5351  -> 135      (task "unique": ascending, each digit once)
 
-Level ``k`` (1..5) has ``2 * k`` digits. A completion is one style mark and the digits: ``=1359`` (careful) or
+Level ``k`` (1 to 5) has ``2 * k`` digits. A completion is one style mark and the digits: ``=1359`` (careful) or
 ``?1359`` (sloppy). Both count as an answer; the ``format`` reward prefers the careful mark.
 
 Splits: a hash of the prompt itself decides whether a prompt belongs to "train" or to "held_out" (about one in five).

@@ -13,7 +13,16 @@ from typing import Any
 
 from rl_plugins.compare.verl import quoted
 from rl_plugins.demo import rewards
-from rl_plugins.demo.settings import BINARY, DEMO_PARAMS, GRADED, REWARDS, TEST_PROMPTS, TRAIN_PROMPTS, WANT_BINARY
+from rl_plugins.demo.settings import (
+    BINARY,
+    DEMO_PARAMS,
+    GRADED,
+    REWARDS,
+    TEST_PROMPTS,
+    TRAIN_PROMPTS,
+    WANT_BINARY,
+    needing,
+)
 from rl_plugins.runtime import registry
 
 SOURCE = "digit_lists"
@@ -185,10 +194,30 @@ def suited(methods: Iterable[str]) -> list[str]:
     lines = [f"+reward.custom_reward_function.reward_kwargs.binary={weights == BINARY}"]
     for name, weight in zip(REWARDS, weights, strict=True):
         lines.append(f"+rl_plugins.rewards.{name}={weight}")
-    classes = [cls for name in methods for cls in registry.select([name]).classes.values()]
-    if any({"off_policy", "several_updates"} & set(cls.needs) for cls in classes):
+    if _several_updates(methods):
         lines.append("actor_rollout_ref.actor.ppo_epochs=2")
     return lines
+
+
+def reasons(methods: Iterable[str]) -> list[str]:
+    """What `suited` sets for all arms because of single methods, a sentence each."""
+    methods, lines = list(methods), []
+    if binary := [name for name in methods if name in WANT_BINARY]:
+        lines.append(
+            f"The reward is `exact` alone in all arms, because {needing(binary)} a reward that only tells right from "
+            f"wrong."
+        )
+    if several := _several_updates(methods):
+        lines.append(
+            f"`actor_rollout_ref.actor.ppo_epochs` is 2 in all arms, because {needing(several)} several updates per "
+            f"batch."
+        )
+    return lines
+
+
+def _several_updates(methods: Iterable[str]) -> list[str]:
+    classes = {name: registry.select([name]).classes.values() for name in methods}
+    return [n for n, found in classes.items() if any({"off_policy", "several_updates"} & set(c.needs) for c in found)]
 
 
 def main() -> None:

@@ -1,0 +1,261 @@
+"""`rl-plugins demo`: the comparison on policies that are built here, in TRL's or verl's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from rl_plugins.commands.compare import need_plots, parse_seeds, run, timing_notes
+from rl_plugins.compare.plan import Arm, make_plan, parse_arms
+from rl_plugins.compare.runs import is_finished
+from rl_plugins.compare.trl import Trl
+from rl_plugins.errors import ConfigError
+
+TOY = "A toy: it shows that the method acts and what it does here, not what it does on a large model."
+SETS = "Settings of every run: `{}`. Each run also gets its seed, folder, methods and their parameters."
+
+
+def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool) -> None:
+    """The demo without METHODS: GDPO, plain GRPO and a control on two rewards of different size."""
+    from rl_plugins.demo import headline, settings
+    from rl_plugins.demo.policy import policy_path
+
+    need_plots()
+    data, config, console = out / "data", out / "run.yaml", Console()
+    values = headline.config(policy_path().absolute(), data.absolute(), long)
+    _write(config, values)
+    if not dry_run:
+        _warm_start(console)
+        settings.write_data(data)
+    notes = [*headline.NOTES, _size(values), SETS.format(config), TOY, *timing_notes(currency, jobs)]
+    comparison = make_plan(Trl(config.absolute()), headline.ARMS, parse_seeds(seeds), out, notes=notes)
+    run(
+        comparison,
+        headline.METRICS,
+        jobs,
+        currency,
+        dry_run,
+        console=console,
+        watch="rewards/mark/mean",
+        environment=_environment(out),
+        labels=headline.LABELS,
+    )
+
+
+def demo(
+    methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool
+) -> None:
+    """Builds the embedded policy and compares methods with plain GRPO on it."""
+    from rl_plugins.demo import agents, settings
+    from rl_plugins.demo.policy import policy_path
+
+    need_plots()
+    arms = parse_arms(methods, baseline)
+    names = _names(arms)
+    console = Console()
+    if agents.needed(names):
+        _agents(arms, seeds, out, jobs, long, currency, dry_run, console)
+        return
+    data, config = out / "data", out / "run.yaml"
+    values = settings.config(policy_path().absolute(), data.absolute(), names, long)
+    _write(config, values)
+    if not dry_run:
+        _warm_start(console)
+        settings.write_data(data)
+    params = _params(names)
+    notes = [
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward "
+        f"{_rewarded(values['reward_weights'])}. {_size(values)}",
+        *settings.reasons(names),
+        *_method_notes(params),
+        SETS.format(config),
+        TOY,
+        *timing_notes(currency, jobs),
+    ]
+    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
+    run(
+        comparison,
+        settings.metrics(values),
+        jobs,
+        currency,
+        dry_run,
+        console=console,
+        watch="rewards/exact/mean",
+        environment=_environment(out),
+        labels=settings.LABELS,
+    )
+
+
+def _agents(
+    arms: Sequence[Arm],
+    seeds: str,
+    out: Path,
+    jobs: int,
+    long: bool,
+    currency: str,
+    dry_run: bool,
+    console: Console,
+) -> None:
+    """The demo of methods for agents: in an environment, with the plain agent loop where an arm has no other."""
+    from rl_plugins.demo import agents
+    from rl_plugins.demo.environments.policy import agent_policy_path, load_agent_policy
+
+    arms = agents.with_loop(arms)
+    names = _names(arms)
+    environment = agents.environment_of(names)
+    data, config = out / "data", out / "run.yaml"
+    values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
+    _write(config, values)
+    if not dry_run:
+        _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
+        agents.write_data(data, environment)
+    params = _params(names) | agents.params(names, environment)
+    notes = [
+        f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. "
+        f"{_size(values)} {arms[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
+        *_method_notes(params),
+        SETS.format(config),
+        TOY,
+        *timing_notes(currency, jobs),
+    ]
+    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
+    run(
+        comparison,
+        agents.METRICS,
+        jobs,
+        currency,
+        dry_run,
+        console=console,
+        watch=agents.METRICS[0],
+        environment=_environment(out),
+        labels=agents.LABELS,
+    )
+
+
+def demo_verl(
+    methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, currency: str, dry_run: bool
+) -> None:
+    """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
+    from rl_plugins.compare.verl import Verl
+    from rl_plugins.demo import agents, settings, verl_data
+    from rl_plugins.demo.policy import policy_path
+
+    need_plots()
+    arms = parse_arms(methods, baseline)
+    names = _names(arms)
+    if agents.needed(names):
+        raise ConfigError(
+            f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
+            f"your own environment and `rl-plugins compare`."
+        )
+    console = Console()
+    steps = verl_data.LONG_STEPS if long else verl_data.SHORT_STEPS
+    data = out / "data"
+    given = verl_data.overrides(data, policy_path(), out, steps=steps, test_every=steps // 2)
+    host = Verl.of([*given, *verl_data.suited(names)])
+    params = _params(names)
+    notes = [
+        f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
+        f"of sorting digits, reward {_rewarded(verl_data.reward_weights(names))}. Every run trains {steps} steps of "
+        f"{verl_data.PROMPTS * verl_data.SAMPLES} rollouts, {verl_data.SAMPLES} per prompt.",
+        f"{baseline} is verl's own trainer `sync`, a method runs in `rl_plugins_sync`. In both the replay buffer is "
+        f"asked every 0.2 s instead of verl's 2 s. Seconds are those of the training steps, without start-up and "
+        f"evaluation.",
+        *verl_data.reasons(names),
+        *_method_notes(params),
+        f"Settings of every run: `{out / 'runs'}/*/command.json`.",
+        TOY,
+    ]
+    if len(parse_seeds(seeds)) < 3:
+        notes.append(
+            "Fewer than 3 seeds tell only very large differences apart: --seeds 5 takes longer and tells more."
+        )
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
+    waiting = sum(not is_finished(planned) for planned in comparison.runs)
+    if not dry_run:
+        _warm_start(console)
+        verl_data.write(data)
+        if waiting:
+            one = verl_data.SECONDS_TO_START + steps * verl_data.SECONDS_PER_STEP
+            console.print(
+                f"{waiting} runs of verl one after another, each about {one / 60:.1f} minutes on two idle cores (verl "
+                f"starts 19 processes per run): about {waiting * one / 60:.0f} minutes. Ctrl-C stops; the same command "
+                f"goes on after the last finished run.",
+                highlight=False,
+            )
+    run(
+        comparison,
+        settings.metrics({"reward_weights": verl_data.reward_weights(names)}),
+        1,
+        currency,
+        dry_run,
+        console=console,
+        watch="rewards/exact/mean",
+        environment=verl_data.ENVIRONMENT,
+        labels=settings.LABELS,
+    )
+
+
+def _names(arms: Sequence[Arm]) -> list[str]:
+    return list(dict.fromkeys(name for arm in arms for name in arm.methods))
+
+
+def _write(config: Path, values: Mapping[str, Any]) -> None:
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(yaml.safe_dump(dict(values), sort_keys=False))
+
+
+def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    from rl_plugins.demo.settings import DEMO_PARAMS
+    from rl_plugins.runtime import registry
+
+    known = registry.all_names()
+    parts = [p for name in names if name in known for p in getattr(registry.load(name), "parts", (name,))]
+    return {name: dict(DEMO_PARAMS[name]) for name in parts if name in DEMO_PARAMS}
+
+
+def _size(values: Mapping[str, Any]) -> str:
+    return (
+        f"Every run trains {values['max_steps']} steps of {values['per_device_train_batch_size']} rollouts, "
+        f"{values['num_generations']} per prompt; what a method makes and does not train is in the table of costs."
+    )
+
+
+def _method_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [
+        *(f"`{name}` runs with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
+        "Nothing is learned in groups of equal rewards. Right answers on held-out prompts are comparable between arms. "
+        "Right answers in training are those of the prompts and completions that each method chose.",
+    ]
+
+
+def _rewarded(weights: Sequence[float]) -> str:
+    from rl_plugins.demo.settings import REWARDS
+
+    return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
+
+
+def _environment(out: Path) -> dict[str, str]:
+    return {
+        "HF_DATASETS_CACHE": str((out / "cache").absolute()),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:
+    """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
+    from rl_plugins.demo.policy import load_policy
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("warm start of the policy (once, then cached)", total=None)
+        (load or (lambda update: load_policy(progress=update)))(
+            lambda step, total, _: progress.update(task, total=total, completed=step)
+        )
+        progress.update(task, total=1, completed=1)

@@ -1,0 +1,129 @@
+"""What a run has cost so far, in every currency, and the point at which a budget in one of them ends it.
+
+Hosts log totals since the start of the run under names that are the same everywhere. All arms run the same config to
+its end. A budget is then the most of a currency that every arm reached, so no run is repeated for another currency.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plugins.compare.plan import Comparison, PlannedRun
+from rl_plugins.compare.runs import is_finished, read_log
+from rl_plugins.errors import ConfigError
+
+# key -> name in the logs, and what a reader sees
+COSTS: Mapping[str, tuple[str, str]] = {
+    "steps": ("step", "optimizer steps"),
+    "rows_made": ("rl_plugins/rows_made", "rows made"),
+    "rows_trained": ("rl_plugins/rows_trained_total", "rows trained"),
+    "tokens_decoded": ("rl_plugins/tokens_decoded", "tokens decoded"),
+    "tokens_read": ("rl_plugins/tokens_read", "tokens read"),
+    "engine_calls": ("rl_plugins/engine_calls", "engine calls"),
+    "engine_seconds": ("rl_plugins/engine_seconds", "engine time (s)"),
+    "seconds": ("seconds", "training time (s)"),
+}
+CURRENCIES = ("steps", "rows_trained", "tokens_decoded", "engine_seconds")
+
+
+def require(comparison: Comparison, currency: str) -> None:
+    """Finished runs have logged the currency.
+
+    Raises:
+        ConfigError: one did not, because an earlier version made it.
+    """
+    for run in comparison.runs:
+        if currency != "steps" and is_finished(run) and (lines := read_log(run)):
+            _require(run, lines, currency)
+
+
+def _require(run: PlannedRun, lines: Sequence[Mapping[str, Any]], currency: str) -> None:
+    name = COSTS[currency][0]
+    if not any(name in line for line in lines):
+        raise ConfigError(
+            f"{run.log_file} has no `{name}`, which --budget {currency} needs: the run of {run.arm.label} with seed "
+            f"{run.seed} was made by a version of rl-plugins that did not count it. Remove {run.folder} and give the "
+            f"same command again, which repeats this run, or give --budget steps."
+        )
+
+
+@dataclass(frozen=True)
+class Course:
+    """A log with what the run had cost at every line.
+
+    Args:
+        lines: of the log.
+        costs: per line, key of `COSTS` -> total so far; NaN where the host did not count it.
+    """
+
+    lines: tuple[Mapping[str, Any], ...]
+    costs: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def of(cls, lines: Sequence[Mapping[str, Any]]) -> Course:
+        """A total that a line leaves out, as those of evaluations do, is that of the line before."""
+        known = {key: any(name in line for line in lines) for key, (name, _) in COSTS.items()}
+        so_far = {key: 0.0 if known[key] else math.nan for key in COSTS}
+        costs = []
+        for line in lines:
+            so_far = so_far | {key: float(line[name]) for key, (name, _) in COSTS.items() if name in line}
+            costs.append(so_far)
+        return cls(tuple(lines), tuple(costs))
+
+    @property
+    def total(self) -> Mapping[str, float]:
+        return self.costs[-1]
+
+    def series(self, name: str, currency: str) -> list[tuple[float, float]]:
+        """(cost, value) of every line that has the value."""
+        return [
+            (cost[currency], float(line[name]))
+            for line, cost in zip(self.lines, self.costs, strict=True)
+            if line.get(name) is not None and not math.isnan(float(line[name]))
+        ]
+
+    def at(self, currency: str, budget: float) -> Mapping[str, float]:
+        """All costs at the last line within the budget."""
+        return [cost for cost in self.costs if cost[currency] <= budget or cost is self.costs[0]][-1]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Where all runs of a comparison are cut.
+
+    Args:
+        currency: of `CURRENCIES`.
+        courses: per run, (arm's label, seed) -> its log with costs.
+        of: seed -> the largest total of the currency that every arm reached with this seed.
+    """
+
+    currency: str
+    courses: Mapping[tuple[str, int], Course]
+    of: Mapping[int, float]
+
+    @classmethod
+    def read(cls, comparison: Comparison, currency: str) -> Budget:
+        """From the logs as they are.
+
+        Raises:
+            ConfigError: a log without the currency.
+        """
+        courses = {}
+        for run in comparison.runs:
+            if lines := read_log(run):
+                if currency != "steps":
+                    _require(run, lines, currency)
+                courses[run.arm.label, run.seed] = Course.of(lines)
+        of = {}
+        for seed in comparison.seeds:
+            totals = [course.total[currency] for (_, s), course in courses.items() if s == seed]
+            if totals:
+                of[seed] = min(totals)
+        return cls(currency, courses, of)
+
+    def runs_of(self, label: str) -> list[tuple[Course, float]]:
+        """The runs of an arm in the order of the seeds, each with its budget."""
+        return [(self.courses[label, s], budget) for s, budget in self.of.items() if (label, s) in self.courses]

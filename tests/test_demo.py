@@ -1,0 +1,103 @@
+"""What `rl-plugins demo` trains: the headline without METHODS, and everything it sets for the user, printed."""
+
+from __future__ import annotations
+
+import enum
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rl_plugins import cli
+from rl_plugins.compare.costs import CURRENCIES
+from rl_plugins.demo import headline, rewards, settings
+
+
+def dry(*words):
+    result = CliRunner().invoke(cli.app, [*words, "--dry-run"])
+    return result.exit_code, result.output
+
+
+def test_the_default_demo_is_the_headline(tmp_path):
+    code, text = dry("demo", "--out", str(tmp_path))
+    runs = [line for line in text.splitlines() if "(to run)" in line]
+    assert code == 0 and [r.split()[0] for r in runs] == ["grpo", "gdpo", "grpo_weighted"] * 3
+    assert [" --methods gdpo" in r for r in runs] == [False, True, False] * 3
+    assert [" --reward_weights 0.01 1 " in r for r in runs] == [False, False, True] * 3
+    values = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert values["reward_funcs"] == [f"rl_plugins.demo.rewards.{n}" for n in ("points", "mark")]
+    assert values["reward_weights"] == [1.0, 1.0] and values["num_generations"] == 8
+    assert values["scale_rewards"] == "group" and values["multi_objective_aggregation"] == "sum_then_normalize"
+    assert f"`{tmp_path / 'run.yaml'}`" in text and "`reward_weights` 0.01 and 1" in text
+    assert dry("demo", "--vs", "vade")[0] == 2
+
+
+def test_the_rewards_of_the_headline_differ_in_size():
+    prompts, answers = ["a:5391", "u:5351", "d:5391"], ["1359", "135", "9531"]
+    completions = ["=1359", "?135", "?9591"]
+    assert rewards.points(prompts, completions, answer=answers) == [100.0, 100.0, 75.0]
+    assert rewards.mark(prompts, completions) == [1.0, 1.0, 0.0]
+    assert rewards.mark([[{"role": "user", "content": p}] for p in prompts], completions) == [1.0, 1.0, 0.0]
+    assert max(headline.TUNED[0] * 100, headline.TUNED[1]) == 1.0  # the control brings both to one size
+
+
+@pytest.mark.parametrize(
+    ("methods", "printed", "value"),
+    [
+        (["mssr"], "`beta` is 0.04 in all arms, because `mssr` needs a reference policy.", ("beta", 0.04)),
+        (
+            ["minpro"],
+            "`num_iterations` is 2 in all arms, because `minpro` needs several updates",
+            ("num_iterations", 2),
+        ),
+        (
+            ["vade", "brorl"],
+            "is 1, 0, 0 in all arms, because `vade`, `brorl` need",
+            ("reward_weights", [1.0, 0.0, 0.0]),
+        ),
+        (["mc_grpo"], "`mc_grpo` runs with advantage_clip=3.0.", ("beta", 0.0)),
+    ],
+)
+def test_what_the_demo_sets_is_printed(tmp_path, methods, printed, value):
+    code, text = dry("demo", *methods, "--out", str(tmp_path))
+    assert code == 0 and printed in text
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())[value[0]] == value[1]
+
+
+def test_reasons_are_complete(tmp_path):
+    """Whatever differs from the config without methods has a sentence."""
+    plain = settings.config(tmp_path, tmp_path, [], long=False)
+    for name in ("mssr", "minpro", "vade", "gdpo", "decoupled_ppo", "grpo_roc"):
+        values = settings.config(tmp_path, tmp_path, [name], long=False)
+        changed = {k for k in values if values[k] != plain.get(k)}
+        said = " ".join(settings.reasons([name]))
+        assert {k for k in changed if f"`{k}`" not in said} == set(), name
+
+
+def test_no_demo_speaks_of_tokens_that_it_does_not_count(tmp_path):
+    for words in (["demo"], ["demo", "vade"], ["demo", "gigpo"], ["demo", "--host", "verl"]):
+        _, text = dry(*words, "--out", str(tmp_path))
+        assert "shows in the tokens" not in text
+
+
+def test_budgets_of_the_command_are_those_of_the_report():
+    assert issubclass(cli._Currency, enum.StrEnum) and tuple(c.value for c in cli._Currency) == CURRENCIES
+
+
+def test_engine_time_of_runs_that_share_the_machine_is_said_to_vary(tmp_path):
+    assert "--jobs 1" in dry("demo", "--budget", "engine_seconds", "--out", str(tmp_path))[1]
+    assert "--jobs 1" not in dry("demo", "--out", str(tmp_path))[1]
+
+
+@pytest.mark.parametrize("words", [["demo"], ["demo", "vade"], ["compare", "no-such.yaml", "vade"]])
+def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
+    from importlib.util import find_spec
+
+    from rl_plugins.commands import compare
+
+    monkeypatch.setattr(
+        compare.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and "pip install 'rl-plugins[plot]'" in result.output
+    assert "Nothing was trained" in result.output and not (tmp_path / "out").exists()
