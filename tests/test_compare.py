@@ -165,7 +165,7 @@ def test_every_currency_cuts_and_is_drawn(tmp_path, currency, steps):
     c = plan(tmp_path)
     fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, evals=(2, 5, 10))
     assert report.summarize(c, ["reward"], currency=currency)["arms"]["mc_grpo"]["costs"]["steps"] == [steps] * 3
-    runs = costs.Budget.read(c, currency).runs_of("mc_grpo")
+    runs = costs.Cut.read(c, currency).runs_of("mc_grpo")
     curve = report.curve(runs, "reward", currency)
     assert curve.costs[-1] <= runs[0][1] and curve.values.shape == (3, steps)
     assert curve.values[0] == pytest.approx([0.1 * i for i in range(1, steps + 1)])

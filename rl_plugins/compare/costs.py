@@ -91,7 +91,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Budget:
+class Cut:
     """Where all runs of a comparison are cut.
 
     Args:
@@ -105,7 +105,7 @@ class Budget:
     of: Mapping[int, float]
 
     @classmethod
-    def read(cls, comparison: Comparison, currency: str) -> Budget:
+    def read(cls, comparison: Comparison, currency: str) -> Cut:
         """From the logs as they are.
 
         Raises:

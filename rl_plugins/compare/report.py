@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.compare.costs import COSTS, Budget, Course
+from rl_plugins.compare.costs import COSTS, Course, Cut
 from rl_plugins.compare.plan import Comparison
 
 
@@ -61,7 +61,7 @@ def found_metrics(comparison: Comparison) -> list[str]:
     """The values a report shows unless the user names some: the reward on held-out prompts, the reward in training, and
     each reward function of both. A function that is the whole reward is not shown twice."""
     series: dict[str, list[Any]] = {}
-    for course in Budget.read(comparison, "steps").courses.values():
+    for course in Cut.read(comparison, "steps").courses.values():
         for line in course.lines:
             for name, value in line.items():
                 if name in ("reward", "eval_reward") or _PART.fullmatch(name):
@@ -119,7 +119,7 @@ def summarize(
     Raises:
         ConfigError: a run has not logged the currency.
     """
-    budget = Budget.read(comparison, currency)
+    budget = Cut.read(comparison, currency)
     arms: dict[str, Any] = {}
     for arm in comparison.arms:
         entry: dict[str, Any] = {"methods": list(arm.methods), "options": list(arm.options), "metrics": {}}
@@ -292,7 +292,7 @@ def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currenc
     """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more."""
     from rl_plugins.compare import figures
 
-    budget = Budget.read(comparison, currency)
+    budget = Cut.read(comparison, currency)
     found = {m: {a.label: curve(budget.runs_of(a.label), m, currency) for a in comparison.arms} for m in metrics}
     found = {m: c for m, c in found.items() if any(v is not None for v in c.values())}
     if not found:
