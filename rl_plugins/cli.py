@@ -268,10 +268,10 @@ def compare(
 
 @app.command()
 def export(
-    method: Annotated[str, typer.Argument(help="A method, e.g. mc_grpo.")],
-    host: Annotated[_Host, typer.Option(help="Who gets the contribution.")],
-    into: Annotated[Path, typer.Option(help="A checkout of the host's repository, or an empty folder.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace files that are there with another text.")] = False,
+    method: Annotated[str, typer.Argument(help="Method, e.g. mc_grpo.")],
+    host: Annotated[_Host, typer.Option(help="Host that gets the contribution.")],
+    into: Annotated[Path, typer.Option(help="Checkout of the host's repository, or an empty folder.")],
+    force: Annotated[bool, typer.Option("--force", help="Write over files that have another text.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files and stop.")] = False,
 ) -> None:
     """Write a method as a contribution to a host, without this package.
