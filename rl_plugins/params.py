@@ -127,15 +127,30 @@ def _without_effect(params: MethodParams, f: dataclasses.Field[Any], hint: Any) 
     others = list(dict.fromkeys(name for condition in f.metadata["only_if"] for name in condition))
     now = " and ".join(f"`{name}` is {_said(getattr(params, name))}" for name in others)
     return (
-        f" `{f.name}` has no effect: it is {shown(value)}, and acts only if {condition_text(f)}; {now}. Remove "
-        f"`{f.name}`, or change {' or '.join(f'`{name}`' for name in others)}."
+        f" `{f.name}` has no effect: it is {shown(value)}, and acts only if "
+        f"{condition_text(f, type(params))}; {now}. Remove `{f.name}`, or "
+        f"change {' or '.join(f'`{name}`' for name in others)}."
     )
 
 
-def condition_text(f: dataclasses.Field[Any]) -> str:
-    """The `only_if` of a parameter as words; empty without one."""
+def condition_text(f: dataclasses.Field[Any], cls: type[MethodParams]) -> str:
+    """The `only_if` of a parameter of `cls` as words; empty without one. Values that only other subclasses of its base
+    allow are left out."""
+    hints, fields = get_type_hints(cls), cls.__dataclass_fields__
+
+    def allowed(name: str, value: Any) -> bool:
+        try:
+            _ = isinstance(value, Is) or parse_value(value, hints[name], name, **_rules(fields[name]))
+        except ConfigError:
+            return False
+        return True
+
+    def said(name: str, wanted: Any) -> str:
+        several = _several(wanted)
+        return " or ".join(map(_said, [v for v in several if allowed(name, v)] or several))
+
     return ", or ".join(
-        " and ".join(f"`{name}` is {' or '.join(map(_said, _several(wanted)))}" for name, wanted in condition.items())
+        " and ".join(f"`{name}` is {said(name, wanted)}" for name, wanted in condition.items())
         for condition in f.metadata.get("only_if", ())
     )
 
@@ -356,7 +371,7 @@ def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
                 "default": _default_text(f.default),
                 "range": _range_text(limits, ", "),
                 "help": f.metadata.get("help", ""),
-                "only_if": condition_text(f),
+                "only_if": condition_text(f, cls),
             }
         )
     return rows

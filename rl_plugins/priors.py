@@ -44,19 +44,23 @@ class PriorParams(MethodParams):
     """Parameters of methods with a value prior."""
 
     prior: Literal["running_mean", "beta", "nearest", "constant", "column"] | Callable[..., Any] = param(
-        "running_mean", "what predicts a prompt's value: one of these, or a function values(prompts, context)"
+        "running_mean", "source of a prompt's predicted value: one of these, or a function values(prompts, context)"
     )
-    prior_column: str = param("", "dataset column with the values", only_if={"prior": "column"})
+    prior_column: str = param(
+        "", "dataset column with the predicted values; required with `prior: column`", only_if={"prior": "column"}
+    )
     prior_decay: float = param(
         0.5,
-        "share that a visit leaves of a prompt's older outcomes",
+        "share of a prompt's older outcomes that remains after a visit",
         ge=0,
         le=1,
         only_if={"prior": ("running_mean", "beta")},
     )
-    prior_neighbors: int = param(8, "most similar prompts that count", ge=1, only_if={"prior": "nearest"})
-    context_size: int = param(256, "recent rollouts that are seen", ge=1, only_if={"prior": ("nearest", FUNCTION)})
-    prior_timeout: float = param(60.0, "seconds of one try", gt=0, only_if={"prior": FUNCTION})
+    prior_neighbors: int = param(8, "number of most similar prompts that count", ge=1, only_if={"prior": "nearest"})
+    context_size: int = param(
+        256, "number of recent rollouts that the prior sees", ge=1, only_if={"prior": ("nearest", FUNCTION)}
+    )
+    prior_timeout: float = param(60.0, "time limit of one try, in seconds", gt=0, only_if={"prior": FUNCTION})
     prompt_column: str = param("prompt", "dataset column with the prompt", only_if={"prior": ("nearest", FUNCTION)})
 
     def check(self) -> None:

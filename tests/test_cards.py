@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
+from rl_plugins.errors import ConfigError
 from rl_plugins.method import Bundle
+from rl_plugins.params import describe_params, parse_value
 from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
@@ -86,6 +91,61 @@ def test_methods_that_go_with_it_can_be_named_together(name):
             if n in TOLD and "second_round: false" in why:
                 params[n] = {**params.get(n, {}), **TOLD[n]}
         build_stack(names, params or None)
+
+
+# ---- parameters
+
+
+METHODS = [n for n in BUILT_IN if not isinstance(card(n), Bundle)]
+
+
+def fields(name):
+    """Name, type and help of every parameter."""
+    params = card(name).Params
+    hints = get_type_hints(params)
+    return [(f.name, hints[f.name], f.metadata["help"]) for f in dataclasses.fields(params)]
+
+
+def kinds(hint):
+    """A type and everything inside of it."""
+    return {hint, get_origin(hint)}.union(*map(kinds, get_args(hint))) if get_origin(hint) else {hint}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_object_parameter_has_an_example(name):
+    for parameter, hint, text in fields(name):
+        nested = get_origin(hint) is tuple and get_origin(get_args(hint)[0]) is tuple
+        path = parameter in ("adapter", "embeddings", "library") or parameter.endswith("_url")
+        if nested or path or kinds(hint) & {Callable, collections.abc.Callable}:
+            shown = parameter in card(name).example_params
+            assert shown or re.search(r"for example |http://", text), (name, parameter, text)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_help_describes_only_values_that_are_allowed(name):
+    """ "none: off", "0: all", "empty: ..": the value before the colon can be given."""
+    params = card(name).Params
+    limits = {f.name: f.metadata for f in dataclasses.fields(params)}
+    for parameter, hint, text in fields(name):
+        for value in re.findall(r"(?:^|[;,] )(none|inf|true|false|-?\d+(?:\.\d+)?): ", text):
+            rules = {"limits": limits[parameter]["limits"], "allow_inf": limits[parameter]["allow_inf"]}
+            parse_value(value, hint, parameter, **rules)
+        if re.search(r"(?:^|[;,] )empty: ", text):
+            assert {str, tuple} & kinds(hint), (name, parameter)
+
+
+def test_conditions_name_only_values_that_are_allowed():
+    rows = {(n, r["name"]): r for n in METHODS for r in describe_params(card(n).Params)}
+    assert rows["v0_5", "prior_decay"]["only_if"] == "`prior` is 'running_mean'"
+    assert rows["v0", "prior_decay"]["only_if"] == "`prior` is 'running_mean' or 'beta'"
+    with pytest.raises(ConfigError, match="`prior` is constant, which needs `prior_value`"):
+        card("v0_5").Params(prior="constant")
+
+
+def test_columns_that_the_program_of_a_method_writes_are_not_asked_of_the_dataset():
+    method = build_stack(["turn_control"], {"turn_control": dict(card("turn_control").example_params)}).methods[0]
+    assert {"column:turns", "column:stop_reason", "column:extended"} <= method.needs
+    assert not any(signal.startswith("column:") for signal in card("turn_control").needs)
 
 
 # ---- the paper's setting

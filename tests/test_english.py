@@ -24,6 +24,7 @@ AREAS = [
     "CONTRIBUTING.md",
     "examples/README.md",
     "rl_plugins/cli.py",
+    "rl_plugins/methods",
 ]
 
 

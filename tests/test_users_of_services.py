@@ -134,7 +134,7 @@ def test_what_was_not_asked_is_not_lost_and_the_judge_is_blamed() -> None:
     assert decision.stays.view(8, GROUP).all(1).tolist() == [True] * 2 + [False] * 6
     assert decision.rollouts.reward.view(8, GROUP)[2:].isnan().all()
     assert logged["win"] == pytest.approx(16 / 30), "of those that were judged"
-    assert "the judge seems to be down: further questions were not asked" in warned(stack)
+    assert "the judge seems to be down. Further questions were not asked" in warned(stack)
 
 
 def test_groups_that_leave_for_want_of_a_verdict_are_not_called_outliers() -> None:
@@ -144,7 +144,7 @@ def test_groups_that_leave_for_want_of_a_verdict_are_not_called_outliers() -> No
     assert "some of them without a verdict" in warned(stack) and "outlier" not in warned(stack)
     stack, _ = judged(lambda prompt: False, prompts=2, reference=0)
     step(stack, rollouts_of(2))
-    assert "its reference was an outlier" in warned(stack)
+    assert "the reference was an outlier" in warned(stack)
 
 
 def test_a_completion_does_not_write_its_own_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_messages_that_nobody_was_asked_for_are_no_failures() -> None:
     pool = stack.methods[0].state["pool"]
     assert len(pool) == 32 and all(e["prompt"].endswith(f"\n{GENERIC}\n") for e in pool)
     assert message.asked == 8 * 3 and logged["fission_grpo/failed"] == 8
-    assert "`message` failed on some errors, about which a general message is used: ConnectionError" in warned(stack)
+    assert "`message` failed on some errors; a general message is used for them: ConnectionError" in warned(stack)
 
 
 def test_a_message_that_fails_for_some_errors_is_asked_for_all() -> None:

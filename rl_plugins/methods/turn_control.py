@@ -1,4 +1,4 @@
-"""Turn control (arXiv 2510.16786): how many turns an agent has, whether it is told, and who gets more.
+"""Turn control (arXiv 2510.16786): limits an agent's turns, reminds it of the limit, and extends unfinished rollouts.
 
 With `strategy: unlimited` this is the plain agent loop in an environment.
 """
@@ -32,7 +32,7 @@ _EXTENDED = {"strategy": "dynamic", "max_extensions": above(0)}
 
 
 class TurnControl(Method):
-    """Agent loop with a turn limit L that the agent is told, and an extension E for those that are not done by then.
+    """Agent loop with a turn limit L that the agent is told, and an extension E for rollouts that are not done at L.
 
         used = 0
         while used < L and not done:
@@ -47,18 +47,19 @@ class TurnControl(Method):
 
         T_q = ceil(percentile_q of the turns of the unrestricted agent), linear interpolation, solved or not
 
-    Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q comes
-    from them, for good (`freeze`) or anew every `update_every` batches from the last `window` episodes (`rolling`).
-    Evaluation has the limits and reminders of the next batch. Reminders stay in the trajectory and carry no gradient.
-    With an `extension`, or a `limit` and no calibration, L_max is L + E max_extensions, and never above hard_cap.
+    Without a `limit`, rollouts are unrestricted (`hard_cap`, no reminders) for `calibration_episodes`; then T_q is
+    computed from them, once (`freeze`) or again every `update_every` batches from the last `window` episodes
+    (`rolling`). Evaluation uses the limits and reminders of the next batch. Reminders stay in the trajectory and carry
+    no gradient. With an `extension`, or a `limit` and no calibration, L_max is L + E max_extensions, and never above
+    hard_cap.
 
     Symbols: `meta` of a row has `turns` used, `limit_final`, `extended` (bool), `stop_reason`, and `score`, `done`,
     `error` of the environment. stop_reason: "done", "limit", "extended_limit", "length" (truncated), "aborted" (no
     token), "error" (of the environment; the turn is invalid).
 
-    Special cases: an episode that was cut off counts as longer than every other, else limits would sink; where T_q lies
-    among those it is one more than the longest seen. Episodes whose environment broke do not count. A rollout whose
-    environment cannot be reset is left out.
+    Special cases: an episode that was cut off counts as longer than every other; otherwise limits would fall. If T_q is
+    among the cut episodes, it is one more than the longest length seen. Episodes with a broken environment do not
+    count. A rollout whose environment cannot be reset is left out.
 
     State: turns and cut (whether cut off) of the episodes of the window, and the limits.
 
@@ -67,7 +68,7 @@ class TurnControl(Method):
 
     Raises:
         ConfigError: no environment, a reminder that cannot be filled in, a combination of parameters without effect.
-        MethodError: the environment of no rollout of a prompt can be reset.
+        MethodError: none of the environments of a prompt's rollouts can be reset.
 
     Source: arXiv 2510.16786, its abstract and others' reviews of it; no code was published.
     """
@@ -119,15 +120,16 @@ class TurnControl(Method):
     )
     disagreements = (
         "The paper was read through its abstract and others' reviews of it, not in full.",
-        "The paper's extension (who gets it, how long it is) could not be read: `should_extend` (default: who"
-        " is not done), `extension` (default: up to T_75; ceil(limit / 2) beside a given limit) and "
-        "`max_extensions` select.",
-        "With the same last limit and an agent that acts the same whatever it is told, `dynamic` costs and "
-        "solves exactly what `fixed` does: the paper's saving comes from agents that hurry.",
-        "Wording and place of the reminder are those of related agents. What happens with episodes that were "
-        "cut off is a reconstruction: the paper calibrates once, before anything is limited.",
+        "We could not read the paper's rule and length of the extension. `should_extend` (default: "
+        "rollouts that are not done), `extension` (default: up to T_75, or ceil(limit / 2) with a "
+        "given limit) and `max_extensions` set them.",
+        "With the same last limit and an agent that ignores reminders, `dynamic` costs and solves "
+        "exactly as much as `fixed`: the paper's saving comes from agents that hurry.",
+        "Wording and position of the reminder are those of related agents. The treatment of "
+        "episodes that were cut off is a reconstruction: the paper calibrates once, before any "
+        "limit.",
     )
-    needs = frozenset({"chat_template", "column:turns", "column:stop_reason", "column:extended"})
+    needs: frozenset[str] | set[str] = frozenset({"chat_template"})
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
     example_params = {"environment": "rl_plugins.demo.environments:Grid"}
@@ -135,105 +137,109 @@ class TurnControl(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         environment: Callable[..., Any] | None = param(
-            None, "class or function without arguments that makes an environment"
+            None, "class or function without arguments that makes an environment, as module:attribute; required"
         )
         strategy: Literal["unlimited", "fixed", "dynamic"] = param(
-            "fixed", "limit of turns: none but hard_cap, a fixed one, or one that is extended"
+            "fixed", "limit of turns: hard_cap only, a fixed limit, or a limit with extensions"
         )
-        hard_cap: int = param(
-            50, "turns of an episode at most, whatever the limit; those of the unrestricted agent", ge=1
-        )
+        hard_cap: int = param(50, "most turns of an episode with any limit, and of the unrestricted agent", ge=1)
         limit: int | None = param(
-            None, "turns (before an extension); none: from the calibration", ge=1, only_if=_LIMITED
+            None, "limit of turns before an extension; none: from the calibration", ge=1, only_if=_LIMITED
         )
         extension: int | None = param(
-            None, "further turns; none: up to T of `last_percentile`, in equal parts", ge=0, only_if=_EXTENDED
+            None,
+            "number of further turns per extension; none: up to T of `last_percentile`, in equal parts",
+            ge=0,
+            only_if=_EXTENDED,
         )
-        max_extensions: int = param(1, "extensions of an episode", ge=0, only_if={"strategy": "dynamic"})
+        max_extensions: int = param(1, "most extensions of an episode", ge=0, only_if={"strategy": "dynamic"})
         should_extend: Callable[..., Any] | None = param(
             None,
-            "function should_extend(environment) at the limit; none: whoever is not done. A failure means no",
+            "function should_extend(environment) that is asked at the limit, for example "
+            "my_agent:should_extend; none: every rollout that is not done. A failed call means no",
             only_if=_EXTENDED,
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
             None,
-            "way in which the limit is learned from episodes; none: off with a `limit`, else freeze",
+            "rule that learns the limit from episodes; none: off with a `limit`, else freeze",
             only_if=_LIMITED,
         )
         percentile: float | None = param(
             None,
-            "percentile of the turns that is the limit; none: 75 (fixed), 50 (dynamic)",
+            "percentile of the turns used as limit; none: 75 (fixed), 50 (dynamic)",
             ge=0,
             le=100,
             only_if=_CALIBRATED,
         )
         last_percentile: float = param(
             75.0,
-            "percentile of the turns that is the limit after an extension",
+            "percentile of the turns used as limit after an extension",
             ge=0,
             le=100,
             only_if=[{**how, "strategy": "dynamic", "extension": None} for how in _CALIBRATED],
         )
         calibration_episodes: int = param(
             64,
-            "episodes before the first calibration",
+            "number of episodes before the first calibration",
             ge=1,
             only_if=_CALIBRATED,
         )
         window: int = param(
             512,
-            "latest episodes that count",
+            "number of latest episodes that count",
             ge=1,
             only_if=_CALIBRATED,
         )
         update_every: int = param(
             10,
-            "batches between two calibrations",
+            "number of batches between two calibrations",
             ge=1,
             only_if={**_LIMITED, "calibration": "rolling"},
         )
         min_turns: int = param(
             1,
-            "smallest limit that is calibrated",
+            "smallest limit that the calibration sets",
             ge=1,
             only_if=_CALIBRATED,
         )
         remind_from: int | None = param(
             None,
-            "turns left from which on the agent is reminded; none: from the first turn; 0: never",
+            "largest number of turns left at which the agent is reminded; none: at every turn; 0: never",
             ge=0,
             only_if=_LIMITED,
         )
         reminder: str = param(
             REMINDER,
-            "text with {remaining}, and perhaps {used} and {limit}",
+            "text of the reminder, with {remaining} and optionally {used} and {limit}",
             only_if={**_LIMITED, "remind_from": (None, above(0))},
         )
         extension_text: str = param(
             EXTENSION,
-            "text for an agent that gets {extension} more turns, or nothing",
+            "text for an agent that gets {extension} more turns; empty: no text",
             only_if=_EXTENDED,
         )
         unfinished: Literal["grade", "mask"] = param(
             "grade",
-            "treatment of rows that were cut off: graded as they are, or masked (out of the update, but in "
-            "the statistics)",
+            "treatment of rows that were cut off: graded normally, or masked (out of the update, "
+            "but in the statistics)",
         )
-        turn_tokens: int | None = param(
-            None, "largest number of tokens of a turn; none: what fits into the completion", ge=1
-        )
-        timeout: float = param(60.0, "seconds of one call of the environment", gt=0)
-        role: str = param("user", "role of the messages that hold what the environment says")
+        turn_tokens: int | None = param(None, "most tokens of a turn; none: the room left in the completion", ge=1)
+        timeout: float = param(60.0, "time limit of one call of the environment, in seconds", gt=0)
+        role: str = param("user", "role of the messages with the environment's replies")
 
         def check(self) -> None:
             if self.environment is None:
                 raise ConfigError(
-                    "no `environment` is given: a class or function without arguments that makes what the agent acts "
-                    "in, as module:attribute (the demo's: rl_plugins.demo.environments:Grid)."
+                    "`environment` is not given. Give a class or function without arguments that "
+                    "makes an environment, as module:attribute (the demo's: "
+                    "rl_plugins.demo.environments:Grid)."
                 )
             check_environment(self.environment)
             if self.strategy != "unlimited" and self.how == "off" and self.limit is None:
-                raise ConfigError("`calibration` is off, so `limit` must be given; or choose freeze or rolling.")
+                raise ConfigError(
+                    "`calibration` is off and `limit` is not given. Give `limit`, or set "
+                    "`calibration` to freeze or rolling."
+                )
             if has_effect(self, "last_percentile") and self.first_percentile > self.last_percentile:
                 raise ConfigError(
                     f"`percentile` is {self.first_percentile:g}, above `last_percentile` = {self.last_percentile:g}; "
@@ -277,6 +283,11 @@ class TurnControl(Method):
             return (50.0 if self.strategy == "dynamic" else 75.0) if self.percentile is None else self.percentile
 
     # ---- the driver: limits
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        # the program below writes these columns; no dataset has to
+        self.needs = self.needs | {"column:turns", "column:stop_reason", "column:extended"}
 
     def start(self, run: Run) -> None:
         if self.params.how != "off":
@@ -413,7 +424,7 @@ class TurnControl(Method):
             return True
         called = yield Call(self.params.should_extend, (environment,), self.params.timeout, "should_extend")
         if called.error:
-            self.warn(f"should_extend failed, which counts as no: {called.error}")
+            self.warn(f"`should_extend` failed, which counts as no: {called.error}")
         return bool(called.value)
 
 

@@ -1,4 +1,4 @@
-"""V_0 (arXiv 2602.03584): a value model at the initial prompt decides how many rollouts each prompt gets."""
+"""V_0 (arXiv 2602.03584): predicted success rates decide how many rollouts each prompt gets."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ Array = NDArray[np.float64]
 
 
 class V0(Method):
-    """Gives each prompt the rollouts that its predicted success rate makes worth it, at the same total.
+    """Splits a fixed rollout budget by predicted success rate.
 
     With p_i the predicted success rate of prompt i, before anything is sampled:
 
         U(B, p) = B (1 - p) (1 - (1 - p)^(B - 1))     expected failed rollouts in a group that also has a success
         maximize sum_i U(B_i, p_i)   subject to   sum_i B_i = T,   min_rollouts <= B_i <= max_rollouts
 
-    T is what the host would generate (prompts x group size). A group of one outcome is worth 0. Training is the host's,
-    on groups of the sizes that come out (never 1).
+    T is what the host would generate (prompts x group size). A group with a single outcome has utility 0. Training is
+    the host's, on groups of the resulting sizes (never 1).
 
-    U is not concave in B: one more rollout is worth q + q^B (B - (B + 1) q) with q = 1 - p, which peaks near B = 2/p -
-    2. So the optimum piles the budget on few hard prompts. `greedy` (paper; ties: first prompt) takes the best single
-    rollout again and again and is not optimal; it can lose to equal budgets. `exact` is a dynamic program. `uniform`
-    leaves the host's plan.
+    U is not concave in B: one more rollout adds q + q^B (B - (B + 1) q) with q = 1 - p, which peaks near B = 2/p - 2.
+    So the optimum gives most of the budget to few hard prompts. `greedy` (paper; ties: first prompt) repeatedly takes
+    the best single rollout and is not optimal; it can be worse than equal budgets. `exact` is a dynamic program.
+    `uniform` keeps the host's plan.
 
-    p comes from `prior` (see `rl_plugins.priors`). `value_model_loss` is the loss of the paper's value model, which is
-    not shipped.
+    p comes from `prior` (see `rl_plugins.priors`). `value_model_loss` is the loss of the paper's value model; the model
+    itself is not shipped.
 
     Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
     hooks, of all generated rows. A rollout of several rows (turns, agents) counts once.
 
-    Special cases: a prompt without a prediction (NaN) keeps its share of the host's plan, as all do before the first
-    rewards. A foreign prompt (-1) has none (with `nearest` an average one) and is not remembered. A rollout without a
-    reward (NaN) is no outcome. Given completions (replay) and `spare` rollouts keep their room.
+    Special cases: a prompt without a prediction (NaN) keeps its share of the host's plan; before the first rewards this
+    holds for all prompts. A foreign prompt (-1) has none (with `nearest` an average one) and is not remembered. A
+    rollout without a reward (NaN) is no outcome. Given completions (replay) and `spare` rollouts keep their room.
 
-    State: that of the prior. Only the sample that stays of a batch larger than the context is drawn.
+    State: that of the prior. Random draws only choose which rollouts of a batch larger than the context stay in it.
 
     Logs: `predicted`, mean p of the batch; `auc`, probability that a successful rollout's prompt was predicted higher
-    than a failed one's (0.5: it tells nothing); `brier`, mean squared error of p; `mixed`, share of the groups with
-    both outcomes; `utility`, sum of U over that of equal budgets, as predicted; `most`, rollouts of the largest group.
+    than a failed one's (0.5: no information); `brier`, mean squared error of p; `mixed`, share of the groups with both
+    outcomes; `utility`, sum of U over that of equal budgets, as predicted; `most`, rollouts of the largest group.
 
     Raises:
         ConfigError: a parameter out of range or without effect, or min_rollouts > group size.
@@ -87,7 +87,7 @@ class V0(Method):
             "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
         ),
         Measured(
-            "failed rollouts beside a success, per rollout, simulated",
+            "failed rollouts in groups with a success, per rollout, simulated",
             "better",
             "0.57 against 0.36 (equal budgets)",
             "v0_5-v0-brpo-3-seeds",
@@ -109,8 +109,8 @@ class V0(Method):
         "Success rates of prompts differ widely and can be predicted before sampling, and rewards are right or wrong."
     )
     avoid_when = (
-        "Nothing predicts success rates (watch v0/auc), or memory does not hold one group of many rollouts beside "
-        "the others."
+        "Nothing predicts success rates (watch v0/auc), or memory does not hold one large group "
+        "together with the others."
     )
     cost = (
         "No extra rollouts: the total stays the same. `exact` takes O(prompts T max_rollouts) time, below a second "
@@ -119,23 +119,23 @@ class V0(Method):
     )
     disagreements = (
         "The paper's budgets were read through two notes that agree; the authors' code has the model alone.",
-        "The paper allots greedily, which is not optimal for its own objective: `allocation: exact` is.",
-        "The paper's context is a sample of the same policy version; here it is the last `context_size` "
-        "rollouts: a batch smaller than that is joined by older ones.",
+        "The paper's greedy allocation is not optimal for its own objective; `allocation: exact` is.",
+        "The paper's context is a sample of the same policy version; here it is the last "
+        "`context_size` rollouts, which include older policies' if a batch is smaller.",
         "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
-        "The paper's predictions are those of its model: an embedder whose features go into TabPFN with the "
-        "(prompt, success) pairs of the current policy as context. It is not shipped (0.6B parameters, gated "
-        "weights); a function as `prior` can be it.",
-        "The remarks on concavity are ours, checked against brute force. With equal predictions budgets can "
-        "still differ.",
+        "The paper's predictions are those of its model: an embedder whose features go into TabPFN "
+        "with the (prompt, success) pairs of the current policy as context. It is not shipped "
+        "(0.6B parameters, gated weights); a function as `prior` can provide it.",
+        "The remarks on concavity are ours, checked against brute force. Budgets can differ even "
+        "with equal predictions.",
         "Routing between models, the paper's other use, is outside of a trainer.",
     )
     needs = frozenset({"prompt_index"})
     idle = (
         Idle(
             {"utility": 1},
-            "budgets are worth no more than equal ones: predictions of a batch are alike (`prior`), or `min_rollouts` "
-            "and `max_rollouts` leave no choice.",
+            "budgets have no higher utility than equal ones: the predictions of a batch are equal "
+            "(`prior`), or `min_rollouts` and `max_rollouts` leave no choice.",
         ),
     )
     full_batch = True  # rollouts are moved between prompts, not taken away
@@ -144,19 +144,23 @@ class V0(Method):
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["nearest", "running_mean", "beta", "column"] | Callable[..., Any] = param(
-            "nearest", "source of the predicted success rates: one of these, or a function values(prompts, context)"
+            "nearest",
+            "source of the predicted success rates: one of these, or a function "
+            "values(prompts, context), for example my_model:values",
         )
         allocation: Literal["greedy", "exact", "uniform"] = param(
-            "greedy", "choice by best single rollout (paper), by a dynamic program, or the host's own plan"
+            "greedy", "rule of the split: best single rollout (paper), a dynamic program, or the host's own plan"
         )
-        min_rollouts: int = param(2, "rollouts of a prompt at least", ge=2, only_if={"allocation": ("greedy", "exact")})
+        min_rollouts: int = param(
+            2, "smallest number of rollouts of a prompt", ge=2, only_if={"allocation": ("greedy", "exact")}
+        )
         max_rollouts: int = param(
             128,
-            "rollouts of a prompt at most; 2 to 4 group sizes is advisable",
+            "largest number of rollouts of a prompt; 2 to 4 group sizes are advisable",
             ge=2,
             only_if={"allocation": ("greedy", "exact")},
         )
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
         def check(self) -> None:
             super().check()

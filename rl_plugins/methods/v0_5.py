@@ -1,4 +1,4 @@
-"""V_0.5 (arXiv 2603.10848): a value prior is tested by few rollouts, fused with them; more only where they differ."""
+"""V_0.5 (arXiv 2603.10848): fuses a value prior with few rollouts, and samples more only where they disagree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPS = 1e-4  # added to what advantages are divided by
 
 
 class V05(Method):
-    """Baseline = group mean and value prior, weighted by how far the rollouts contradict the prior.
+    """Combines group mean and value prior into a baseline, weighted by how far the rollouts contradict the prior.
 
     For a group with k rollouts of mean reward m, and a prior V of the prompt on the same scale:
 
@@ -34,22 +34,23 @@ class V05(Method):
 
         gain = D2^2 s2 / ((k D2 + s2) ((k + 1) D2 + s2))     fall of the error w^2 s2/k + (1-w)^2 D2 with one more
 
-    and if gain > cost, `increment` more rollouts are made (D2 is then estimated anew). cost = s2 / k_max^2 by default.
+    and if gain > cost, `increment` more rollouts are made (D2 is then estimated again). cost = s2 / k_max^2 by default.
     The batch holds group size x prompts rows: a group size between k_init and k_max is room for extra rollouts, which
-    go to the largest gains first. Unlike in GRPO a group of equal rewards has advantages, if its reward is not V.
+    go to the prompts with the largest gains first. Unlike in GRPO a group of equal rewards has advantages, if its
+    reward is not V.
 
     Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
     `rl_plugins.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
     with the mean reward of its rows. b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` takes
     m, k of the other rollouts.
 
-    Special cases: rollouts without a reward (NaN) are not in k or m; a group without any asks for no more. Where the
-    prior knows nothing (NaN: before the first rewards) b = m.
+    Special cases: rollouts without a reward (NaN) are not in k or m; a group without any reward asks for no more. Where
+    the prior has no value (NaN: before the first rewards) b = m.
 
-    State: that of the prior. Only the context's sample of a large batch is drawn.
+    State: that of the prior. Random draws only choose the context's sample of a large batch.
 
-    Logs: `believed`, share of the groups with w = 0; `data_weight`, mean w; `rollouts`, mean k; `prior_error`, mean |m
-    - V|; `unknown`, share of the groups without a prior.
+    Logs: `believed`, share of the groups with w = 0 (the prior is trusted); `data_weight`, mean w; `rollouts`, mean k;
+    `prior_error`, mean |m - V|; `unknown`, share of the groups without a prior.
 
     Raises:
         ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
@@ -110,37 +111,51 @@ class V05(Method):
         "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",
         "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",
         "Whether the paper normalizes advantages further is not known: `advantage_norm`, off by default.",
-        "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as `prior` can be it.",
+        "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as "
+        "`prior` can provide it.",
         "s2 for other bounds, the batched rounds, `leave_one_out` and `advantage_norm` are ours.",
     )
     needs = frozenset({"prompt_index"})
     rounds = True
-    idle = (Idle({"unknown": 1}, "the prior knows no prompt, so the baseline is the group's own. Look at `prior`."),)
+    idle = (
+        Idle(
+            {"unknown": 1},
+            "the prior has no value for any prompt, so the baseline is the group's mean. Look at `prior`.",
+        ),
+    )
     decides_rollouts = True
 
     @dataclass(frozen=True)
     class Params(PriorParams):
         prior: Literal["running_mean", "nearest", "constant", "column"] | Callable[..., Any] = param(
             "running_mean",
-            "source of a prompt's predicted reward: one of these, or a function values(prompts, context)",
+            "source of a prompt's predicted reward: one of these, or a function values(prompts, "
+            "context), for example my_model:values",
         )
-        prior_value: float | None = param(None, "the value", only_if={"prior": "constant"})
-        k_init: int = param(4, "rollouts of every prompt (the paper: 1 and 2 do not converge)", ge=1)
-        k_max: int = param(16, "rollouts of a prompt at most", ge=1, only_if={"cost": (None, below(math.inf))})
+        prior_value: float | None = param(
+            None, "predicted reward of every prompt, for example 0.5; required with it", only_if={"prior": "constant"}
+        )
+        k_init: int = param(4, "number of first rollouts of every prompt (paper: 1 and 2 do not converge)", ge=1)
+        k_max: int = param(
+            16, "largest number of rollouts of a prompt", ge=1, only_if={"cost": (None, below(math.inf))}
+        )
         increment: int = param(
             1,
-            "rollouts added per round; 4 saves rounds on batched engines",
+            "number of rollouts added per round; 4 saves rounds on batched engines",
             ge=1,
             only_if={"cost": (None, below(math.inf))},
         )
         cost: float | None = param(
-            None, "gain above which a rollout is made; none: s2 / k_max^2 (paper); inf: never", ge=0, allow_inf=True
+            None,
+            "gain above which another rollout is made; none: s2 / k_max^2 (paper); inf: never",
+            ge=0,
+            allow_inf=True,
         )
-        reward_low: float = param(0.0, "lowest reward")
-        reward_high: float = param(1.0, "highest reward")
-        leave_one_out: bool = param(False, "mean and k without the rollout itself (ours)")
+        reward_low: float = param(0.0, "lowest possible reward")
+        reward_high: float = param(1.0, "highest possible reward")
+        leave_one_out: bool = param(False, "exclusion of the rollout itself from mean and k (ours)")
         advantage_norm: Literal["none", "group", "batch"] = param(
-            "none", "root mean square that A is divided by (ours)"
+            "none", "unit whose root mean square divides A (ours)"
         )
 
         def check(self) -> None:
@@ -157,7 +172,7 @@ class V05(Method):
             if -(-(self.k_max - self.k_init) // self.increment) >= MAX_ROUNDS:
                 raise ConfigError(
                     f"From {self.k_init} to {self.k_max} rollouts by {self.increment} takes {MAX_ROUNDS} or more "
-                    f"rounds of generation beside the first. Raise `increment`."
+                    f"rounds of generation after the first. Raise `increment`."
                 )
 
         @property
@@ -252,8 +267,8 @@ class V05(Method):
         p = self.params
         if len(reward) and not (p.reward_low <= float(reward.min()) and float(reward.max()) <= p.reward_high):
             self.warn(
-                f"rewards go from {float(reward.min()):g} to {float(reward.max()):g}, beyond the bounds "
-                f"{p.reward_low:g}..{p.reward_high:g}, which set the noise of a rollout. Set `reward_low` and "
+                f"rewards go from {float(reward.min()):g} to {float(reward.max()):g}, outside the bounds "
+                f"{p.reward_low:g} to {p.reward_high:g}, which set the noise of a rollout. Set `reward_low` and "
                 f"`reward_high` to those of your rewards."
             )
 

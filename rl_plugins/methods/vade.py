@@ -1,4 +1,4 @@
-"""VADE: prompts are chosen by a Thompson draw from a decayed Beta posterior of their success rate."""
+"""VADE (arXiv 2511.18902): chooses prompts by a Thompson draw from a decayed Beta posterior of their success rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COUNTS = Counts(("alpha", "beta"))
 
 
 class Vade(Method):
-    """Variance-Aware Dynamic sampling: train on the prompts that promise groups with both right and wrong rollouts.
+    """Variance-Aware Dynamic sampling: trains the prompts that are likely to give both right and wrong rollouts.
 
     Before a generation batch of B prompts, over all D prompts of the dataset:
 
@@ -34,8 +34,8 @@ class Vade(Method):
         prompts of the batch:   alpha_i <- selected_decay alpha_i + r_i,  beta_i <- selected_decay beta_i + n_i - r_i
         all others:             alpha_i <- unselected_decay alpha_i,      beta_i <- unselected_decay beta_i
 
-    The first decay is strong, because the older policy is gone. The second is weak and takes unvisited prompts back to
-    the uniform prior, so that they are tried again.
+    The first decay is strong, because the policy has changed. The second is weak and moves unvisited prompts back to
+    the uniform prior, so they are tried again.
 
     Symbols: alpha, beta (D,) float64 pseudo-counts >= 0 without the prior of 1, keyed by dataset row. A success is a
     reward >= success_threshold (`success: threshold`), or the reward clipped to [0, 1] (`clipped_sum`).
@@ -49,8 +49,8 @@ class Vade(Method):
     `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.thompson`: the same distribution).
 
     Logs: `informative`, share of the batch's prompts whose rollouts differ in success (0 < r < n); `posterior_mean` of
-    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those. The last three
-    are of at most 65,536 prompts, evenly spaced.
+    all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those. The last three are
+    computed on at most 65,536 prompts, evenly spaced.
 
     Raises:
         ConfigError: a parameter out of range; a dataset without a length.
@@ -58,8 +58,7 @@ class Vade(Method):
         StateError: alpha and beta belong to a dataset of another length.
 
     Source: arXiv 2511.18902 and its project page VADE-RL/VADE-RL.github.io (figure and caption). The code that the page
-    names could not be had.
-    """
+    names is not available."""
 
     name = "vade"
     paper = Paper(
@@ -115,7 +114,8 @@ class Vade(Method):
     )
     cost = "No extra rollouts or forward passes. 16 bytes per prompt of the dataset."
     disagreements = (
-        "What was read is figure and caption of the project page, not the whole paper and not the code that it names.",
+        "What was read is the figure and caption of the project page, and not the whole paper or "
+        "the code that the page names.",
         "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
         "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "
         "at the start, the success threshold and success='clipped_sum' are ours.",
@@ -126,21 +126,22 @@ class Vade(Method):
     class Params(MethodParams):
         selected_decay: float = param(
             0.2,
-            "share of a prompt's older counts that a visit leaves; a prompt in every batch has the evidence n"
-            " / (1 - this)",
+            "share of a prompt's older counts that remains after a visit; a prompt in every batch "
+            "has the evidence n / (1 - this)",
             ge=0,
             le=1,
         )
         unselected_decay: float = param(
             0.999,
-            "share of the counts of all other prompts that a batch leaves; at 0.999 half is left after 693 batches",
+            "share of the counts of all other prompts that remains after a batch; with 0.999 half "
+            "is left after 693 batches",
             gt=0,
             le=1,
         )
-        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that the draw is ranked by")
-        success: Literal["threshold", "clipped_sum"] = param("threshold", "way in which a reward becomes a success")
+        score: Literal["p(1-p)^2", "p(1-p)"] = param("p(1-p)^2", "value that ranks the draws")
+        success: Literal["threshold", "clipped_sum"] = param("threshold", "rule that turns a reward into a success")
         success_threshold: float = param(
-            0.5, "reward from which a rollout is a success", only_if={"success": "threshold"}
+            0.5, "lowest reward that counts as a success", only_if={"success": "threshold"}
         )
 
         def check(self) -> None:

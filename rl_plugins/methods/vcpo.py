@@ -1,4 +1,4 @@
-"""VCPO (arXiv 2602.17616): off-policy REINFORCE whose learning rate and baseline follow the importance weights."""
+"""VCPO (arXiv 2602.17616): off-policy REINFORCE with learning rate and baseline set by the importance weights."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ OPOB = {"baseline": "opob"}
 
 
 class Vcpo(Method):
-    """Variance Controlled off-Policy Optimization: where few stale rows own an update, it is made smaller.
+    """Variance Controlled off-Policy Optimization: makes an update smaller where few stale rows dominate it.
 
-    Reconstruction in one part: the baseline wants the norm of the gradient of every row, which needs a backward pass
-    per row; no host makes that, so `gradnorm` stands in for it. Everything else equals the authors' code. Per row i of
-    one of the B rows of an optimizer step, and per prompt group G:
+    Reconstruction in one part: the baseline needs the norm of every row's gradient, which takes a backward pass per
+    row. No host makes that pass, so `gradnorm` replaces the norm. Everything else equals the authors' code. For each of
+    the B rows i of an optimizer step, and for its prompt group G:
 
         w_i     = exp(sum_t (lp_t - lp^rollout_t)),   wbar_i = min(w_i, truncation)
         A_i     = (R_i - b_G) / s_G,    s_G = population deviation of the rewards of the group (1 if it is <= 1e-8)
@@ -34,19 +34,19 @@ class Vcpo(Method):
         ess     = (sum_i w_i)^2 / sum_i w_i^2
         lr      <- lr min(1, (ess / B) / base_ess_ratio)^p        p = 1/2 (`sqrt`), 1 (`linear`); this step only
 
-    There is no clipping and no old policy. `baseline` b_G is, of the group,
+    There is no clipping and no old policy. The `baseline` b_G of the group is
 
         opob    sum_i W_i R_i / sum_i W_i,   W_i = w_i^2 n_i^2      (variance is least where n_i is the gradient's norm)
         group   the mean,   none  0
 
-    with n_i^2 = L_i (`gradnorm: length`: all tokens alike and orthogonal) or sum_t (1 - 2 p_t + sum_v p_v^2) (`proxy`:
-    the norm of d lp_t / d logits, orthogonal between tokens, of the policy at the start of the step), divided by L_i^2
-    with `normalize_by_length`. `weight_power` has w_i^2 as in the paper, w_i^2 wbar_i^2 as in the authors' code, or
-    none. `aggregate` puts the W-weighted lower median, or the W-weighted mean of rewards limited to their W-weighted
-    5% and 95% quantiles, in place of the mean.
+    with n_i^2 = L_i (`gradnorm: length`: equal and orthogonal tokens) or sum_t (1 - 2 p_t + sum_v p_v^2) (`proxy`). The
+    proxy is the norm of d lp_t / d logits, orthogonal between tokens, of the policy at the start of the step.
+    `normalize_by_length` divides n_i^2 by L_i^2. `weight_power` has w_i^2 as in the paper, w_i^2 wbar_i^2 as in the
+    authors' code, or none. `aggregate` puts the W-weighted lower median, or the W-weighted mean of rewards limited to
+    their W-weighted 5% and 95% quantiles, in place of the mean.
 
-    On-policy every w is 1: ess / B = 1, the learning rate is the host's, and with rows of one length (or `group`) it is
-    GRPO with a population deviation and a mean over rows.
+    On-policy every w is 1: ess / B = 1, the learning rate is the host's, and with rows of equal length (or `group`)
+    this is GRPO with a population deviation and a mean over rows.
 
     Symbols: lp, lp^rollout log-probs in nats at the weights of the optimizer step and of the sampling policy; R_i final
     rewards; L_i tokens of row i that are trained. Sums, weights and statistics are float64. Weights are taken relative
@@ -140,16 +140,18 @@ class Vcpo(Method):
     disagreements = (
         "The authors' code counts the weight twice in the baseline (clipped inside of the measured norm, and again), "
         "their README once: `weight_power` is `paper` by default, which is what the derivation gives.",
-        "`norm_by_std` is False in the class of the authors' code and True in all of its scripts. It is True here: "
-        "that made the published results, and only so it is GRPO on-policy.",
-        "The authors' scripts set `normalize_by_length` to False although the update has 1 / L_i, so the baseline is "
-        "the best one of an update without it. Default as theirs; True has less variance in our evidence.",
+        "`norm_by_std` is False in the class of the authors' code and True in all of its scripts. "
+        "It is True here: the published results used it, and only with it the method is GRPO "
+        "on-policy.",
+        "The authors' scripts set `normalize_by_length` to False although the update has 1 / L_i, "
+        "so their baseline is optimal for an update without 1 / L_i. The default is theirs; True "
+        "has less variance in our evidence.",
         "The authors measure norms per row (micro-batches of one row, buffers of two more gradients); see `gradnorm`.",
         "Their ess has 1e-8 added to the sum of squares, which makes four weights of 1e-5 an ess of 0.16; here weights "
         "are relative to the largest. Where all W are 0 their baseline is 0, here it is the mean; no gradient differs.",
         "Also in their code, not here: weights of the step's rows for one baseline of all groups (`scope: minibatch`), "
         "and truncated weights for ess or baseline.",
-        "In TRL `vllm_importance_sampling_correction` is set to False: wbar is that correction.",
+        "In TRL `vllm_importance_sampling_correction` is set to False: because wbar already is that correction.",
     )
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
@@ -179,29 +181,31 @@ class Vcpo(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         lr_scale: Literal["sqrt", "linear", "none"] = param(
-            "sqrt", "how the learning rate follows the effective sample size"
+            "sqrt", "rule that scales the learning rate with the effective sample size"
         )
         base_ess_ratio: float = param(
             1.0,
-            "share of effective rows from which the learning rate is the host's (the authors: 1 for maths, 0.55 with "
-            "tools)",
+            "lowest share of effective rows at which the learning rate is the host's (authors: 1 "
+            "for maths, 0.55 with tools)",
             gt=0,
             le=1,
             only_if={"lr_scale": ("sqrt", "linear")},
         )
         truncation: float = param(8.0, "upper bound of the weight of a row in the loss", gt=0, allow_inf=True)
         baseline: Literal["opob", "group", "none"] = param(
-            "opob", "what is subtracted from rewards; opob needs whole groups in every optimizer step"
+            "opob", "baseline that is subtracted from rewards; opob needs whole groups in every optimizer step"
         )
         gradnorm: Literal["length", "proxy", "exact"] = param(
-            "length", "what stands for the norm of a row's gradient; exact is refused", only_if=OPOB
+            "length", "estimate of the norm of a row's gradient; exact is refused", only_if=OPOB
         )
         weight_power: Literal["paper", "code", "none"] = param(
-            "paper", "how often the weight of a row counts in the baseline: once, twice, not at all", only_if=OPOB
+            "paper", "power of a row's weight in the baseline: once (paper), twice (code), or not at all", only_if=OPOB
         )
-        normalize_by_length: bool = param(False, "whether W is divided by L^2", only_if=OPOB)
-        aggregate: Aggregate = param("mean", "how the baseline is made of the rewards of a group", only_if=OPOB)
-        norm_by_std: bool = param(True, "whether rewards are divided by the population deviation of their group")
+        normalize_by_length: bool = param(False, "division of W by L^2", only_if=OPOB)
+        aggregate: Aggregate = param(
+            "mean", "statistic that makes the baseline from the rewards of a group", only_if=OPOB
+        )
+        norm_by_std: bool = param(True, "division of rewards by the population deviation of their group")
 
         def check(self) -> None:
             if self.gradnorm == "exact":
@@ -352,7 +356,7 @@ def weighted_baseline(groups: Groups, reward: Tensor, log_weight: Tensor, scored
 
 
 def _by_value(groups: Groups, reward: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewards of each group in ascending order, (groups, largest size), inf behind them, and cumulative weights."""
+    """Rewards of each group in ascending order, (groups, largest size), padded with inf, and cumulative weights."""
     order = torch.sort(reward, stable=True).indices
     order = order[torch.sort(groups.index[order], stable=True).indices]
     at = groups.index[order], places(groups.size)

@@ -638,9 +638,9 @@ def test_the_canned_advisor_of_the_demo(variant: str) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({}, "no language model"),
+        ({}, "neither `llm` nor `llm_url`"),
         ({"llm_url": "http://h/v1"}, "without `llm_model`"),
-        ({"llm": str, "llm_url": "http://h/v1", "llm_model": "m"}, "only one of them"),
+        ({"llm": str, "llm_url": "http://h/v1", "llm_model": "m"}, "are both given"),
         ({"llm": str, "llm_temperature": 0.1}, "`llm_temperature` has no effect"),
         ({"llm": str, "merge_without_text": "delete"}, "`merge_without_text` has no effect"),
         ({"learn": False}, "there is no `library`"),

@@ -491,7 +491,7 @@ def test_a_resumed_run_plans_alike() -> None:
         ({"environment": None}, "rl_plugins.demo.environments:Grid"),
         ({"strategy": "unlimited", "limit": 3}, "`limit` has no effect"),
         ({"extension": 3}, "`extension` has no effect"),
-        ({"calibration": "off"}, "`limit` must be given"),
+        ({"calibration": "off"}, "`calibration` is off and `limit` is not given"),
         ({"strategy": "dynamic", "percentile": 80}, "above `last_percentile` = 75"),
         ({"calibration_episodes": 600}, "only the last `window` = 512"),
         ({"min_turns": 60}, "above `hard_cap` = 50"),

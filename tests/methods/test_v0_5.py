@@ -168,7 +168,7 @@ def test_values_outside_of_the_bounds_are_clipped_and_such_rewards_warned_of(cap
     assert advantages(stack, make_rollouts([1.0, 1.0])) == [0.0, 0.0]
     assert not caplog.records
     advantages(stack, make_rollouts([1.0, 7.0]))
-    assert "rewards go from 1 to 7, beyond the bounds -1..1" in caplog.text
+    assert "rewards go from 1 to 7, outside the bounds -1 to 1" in caplog.text
 
 
 def test_norms() -> None:

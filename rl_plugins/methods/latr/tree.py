@@ -167,8 +167,8 @@ def _decode(
 
 
 def _within_capacity(rows: Sequence[Branch], n: int, params: LatrParams) -> dict[int, list[int]]:
-    """id of a row -> tokens it branches into: second choices of all rows in their order, then third ones, ..; as many
-    as there is place for beside the rows themselves."""
+    """id of a row -> tokens it branches into: second choices of all rows in their order, then third choices and so on,
+    as many as fit into n together with the rows themselves."""
     slots = [
         (rank, i, token)
         for i, row in enumerate(rows)

@@ -295,10 +295,10 @@ _FINAL = re.compile(rf"\s*{_THINKING}\s*{_RESULT}\s*", re.DOTALL)
 def sub_agent_format(messages: Sequence[Mapping[str, Any]]) -> float:
     """1 if a sub-agent's messages have the authors' format, else 0.
 
-    After the system and the user message come an odd number of messages, assistant and user in turn: calls (thinking or
-    not, one tool call), each answered by a tool response, and at last thinking and a result; nothing stands outside the
-    blocks. None at all is 1, as in the code. Not settled there and decided here: white space around blocks is ignored,
-    and blocks do not nest.
+    An odd number of messages, assistant and user in turn, follows the system and the user message. They are calls
+    (optional thinking, one tool call), each answered by a tool response, and at the end thinking and a result, with no
+    text outside the blocks. Without messages the score is 1, as in the code. Two rules are ours: white space around
+    blocks is ignored, and blocks do not nest.
 
     Args:
         messages: mappings with `role` and `content` (text), from the system message on.

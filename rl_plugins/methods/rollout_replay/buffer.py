@@ -1,8 +1,7 @@
 """Groups of rollouts in few tensors, so that a state with millions of tokens costs a step and a checkpoint little.
 
-The tokens of all groups of a batch lie in one store, which is never changed. What is known of each group stands in
-columns. A store of which less than half is still used is copied together.
-"""
+The tokens of all groups of a batch are in one store, which is never changed. Columns hold the facts of each group. A
+store is copied when less than half of it is still used."""
 
 from __future__ import annotations
 
@@ -67,13 +66,13 @@ class Buffer:
         return replace(self, **columns, lengths=self.lengths[of_rollouts], rewards=self.rewards[of_rollouts])
 
     def add(self, newer: Buffer) -> Buffer:
-        """These groups and `newer` ones behind them."""
+        """These groups, followed by `newer` ones."""
         shifted = replace(newer, store=newer.store + len(self.stores))
         columns = {f.name: torch.cat([getattr(self, f.name), getattr(shifted, f.name)]) for f in fields(self)[:-1]}
         return Buffer(**columns, stores=(*self.stores, *newer.stores))
 
     def compact(self) -> Buffer:
-        """The same groups without stores that are not used, and without those of which less than half is."""
+        """The same groups without unused stores, and with stores copied when less than half of them is used."""
         tokens = self._tokens()
         used = torch.bincount(self.store, tokens.double(), minlength=len(self.stores)).tolist()
         sparse = [i for i, s in enumerate(self.stores) if used[i] < s["logprobs"].numel() / 2]

@@ -1,4 +1,4 @@
-"""Rollout replay of DOTS + RR (arXiv 2506.05316): part of every batch is groups of earlier batches."""
+"""Rollout replay of DOTS + RR (arXiv 2506.05316): part of every batch consists of groups of earlier batches."""
 
 from __future__ import annotations
 
@@ -42,33 +42,34 @@ class RolloutReplay(Method):
         it enters the buffer if it is whole and the rewards of its rollouts differ
         of more than `buffer_groups` groups the oldest leave
 
-    A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards.
-    Nothing of it is generated or scored again; its advantages are computed with the batch's. What it is worth under
-    the present policy is the matter of the loss: `decoupled_ppo` with `action: none` is the paper's, `minpro`
-    and `vcpo` are others. Without one, replayed rows are trained as if they were fresh, and the run warns of that.
+    A replayed group brings its tokens, the log-probs of the policy that made them, their versions and its rewards. It
+    is not generated or scored again; its advantages are computed with those of the batch. The loss must correct for the
+    older policy: `decoupled_ppo` with `action: none` is the paper's loss, `minpro` and `vcpo` are others. Without such
+    a loss replayed rows are trained as if they were fresh, and the run warns about it.
 
     Symbols: sigma = `fresh_share`; rows are rollouts. Log-probs float32 in nats, rewards (rollouts, functions)
     float64; versions are published weights, as in `Rollouts.version`.
 
-    Special cases: a group is whole if as many rollouts stayed (`select`) as the host trains per prompt; others are not
-    stored, nor drawn after a resume with another group size. With fewer usable groups than wanted the fresh prompts
-    fill the batch. A group of equal rewards is not stored and still replaces the older one of its prompt; of several
-    groups of one prompt in a batch the last one that can be is stored. Tokens that were only read (of tools,
-    environments, programs) are replayed as such. Groups with a token of unknown sampling probability, an empty
-    rollout, or a prompt outside of the dataset are not stored (`unstorable`), nor are rollouts of several rows or of
-    turns that a method compares: a given completion has neither. sigma = 1 is the host's own batch.
+    Special cases: a group is whole if as many rollouts stayed (`select`) as the host trains per prompt. Other groups
+    are not stored, and not drawn after a resume with another group size. If there are fewer usable groups than wanted,
+    fresh prompts fill the batch. A group of equal rewards is not stored but still removes the older group of its
+    prompt. Among several groups of one prompt in a batch the last storable one is stored. Tokens that were only read
+    (from tools, environments, programs) are replayed as such. A group is not stored (`unstorable`) if it has a token of
+    unknown sampling probability, an empty rollout, or a prompt outside the dataset. Rollouts of several rows, or with
+    turns that a method compares, are not stored either: a given completion has one row and no turns. sigma = 1 is the
+    host's own batch.
 
-    `max_staleness` bounds the age in the batch that is expected to train the group: the weights known when it is
+    `max_staleness` limits the age in the batch that is expected to train the group: the weights known when it is
     planned, plus those the last publication added, plus the largest delay seen so far between the two. The delay is
-    read from replayed rows. It is 0 but in verl's asynchronous modes, where a batch is trained up to
-    `num_warmup_batches` publications after it is planned; there the replayed rows planned before the first ones were
-    trained may be older than the bound by the delay. `oldest` tells what was trained.
+    read from replayed rows and is 0 except in verl's asynchronous modes. There a batch is trained up to
+    `num_warmup_batches` publications after it is planned, so replayed rows planned before the first ones were trained
+    may exceed the limit by the delay. `oldest` logs the age of trained rows.
 
     State: the groups, as tensors, and the delay; the draw is from `self.rng`, so a resumed run replays the same groups.
 
     Logs: `replayed`, share of the trained rows; `staleness`, their mean and `oldest`, their largest age in published
-    weights; `stored`, groups in the buffer after the batch; `constant` and `unstorable`, share of the fresh groups
-    that were not stored because of equal rewards, and because they cannot be (those that are not whole included).
+    weights; `stored`, groups in the buffer after the batch; `constant` and `unstorable`, share of the fresh groups that
+    were not stored because of equal rewards, or because they cannot be stored (incomplete groups included).
 
     Raises:
         MethodError: the prompt of a replayed group is not the one that its rollouts answered.
@@ -120,14 +121,16 @@ class RolloutReplay(Method):
         "The paper was read through notes made from the authors' code and its abstract, not in full.",
         "The authors drop groups whose mean reward is 0 or 1; here the rewards must differ, so that groups of other "
         "constant rewards leave too.",
-        "The authors' buffer holds duplicates and constant groups until the next draw, and they count against its "
-        "size; here neither is stored. Their code adds each fresh batch twice, which the same step hides, and needs "
-        "groups of 8; here they have the host's group size.",
-        "Groups of which rollouts left are not replayed: verl's asynchronous modes take groups of one size alone, and "
-        "elsewhere the batch would not be full.",
+        "The authors' buffer holds duplicates and constant groups until the next draw, and they "
+        "count against its size; here neither is stored. Their code adds each fresh batch twice, "
+        "but the same step removes the duplicates, and it needs groups of 8; here they have the "
+        "host's group size.",
+        "Groups that lost rollouts are not replayed: verl's asynchronous modes accept groups of "
+        "one size only, and elsewhere the batch would not be full.",
         "With fewer usable groups than wanted the authors' batch is smaller, or fails; here fresh prompts fill it.",
-        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone. What has been planned is not "
-        "taken back: in verl's asynchronous modes the bound holds once the delay from plan to training was seen.",
+        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone. Plans are "
+        "not withdrawn: in verl's asynchronous modes the limit holds once the delay from plan to "
+        "training was seen.",
     )
     needs: frozenset[str] | set[str] = frozenset(
         {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
@@ -136,9 +139,10 @@ class RolloutReplay(Method):
     idle = (
         Idle(
             {"replayed": 0},
-            "no stored group was replayed. Look at `stored`: with 0, all rollouts of a group have equal rewards "
-            "(`constant`) or cannot be stored (`unstorable`: rollouts of the group left, or their tokens are not "
-            "known); else `max_staleness` is too small, or `start_batch` not reached yet.",
+            "no stored group was replayed. If `stored` is 0, all groups have equal rewards "
+            "(`constant`) or cannot be stored (`unstorable`: rollouts of the group left, or their "
+            "tokens are not known). Otherwise `max_staleness` is too small, or `start_batch` is "
+            "not reached yet.",
         ),
     )
     paper_settings = {
@@ -159,17 +163,17 @@ class RolloutReplay(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         fresh_share: float = param(0.5, "sigma, share of a batch's rows that is generated; 1: no replay", gt=0, le=1)
-        buffer_groups: int = param(512, "groups the buffer holds; the oldest leave", ge=1, only_if=REPLAYS)
+        buffer_groups: int = param(512, "most groups in the buffer; the oldest leave", ge=1, only_if=REPLAYS)
         max_staleness: int | None = param(
             None,
-            "largest age of a group, in published weights, in the batch it is drawn for, as far as the delay from plan "
-            "to training is known; none: any",
+            "largest age of a group, in published weights, in the batch that trains it, with the "
+            "delay from plan to training as known so far; none: no limit",
             ge=1,
             only_if=REPLAYS,
         )
         start_batch: int = param(
             2,
-            "generation batch, counted from 0, in which replay begins; 2 is the paper's first cycle",
+            "first generation batch with replay, counted from 0; 2: after the paper's first cycle",
             ge=1,
             only_if=REPLAYS,
         )
@@ -278,7 +282,9 @@ class RolloutReplay(Method):
             one = torch.zeros_like(one)
         if not bool(one.all()):
             what = "several rows" if rollouts.turns is None else "turns that a method of this run compares"
-            self.warn(f"rollouts with {what} are not replayed: a stored completion is one row and has no turns.")
+            self.warn(
+                f"rollouts with {what} are not replayed, because a stored completion is one row and has no turns."
+            )
         return one
 
     def _made(self, rollouts: Rollouts, tokens: Tokens, fresh: Tensor) -> tuple[Buffer, Tensor]:

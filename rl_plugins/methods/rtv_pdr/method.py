@@ -25,10 +25,10 @@ Part = Generator[Any, Any, Any]
 
 
 class RtvPdr(Method):
-    """The answer to a prompt is the winner of a tournament among many attempts, after waves that read each other.
+    """Answers a prompt with the winner of a tournament among many attempts; later waves read earlier summaries.
 
-    For evaluation, and optionally to explore in training. With N attempts, T waves, K summaries, groups of G and V
-    votes:
+    Made for evaluation, and optionally for exploration in training. With N attempts, T waves, K summaries, groups of G
+    and V votes:
 
         wave 0:    tau_1 .. tau_N ~ pi(. | p);  s_i = Sum(p, tau_i)
         wave w:    C = RTV(s of wave w-1, down to K);  tau_i ~ pi(. | p + C), N of them, environments reset
@@ -38,11 +38,11 @@ class RtvPdr(Method):
               decide (a group of one goes on unasked); the winners are left
 
     The judge sees the problem and the summaries of a group in a random order per vote and names the best. The rounds
-    end as soon as at most K are left; if fewer are, the losers of that round with most votes come back. Summarizer and
-    judge are the policy itself, or callables. Nobody is shown rewards or reference answers.
+    end as soon as at most K are left; if fewer are left, the losers of that round with the most votes return.
+    Summarizer and judge are the policy itself, or callables. Neither sees rewards or reference answers.
 
-    In evaluation the selected rollout is returned, with the prompt it was made from; let the host ask for one. In
-    training, with n the host's group size:
+    In evaluation the selected rollout is returned with the prompt it was made from; let the host ask for one rollout.
+    In training, with n the host's group size:
 
         plain     ordinary rollouts; the method acts in evaluation only
         refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
@@ -53,12 +53,12 @@ class RtvPdr(Method):
     Symbols: p prompt, tau attempt, s summary, a text cut to `summary_chars`. A judge's vote is a number from 1 on (or a
     text with "Best: 2"). Dealing, ties and orders are drawn from the prompt's generator.
 
-    Special cases: a summary that fails or is empty is the end of the attempt itself. A vote that fails or cannot be
-    read does not count; without any the winner is drawn. An attempt too long for the summarizer is shown from its end.
-    Summaries may take half of the room for an answer.
+    Special cases: the end of the attempt replaces a summary that fails or is empty. A vote that fails or cannot be read
+    does not count; without any valid vote the winner is drawn. For an attempt too long for the summarizer, its end is
+    shown. Summaries may take half of the room for an answer.
 
-    Logs: `votes`, asked; `unparsable`, share of them that named nobody; `agreement`, share of the votes that the winner
-    of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
+    Logs: `votes`, asked; `unparsable`, share of them without a readable candidate; `agreement`, share of the votes that
+    the winner of a comparison got; `summaries_failed`, share; `refined`, share of the hard prompts.
 
     Raises:
         ConfigError: a parameter out of range or without effect.
@@ -122,10 +122,10 @@ class RtvPdr(Method):
     )
     disagreements = (
         "The paper was read through two independent notes and an unofficial implementation, not in full.",
-        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and unreadable"
-        " votes to the first of a group, which favors it: `shuffle`, `permute`, `ties`, `unparsable`. The "
-        "paper's rules are not known.",
-        "What happens when the last round leaves fewer than K is not known: here the best losers come back.",
+        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and "
+        "unreadable votes to the first candidate of a group, which favors it: `shuffle`, "
+        "`permute`, `ties`, `unparsable`. The paper's rules are not known.",
+        "It is not known what happens when the last round leaves fewer than K; here the best losers return.",
         "The prompts for summaries, votes and refinement are ours.",
     )
     in_eval = ("rollout",)
@@ -133,51 +133,58 @@ class RtvPdr(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        attempts: int = param(16, "N, rollouts of a wave", ge=1)
-        waves: int = param(2, "T, waves in all; 1: a tournament alone", ge=1)
-        keep: int = param(4, "K, summaries that the next wave reads", ge=1, only_if={"waves": above(1)})
-        group_size: int = param(2, "G, candidates of one comparison", ge=2)
-        votes: int = param(8, "V, votes per comparison", ge=1)
+        attempts: int = param(16, "N, number of rollouts of a wave", ge=1)
+        waves: int = param(2, "T, number of waves; 1: only a tournament", ge=1)
+        keep: int = param(4, "K, number of summaries that the next wave reads", ge=1, only_if={"waves": above(1)})
+        group_size: int = param(2, "G, number of candidates of one comparison", ge=2)
+        votes: int = param(8, "V, number of votes per comparison", ge=1)
         final_pool: Literal["last", "all"] = param(
             "last", "waves whose rollouts are candidates for the answer", only_if={"waves": above(1)}
         )
         training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
         hard_below: float = param(
             0.0,
-            "reward that no rollout of a prompt exceeds if it gets another wave",
+            "largest reward of a prompt's rollouts at which it gets another wave",
             only_if={"training": "hard"},
         )
         environment: Callable[..., Any] | None = param(
-            None, "class or function that makes an environment, anew for each attempt of an agent; none: one answer"
+            None,
+            "class or function that makes a new environment for each attempt of an agent, "
+            "for example rl_plugins.demo.environments:Grid; none: attempts are single answers",
         )
-        max_turns: int = param(16, "turns of an agent", ge=1, only_if={"environment": GIVEN})
+        max_turns: int = param(16, "most turns of an agent", ge=1, only_if={"environment": GIVEN})
         turn_tokens: int | None = param(
-            None, "largest number of tokens of one turn of an agent", ge=1, only_if={"environment": GIVEN}
+            None,
+            "most tokens of one turn of an agent; none: the room left in the completion",
+            ge=1,
+            only_if={"environment": GIVEN},
         )
         summarizer: Callable[..., Any] | None = param(
-            None, "function summarizer(problem, attempt): text; none: the policy"
+            None,
+            "function summarizer(problem, attempt) that returns text, for example "
+            "my_module:summarize; none: the policy",
         )
         judge: Callable[..., Any] | None = param(
-            None, 'function judge(problem, summaries): number from 1, or a text with "Best: 2"; none: the policy'
+            None,
+            "function judge(problem, summaries) that returns a number from 1, or a text with "
+            '"Best: 2", for example my_module:judge; none: the policy',
         )
         call_timeout: float = param(
             120.0,
-            "seconds of a call of environment, summarizer or judge",
+            "time limit of a call of environment, summarizer or judge, in seconds",
             gt=0,
             only_if=({"environment": GIVEN}, {"summarizer": GIVEN}, {"judge": GIVEN}),
         )
-        summary_chars: int = param(4000, "characters of a summary at most", ge=1)
-        summary_tokens: int = param(
-            1024, "tokens of a summary by the policy at most", ge=1, only_if={"summarizer": None}
-        )
-        judge_tokens: int = param(1024, "tokens of a vote by the policy at most", ge=1, only_if={"judge": None})
+        summary_chars: int = param(4000, "most characters of a summary", ge=1)
+        summary_tokens: int = param(1024, "most tokens of a summary by the policy", ge=1, only_if={"summarizer": None})
+        judge_tokens: int = param(1024, "most tokens of a vote by the policy", ge=1, only_if={"judge": None})
         judge_temperature: float = param(
             1.0, "temperature of the policy as judge; votes must differ", gt=0, only_if={"judge": None}
         )
-        shuffle: bool = param(True, "random deal of the candidates to groups (ours)")
+        shuffle: bool = param(True, "random assignment of the candidates to groups (ours)")
         permute: bool = param(True, "random order of the candidates for each vote (ours)")
-        ties: Literal["random", "first"] = param("random", "winner among equal votes (random is ours)")
-        unparsable: Literal["discard", "first"] = param("discard", "fate of an unreadable vote (ours)")
+        ties: Literal["random", "first"] = param("random", "choice of the winner in a tie (random is ours)")
+        unparsable: Literal["discard", "first"] = param("discard", "treatment of an unreadable vote (ours)")
 
         def check(self) -> None:
             check_environment(self.environment)
@@ -290,7 +297,9 @@ class RtvPdr(Method):
             context = replace(prompt, messages=messages, tokens=prompt.chat.prompt(messages))
             if 2 * context.room(context.start()) >= room:
                 return context
-        self.warn("summaries leave too little room for an answer; a wave goes without. Raise the context length.")
+        self.warn(
+            "summaries leave too little room for an answer, so a wave runs without them. Raise the context length."
+        )
         return prompt
 
     # ---- the tournament

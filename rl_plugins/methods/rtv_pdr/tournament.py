@@ -35,7 +35,7 @@ def rtv(
     permute: bool = True,
     rng: Rng | None = None,
 ) -> list[int]:
-    """The candidates 0..n-1 that are left.
+    """The candidates that are left, as numbers from 0 to n - 1.
 
     Args:
         judge: is shown candidates in an order and replies which is best: a number from 1 on, as a number or in a text

@@ -13,5 +13,5 @@ def score_steps(messages: Any, steps: Sequence[str], columns: Mapping[str, Any])
 
 
 def finish(messages: Any, prefix: str, columns: Mapping[str, Any]) -> str:
-    """What the answer has behind the prefix."""
+    """The rest of the answer after the prefix."""
     return str(columns.get("answer", ""))[len(prefix) :]

@@ -1,4 +1,4 @@
-"""SCOPE (arXiv 2602.24110): a failed rollout is corrected from its first wrong reasoning step on."""
+"""SCOPE (arXiv 2602.24110): corrects a failed rollout, starting with its first wrong reasoning step."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Candidate:
 
 
 class Scope(Method):
-    """Step-wise Correction for On-Policy Exploration: a hard prompt gets a right answer that begins like the policy's.
+    """Step-wise Correction for On-Policy Exploration: gives a hard prompt a right answer that starts like the policy's.
 
-    Reconstruction: no code was published and only abstract and summaries could be read. Ours are which rollouts are
-    corrected and how many, threshold and gate, who corrects, what is replaced, and the loss (LUFFY's).
+    Reconstruction: no code was published, and we could read only the abstract and summaries. The choice and number of
+    corrected rollouts, threshold and gate, the corrector, the replaced part, and the loss (LUFFY's) are ours.
 
     For each prompt with fewer than `min_correct` right rollouts (reward >= success_threshold):
 
@@ -51,10 +51,10 @@ class Scope(Method):
         hybrid = own tokens of s_1 .. s_{t-1}  +  correction;  if its reward is >= success_threshold it takes the place
         of the rollout it began as, else that stays
 
-    So group sizes and order stay, and advantages are the host's. The correction is the `corrector`'s rest of the
-    answer; without one the policy goes on from its prefix with the text of `solution_column` shown in the prompt
-    (`hint`). `extent: step` takes only the next reasoning step from there, and the policy finishes without help. The
-    loss per token is aggregated as the host does:
+    So group sizes and order stay, and advantages are the host's. The correction is the rest of the answer by the
+    `corrector`. Without a corrector the policy continues from its prefix and sees the text of `solution_column` in the
+    prompt (`hint`). `extent: step` takes only the next reasoning step from the correction, and the policy finishes
+    without help. The host aggregates this loss per token:
 
         own tokens:          -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A),   r = exp(lp - old)
         corrector's tokens:  -A p / (p + gamma),   p = exp(lp)                    `off_policy: shaped` (LUFFY)
@@ -62,15 +62,15 @@ class Scope(Method):
                              as own tokens                                        `plain`
 
     p / (p + gamma) has the gradient gamma p / (p + gamma)^2 in lp: largest, 1/4, at p = gamma, so unlikely tokens of
-    the corrector count, sure ones hardly.
+    the corrector count and certain ones hardly do.
 
     Symbols: v (T,) per rollout; A the advantage, lp the log-prob, old that of the policy before the update. Own tokens
-    keep their log-probs (a token that reaches into the wrong reasoning step is not kept); the correction is forced:
-    trained, without a rollout log-prob. Column `scope` of a row: first corrected token and the one behind the last, [0,
-    0] without any.
+    keep their log-probs (a token that extends into the wrong reasoning step is not kept); the correction is forced:
+    trained, without a rollout log-prob. Column `scope` of a row: first corrected token and the position after the last
+    one, [0, 0] without a correction.
 
-    Special cases: a call that fails or answers nonsense leaves the rollout as it is. A correction that does not fit or
-    is not finished is dropped. A prefix of the plan is never cut.
+    Special cases: a call that fails or gives an unreadable answer leaves the rollout unchanged. A correction that does
+    not fit or is unfinished is dropped. A prefix of the plan is never cut.
 
     Logs: `eligible`, share of the groups; `located`, share of their wrong rollouts that are candidates; `verified`,
     share of the corrections that are right; `corrected`, share of all rows; `kept`, share of a hybrid's tokens that are
@@ -124,12 +124,14 @@ class Scope(Method):
         "policy."
     )
     disagreements = (
-        "The paper's loss on corrected tokens is not known: LUFFY's, or `off_policy: sft` or `plain`.",
-        "Whether the paper corrects groups that have a right rollout is not known (`min_correct`), nor how "
-        "many rollouts of a group (`corrections`), nor whether the corrector writes one step or all "
-        "(`extent`).",
-        "Corrections by rollout log-probs are refused beside this method, for the corrector's tokens have "
-        "none. What the policy finishes after one corrected part is sampled and keeps its log-probs.",
+        "The paper's loss on corrected tokens is not known. LUFFY's is the default; `off_policy: "
+        "sft` and `plain` are alternatives.",
+        "It is not known whether the paper corrects groups that have a right rollout "
+        "(`min_correct`), how many rollouts of a group it corrects (`corrections`), and whether "
+        "the corrector writes one step or all (`extent`).",
+        "This method cannot be combined with corrections by rollout log-probs, because the "
+        "corrector's tokens have none. Tokens that the policy samples after a correction keep "
+        "their log-probs.",
         "Without corrected tokens the loss is PPO's clipped one, with these clip ranges.",
     )
     example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
@@ -137,7 +139,8 @@ class Scope(Method):
     idle = (
         Idle(
             {"eligible": 0},
-            "no group had a wrong completion and few right ones. Look at `success_threshold` and `min_correct`.",
+            "no group had wrong completions and fewer than `min_correct` right ones. Look at "
+            "`success_threshold` and `min_correct`.",
         ),
         Idle(
             {"corrected": 0},
@@ -149,46 +152,51 @@ class Scope(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         prm: Callable[..., Any] | None = param(
-            None, "function prm(messages, steps, columns): a score per reasoning step; must be given"
+            None, "function prm(messages, steps, columns) that returns a score per reasoning step; required"
         )
         corrector: Callable[..., Any] | None = param(
             None,
-            "function corrector(messages, text so far, columns): the rest as text; none: the policy, shown "
-            "the solution",
+            "function corrector(messages, prefix, columns) that returns the rest as text, for "
+            "example rl_plugins.methods.scope.example:finish; none: the policy, which sees the "
+            "solution",
         )
         solution_column: str = param("solution", "dataset column with a right answer", only_if={"corrector": None})
         hint: str = param(
-            HINT, "text behind the prompt's last message that shows {solution}", only_if={"corrector": None}
+            HINT, "text with {solution} that is appended to the prompt's last message", only_if={"corrector": None}
         )
         extent: Literal["suffix", "step"] = param("suffix", "extent of the correction: the rest, or one reasoning step")
         threshold: float = param(0.5, "score below which a reasoning step is wrong")
         no_error: Literal["skip", "lowest"] = param(
             "skip", "treatment of a wrong rollout without a wrong reasoning step"
         )
-        min_prefix: float = param(0.5, "share of the reasoning steps that must precede the wrong one", ge=0, le=1)
-        rank: Literal["prefix", "score"] = param(
-            "prefix", "order of correction: longest right part first, or mean score"
+        min_prefix: float = param(
+            0.5, "smallest share of the reasoning steps that must precede the wrong one", ge=0, le=1
         )
-        corrections: int = param(1, "rollouts of a group that are corrected at most", ge=1)
-        min_correct: int = param(1, "number of right rollouts from which a group stays as it is", ge=1)
-        success_threshold: float = param(0.5, "reward from which a rollout is right")
+        rank: Literal["prefix", "score"] = param(
+            "prefix", "order of correction: by longest right part, or by mean score"
+        )
+        corrections: int = param(1, "most rollouts of a group that are corrected", ge=1)
+        min_correct: int = param(1, "smallest number of right rollouts at which a group is left unchanged", ge=1)
+        success_threshold: float = param(0.5, "lowest reward that counts as right")
         separator: str = param("\n\n", "text between two reasoning steps")
-        min_step: int = param(5, "tokens of a reasoning step at least; a shorter one is joined to the next", ge=0)
+        min_step: int = param(
+            5, "smallest number of tokens of a reasoning step; a shorter one is joined to the next", ge=0
+        )
         off_policy: Literal["shaped", "sft", "plain"] = param("shaped", "loss of the corrector's tokens")
         gamma: float = param(0.1, "gamma of the shaped loss (LUFFY)", gt=0, only_if={"off_policy": "shaped"})
         clip_low: float = param(0.2, "lower clip range of own tokens: the ratio is at least 1 - clip_low", ge=0, le=1)
         clip_high: float = param(
             0.2, "upper clip range of own tokens: the ratio is at most 1 + clip_high", ge=0, allow_inf=True
         )
-        prm_timeout: float = param(60.0, "seconds of one call of the PRM", gt=0)
+        prm_timeout: float = param(60.0, "time limit of one call of `prm`, in seconds", gt=0)
         corrector_timeout: float = param(
-            120.0, "seconds of one call of the corrector", gt=0, only_if={"corrector": GIVEN}
+            120.0, "time limit of one call of `corrector`, in seconds", gt=0, only_if={"corrector": GIVEN}
         )
 
         def check(self) -> None:
             if not self.separator:
                 raise ConfigError(
-                    "`separator` is empty; it is the text between two reasoning steps, such as a blank line."
+                    "`separator` is empty. Give the text between two reasoning steps, such as a blank line."
                 )
             if self.corrector is None and "{solution}" not in self.hint:
                 raise ConfigError(f"`hint` is {self.hint!r}; without a corrector it must have {{solution}} in it.")
@@ -321,7 +329,7 @@ class Scope(Method):
         ]
 
     def _graft(self, prompt: Prompt, prefix: Trajectory, tokens: Sequence[int], ends: bool) -> Trajectory | None:
-        """The prefix with a correction behind it; None if that does not fit."""
+        """The prefix followed by a correction; None if that does not fit."""
         if not tokens or len(tokens) > prompt.room(prefix):
             return None
         hybrid = prefix.force(tokens).noted(scope=[len(prefix), len(prefix) + len(tokens)])
@@ -329,7 +337,7 @@ class Scope(Method):
 
     def _failed(self, why: str) -> None:
         self.log("failed", 1.0, "sum")
-        self.warn(f"{why}; the rollout stays as it is.")
+        self.warn(f"{why}; the rollout stays unchanged.")
 
     # ---- driver and update
 

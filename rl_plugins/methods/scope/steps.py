@@ -8,8 +8,8 @@ from typing import Any
 
 
 def split_steps(text: str, separator: str, least: int, size: Callable[[str], int] = len) -> list[str]:
-    """The reasoning steps of a text, each with the separator behind it; joined they are the text. One of a `size` below
-    `least` goes to the next, or, at the end, to the one before."""
+    """The reasoning steps of a text, each followed by the separator; joined they are the text. A step of a `size` below
+    `least` is joined to the next one, or, at the end, to the previous one."""
     pieces = [piece + separator for piece in text.split(separator)]
     pieces[-1] = pieces[-1][: -len(separator)]
     steps: list[str] = []
@@ -30,7 +30,7 @@ def checked_scores(value: Any, count: int) -> list[float]:
     """What a process reward model answered, as one finite number per reasoning step.
 
     Raises:
-        ValueError: it is none; says what was wrong.
+        ValueError: the answer is not a list of numbers; the message says what was wrong.
     """
     try:
         scores = [float(v) for v in value]

@@ -1,7 +1,6 @@
-"""The library of experiences: what a language model answered, how it changes the library, and the library as a file.
+"""The library of experiences: a language model's replies, the changes they make, and the library as a file.
 
-Pure functions but for `read_library` and `write_library`. Experiences are texts under their ids, in order.
-"""
+All functions are pure except `read_library` and `write_library`. Experiences are texts under their ids, in order."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ Operation = Mapping[str, Any]
 
 
 def parse_operations(reply: str) -> list[dict[str, Any]]:
-    """The JSON list of a reply: what stands in its last ```json block, or the whole reply if it has none. Entries that
-    are no objects are left out, and of those that are, what is neither a text, a number nor a list of texts.
+    """The JSON list of a reply: the content of its last ```json block, or the whole reply without such a block. Entries
+    that are not objects are left out, and so are values that are neither a text, a number nor a list of texts.
 
     Raises:
-        ValueError: that is no JSON, or no list.
+        ValueError: the reply is not JSON, or not a list.
     """
     found = json.loads(reply.split("```json")[-1].split("```")[0])
     if not isinstance(found, list):
@@ -121,8 +120,8 @@ def revise(experiences: Experiences, plan: Sequence[Operation]) -> dict[str, str
 def candidates(
     experiences: Experiences, operations: Sequence[Operation]
 ) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """The experiences with everything that is to be added under new ids C0, C1, .., and the modifications of those
-    that exist. Operations are {option: add | modify, experience, modified_from}; others are left out."""
+    """The experiences with all additions under new ids (C0, C1 and so on), and the modifications of existing ones.
+    Operations are {option: add | modify, experience, modified_from}; others are left out."""
     added = [text for o in operations if o.get("option") == "add" and (text := _text(o.get("experience")))]
     found = {**experiences, **{f"C{i}": text for i, text in enumerate(added)}}
     changes = [dict(o) for o in operations if o.get("option") == "modify" and _text(o.get("modified_from")) in found]
@@ -155,7 +154,7 @@ def merge(
 
 
 def renumber(experiences: Experiences) -> dict[str, str]:
-    """The same texts in the same order under the ids G0, G1, .."""
+    """The same texts in the same order under the ids G0, G1 and so on."""
     return {f"G{i}": text for i, text in enumerate(experiences.values())}
 
 
@@ -192,10 +191,10 @@ def read_library(path: str | os.PathLike[str], max_words: int | None = None) -> 
     """The experiences of a file that `write_library` or a person wrote, renumbered.
 
     Args:
-        max_words: of a text, which is cut as `within` says; None: texts are as they are.
+        max_words: most words of a text, which `within` cuts; None: texts are not cut.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: the file cannot be read, or is not a library.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -209,6 +208,6 @@ def read_library(path: str | os.PathLike[str], max_words: int | None = None) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(
             f"the library {os.fspath(path)} cannot be read: {type(e).__name__}: {shortened(e)}. It must hold "
-            f'{{"format": {FORMAT}, "experiences": {{"G0": "text", ..}}}}; repair it, or name another file.'
+            f'{{"format": {FORMAT}, "experiences": {{"G0": "text", ...}}}}; repair it, or name another file.'
         ) from e
     return {f"G{i}": text for i, text in enumerate(texts)}

@@ -1,4 +1,5 @@
-"""Training-Free GRPO (arXiv 2510.08191): groups of rollouts are compared in words, and the words go into the prompt."""
+"""Training-Free GRPO (arXiv 2510.08191): a language model compares groups of rollouts in words, and the words go into
+the prompt."""
 
 from __future__ import annotations
 
@@ -18,9 +19,10 @@ from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
 
 
 class TrainingFreeGrpo(Method):
-    """A language model compares the rollouts of a group and edits a short list of experiences; nothing is trained.
+    """Lets a language model compare the rollouts of a group and edit a short list of experiences; nothing is trained.
 
-    The policy pi stays frozen. What is learned is a list E of texts, in the prompt of every rollout, in evaluation too:
+    The policy pi stays frozen. The method learns a list E of texts, which is in the prompt of every rollout, also in
+    evaluation:
 
         o_1 .. o_G ~ pi(. | template(q, E)),  r_i = reward
         group g is compared if reward_low < mean(r) < reward_high     (without `ground_truth`: always)
@@ -33,25 +35,25 @@ class TrainingFreeGrpo(Method):
         E  <- renumbered G0, G1, ..
 
     E is edited once per generation batch. The language model is `llm(text) -> text`, `async` or not, or the endpoint of
-    `llm_url` and `llm_model`; the policy can be that itself, for its weights do not change. While E is empty the
-    template says "None" (variant `paper`: the prompt is left as it is).
+    `llm_url` and `llm_model`; the policy can be that model itself, because its weights do not change. While E is empty
+    the template says "None" (variant `paper`: the prompt is left as it is).
 
     Symbols: r (rows,) float64. A rollout of several rows counts once: their texts in order, the reward of the last.
 
-    Special cases: without a summary the rollout is left out, and its group if that makes it uniform; without a
-    comparison or JSON the group; without a plan after all tries E is unchanged (variant `paper`: additions stay). Rows
-    without a reward (NaN), and rows that `select` took out, are left out. A group of one is compared only if its reward
-    lies between the bounds.
+    Special cases: a rollout without a summary is left out, and so is its group if it becomes uniform. A group without a
+    comparison or without JSON is left out. If there is no plan after all tries, E is unchanged (variant `paper`:
+    additions stay). Rows without a reward (NaN), and rows that `select` took out, are left out. A group of one is
+    compared only if its reward lies between the bounds.
 
     State: the texts of E.
 
-    Logs: `experiences`, how many there are; `mixed`, share of the groups that were compared; `operations`, proposed;
-    `revised`, 1 if the plan of the batch could be had, 0 if not; `calls`, questions to the language model; `failed`,
-    share of them without a usable answer.
+    Logs: `experiences`, number of experiences; `mixed`, share of the groups that were compared; `operations`, proposed;
+    `revised`, 1 if the batch got a plan, else 0; `calls`, questions to the language model; `failed`, share of them
+    without a usable answer.
 
     Raises:
-        ConfigError: no language model or two, a template without its fields, an unreadable library.
-        MethodError: nothing of a batch could be summarized, or a prompt is not known.
+        ConfigError: no language model or two, a template without its fields, an unreadable library. MethodError: no
+        rollout of a batch could be summarized, or a prompt is not known.
 
     Source: arXiv 2510.08191; TencentCloudADP/youtu-agent, `practice` is utu/practice of main (bef6ba5), `paper`
     training_free_grpo of the branch training_free_GRPO (7612f86).
@@ -97,16 +99,17 @@ class TrainingFreeGrpo(Method):
         "so the distributed time-out must be longer than it takes for a whole batch."
     )
     disagreements = (
-        "The published code and the code behind the paper update the list differently: `variant`.",
+        "The published code and the code used for the paper update the list differently: `variant`.",
         "In the paper's code a merge without a text removes what it names; here it does nothing: `merge_without_text`.",
         "The authors leave out a group with a NaN; here a rollout without reward is left out and the others "
         "of its group are compared.",
-        "The authors take operations as calls finish, here in the order of the groups. Without operations "
-        "they ask for a revision all the same; here nobody is asked, and no group update without findings.",
-        "Prompts are our own words. The paper's runs have temperature 0.7, group size 5 and 2 or 3 epochs "
-        "over about 100 prompts; these are the host's settings.",
-        "What the authors do with two operations on one experience in the text of the revision is not "
-        "established (one under the other here).",
+        "The authors apply operations in the order in which calls finish; here they are applied in "
+        "the order of the groups. The authors ask for a revision even without operations; here "
+        "there is no revision without operations and no group update without findings.",
+        "The prompts are ours. The paper's runs have temperature 0.7, group size 5 and 2 or 3 "
+        "epochs over about 100 prompts; these are the host's settings.",
+        "It is not known how the authors write two operations on one experience into the text of "
+        "the revision; here one follows the other.",
     )
     needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)
@@ -136,7 +139,7 @@ class TrainingFreeGrpo(Method):
     class Params(MethodParams):
         llm: Callable[..., Any] | None = param(
             None,
-            "function llm(text): the reply as text, `async` or not; none: an endpoint answers",
+            "function llm(text) that returns the reply as text, `async` or not; none: an endpoint answers",
             only_if={"learn": True},
         )
         llm_url: str | None = param(
@@ -147,42 +150,46 @@ class TrainingFreeGrpo(Method):
         )
         llm_key_env: str | None = param(
             None,
-            "environment variable with the endpoint's key; none: none is sent",
+            "environment variable with the endpoint's key; none: no key is sent",
             only_if={"learn": True, "llm_url": GIVEN},
         )
         llm_temperature: float = param(
             0.7, "temperature of the endpoint", ge=0, only_if={"learn": True, "llm_url": GIVEN}
         )
         llm_max_tokens: int = param(
-            4096, "tokens of the endpoint's reply", ge=1, only_if={"learn": True, "llm_url": GIVEN}
+            4096, "most tokens of the endpoint's reply", ge=1, only_if={"learn": True, "llm_url": GIVEN}
         )
-        llm_timeout: float = param(300.0, "seconds of one try", gt=0, only_if={"learn": True})
+        llm_timeout: float = param(300.0, "time limit of one try, in seconds", gt=0, only_if={"learn": True})
         llm_retries: int = param(
-            2, "further tries of a call that failed or gave no usable answer", ge=0, only_if={"learn": True}
+            2, "number of further tries of a call that failed or gave no usable answer", ge=0, only_if={"learn": True}
         )
-        llm_concurrency: int = param(16, "calls at a time", ge=1, only_if={"learn": True})
-        variant: Literal["practice", "paper"] = param("practice", "update of the published code, or of the paper's")
+        llm_concurrency: int = param(16, "number of calls at the same time", ge=1, only_if={"learn": True})
+        variant: Literal["practice", "paper"] = param(
+            "practice", "update rule: that of the published code, or that of the paper's code"
+        )
         library: str | None = param(
             None,
-            "JSON file of the experiences: what the run begins with, written after each batch; it can be read"
-            " and corrected by hand",
+            "JSON file of the experiences, for example library.json: read at the start, written "
+            "after each batch, editable by hand; none: no file",
         )
-        learn: bool = param(True, "changes of the library; false: it is only used")
+        learn: bool = param(True, "permission to change the library; false: it is only used")
         per_group: int = param(
-            1, "experiences (practice) or operations (paper) a group gives at most", ge=1, only_if={"learn": True}
+            1, "most experiences (practice) or operations (paper) of a group", ge=1, only_if={"learn": True}
         )
         max_words: int = param(
             32,
-            "words of an experience, as the language model is told; a longer one is cut (ours)",
+            "most words of an experience, as the language model is told; a longer one is cut (ours)",
             ge=1,
             only_if={"learn": True},
         )
         ground_truth: bool = param(
-            True, "comparison of groups with some success only; false: of all, answers hidden", only_if={"learn": True}
+            True,
+            "comparison of groups with some success only; false: all groups, with answers hidden",
+            only_if={"learn": True},
         )
         answer_column: str | None = param(
             None,
-            "dataset column with the reference answer; none: hidden",
+            "dataset column with the reference answer; none: the answer is hidden",
             only_if={"learn": True, "ground_truth": True},
         )
         reward_low: float = param(0.0, "reward of a failure (ours)", only_if={"learn": True, "ground_truth": True})
@@ -197,31 +204,33 @@ class TrainingFreeGrpo(Method):
         )
         prompt_template: str = param(
             texts.PROMPT,
-            "prompt of a rollout, with {experiences} and {problem}, which stands for the last message of the "
-            "user; experiences make prompts longer",
+            "prompt of a rollout, with {experiences} and {problem}, the last message of the user; "
+            "experiences make prompts longer",
         )
         prompt_column: str = param("prompt", "dataset column with the prompt")
         merge_without_text: Literal["skip", "delete"] = param(
             "skip",
-            "treatment of a merge without text; delete: as the paper's code",
+            "treatment of a merge without text: no change, or deletion as in the paper's code",
             only_if={"learn": True, "variant": "paper"},
         )
 
         def check(self) -> None:
             if not self.learn and self.library is None:
                 raise ConfigError(
-                    "`learn` is false and there is no `library`, so nothing is left to do. Name its file."
+                    "`learn` is false and there is no `library`, so nothing is left to do. Set "
+                    "`library` to a file, or set `learn` to true."
                 )
             if self.learn and self.llm is None and self.llm_url is None:
                 raise ConfigError(
-                    "no language model compares the rollouts. Give the parameter `llm`, a function llm(text) as "
-                    "module:attribute (to try a run: rl_plugins.demo.advisor:canned), or `llm_url` and `llm_model` of "
-                    "an endpoint, which may serve the policy itself."
+                    "neither `llm` nor `llm_url` is given. Give the parameter `llm`, a function "
+                    "llm(text) as module:attribute (to try a run: rl_plugins.demo.advisor:canned), "
+                    "or `llm_url` and `llm_model` of an endpoint, which may serve the policy "
+                    "itself."
                 )
             if self.llm is not None and self.llm_url is not None:
-                raise ConfigError(f"`llm` and `llm_url` ({self.llm_url}) are given; only one of them can be asked.")
+                raise ConfigError(f"`llm` and `llm_url` ({self.llm_url}) are both given. Remove one of them.")
             if self.llm_url is not None and not self.llm_model:
-                raise ConfigError("`llm_url` is given without `llm_model`, the name of the model that is asked.")
+                raise ConfigError("`llm_url` is given without `llm_model`. Add the name of the model at the endpoint.")
             missing = [f for f in ("{problem}", "{experiences}") if f not in self.prompt_template]
             if missing:
                 raise ConfigError(f"`prompt_template` lacks {' and '.join(missing)}; the policy must see both.")
@@ -250,7 +259,7 @@ class TrainingFreeGrpo(Method):
         found = {}
         if p.library is not None and Path(p.library).exists():
             found = library.read_library(p.library, p.max_words)
-            self.warn(f"begins with the {len(found)} experiences of {p.library}.")
+            self.warn(f"starts with the {len(found)} experiences of {p.library}.")
         self.state = {"experiences": list(found.values())}
         if p.learn:
             self._advisor = Advisor(p, self._language_model(), self.log, self.warn)

@@ -19,7 +19,7 @@ class ExpertStep:
     Args:
         observation: what the policy sees before it acts.
         response: the expert's action as the policy would write it, with or without a thought (the paper's final model:
-            without). It stands in the history where a wrong response was.
+            without). It replaces a wrong response in the history.
     """
 
     observation: Any

@@ -17,13 +17,13 @@ from rl_plugins.rollouts import Rollouts
 
 
 class UiS1(Method):
-    """Semi-online RL: multi-turn rollouts on recorded trajectories, with discounted future returns.
+    """Semi-online RL: trains multi-turn rollouts on recorded trajectories, with discounted future returns.
 
     A task is a recorded expert trajectory, a group its rollouts. Turn k of a rollout (a step in the paper) has the
     reward r_k and the match m_k (the policy's action is the expert's). While actions match, the next recorded
     observation is served; a wrong action is replaced by the expert's in the history, at most `max_patches` times, and
-    the rollout goes on (`SemiOnlineEpisode`, `ui_s1_rollout`). The wrong action is trained with its low reward; what
-    replaces it never is. Then
+    the rollout continues (`SemiOnlineEpisode`, `ui_s1_rollout`). The wrong action is trained with its low reward; its
+    replacement is never trained. Then
 
         R_k = r_k + gamma R_{k+1}   if m_k and m_{k+1}    (`include_first_mismatch`: if m_k)
         R_k = r_k                   otherwise
@@ -36,18 +36,18 @@ class UiS1(Method):
     `filter_std`. The loss is the host's.
 
     Symbols: rewards, returns and advantages are (turns,) float64. In the signal "turns" `turn` is k, `reward` r_k and
-    `valid` m_k. After a patch the history is not what the policy wrote, so every turn is a row of its own (prompt with
-    the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a rollout may
-    also be one row. The reward of a row counts only as scored or not (NaN): reward functions and `rewards` hooks play
-    no part.
+    `valid` m_k. After a patch the history differs from what the policy wrote, so every turn is a row of its own (prompt
+    with the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a
+    rollout may also be one row. The reward of a row only tells whether it was scored (not NaN): values of reward
+    functions and `rewards` hooks are not used.
 
-    Special cases: a turn without a reward (NaN, or its row's reward is NaN) is out of every statistic, has A = 0, and
-    ends the return of the turn before it; so does a turn whose row left. A turn only one rollout reached has A_step =
-    0; a task of one turn has A = 0 and a warning. A task also leaves whose rollouts differ only in turns R_0 does not
-    reach, all of them if gamma = 0: set `filter_by: none` then.
+    Special cases: a turn without a reward (NaN, or its row's reward is NaN) counts in no statistic, has A = 0, and ends
+    the return of the turn before it; so does a turn whose row left. A turn that only one rollout reached has A_step =
+    0; a task of one turn has A = 0 and a warning. A task also leaves if its rollouts differ only in turns that R_0 does
+    not reach. With gamma = 0 that is every turn after the first: set `filter_by: none` then.
 
     Logs: `matched`, share of the turns; `patches` and `steps` (turns) per rollout; `first_return`, mean R_0; `alone`,
-    share of the turns only one rollout reached; `filtered`, share of the tasks that left.
+    share of the turns that only one rollout reached; `filtered`, share of the tasks that left.
 
     Raises:
         ConfigError: a parameter out of range.
@@ -129,7 +129,7 @@ class UiS1(Method):
         "A task with a single turn row has A_epi = r_0 in the code and 0 here.",
         "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released "
         "script, 0 in its yaml.",
-        "The authors generate until the batch is full; here no other task takes the place of one that leaves.",
+        "The authors generate until the batch is full; here no other task replaces one that leaves.",
         "The loss is the host's; the paper's is clipped GRPO with KL 1e-4.",
     )
     needs = frozenset({"turns"})
@@ -185,7 +185,7 @@ class UiS1(Method):
             only_if={"filter_by": ("first_return", "advantages")},
         )
         rows_per_rollout: int = param(
-            16, "rows of the batch a rollout may take: turns of the longest task; 1 where a rollout is one row", ge=1
+            16, "most rows of the batch per rollout: turns of the longest task; 1 if a rollout is one row", ge=1
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:
@@ -247,8 +247,9 @@ class UiS1(Method):
         self.log("filtered", leaves.double().mean())
         if len(leaves) and bool(leaves.all()):
             self.warn(
-                "no task of a batch stays: the first returns of their rollouts differ too little (`filter_std`). Where "
-                "this is frequent the tasks are too easy or too hard; lower `filter_std` or set `filter_by: none`."
+                "no task of a batch stays: the first returns of its rollouts differ too little "
+                "(`filter_std`). If this is frequent, the tasks are too easy or too hard; lower "
+                "`filter_std` or set `filter_by: none`."
             )
 
 

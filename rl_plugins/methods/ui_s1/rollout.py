@@ -1,4 +1,5 @@
-"""UI-S1 (arXiv 2509.11543): the semi-online rollout, a recorded trajectory with the patch module, a row per turn."""
+"""UI-S1 (arXiv 2509.11543): semi-online rollouts on recorded trajectories, with patches for wrong actions and a row per
+turn."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Traject
 
 
 class UiS1Rollout(Method):
-    """Semi-online rollouts on recorded expert trajectories: name it before `ui_s1`, which makes advantages of them.
+    """Makes semi-online rollouts on recorded expert trajectories. Name it before `ui_s1`, which computes their
+    advantages.
 
     A task is a dataset row with the recorded turns (observation o_k, expert's response e_k) in the column `expert`. At
     turn k (a step in the paper) the policy reads the prompt, the history and o_k and responds y_k:
@@ -26,10 +28,10 @@ class UiS1Rollout(Method):
                    history + (o_k, e_k)                  else, and the rollout goes on: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
-    The history is rendered as messages, observation (user) and response (assistant) in turn, behind the prompt's own;
-    `write` does it otherwise. In evaluation no patch is given, which is the paper's SOP.
+    The history is rendered as messages, observation (user) and response (assistant) in turn, after the prompt's own;
+    `write` replaces this rule. Evaluation gives no patches, which is the paper's SOP.
 
-    Symbols: every turn is a row of its own: its prompt is written new, with the patched history, and its completion is
+    Symbols: every turn is a row of its own: its prompt is written again with the patched history, and its completion is
     y_k. A patch is never trained. Rows of a rollout share `group` and `rollout`; `turns` has k, o_k, r_k and m_k.
     `meta["progress"]` is the share of the recorded turns done before the first mismatch (see
     `semi_online_performance`).
@@ -72,24 +74,29 @@ class UiS1Rollout(Method):
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
     needs = frozenset({"chat_template"})
     in_eval = ("rollout",)
-    idle = (Idle({"patches": 0}, "no step was patched. Every step matched, `match` failed, or `max_patches` is 0."),)
+    idle = (Idle({"patches": 0}, "no step was patched. All steps matched, `match` failed, or `max_patches` is 0."),)
     paper_settings = UiS1.paper_settings
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        column: str = param("expert", "column with the recorded turns: [observation, response] pairs or mappings")
+        column: str = param(
+            "expert", "name of the column with the recorded turns: [observation, response] pairs or mappings"
+        )
         match: Callable[..., Any] | None = param(
-            None, "function (response, expert's response, columns) -> (matched, reward); default: the same text, 1 or 0"
+            None,
+            "function match(response, expert, columns) that returns (matched, reward), for "
+            "example my_task:match; none: equal texts, with reward 1 or 0",
         )
         write: Callable[..., Any] | None = param(
-            None, "function (messages, history of (observation, response), observation) -> messages; default: in turn"
+            None,
+            "function write(messages, history, observation) that returns messages, with "
+            "(observation, response) pairs in `history`, for example my_task:write; none: "
+            "observation and response in turn",
         )
-        max_patches: int = param(1, "wrong responses of a rollout that the expert's replace", ge=0)
-        max_steps: int = param(16, "largest number of turns of a task, each a row of the batch", ge=1)
-        step_tokens: int | None = param(
-            None, "largest number of tokens of a response; none: the completion length", ge=1
-        )
-        timeout: float = param(30.0, "seconds for one call of `match`", gt=0)
+        max_patches: int = param(1, "most wrong responses of a rollout that are replaced by the expert's", ge=0)
+        max_steps: int = param(16, "most turns of a task, each a row of the batch", ge=1)
+        step_tokens: int | None = param(None, "most tokens of a response; none: the completion length", ge=1)
+        timeout: float = param(30.0, "time limit of one call of `match`, in seconds", gt=0)
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -97,7 +104,10 @@ class UiS1Rollout(Method):
 
     def rollout(self, prompt: Prompt) -> Program:
         if prompt.prefix:
-            raise MethodError("another method forces a prefix on completions; recorded turns have no place for one.")
+            raise MethodError(
+                "another method forces a prefix on completions, but recorded turns have no "
+                "place for it. Remove that method or `ui_s1_rollout`."
+            )
         expert = recorded_turns(prompt.columns, self.params.column, self.params.max_steps)
         return (yield from together([self._one(prompt, expert) for _ in range(prompt.n)]))
 

@@ -25,27 +25,27 @@ Array = NDArray[np.float64]
 
 
 class XrpoAllocate(Method):
-    """Spends the rollouts of a batch in phases, the later ones where a prompt's mean reward is least certain.
+    """Spends a batch's rollouts in phases; later phases go to prompts whose mean reward is least certain.
 
-    Every prompt gets `n_first` rollouts. What is left of the batch is spread evenly over the phases 2 .. `phases` (an
-    odd rest goes to the earlier ones). In each of them, with n rewards of deviation s (divisor n - 1) of prompt q,
+    Every prompt gets `n_first` rollouts. The rest of the batch is divided evenly among phases 2 to `phases` (the
+    earlier ones get a remainder). In each of them, with n rewards of deviation s (divisor n - 1) of prompt q,
 
         h(n)  = t_{1 - alpha/2, n - 1} s / sqrt(n)         half width of the interval of the mean reward
         Pi    = h(n) - h(n + 1) + exploration sqrt(log(1 + T) / n)
 
     and the rollouts are handed out one by one to the largest Pi; n grows with each, s stays until the phase is
-    generated. T counts all rollouts of these prompts so far, those handed out included. The total is the host's.
+    generated. T counts all rollouts of these prompts so far, including those just handed out. The total is the host's.
 
     Symbols: h, Pi one per prompt, float64.
 
     Special cases: a rollout without a reward (NaN) is not in n. A prompt with fewer than two rewards has s = 0; n
-    counts as 1 at least. Of equal Pi the prompt with fewer rollouts comes first, then the one that was planned first.
-    Prompts with given completions (replay) keep their number.
+    counts as 1 at least. Among equal Pi the prompt with fewer rollouts comes first, then the one planned first. Prompts
+    with given completions (replay) keep their number.
 
-    State: rollouts that are still to be handed out in the batch.
+    State: number of rollouts still to be handed out in the batch.
 
     Logs: `half_width`, mean h of the prompts with s > 0 before the last phase; `most`, rollouts of the largest group;
-    `moved`, share of the rollouts that went elsewhere than in equal groups.
+    `moved`, share of the rollouts that went to another prompt than in equal groups.
 
     Raises:
         ConfigError: n_first > group size, or a group of one.
@@ -98,25 +98,26 @@ class XrpoAllocate(Method):
         "The paper was read through a review, a dump of its discussion and a third party's code, not in full.",
         "Inferred: that rollouts are handed out one by one; what T counts (one source calls it training steps); the "
         "square root of the bonus (another source has none).",
-        "n_first and the weight of the bonus could not be read: half of the group size, and 0.05, are ours. In "
-        "examples/evidence/xrpo.py the error of estimated pass rates is least at 0.025 to 0.05; without a bonus a "
-        "prompt that failed `n_first` times gets no more, and from 0.5 on groups are equal.",
-        "Of equal priorities the prompt with fewer rollouts comes first, which is ours: without a bonus all prompts of "
-        "one outcome are equal.",
+        "n_first and the weight of the bonus could not be read: half of the group size, and 0.05, "
+        "are ours. In examples/evidence/xrpo.py the error of estimated pass rates is least at "
+        "0.025 to 0.05; without a bonus a prompt that failed `n_first` times gets no more "
+        "rollouts, and with 0.5 or more groups are equal.",
+        "Among equal priorities the prompt with fewer rollouts comes first. This rule is ours: "
+        "without a bonus all prompts with a single outcome are equal.",
     )
     rounds = True
     decides_rollouts = True
     full_batch = True  # rollouts are moved between prompts, not taken away
     min_group_size = 2
-    idle = (Idle({"moved": 0}, "all groups are equally large. Lower `n_first`, or look whether rewards differ."),)
+    idle = (Idle({"moved": 0}, "all groups have the same size. Lower `n_first`, or check whether rewards differ."),)
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        phases: int = param(3, "rounds of generation", ge=2, le=32)
+        phases: int = param(3, "number of rounds of generation", ge=2, le=32)
         n_first: int | None = param(
-            None, "rollouts of every prompt in the first phase; none: half of the group size", ge=2
+            None, "number of rollouts of every prompt in the first phase; none: half of the group size", ge=2
         )
-        alpha: float = param(0.05, "1 - confidence of the interval", gt=0, lt=1)
+        alpha: float = param(0.05, "alpha, one minus the confidence of the interval", gt=0, lt=1)
         exploration: float = param(0.05, "weight of the bonus for prompts with few rollouts", ge=0)
 
     def check(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""XRPO's sharpening (arXiv 2510.06672): right answers that are unlikely for their group are reinforced more."""
+"""XRPO's sharpening (arXiv 2510.06672): reinforces right answers more if they are unlikely for their group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_plugins.rollouts import Rollouts, Shape, Tokens
 
 
 class XrpoNovelty(Method):
-    """Adds a bounded bonus to the advantage of right answers that the policy found less likely than its others.
+    """Adds a bounded bonus to the advantage of right answers that are less likely than the group's average.
 
     After any estimator, for rollout i of a group, with A_i > 0:
 
@@ -30,15 +30,15 @@ class XrpoNovelty(Method):
     Symbols: A (tokens,) float64, s and eta one per rollout. A rollout of several rows is one answer: its tokens count
     together. Where a row's tokens have different advantages, each has the bonus of its own.
 
-    Special cases: rollouts without a reward (NaN) or without a token are in no mean. Groups of equal log-probs, and
-    groups whose advantages are 0, stay as they are.
+    Special cases: rollouts without a reward (NaN) or without a token count in no mean. Groups of equal log-probs and
+    groups whose advantages are 0 are unchanged.
 
-    Logs: `bonus`, mean bonus of the tokens with A > 0; `capped`, share of them that the cap holds; `novel`, share of
-    the rollouts with eta < 1 among those with A > 0.
+    Logs: `bonus`, mean bonus of the tokens with A > 0; `capped`, share of them at the cap; `novel`, share of the
+    rollouts with eta < 1 among those with A > 0.
 
     Raises:
-        ConfigError: the run has no old log-probs.
-        MethodError: a host hands out tokens without them. They are never recomputed here.
+        ConfigError: the run has no old log-probs. MethodError: the host provides tokens without them. They are never
+        recomputed here.
 
     Source: arXiv 2510.06672, as read through third parties: eta, bonus, weight 2.5 and cap 0.5.
     """
@@ -87,17 +87,16 @@ class XrpoNovelty(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        weight: float = param(2.5, "lambda, bonus of an answer of vanishing likelihood", ge=0)
-        cap: float = param(
-            0.5, "kappa: the bonus is at most this share of the advantage", ge=0, only_if={"weight": above(0)}
-        )
+        weight: float = param(2.5, "lambda, largest bonus, of an answer whose likelihood is near 0", ge=0)
+        cap: float = param(0.5, "kappa, largest bonus as a share of the advantage", ge=0, only_if={"weight": above(0)})
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         p = self.params
         if tokens.old_logprobs is None:
             raise MethodError(
-                "the tokens have no `old_logprobs`, of which novelty is made. Use a host that computes log-probs of "
-                "the policy at the start of the step, or remove `xrpo_novelty`."
+                "the tokens have no `old_logprobs`, which novelty is computed from. Use a host "
+                "that computes log-probs of the policy at the start of the step, or remove "
+                "`xrpo_novelty`."
             )
         of_rollout = rollouts.once.rows.index[tokens.row]
         advantage, likelihood = tokens.advantages, relative_likelihood(rollouts, tokens)[of_rollout]

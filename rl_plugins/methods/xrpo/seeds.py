@@ -1,4 +1,4 @@
-"""XRPO's seeding (arXiv 2510.06672): prompts that failed are tried again with solved ones like them in the context."""
+"""XRPO's seeding (arXiv 2510.06672): retries failed prompts with solved examples of similar problems in the context."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class XrpoSeeds(Method):
     from then on.
 
     The rollouts are trained under the prompt they were made with, examples included, so they are on-policy. They join
-    the group of the plain ones. What is learned is to solve q with examples in sight; that it carries over to the plain
-    prompt is the paper's hope.
+    the group of the plain rollouts. The policy learns to solve q with examples in the context; the paper expects that
+    this carries over to the plain prompt.
 
-    With `second_round` half of every prompt's rollouts (of an odd number the smaller half) are made in a second round;
-    the number stays. Without it, it changes the prompts of the rows that other methods plan in later rounds
-    (`xrpo_allocate`, `dars`, `v0_5`), and plans none: name it behind them, for it sees what those before it planned.
+    With `second_round` half of every prompt's rollouts (rounded down) are made in a second round; the total stays.
+    Without it, the method plans no rollouts and changes the prompts of rows that other methods plan in later rounds
+    (`xrpo_allocate`, `dars`, `v0_5`). Name it after them, because it sees only what methods before it planned.
 
     Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
     the corpus, after them. A rollout of several rows is one answer.
@@ -61,7 +61,7 @@ class XrpoSeeds(Method):
     rollouts were seeded.
 
     Logs: `corpus`, prompts in it; `later`, rollouts of later rounds; `seeded`, those of them with examples; `rescued`,
-    prompts that first succeeded with examples; `right`, share of successes with examples.
+    prompts whose first success came with examples; `right`, share of successes with examples.
 
     Raises:
         ConfigError: prompts with images, a stream, a template without its fields.
@@ -105,8 +105,8 @@ class XrpoSeeds(Method):
         "Whether the paper trains on the plain or the augmented prompt was not established; the plain one would be "
         "off-policy, so it is the augmented one here.",
         "The paper retrieves with Qwen3-Embedding-8B; here it is TF-IDF unless `embed` is given.",
-        "The paper's template was not read; it is our own words. Limits of the corpus, and that it keeps one answer of "
-        "each prompt, are ours.",
+        "The paper's template was not read; the wording is ours. The limits of the corpus and the "
+        "rule of one answer per prompt are ours.",
         "In the paper an answer joins the corpus at once; here with its batch.",
     )
     rounds = True
@@ -115,26 +115,28 @@ class XrpoSeeds(Method):
     idle = (
         Idle(
             {"later": 0},
-            "no rollouts were planned after the first round, so none could be seeded. Set `second_round`, or name "
-            "`xrpo_seeds` behind a method that generates in rounds.",
+            "no rollouts were planned after the first round, so none could be seeded. Set "
+            "`second_round`, or name `xrpo_seeds` after a method that generates in rounds.",
         ),
     )
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        examples: int = param(2, "K, solved prompts in the context", ge=1)
+        examples: int = param(2, "K, number of solved prompts in the context", ge=1)
         second_round: bool = param(
-            True, "half of the rollouts in a second round; off beside a method that makes rounds"
+            True, "second round with half of the rollouts; false together with a method that makes rounds"
         )
-        corpus_size: int = param(1024, "prompts whose answers are kept", ge=1)
-        max_characters: int = param(2000, "length at which an answer is cut", ge=1)
+        corpus_size: int = param(1024, "number of prompts whose answers are kept", ge=1)
+        max_characters: int = param(2000, "largest length of an answer, in characters; a longer one is cut", ge=1)
         embed: Callable[..., Any] | None = param(
-            None, "function embed(texts): a row of numbers for each text, instead of TF-IDF"
+            None,
+            "function embed(texts) that returns a row of numbers for each text, for example "
+            "my_embedder:embed; none: TF-IDF",
         )
-        success_threshold: float = param(0.5, "reward from which a rollout is a success")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
         prompt_column: str = param("prompt", "dataset column with the prompt")
         template: str | None = param(
-            None, "prompt with the fields {examples} and {problem}; none: English words of our own"
+            None, "prompt with the fields {examples} and {problem}; none: our own English text"
         )
 
         def check(self) -> None:
@@ -163,7 +165,7 @@ class XrpoSeeds(Method):
     def start(self, run: Run) -> None:
         if run.dataset is None:
             raise ConfigError(
-                f"the dataset is a stream, and answers are kept by dataset rows. Use a dataset with random access, or "
+                f"the dataset is a stream, but answers are kept by dataset rows. Use a dataset with random access, or "
                 f"remove `{self.name}`."
             )
         self._dataset = run.dataset
