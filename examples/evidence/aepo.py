@@ -23,15 +23,15 @@ import itertools
 import math
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, named, save, summary
+from matplotlib.figure import Figure
 
 from rl_plugins.agents import Observation
+from rl_plugins.compare.figures import bars, line, name_lines, panels
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.aepo import AepoRollout
 from rl_plugins.params import build_params
@@ -57,7 +57,6 @@ ARMS: dict[str, list[str]] = {
     "advantages": ["aepo_advantages"],
     "both": ["aepo_clip", "aepo_advantages"],
 }
-COLORS = dict(zip(ARMS, ("black", "tab:blue", "tab:green", "tab:orange"), strict=True))
 
 
 # ---- branching
@@ -97,6 +96,8 @@ def agent(text: str) -> Mapping[str, float]:
 def branch(arm: str, seed: int) -> dict[str, float]:
     gini, uncertain, answers = [], [], []
     given = {"environment": Walk, "vocabulary": 8, "max_turns": TURNS, "entropy_weight": 0.2, **BRANCHING[arm]}
+    if given["entropy_weight"] == 0:
+        del given["vocabulary"]
     method = AepoRollout(build_params(AepoRollout.Params, given, "aepo_rollout"))
     for i in range(TREE_PROMPTS):
         engine = TableEngine(agent, seed=1000 * seed + i)
@@ -210,31 +211,29 @@ def main() -> None:
         result["learning"][arm] = dict(zip(("after 25", "after 100", "after 25, less PPO"), cells, strict=True))
         result["curves"][arm] = np.mean(every[arm], axis=0).tolist()
         print(f"{arm:22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<5.1f}" for c in cells))
-    save(args.out, "aepo", result, lambda path: plot(result, path), start)
+    save(args.out, "aepo", result, lambda: plot(result), start)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
-    for key, scale, label in (("gini", 100, "Gini index of copies x 100"), ("behind uncertain turns %", 1, None)):
-        cells = [of[key] for of in result["branching"].values()]
-        x = np.arange(len(cells)) + (0.2 if scale == 1 else -0.2)
-        height, error = ([scale * c[of] for c in cells] for of in ("mean", "ci95"))
-        left.bar(x, height, 0.36, yerr=error, capsize=3, label=label or "copies behind uncertain turns (%)")
-    left.set_xticks(range(len(result["branching"])), result["branching"], rotation=12)
-    left.set(title=f"Branching, {K} rollouts")
-    left.legend(fontsize=8)
-    names = list(result["probe"])
-    cells = list(result["probe"].values())
-    middle.bar(range(len(cells)), [c["mean"] for c in cells], yerr=[c["ci95"] for c in cells], capsize=3)
-    middle.set_xticks(range(len(cells)), names, rotation=60, fontsize=7)
-    middle.set(ylabel=f"chains from the prompt, of {K}", title="Probe: tokens per turn | entropy of start / later")
-    for arm in ARMS:
-        right.plot(result["curves"][arm], color=COLORS[arm], label=arm)
-    right.set(xlabel=f"batches of {UPDATES} updates", ylabel="success rate over all prompts (%)", title="Learning")
-    right.legend(fontsize=8)
-    figure.suptitle("AEPO (arXiv 2510.14545): mean over seeds, bars with 95 % interval")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(result: dict[str, Any]) -> Figure:
+    figure, (branching, learning, probe) = panels(3, 3.0)
+    found = result["branching"]
+    shown = {
+        "Gini index of copies (x 100)": ("gini", 100),
+        "copies behind uncertain turns (%)": ("behind uncertain turns %", 1),
+    }
+    shares = {
+        label: [(scale * c[key]["mean"], scale * c[key]["ci95"]) for c in found.values()]
+        for label, (key, scale) in shown.items()
+    }
+    bars(branching, [key.replace(" ", "\n", 1) for key in found], shares)
+    named(branching, "", "", f"Branching, {K} rollouts")
+    for i, arm in enumerate(ARMS):
+        learning.plot(result["curves"][arm], label=arm, **line(i))
+    named(learning, f"batches of {UPDATES} updates", "success rate over all prompts (%)", "Learning")
+    across(probe, result["probe"], result["probe"].values(), f"chains from the prompt, of {K}")
+    probe.set_title("Probe: tokens per turn | entropy of start / later", loc="left", fontweight="bold")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

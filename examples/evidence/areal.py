@@ -25,15 +25,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import arguments, interval, named, points, save
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.areal import ArealAdmission, capacity
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
@@ -141,21 +141,19 @@ def main() -> None:
         for lag, row in lags.items():
             print(f"  {lag} batches old", "  ".join(f"{v['mean']:.3f} ± {v['ci95']:.3f}" for v in row.values()))
 
-    def plot(path: Path) -> None:
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.5))
-        axes[0].plot(ETAS, [results["ahead"][e]["throughput"]["mean"] for e in ETAS], "o-", label="throughput")
-        axes[0].plot(ETAS, [results["ahead"][e]["staleness"]["mean"] for e in ETAS], "o-", label="mean staleness")
-        axes[0].set_xlabel("eta")
-        axes[0].legend()
-        for arm in ARMS:
-            axes[1].plot(LAGS, [results["reward"]["large"][lag][arm]["mean"] for lag in LAGS], "o-", label=arm)
-        axes[1].set_xlabel("batches old")
-        axes[1].set_ylabel("expected reward, large rate")
-        axes[1].legend()
-        figure.tight_layout()
-        figure.savefig(path)
+    save(args.out, "areal", results, lambda: plot(results), start)
 
-    save(args.out, "areal", results, plot, start)
+
+def plot(results: dict[str, Any]) -> Figure:
+    figure, (ahead, reward) = panels(2)
+    for i, key in enumerate(("throughput", "staleness")):
+        points(ahead, ETAS, [results["ahead"][e][key] for e in ETAS], f"{'mean ' if i else ''}{key}", i + 1)
+    named(ahead, "eta", "throughput (synchronous = 1), staleness (versions)")
+    for i, arm in enumerate(ARMS):
+        points(reward, LAGS, [results["reward"]["large"][lag][arm] for lag in LAGS], arm, (0, 3, 4)[i])
+    named(reward, "age of the rollouts (batches)", "expected reward, large learning rate")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

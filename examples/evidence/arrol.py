@@ -23,13 +23,13 @@ method is for and the paper's, as it was reported, hardly does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, save, summary
+from common import across, arguments, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.arrol import Arrol
 from rl_plugins.params import build_params
 from rl_plugins.requests import Generate, Generated, Prompt, Scored, Trajectory
@@ -90,7 +90,8 @@ class Simulated:
 
 
 def one_run(arm: str, seed: int) -> dict[str, float]:
-    params = {"detect_tokens": PROBE, "cold_start": COLD} | ARMS[arm]
+    stops = ARMS[arm].get("keep_ratio", 0.5) < 1
+    params = {"detect_tokens": PROBE} | ({"cold_start": COLD} if stops else {}) | ARMS[arm]
     driver, worker = (Arrol(build_params(Arrol.Params, params, "arrol")) for _ in range(2))
     group = GROUP // 2 if arm == "group of 8" else GROUP
     stack = start_stack(driver, seed=seed, run=make_run(max_completion_length=LENGTH, group_size=group))
@@ -137,20 +138,16 @@ def main() -> None:
         print(f"{arm:18s} {cells}")
     settings = dict(prompts=PROMPTS, group=GROUP, probe=PROBE, length=LENGTH, batches=BATCHES, seeds=args.seeds)
     content = {"method": "arrol", "settings": settings, "results": results}
-    save(args.out, "arrol", content, lambda path: plot(results, path))
+    save(args.out, "arrol", content, lambda: plot(results))
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(1, len(MEASURES), figsize=(15, 3.8), constrained_layout=True, sharey=True)
-    arms = list(results)
-    for ax, (name, title) in zip(axes, MEASURES.items(), strict=True):
-        values = [results[arm][name] for arm in arms]
-        ax.barh(arms, [v["mean"] for v in values], xerr=[v["ci95"] for v in values], capsize=2, color="tab:blue")
-        ax.set(title=title, xlabel="share" if name != "variance" else "m (1 - m)")
-        ax.grid(alpha=0.3, axis="x")
-    axes[0].invert_yaxis()
-    fig.suptitle(f"ARRoL: what stopping half of {GROUP} rollouts leaves, simulated, 95 % over seeds")
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, Any]) -> Figure:
+    figure, axes = panels(len(MEASURES), 2.2, sharey=True)
+    for axis, (key, title) in zip(axes, MEASURES.items(), strict=True):
+        across(axis, results, [found[key] for found in results.values()], "m (1 - m)" if key == "variance" else "share")
+        axis.set_title(title, loc="left")
+    axes[0].set_ylim(len(results) - 0.5, -0.5)
+    return figure
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.best_perm import BestPerm, best_permutation
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.rounds import Rounds
@@ -123,20 +123,17 @@ def main() -> None:
                 result["table"].setdefault(place, {})[arm] = cells
                 texts = (f"{k} {c['mean']:.3f} +- {c['ci95']:.3f}" for k, c in cells.items())
                 print(f"{place:34} {arm:22} {'   '.join(texts)}", flush=True)
-    save(args.out, "best_perm", result, lambda path: plot(result, path), start)
+    save(args.out, "best_perm", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, axes = plt.subplots(2, len(result["table"]), figsize=(16, 7))
-    for column, (place, arms) in zip(axes.T, result["table"].items(), strict=True):
-        for axis, key in zip(column, ("value", "tries"), strict=True):
-            mean, half = ([arms[arm][key][what] for arm in ARMS] for what in ("mean", "ci95"))
-            axis.bar(range(len(ARMS)), mean, yerr=half, capsize=2)
-            axis.set_xticks(range(len(ARMS)), ARMS, rotation=30, ha="right", fontsize=8)
-            axis.set(title=place, ylabel=f"{key} per prompt")
-    figure.suptitle("best_perm: mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(result: dict) -> Figure:
+    table = result["table"]
+    figure, axes = panels(2 * len(table), 2.2)
+    for pair, (place, arms) in zip(zip(axes[::2], axes[1::2], strict=True), table.items(), strict=True):
+        for axis, key in zip(pair, ("value", "tries"), strict=True):
+            across(axis, ARMS, [arms[arm][key] for arm in ARMS], f"{key} per prompt")
+            axis.set_title(place, loc="left")
+    return figure
 
 
 if __name__ == "__main__":

@@ -21,13 +21,14 @@ The numbers come from the method itself through the driver. Intervals are 95 % S
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, named, points, save, summary
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.brorl import BroRL, mass_balance
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -110,31 +111,28 @@ def main() -> None:
             result[name][str(n)] = cells
             texts = (f"{k} {c['mean']:.5g} +- {c['ci95']:.2g}" for k, c in cells.items())
             print(f"{name:8} N={n:<5} {'   '.join(texts)}")
-    save(args.out, "brorl", result, lambda path: plot(result, path), start)
+    save(args.out, "brorl", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4))
+def plot(result: dict) -> Figure:
+    figure, (balance, signal, unseen) = panels(3)
 
-    def line(axis: plt.Axes, table: str, key: str, label: str) -> None:
-        cells = result[table]
-        x = [int(n) for n in cells]
-        mean = [c[key]["mean"] for c in cells.values()]
-        axis.errorbar(x, mean, [c[key]["ci95"] for c in cells.values()], marker="o", capsize=2, label=label)
+    def draw_line(axis: Axes, table: str, key: str, label: str, i: int) -> None:
+        points(axis, [int(n) for n in result[table]], [c[key] for c in result[table].values()], label, i)
         axis.set_xscale("log", base=2)
 
-    line(axes[0], "balance", "ratio", "median |coupling| / sampled part")
-    axes[0].set(yscale="log", xlabel="N", title="one update of a softmax over 1000 tokens")
-    line(axes[1], "signal", "signal", "groups with unequal rewards (%)")
-    axes[1].set(xlabel="N", title="heavy-tailed success rates")
-    line(axes[2], "unseen", "estimate", "Good-Turing estimate")
-    line(axes[2], "unseen", "true", "true")
-    axes[2].set(xlabel="N", title="probability of answers not found")
-    for axis in axes:
-        axis.legend(fontsize=8)
-    figure.suptitle("BroRL (arXiv 2510.01180): mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    draw_line(balance, "balance", "ratio", "_", 0)
+    balance.set_yscale("log")
+    named(
+        balance, "N, rollouts per prompt", "median |coupling| / sampled part", "One update, softmax over 1,000 tokens"
+    )
+    draw_line(signal, "signal", "signal", "_", 0)
+    named(signal, "N, rollouts per prompt", "groups with unequal rewards (%)", "Heavy-tailed success rates")
+    draw_line(unseen, "unseen", "true", "true", 0)
+    draw_line(unseen, "unseen", "estimate", "Good-Turing estimate", 1)
+    named(unseen, "N, rollouts per prompt", "probability", "Answers not found among N")
+    unseen.legend()
+    return figure
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ only a better judge does. GRPO on the scalar is faster, for verdicts keep the si
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, interval, save
+from common import arguments, interval, named, runs_band, save
+from matplotlib.figure import Figure
 
-from rl_plugins.compare.report import Interval
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.brpo import Brpo
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
@@ -123,7 +122,7 @@ def main() -> None:
 
     constants = dict(arms=ARMS, prompts=PROMPTS, group=GROUP, steps=STEPS, rate=RATE, noise=NOISE, seeds=args.seeds)
     content = {"method": "brpo", "settings": constants, "results": results}
-    save(args.out, "brpo", content, lambda path: plot(curves, path))
+    save(args.out, "brpo", content, lambda: plot(curves))
     columns = ("quality", "quality - one order", "verbosity", "dropped", "agree")
     print(f"{'':38s}" + "".join(f"{name:>22s}" for name in columns))
     for setting, methods in results.items():
@@ -132,21 +131,14 @@ def main() -> None:
             print(f"{setting:20s}{method:18s}" + "".join(f"{cell:>22s}" for cell in cells))
 
 
-def plot(curves: dict[str, dict[str, Any]], path: Path) -> None:
-    fig, axes = plt.subplots(1, len(curves), figsize=(4.2 * len(curves), 4), sharey=True, constrained_layout=True)
-    for ax, (setting, methods) in zip(axes, curves.items(), strict=True):
-        for method, runs in methods.items():
-            y = np.stack(runs)
-            band = [Interval.of(column) for column in y.T]
-            mean, half = np.array([b.mean for b in band]), np.nan_to_num([b.half for b in band])
-            (line,) = ax.plot(mean, label=method)
-            ax.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.2, color=line.get_color())
-        ax.set(title=setting, xlabel="step")
-        ax.grid(alpha=0.3)
-    axes[0].set_ylabel("true mean quality of the policy (0..1)")
-    axes[0].legend(fontsize=8)
-    fig.suptitle(f"BRPO against a biased judge: groups of {GROUP}, {len(runs)} seeds, 95 %")
-    fig.savefig(path, dpi=110)
+def plot(curves: dict[str, dict[str, Any]]) -> Figure:
+    figure, axes = panels(len(curves), sharey=True)
+    for axis, (setting, methods) in zip(axes, curves.items(), strict=True):
+        for i, (method, runs) in enumerate(reversed(methods.items())):
+            runs_band(axis, range(len(runs[0])), runs, method, i)
+        named(axis, "optimizer step", "true mean quality of the policy (0 to 1)", setting.capitalize())
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

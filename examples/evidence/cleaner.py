@@ -25,14 +25,14 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, save, summary
+from common import arguments, named, save, summary
+from matplotlib.figure import Figure
 
 from rl_plugins.agents import Observation
+from rl_plugins.compare.figures import line, name_lines, panels
 from rl_plugins.methods.cleaner import Cleaner
 from rl_plugins.requests import Trajectory
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -42,7 +42,7 @@ GROUPS, SIZE, UPDATES, RATE, RIGHT, FIX, TRIES = 8, 8, 30, 8.0, 0.7, 0.6, 4
 STARTS = (0.2, 0.5)
 ARMS = {
     "plain loop": {"rollback_probability": 0.0, "max_turns": TRIES + 1},
-    "CLEANER": {"max_tool_retries": TRIES - 1, "max_turns": 2},
+    "CLEANER": {"note": "", "max_tool_retries": TRIES - 1, "max_turns": 2},
 }
 
 
@@ -84,7 +84,7 @@ def rollouts_of(arm: str, logits: np.ndarray, seed: int) -> list[Trajectory]:
         return {"[" if text.endswith(">") else "]" if text[-1] in "gb" else EOS: 1.0}
 
     engine = TableEngine(model, seed=seed)
-    method = Cleaner(Cleaner.Params(environment=Tool, marker="[", note="", **ARMS[arm]))
+    method = Cleaner(Cleaner.Params(environment=Tool, marker="[", **ARMS[arm]))
     prompts = [make_prompt(engine.chat, f"q{i}", n=SIZE, max_tokens=200, seed=f"{seed}|{i}") for i in range(GROUPS)]
     return [rows[0] for prompt in run_program(method, prompts, engine) for rows in prompt]
 
@@ -153,19 +153,19 @@ def main() -> None:
             shown = [_pm(cells["first"]), _pm(cells["after_error"]), _pm(cells["gradient"], 4)]
             shown += [f"{cells['theory']:.4f}", _pm(cells["errors"])]
             print(f"{f'{100 * begin:.0f} %, {arm}':32}" + "".join(f"{s:>20}" for s in shown))
-    save(args.out, "cleaner", result, lambda path: plot(result, path), start)
+    save(args.out, "cleaner", result, lambda: plot(result), start)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4), sharey=True)
-    for axis, which, title in zip(axes, (0, 1), ("first call", "call after an error"), strict=True):
-        for (name, cells), style in zip(result["runs"].items(), ("k--", "C1--", "k-", "C1-"), strict=True):
-            axis.plot(100 * np.array(cells["curve"])[:, which], style, label=f"start {name}")
-        axis.set(title=title, xlabel="updates", ylabel="chance that it is good (%)", ylim=(0, 100))
-    axes[0].legend(fontsize=8)
-    figure.suptitle("CLEANER (arXiv 2601.15141) on an agent with two logits: mean over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(result: dict[str, Any]) -> Figure:
+    figure, axes = panels(2, 3.0, sharey=True)
+    for axis, which, title in zip(axes, (0, 1), ("First call", "Call after an error"), strict=True):
+        for k, (arm, cells) in enumerate(result["runs"].items()):
+            style = {**line(k % 2), "linestyle": ":" if k < 2 else "-"}
+            axis.plot(100 * np.array(cells["curve"])[:, which], label=f"start {arm}", **style)
+        axis.set_ylim(0, 100)
+        named(axis, "optimizer step", "chance that it is good (%)", title)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -34,17 +34,17 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save
+from common import arguments, named, points, save
+from matplotlib.figure import Figure
 from scipy.stats import rankdata
 from torch import Tensor
 
 from rl_plugins.agents.turns import Turns
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.compare.report import Interval
 from rl_plugins.demo.environments import Grid
 from rl_plugins.estimators import grpo_advantages
@@ -184,13 +184,8 @@ ARMS: dict[str, Method | Callable[[Rollouts], Tensor]] = {
     "UI-S1, not divided": UiS1(UiS1.Params(filter_by="none", scale="none")),
 }
 REFERENCE = "return - V"
-SHOWN = dict(
-    zip(
-        ("GRPO", "GiGPO", "GiGPO, divided by std", "HGPO, paper's weights", "HGPO, not divided", "UI-S1", REFERENCE),
-        ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:cyan", "tab:green", "black"),
-        strict=True,
-    )
-)
+SHOWN_WORLDS = ("grid level 1", "dense", "recording")  # the figure's; the JSON has all
+SHOWN = ("GRPO", "GiGPO", "GiGPO, divided by std", "HGPO, paper's weights", "HGPO, not divided", "UI-S1", REFERENCE)
 
 
 @dataclass(frozen=True)
@@ -375,7 +370,7 @@ def main() -> None:
                 }
                 if size == MAIN_SIZE:
                     show(f"{kind}, competence {competence}, groups of {size}", result["measures"][key])
-    save(args.out, "credit", result, lambda path: plot(result, path), start)
+    save(args.out, "credit", result, lambda: plot(result), start)
 
 
 def show(title: str, found: dict[str, dict[str, dict[str, float]]]) -> None:
@@ -392,36 +387,21 @@ def show(title: str, found: dict[str, dict[str, dict[str, float]]]) -> None:
             print(f"{arm:24}" + "".join(f"{c:>14}" for c in cells))
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(3, len(WORLDS), figsize=(4.2 * len(WORLDS), 10.5), sharey="row")
-    for column, (kind, (_, competences)) in zip(axes.T, WORLDS.items(), strict=True):
-        by_competence = [result["measures"][f"{kind} | {c} | {MAIN_SIZE}"] for c in competences]
-        middle = competences[len(competences) // 2]
-        by_size = [result["measures"][f"{kind} | {middle} | {s}"] for s in SIZES]
-        scores = [found[""]["score"]["mean"] for found in by_competence]
-        for axis, measure, x, found in (
-            (column[0], "pearson", scores, by_competence),
-            (column[1], "cosine", scores, by_competence),
-            (column[2], "cosine", list(SIZES), by_size),
+def plot(result: dict[str, Any]) -> Figure:
+    worlds = {kind: WORLDS[kind] for kind in SHOWN_WORLDS}
+    figure, axes = panels(2 * len(worlds), 2.5)
+    for pair, (kind, (_, competences)) in zip(zip(axes[::2], axes[1::2], strict=True), worlds.items(), strict=True):
+        found = [result["measures"][f"{kind} | {c} | {MAIN_SIZE}"] for c in competences]
+        scores = [f[""]["score"]["mean"] for f in found]
+        for axis, measure, label in zip(
+            pair, ("pearson", "cosine"), ("correlation with Q - V", "cosine with the exact gradient"), strict=True
         ):
-            for arm, color in SHOWN.items():
+            for i, arm in enumerate(SHOWN):
                 if arm in found[0]:
-                    means = [f[arm][measure]["mean"] for f in found]
-                    errors = [f[arm][measure]["ci95"] for f in found]
-                    axis.errorbar(x, means, yerr=errors, label=arm, color=color, capsize=2, marker="o", markersize=3)
-            axis.grid(alpha=0.3)
-        column[0].set(title=kind, xlabel="score of the policy")
-        column[1].set(xlabel="score of the policy")
-        column[2].set_xscale("log", base=2)
-        column[2].set(xlabel=f"rollouts per group, of {BATCH} (score {by_size[0]['']['score']['mean']:.2f})")
-    for axis, text in zip(
-        axes[:, 0], ("correlation with Q - V", "cosine with the gradient", "cosine with the gradient"), strict=True
-    ):
-        axis.set_ylabel(text)
-    axes[0, -1].legend(fontsize=8)
-    figure.suptitle("Credit per turn against the exact advantage and gradient: mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+                    points(axis, scores, [f[arm][measure] for f in found], arm, i)
+            named(axis, "score of the policy", label, kind.capitalize())
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -19,14 +19,14 @@ over seeds.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, corner_legend, named, save, summary
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import line, panels
 from rl_plugins.methods.d3s import D3s
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime.decide import Decision
@@ -38,7 +38,6 @@ FIXED = {"group_rows_end": 0.5, "batch_rows_end": 0.25, "tokens_end": 0.2}
 ROWS_ONLY = {"tokens_start": 1.0}
 TOKENS_ONLY = {"group_rows_start": 1.0, "batch_rows_start": None}
 ARMS = ("GRPO", "D3S", "D3S, no schedule", "D3S, rows only", "D3S, tokens only", "random tokens")
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:orange", "tab:red", "tab:blue", "tab:green", "tab:purple"), strict=True))
 
 
 class RandomTokens(D3s):
@@ -148,26 +147,20 @@ def main() -> None:
         }
         cells = "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<3.1f}" for c in (final, early))
         print(f"{arm:20}{ratio['mean']:>11.2f} +-{ratio['ci95']:.2f}{cells}{used['mean']:>12.1f}")
-    save(args.out, "d3s", result, lambda path: plot(result, path), start)
+    save(args.out, "d3s", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
-    cells = result["gradient_ratio"]
-    left.bar(range(len(ARMS)), [cells[a]["mean"] for a in ARMS], yerr=[cells[a]["ci95"] for a in ARMS], capsize=3,
-             color=[COLORS[a] for a in ARMS])  # fmt: skip
-    left.set_xticks(range(len(ARMS)), [a.replace(", ", "\n").replace(" ", "\n") for a in ARMS], fontsize=8)
-    left.set(ylabel="gradient norm / that of all tokens", title="First batch")
-    for arm in ARMS:
+def plot(result: dict) -> Figure:
+    figure, (updates, tokens, norm) = panels(3)
+    for i, arm in enumerate(ARMS):
         curve = result["curves"][arm]
-        middle.plot(curve["accuracy"], color=COLORS[arm], label=arm)
-        right.plot(curve["thousand_tokens"], curve["accuracy"], color=COLORS[arm], label=arm)
-    middle.set(xlabel="updates", ylabel="right digits (%)", title="Over updates")
-    right.set(xlabel="tokens updated (thousands)", ylabel="right digits (%)", title="Over updated tokens")
-    middle.legend()
-    figure.suptitle("D3S (arXiv 2509.22115): mean over seeds, bars with 95 % interval")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        updates.plot(curve["accuracy"], label=arm, **line(i))
+        tokens.plot(curve["thousand_tokens"], curve["accuracy"], label=arm, **line(i))
+    named(updates, "optimizer step", "right digits (%)")
+    named(tokens, "tokens trained (thousands)", "right digits (%)")
+    across(norm, ARMS, [result["gradient_ratio"][arm] for arm in ARMS], "first gradient norm / that of all tokens")
+    corner_legend(figure, updates)
+    return figure
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save
+from common import arguments, grouped, named, points, save
 from common import summary as over_seeds
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
 from rl_plugins.methods.dars import Dars
@@ -163,24 +163,6 @@ def paired(runs: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     return found
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for arm, values in results["totals"].items():
-        if not arm.startswith("rollouts"):
-            left.errorbar(RATES, [v["mean"] for v in values], [v["ci95"] for v in values], label=arm, marker="o", ms=3)
-    left.set(xscale="log", xlabel="pass rate", ylabel="total of |advantage| per prompt")
-    left.legend()
-    names = [a for a in results["learning"] if not a.startswith("difference")]
-    for i, measure in enumerate(("ever solved", "hard ones learned", "mean pass rate")):
-        values = [results["learning"][a][measure] for a in names]
-        place = np.arange(len(names)) + 0.27 * i
-        right.bar(place, [v["mean"] for v in values], 0.25, yerr=[v["ci95"] for v in values], label=measure)
-    right.set_xticks(np.arange(len(names)) + 0.27, names, rotation=25, ha="right", fontsize=7)
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # batches of which nothing is left are meant to be
     args, start = arguments(__doc__ or "", seeds=10), time.time()
@@ -192,7 +174,27 @@ def main() -> None:
     for arm, values in results["learning"].items():
         print(f"{arm:26}" + "  ".join(f"{n} {v['mean']:.3f} ± {v['ci95']:.3f}" for n, v in values.items()))
     content = {"method": "dars", "settings": {"rates": RATES, "seeds": args.seeds}, "results": results}
-    save(args.out, "dars", content, lambda path: plot(results, path), start)
+    save(args.out, "dars", content, lambda: plot(results), start)
+
+
+def plot(results: dict[str, Any]) -> Figure:
+    figure, (totals, learned) = panels(2, columns=1)
+    arms = [arm for arm in results["totals"] if not arm.startswith("rollouts")]
+    for i, arm in enumerate(arms):
+        points(totals, RATES, results["totals"][arm], arm, i)
+    totals.set_xscale("log")
+    named(totals, "pass rate", "total of |advantage| per prompt")
+    totals.legend()
+    names = [arm for arm in results["learning"] if not arm.startswith("difference")]
+    measures = ("ever solved", "hard ones learned", "mean pass rate")
+    grouped(
+        learned,
+        [n.replace(", ", ",\n") for n in names],
+        {m: [results["learning"][arm][m] for arm in names] for m in measures},
+    )
+    named(learned, "", "share of the prompts")
+    learned.legend(ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    return figure
 
 
 if __name__ == "__main__":

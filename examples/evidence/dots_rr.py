@@ -27,11 +27,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import arguments, interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, name_lines, panels
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.methods.dots import Dots, save_adapter, train_adapter
@@ -253,18 +254,17 @@ def main() -> None:
         for arm, row in results["replay"][name].items():
             print(name, arm, {k: f"{v['mean']:.3f} ± {v['ci95']:.3f}" for k, v in row.items()}, flush=True)
 
-    def plot(path: Path) -> None:
-        figure, axis = plt.subplots(figsize=(6, 3.5))
-        for arm, several in curves.items():
-            n = min(len(c) for c in several)
-            axis.plot(several[0][:n, 0], np.mean([c[:n, 1] for c in several], 0), label=arm)
-        axis.set_xlabel("rollouts generated")
-        axis.set_ylabel("expected reward")
-        axis.legend(fontsize=7)
-        figure.tight_layout()
-        figure.savefig(path)
+    save(args.out, "dots_rr", results, lambda: plot(curves), start)
 
-    save(args.out, "dots_rr", results, plot, start)
+
+def plot(curves: dict[str, Any]) -> Figure:
+    figure, (axis,) = panels(1, 3.2)
+    for i, (arm, several) in enumerate(curves.items()):
+        n = min(len(c) for c in several)
+        axis.plot(several[0][:n, 0], np.mean([c[:n, 1] for c in several], 0), label=arm, **line(i))
+    named(axis, "rollouts generated", "expected reward")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

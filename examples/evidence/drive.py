@@ -14,13 +14,13 @@ the same for all problems, and mean success over all problems (what is forgotten
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, interval, save
+from common import across, arguments, interval, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.drive import Drive
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
@@ -86,18 +86,15 @@ def main() -> None:
             print(f"  {arm:40s} {r['mean']:8.3f} +- {r['ci95']:.3f}")
     settings = dict(problems=PROBLEMS, rows=ROWS, batches=BATCHES, learning=LEARNING, spread=SPREAD, seeds=args.seeds)
     content = {"method": "drive", "settings": settings, "results": results}
-    save(args.out, "drive", content, lambda path: plot(results, path), start)
+    save(args.out, "drive", content, lambda: plot(results), start)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(1, len(results), figsize=(15, 4), constrained_layout=True)
-    for ax, (name, arms) in zip(axes, results.items(), strict=True):
-        shown = list(ARMS)
-        ax.barh(shown, [arms[a]["mean"] for a in shown], xerr=[arms[a]["ci95"] for a in shown])
-        ax.set(title=name)
-        ax.invert_yaxis()
-        ax.grid(alpha=0.3)
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, Any]) -> Figure:
+    figure, axes = panels(len(results), 2.0, sharey=True)
+    for axis, (title, arms) in zip(axes, results.items(), strict=True):
+        across(axis, ARMS, [arms[arm] for arm in ARMS], title)
+    axes[0].set_ylim(len(ARMS) - 0.5, -0.5)
+    return figure
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, named, save, summary
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import bars, color, line, panels
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.drpo import Drpo
 from rl_plugins.rollouts import Rollouts, Rows, Terms
@@ -169,39 +169,30 @@ def main() -> None:
             cell = summary([micro_batch_error(tau, drift, seed) for seed in range(args.seeds)])
             result["micro_batch_error_percent"][f"tau {tau:g} | move {drift:g}"] = cell
             print(f"{tau:>5g}{drift:>7g}{cell['mean']:>22.1f} +-{cell['ci95']:.1f}")
-    save(args.out, "drpo", result, lambda path: plot(result, path), start)
+    save(args.out, "drpo", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
-    width = 0.27
-    for i, (name, values) in enumerate(result["example"].items()):
-        left.bar(np.arange(6) + width * (i - 1), values, width, label=name)
-    left.axhline(0, color="black", linewidth=0.8)
-    left.set_xticks(range(6), ["right\nL=1", "right\nL=3", "right\nL=7", "wrong\nL=2", "wrong\nL=4", "wrong\nL=8"])
-    left.set(ylabel="advantage / weight of the score", title="Six answers to one question (C = 8)")
-    left.legend()
-    for arm, color in (("GRPO", "tab:gray"), ("DRPO", "tab:orange")):
+def plot(result: dict) -> Figure:
+    figure, (example, trained, inside) = panels(3, 3.0)
+    answers = ["right\nL=1", "right\nL=3", "right\nL=7", "wrong\nL=2", "wrong\nL=4", "wrong\nL=8"]
+    bars(example, answers, {key: [(v, 0.0) for v in values] for key, values in result["example"].items()})
+    example.axhline(0, color=color(0), linewidth=0.8)
+    named(example, "six answers to one question (C = 8)", "advantage / weight of the score")
+    example.legend()
+    for i, arm in enumerate(("GRPO", "DRPO")):
         cells = {v: result["learning"][f"{a} | {v:g}"] for a, v in ARMS if a == arm}
         x, y = ([c[k]["mean"] for c in cells.values()] for k in ("length", "accuracy"))
         dx, dy = ([c[k]["ci95"] for c in cells.values()] for k in ("length", "accuracy"))
         word = "lambda" if arm == "DRPO" else "penalty"
-        middle.errorbar(x, y, dy, dx, "o-", color=color, capsize=2, label=f"{arm}, labels: {word}")
+        trained.errorbar(x, y, dy, dx, marker="o", ms=3.5, capsize=2, label=f"{arm} (numbers: {word})", **line(i))
         for v, a, b in zip(cells, x, y, strict=True):
-            middle.annotate(f"{v:g}", (a, b), textcoords="offset points", xytext=(5, -11), color=color)
-    middle.set(xlabel="mean length (% of the longest)", ylabel="accuracy (%)", title="Trained policies")
-    middle.legend()
+            trained.annotate(f"{v:g}", (a, b), textcoords="offset points", xytext=(5, -11), color=color(i), fontsize=8)
+    named(trained, "mean length (% of the longest)", "accuracy (%)")
+    trained.legend()
     cells = result["micro_batch_error_percent"]
-    right.bar(
-        range(len(cells)), [c["mean"] for c in cells.values()], yerr=[c["ci95"] for c in cells.values()], capsize=3
-    )
-    right.set_xticks(range(len(cells)), [k.replace(" | ", "\n") for k in cells])
-    right.set(
-        ylabel="relative error of the gradient (%)", title="Objective formed inside micro-batches of 16 of 64 rows"
-    )
-    figure.suptitle("DRPO (arXiv 2510.04474): mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    across(inside, cells, cells.values(), "relative error of the gradient (%)")
+    inside.set_title("Objective inside micro-batches of 16 of 64 rows", loc="left")
+    return figure
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ intervals over seeds.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, corner_legend, grouped, named, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, panels
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.echo import EchoTree
 from rl_plugins.methods.echo.controller import prune_at, statistics
@@ -39,7 +39,7 @@ from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
 ANSWERS, TREE_PROMPTS, ROLLOUTS = "pqrstuvw", 200, 8
-TREE = {"logprob_top_k": 8, "entropy_high": 1.2, "delta_upper": None}
+TREE = {"logprob_top_k": 8, "entropy_high": 1.2, "delta_upper": None, "max_branches": 4}
 PROMPTS, VALUES, BATCH, VOTES, TRAINED, UPDATES, STEPS = 64, 6, 8, 32, 8, 8, 80
 ARMS: dict[str, list[str]] = {
     "labels": ["echo_labels"],
@@ -48,7 +48,6 @@ ARMS: dict[str, list[str]] = {
     "labels, both": ["echo_labels", "echo_shaping", "echo_clip"],
     "true rewards": [],
 }
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:green", "tab:blue", "tab:orange", "black"), strict=True))
 
 
 # ---- the tree
@@ -64,7 +63,7 @@ def shares(rng: np.random.Generator) -> dict[str, float]:
 def grow(tree: bool, seed: int) -> dict[str, float]:
     rng = np.random.default_rng([seed, 1])
     found: dict[str, list[float]] = {"answers": [], "right among them": [], "majority right": [], "tokens": []}
-    method = EchoTree(build_params(EchoTree.Params, {**TREE, "max_branches": 4 if tree else 1}, "echo_tree"))
+    method = EchoTree(build_params(EchoTree.Params, TREE if tree else {"max_branches": 1}, "echo_tree"))
     for i in range(TREE_PROMPTS):
         answers = shares(rng)
 
@@ -152,7 +151,7 @@ def learn(arm: str, seed: int) -> tuple[list[float], list[float]]:
             text=[f"{x} {y}" for x, y in zip(a.tolist(), b.tolist(), strict=True)],
             payload=[row.payload for row in made],
             meta={"truth": [f"{x} {y}" for x, y in truth.tolist()]},
-            step=step,
+            batch=step,
         )
         tokens = make_tokens(rollouts, old_logprobs=old.flatten().float(), entropies=entropies.flatten().float())
         decision = one_step(stack, rollouts, tokens, budget=BATCH * TRAINED)
@@ -209,35 +208,30 @@ def main() -> None:
     at_start = [summary([run[k][0] for run in all_runs["labels"]]) for k in (0, 1)]
     result["learning"]["at the start"] = {"success": at_start[0], "best answer right": at_start[1]}
     print(f"{'at the start':22}" + "".join(f"{c['mean']:>14.1f} +-{c['ci95']:<4.1f}" for c in at_start))
-    save(args.out, "echo", result, lambda path: plot(result, path), start)
+    save(args.out, "echo", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
+def plot(result: dict) -> Figure:
+    figure, (tree, learning, cutting) = panels(3)
     keys = ("right among them", "majority right")
-    for i, (name, cells) in enumerate(result["tree"].items()):
-        x = np.arange(2) + 0.36 * (i - 0.5)
-        label = f"{name}, {cells['tokens']['mean']:.0f} tokens, {cells['answers']['mean']:.1f} answers"
-        height, error = ([cells[key][of] for key in keys] for of in ("mean", "ci95"))
-        left.bar(x, height, 0.34, yerr=error, capsize=3, label=label)
-    left.set_xticks(range(2), keys)
-    left.set(ylabel="prompts (%)", ylim=(0, 100), title=f"{ROLLOUTS} rollouts per prompt")
-    left.legend(fontsize=8)
-    for i, key in enumerate(("cut", "left")):
-        cells = [of[key] for of in result["cutting"].values()]
-        label = {"cut": "responses that are cut", "left": "tokens that are left"}[key]
-        x = np.arange(3) + 0.36 * (i - 0.5)
-        middle.bar(x, [c["mean"] for c in cells], 0.34, yerr=[c["ci95"] for c in cells], capsize=3, label=label)
-    middle.set_xticks(range(3), result["cutting"])
-    middle.set(xlabel="spread of the log sharpness of tokens", ylabel="%", title="The rule entropy_spike, 200 tokens")
-    middle.legend(fontsize=8)
-    for arm in ARMS:
-        right.plot(result["curves"][arm], color=COLORS[arm], label=arm)
-    right.set(xlabel=f"batches of {UPDATES} updates", ylabel="success rate over all prompts (%)", title="Learning")
-    right.legend(fontsize=8)
-    figure.suptitle("ECHO (arXiv 2602.02150): mean over seeds, bars with 95 % interval")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    trees = {f"{arm}: {cells['tokens']['mean']:.0f} tokens": cells for arm, cells in result["tree"].items()}
+    grouped(tree, keys, {arm: [cells[key] for key in keys] for arm, cells in trees.items()})
+    tree.set_ylim(0, 100)
+    named(tree, "", "prompts (%)", f"The tree, {ROLLOUTS} rollouts per prompt")
+    tree.legend(loc="upper right")
+    for i, arm in enumerate(ARMS):
+        learning.plot(result["curves"][arm], label=arm, **line(i))
+    named(learning, f"batches of {UPDATES} updates", "success rate over all prompts (%)", "Learning")
+    learning.legend()
+    words = {"cut": "responses that are cut", "left": "tokens that are left"}
+    grouped(
+        cutting,
+        map(str, result["cutting"]),
+        {word: [of[key] for of in result["cutting"].values()] for key, word in words.items()},
+    )
+    named(cutting, "spread of the log sharpness of tokens", "share (%)", "The rule entropy_spike, 200 tokens")
+    corner_legend(figure, cutting)
+    return figure
 
 
 if __name__ == "__main__":

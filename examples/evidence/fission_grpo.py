@@ -26,15 +26,15 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, save, summary
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.fission_grpo import FissionGrpo, read_calls
 from rl_plugins.methods.fission_grpo.calls import GENERIC
 from rl_plugins.params import build_params
@@ -143,7 +143,7 @@ def one_run(arm: str, seed: int) -> dict[str, float]:
             text=[text_of(f, v) for f, v in zip(pick[0].tolist(), pick[1].tolist(), strict=True)],
             meta={k: [c[k] for c in columns] for k in ("prompt", "gold")},
             payload=[r.payload for r in rows],
-            step=step,
+            batch=step,
         )
         decision = one_step(stack, rollouts, make_tokens(rollouts))
         stack.metrics.take()
@@ -196,20 +196,16 @@ def main() -> None:
         print(f"{arm:26s} {cells}")
     settings = dict(prompts=PROMPTS, functions=FUNCTIONS, values=VALUES, group=GROUP, batch=BATCH, updates=UPDATES)
     content = {"method": "fission_grpo", "settings": settings | {"seeds": args.seeds}, "results": results}
-    save(args.out, "fission_grpo", content, lambda path: plot(results, path))
+    save(args.out, "fission_grpo", content, lambda: plot(results))
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(1, len(MEASURES), figsize=(14, 3.4), constrained_layout=True, sharey=True)
-    for ax, (name, title) in zip(axes, MEASURES.items(), strict=True):
-        values = [results[arm][name] for arm in results]
-        error = [0.0 if math.isnan(v["ci95"]) else v["ci95"] for v in values]
-        ax.barh(list(results), [v["mean"] for v in values], xerr=error, capsize=2, color="tab:green")
-        ax.set(title=title, xlabel="probability")
-        ax.grid(alpha=0.3, axis="x")
-    axes[0].invert_yaxis()
-    fig.suptitle(f"Fission-GRPO on tables of logits: {PROMPTS} prompts, {UPDATES} updates, 95 % over seeds")
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, Any]) -> Figure:
+    figure, axes = panels(len(MEASURES), 1.9, sharey=True)
+    for axis, (key, title) in zip(axes, MEASURES.items(), strict=True):
+        across(axis, results, [found[key] for found in results.values()], "probability")
+        axis.set_title(title, loc="left")
+    axes[0].set_ylim(len(results) - 0.5, -0.5)
+    return figure
 
 
 if __name__ == "__main__":

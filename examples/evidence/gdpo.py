@@ -19,20 +19,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, corner_legend, grouped, named, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, panels
 from rl_plugins.methods.gdpo import Gdpo
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GROUP_SIZES = (2, 3, 4, 5, 6)
 ARMS = ("GRPO", "GRPO, tuned weights", "GDPO")
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange"), strict=True))
 SETTINGS = {  # name -> scales of the rewards; the third is pure noise
     "scales 1 : 1": (1.0, 1.0),
     "scales 10 : 1": (10.0, 1.0),
@@ -100,31 +99,22 @@ def main() -> None:
         "different_vectors": {arm: dict(zip(map(str, GROUP_SIZES), counts[arm], strict=True)) for arm in counts},
         "distance_gone_percent": learned,
     }
-    save(args.out, "gdpo", result, lambda path: plot(counts, learned, path), start)
+    save(args.out, "gdpo", result, lambda: plot(counts, learned), start)
 
 
-def plot(counts: dict, learned: dict, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4))
-    for arm, pairs in counts.items():
-        axes[0].plot(GROUP_SIZES, [ordered for ordered, _ in pairs], "o-", label=arm, color=COLORS[arm])
-    axes[0].set(title="two binary rewards, all combinations", ylabel="different advantage vectors", yscale="log")
-    axes[0].set(xlabel="G, rollouts per group", xticks=GROUP_SIZES)
-    axes[0].legend()
-    for which, axis in enumerate(axes[1:]):
-        for i, arm in enumerate(ARMS):
-            cells = [learned[setting][arm][which] for setting in SETTINGS]
-            x, errors = np.arange(len(SETTINGS)) + 0.27 * (i - 1), [c["ci95"] for c in cells]
-            axis.bar(x, [c["mean"] for c in cells], 0.25, yerr=errors, capsize=3, label=arm, color=COLORS[arm])
-        labels = [name.removeprefix("scales ").replace(" and ", "\nand ") for name in SETTINGS]
-        axis.set_xticks(range(len(SETTINGS)), labels)
-        axis.set(title=f"the {('first', 'second')[which]} reward", ylabel="initial distance gone (%)", ylim=(0, 118))
-        axis.set_xlabel("scale of the first : second reward")
-    axes[2].legend(loc="upper center", ncols=3, fontsize=8)
-    figure.suptitle(
-        "GDPO (arXiv 2601.05242): combinations kept apart, and learning (mean and 95 % interval over seeds)"
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(counts: dict, learned: dict) -> Figure:
+    figure, (vectors, *axes) = panels(3)
+    for i, (arm, pairs) in enumerate(counts.items()):
+        vectors.plot(GROUP_SIZES, [ordered for ordered, _ in pairs], label=arm, marker="o", ms=3.5, **line(2 * i))
+    vectors.set(yscale="log", xticks=GROUP_SIZES)
+    named(vectors, "G, rollouts per group", "different advantage vectors", "Two binary rewards, all combinations")
+    vectors.legend()
+    groups = [setting.removeprefix("scales ").replace(" and ", "\nand ") for setting in SETTINGS]
+    for which, (axis, word) in enumerate(zip(axes, ("first", "second"), strict=True)):
+        grouped(axis, groups, {arm: [learned[setting][arm][which] for setting in SETTINGS] for arm in ARMS})
+        named(axis, "scale of the first : second reward", "way gone (%)", f"Learning: the {word} reward")
+    corner_legend(figure, axes[-1])
+    return figure
 
 
 if __name__ == "__main__":

@@ -16,15 +16,16 @@ batches, of uniform groups, and of the square-root law n_b = nbar sqrt(v_b) / su
 
 from __future__ import annotations
 
+import textwrap
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import across, arguments, interval, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.gdro import GdroPrompt, GdroRollout
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
@@ -147,19 +148,16 @@ def main() -> None:
         print(name)
         for arm, r in of.items():
             print(f"  {arm:60s} {r['mean']:8.3f} +- {r['ci95']:.3f}")
-    save(
-        args.out, "gdro", {"method": "gdro", "seeds": args.seeds, "results": results}, lambda p: plot(results, p), start
-    )
+    save(args.out, "gdro", {"method": "gdro", "seeds": args.seeds, "results": results}, lambda: plot(results), start)
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(2, 3, figsize=(18, 8), constrained_layout=True)
-    for ax, (name, arms) in zip(axes.flat, results.items(), strict=True):
-        ax.barh(list(arms), [a["mean"] for a in arms.values()], xerr=[a["ci95"] for a in arms.values()])
-        ax.set_title(name, fontsize=9)
-        ax.invert_yaxis()
-        ax.grid(alpha=0.3)
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, Any]) -> Figure:
+    figure, axes = panels(len(results), 2.3)
+    for axis, (title, found) in zip(axes, results.items(), strict=True):
+        arms = {arm: cell for arm, cell in found.items() if " - " not in arm}
+        across(axis, [textwrap.fill(arm, 24) for arm in arms], arms.values(), "")
+        axis.set_title(textwrap.fill(title, 40), loc="left", fontsize=8.5)
+    return figure
 
 
 if __name__ == "__main__":

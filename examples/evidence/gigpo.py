@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, save, summary
+from common import arguments, grouped, named, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, name_lines, panels
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.stack import MethodStack
@@ -40,7 +40,6 @@ ARMS = {
     "GiGPO, gamma 1": {"mode": "mean_std_norm", "gamma": 1.0},
     "GiGPO, step term 0": {"mode": "mean_std_norm", "step_advantage_w": 0.0},
 }
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:orange", "tab:red", "tab:blue"), strict=True))
 
 
 def make_arm(arm: str) -> MethodStack:
@@ -134,27 +133,19 @@ def main() -> None:
             f"{result[k][arm]['mean']:.1f} +-{result[k][arm]['ci95']:.1f}" for k in ("updates_to_90", "chance_early")
         ]
         print(f"{arm:20}" + "".join(f"{c:>18}" for c in cells) + "".join(f"{c:>20}" for c in late))
-    save(args.out, "gigpo", result, lambda path: plot(result, path), start)
+    save(args.out, "gigpo", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, (credit, learning) = plt.subplots(1, 2, figsize=(12, 4.4))
-    width = 0.85 / len(ARMS)
+def plot(result: dict) -> Figure:
+    figure, (credit, learning) = panels(2)
+    grouped(credit, map(str, CHANCES), {arm: [result["correlation"][arm][str(c)] for c in CHANCES] for arm in ARMS})
+    named(credit, "policy: chance to go right", "correlation with the true advantage")
     for i, arm in enumerate(ARMS):
-        cells = [result["correlation"][arm][str(c)] for c in CHANCES]
-        x = np.arange(len(CHANCES)) + width * (i - (len(ARMS) - 1) / 2)
-        errors = [c["ci95"] for c in cells]
-        credit.bar(x, [c["mean"] for c in cells], width, yerr=errors, capsize=2, label=arm, color=COLORS[arm])
-        curve = 100 * np.array(result["curves"][arm]["mean"])
-        learning.plot(curve, label=arm, color=COLORS[arm])
-    credit.set_xticks(range(len(CHANCES)), [str(c) for c in CHANCES])
-    credit.set(title="credit", xlabel="policy: chance to go right", ylabel="correlation with the true advantage")
-    learning.set(title="learning", xlabel="updates", ylabel="chance to reach the goal (%)", ylim=(0, 101))
-    learning.axhline(90, color="black", linewidth=0.6, linestyle=":")
-    learning.legend()
-    figure.suptitle("GiGPO (arXiv 2505.10978) on a chain of 7 states: mean over seeds, 95 % intervals")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+        learning.plot(100 * np.array(result["curves"][arm]["mean"]), label="_", **{**line(i), "linestyle": "-"})
+    learning.set_ylim(0, 101)
+    named(learning, "optimizer step", "chance to reach the goal (%)")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

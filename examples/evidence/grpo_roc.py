@@ -15,18 +15,15 @@ that stay). "equal groups stay" is without that: compare its accuracy with that 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from scipy import stats
+from common import interval, named, runs_band, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.grpo_roc import GrpoRoc
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -93,12 +90,6 @@ def train(stack: MethodStack, group_size: int, seed: int, steps: int) -> np.ndar
     return np.array(curve)
 
 
-def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and half width of the 95 % confidence interval over the first axis."""
-    n = len(values)
-    return values.mean(0), stats.t.ppf(0.975, n - 1) * values.std(0, ddof=1) / n**0.5
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="two or more")
@@ -106,38 +97,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("evidence-results"))
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # a policy that is always right makes whole batches of equal rewards
-    args.out.mkdir(parents=True, exist_ok=True)
 
     curves: dict[str, list[np.ndarray]] = {}
     for seed in range(args.seeds):
         for name, (stack, group_size) in conditions(seed).items():
             curves.setdefault(name, []).append(train(stack, group_size, seed, args.steps))
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     results = {}
     print(f"{'after ' + str(args.steps) + ' steps':32}{'P(dirty | correct)':>22}{'accuracy':>20}")
     for name, runs in curves.items():
-        mean, half = interval(np.stack(runs))
-        for column, axis in enumerate(axes):
-            axis.plot(mean[:, column], label=name)
-            low, high = mean[:, column] - half[:, column], mean[:, column] + half[:, column]
-            axis.fill_between(range(args.steps), low, high, alpha=0.2)
-        results[name] = {
-            what: {"mean": mean[-1, i], "ci95": half[-1, i], "seeds": [float(r[-1, i]) for r in runs]}
-            for i, what in enumerate(("dirty_given_correct", "accuracy"))
-        }
-        print(f"{name:32}{mean[-1, 0]:>14.3f} ± {half[-1, 0]:.3f}{mean[-1, 1]:>12.3f} ± {half[-1, 1]:.3f}")
-    axes[0].set(xlabel="optimizer steps", ylabel="P(dirty | correct)", ylim=(0, 1))
-    axes[0].set_title("Tool errors among correct rollouts")
-    axes[1].set(xlabel="optimizer steps", ylabel="P(correct)", ylim=(0, 1), title="Accuracy")
-    axes[1].legend(loc="lower right", fontsize="small")
-    figure.suptitle(
-        f"GRPO-RoC on a three-armed bandit: {GROUPS} groups of {GROUP_SIZE}, {args.seeds} seeds, 95 % intervals"
-    )
-    figure.savefig(args.out / "grpo_roc.png", dpi=150)
+        last = {what: interval([r[-1, i] for r in runs]) for i, what in enumerate(("dirty_given_correct", "accuracy"))}
+        results[name] = last
+        print(f"{name:32}" + "".join(f"{v['mean']:>14.3f} ± {v['ci95']:.3f}" for v in last.values()))
     settings = {"groups": GROUPS, "group_size": GROUP_SIZE, "learning_rate": LEARNING_RATE, "start": START}
     record = {"method": "grpo_roc", "steps": args.steps, "seeds": args.seeds, "settings": settings, "results": results}
-    (args.out / "grpo_roc.json").write_text(json.dumps(record, indent=1) + "\n")
+    save(args.out, "grpo_roc", record, lambda: plot(curves))
+
+
+def plot(curves: dict[str, list[np.ndarray]]) -> Figure:
+    figure, axes = panels(2)
+    labels = ("P(dirty | correct): tool errors among correct rollouts", "P(correct)")
+    for column, (axis, label) in enumerate(zip(axes, labels, strict=True)):
+        for i, (arm, runs) in enumerate(curves.items()):
+            runs_band(axis, range(len(runs[0])), [run[:, column] for run in runs], arm, i)
+        axis.set_ylim(0, 1)
+        named(axis, "optimizer step", label)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

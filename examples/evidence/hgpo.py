@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, save, summary
+from common import arguments, named, points, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.testing import make_rollouts, make_turns, one_step, start_stack
 
@@ -41,7 +41,6 @@ ARMS = {
     "HGPO, code's weights 2:3": {"history_length": 1, "weight_offset": 2},
     "deepest only": {"history_length": 1, "length_weight_alpha": 40.0},
 }
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:orange", "tab:red", "tab:blue"), strict=True))
 
 
 class World:
@@ -141,24 +140,19 @@ def main() -> None:
                 line += " + ".join(f"{result[part][key]['mean']:.0f}" for part in PARTS[:2]).rjust(11)
                 line += f" {difference['mean']:+6.0f} +-{difference['ci95']:<5.0f}"
             print(line)
-    save(args.out, "hgpo", result, lambda path: plot(result, path), start)
+    save(args.out, "hgpo", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, axes = plt.subplots(2, len(PASTS), figsize=(14, 7.5), sharey="row")
-    for row, part, label in zip(axes, PARTS[::2], ("squared bias", "mean squared error"), strict=True):
-        for axis, past in zip(row, PASTS, strict=True):
-            for arm in ARMS:
-                cells = [result[part][f"{past} | {size} | {arm}"] for size in SIZES]
-                means, errors = [c["mean"] for c in cells], [c["ci95"] for c in cells]
-                axis.errorbar(SIZES, means, yerr=errors, label=arm, color=COLORS[arm], capsize=3, marker="o")
+def plot(result: dict) -> Figure:
+    figure, axes = panels(2 * len(PASTS), 2.4)
+    for pair, past in zip(zip(axes[::2], axes[1::2], strict=True), PASTS, strict=True):
+        for axis, part, label in zip(pair, PARTS[::2], ("squared bias", "mean squared error"), strict=True):
+            for i, arm in enumerate(ARMS):
+                points(axis, SIZES, [result[part][f"{past} | {size} | {arm}"] for size in SIZES], arm, i)
             axis.set_xscale("log", base=2)
-            axis.set(title=f"share of the past: {past}", xlabel="rollouts per group")
-        row[0].set_ylabel(f"{label} (% of the true mean square)")
-    axes[0, 0].legend(fontsize=8)
-    figure.suptitle("HGPO (arXiv 2602.22817): error of advantages of turns, mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            named(axis, "rollouts per group", f"{label} (% of the true mean square)", f"Share of the past: {past}")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -37,17 +37,18 @@ ahead by 1, 8, 16, 32 and 64 tokens takes 77, 19, 14, 12 and 11 batches and 153,
 from __future__ import annotations
 
 import random
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import arguments, grouped, interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.method import Method
 from rl_plugins.methods.latr import Latr
 from rl_plugins.methods.latr.similarity import edit_distance
@@ -332,7 +333,7 @@ def main() -> None:
         "results": results,
         "decode_ahead": cost,
     }
-    save(args.out, "latr", content, lambda path: plot(results, path, args.seeds))
+    save(args.out, "latr", content, lambda: plot(results))
     for policy_name, arms in results.items():
         print(policy_name.replace("\n", ", "))
         for name in arms[SAMPLING]:
@@ -346,31 +347,16 @@ def main() -> None:
         )
 
 
-def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path, seeds: int) -> None:
-    panels = {**MEASURES, "decoded / sampling": "tokens decoded / those of sampling"}
-    fig, grid = plt.subplots(2, 3, figsize=(15, 8.4), constrained_layout=True)
-    axes = grid.ravel()
-    x = np.arange(len(results))
-    for ax, (name, label) in zip(axes, panels.items(), strict=True):
-        for i, arm in enumerate(ARMS):
-            values = [results[policy][arm][name] for policy in results]
-            ax.bar(
-                x + 0.2 * (i - 1.5),
-                [v["mean"] for v in values],
-                0.2,
-                yerr=[v["ci95"] for v in values],
-                label=arm,
-                capsize=2,
-            )
-        ax.set_xticks(x, list(results), fontsize=8)
-        ax.set(title=label, ylabel=name)
-        ax.title.set_fontsize(9)
-        ax.grid(alpha=0.3, axis="y")
-    axes[0].legend(fontsize=8)
-    fig.suptitle(
-        f"LATR against plain sampling, groups of {N}, {PROMPTS} and {2 * PROMPTS} prompts, {seeds} seeds, 95 %"
-    )
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, dict[str, dict[str, Any]]]) -> Figure:
+    shown = {**MEASURES, "decoded / sampling": "tokens decoded / those of sampling"}
+    figure, axes = panels(len(shown), 2.4)
+    for axis, (key, label) in zip(axes, shown.items(), strict=True):
+        policies = [textwrap.fill(policy, 14) for policy in results]
+        grouped(axis, policies, {arm: [results[policy][arm][key] for policy in results] for arm in ARMS})
+        axis.tick_params(axis="x", labelsize=7.5)
+        named(axis, "", label)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ linear_ts is the method itself, through the driver. Intervals are 95 % Student i
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, named, points, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods import linear_ts
 from rl_plugins.methods.linear_ts import LinearTS
 from rl_plugins.rollouts import PromptPool
@@ -127,23 +127,19 @@ def main() -> None:
         result["choice"][arm] = cells
         texts = (f"{key} {c['mean']:.1f} +- {c['ci95']:.1f}" for key, c in cells.items())
         print(f"{arm:30} {'   '.join(texts)}", flush=True)
-    save(args.out, "linear_ts", result, lambda path: plot(result, path), start)
+    save(args.out, "linear_ts", result, lambda: plot(result), start)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
-    for name in ("posterior", "published"):
-        cells = [result["error"][f"{name}, {i} updates"] for i in UPDATES]
-        left.errorbar(UPDATES, [c["mean"] for c in cells], [c["ci95"] for c in cells], marker="o", label=name)
-    left.set(xscale="log", yscale="log", xlabel="updates", ylabel="distance from the truth")
-    left.legend()
-    cells = [result["choice"][arm]["signal"] for arm in ARMS]
-    right.barh(range(len(ARMS)), [c["mean"] for c in cells], xerr=[c["ci95"] for c in cells], capsize=2)
-    right.set_yticks(range(len(ARMS)), list(ARMS), fontsize=8)
-    right.set(xlabel="groups with unequal rewards (%)")
-    figure.suptitle("linear_ts: mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(result: dict[str, Any]) -> Figure:
+    figure, (error, choice) = panels(2)
+    for i, key in enumerate(("published", "posterior")):
+        points(error, UPDATES, [result["error"][f"{key}, {n} updates"] for n in UPDATES], f"{key} update", i)
+    error.set(xscale="log", yscale="log")
+    named(error, "updates of the bandit", "distance from the truth")
+    error.legend()
+    across(choice, ARMS, [result["choice"][arm]["signal"] for arm in ARMS], "groups with unequal rewards (%)")
+    choice.tick_params(axis="y", labelsize=7.5)
+    return figure
 
 
 if __name__ == "__main__":

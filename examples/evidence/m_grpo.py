@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, named, runs_band, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.groups import Groups
 from rl_plugins.methods.m_grpo import MGrpo
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -68,7 +68,6 @@ ARMS = {  # arm -> method
     "both, role-blind groups": lambda: RoleBlind(MGrpo.Params(sub_per_rollout=4)),
     "both, queue of 8": lambda: Queue(MGrpo.Params(sub_per_rollout=4)),
 }
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:green", "tab:orange", "tab:blue", "tab:red", "tab:purple"), strict=True))
 
 
 def watched(method: MGrpo, sizes: list[tuple[float, int]]) -> MGrpo:
@@ -159,25 +158,20 @@ def main() -> None:
         low, high = table[arm]["weight"]
         print(f"{arm:26}{line}{f'{low:.0f}..{high:.0f}':>12}{table[arm]['most_rows']:>6}")
     result = {"seeds": args.seeds, "arms": table, "curves": runs}
-    save(args.out, "m_grpo", result, lambda path: plot(runs, path), start)
+    save(args.out, "m_grpo", result, lambda: plot(runs), start)
 
 
-def plot(runs: dict, path: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.4))
+def plot(runs: dict) -> Figure:
+    figure, axes = panels(2, 3.0)
     updates = np.arange(0, UPDATES + 1, EVALUATE_EVERY)
-    for axis, name, title in zip(
-        axes, ("done", "delegated"), ("queries done (%)", "subtasks delegated (%)"), strict=True
-    ):
-        for arm, found in runs.items():
-            points = [summary([f[name][i] for f in found]) for i in range(len(updates))]
-            mean, half = np.array([p["mean"] for p in points]), np.nan_to_num([p["ci95"] for p in points])
-            axis.plot(updates, mean, color=COLORS[arm], label=arm)
-            axis.fill_between(updates, mean - half, mean + half, color=COLORS[arm], alpha=0.15)
-        axis.set(xlabel="updates", ylabel=title, ylim=(0, 100))
-    axes[1].legend(fontsize=8)
-    figure.suptitle("M-GRPO (arXiv 2511.13288): main agent and sub-agent, mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    labels = {"done": "queries done (%)", "delegated": "subtasks delegated (%)"}
+    for axis, (key, label) in zip(axes, labels.items(), strict=True):
+        for i, (arm, found) in enumerate(runs.items()):
+            runs_band(axis, updates, [f[key] for f in found], arm, i)
+        axis.set_ylim(0, 100)
+        named(axis, "optimizer step", label)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -22,13 +22,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, grouped, named, save, summary
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -43,7 +44,6 @@ VARIANTS = {  # arm -> parameters of MC-GRPO
 }
 ARMS = (GRPO, CONTROL, *VARIANTS)
 SIGN_ARMS = ARMS[:3]  # neither the scale nor the limit changes a sign
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange", "tab:red", "tab:green"), strict=True))
 REWARDS = {  # name -> (sample, expectation)
     "normal": (lambda rng, n: rng.normal(size=n), 0.0),
     "three levels": (lambda rng, n: rng.choice([2.0, 1.5, 0.0], size=n, p=[0.3, 0.3, 0.4]), 1.05),
@@ -156,32 +156,25 @@ def main() -> None:
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # two reward levels are warned about, and measured here
     start = time.time()
     result = {"seeds": args.seeds, **measure_signs(args.seeds), **measure_learning(args.seeds)}
-    save(args.out, "mc_grpo", result, lambda path: plot(result, path), start)
+    save(args.out, "mc_grpo", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, axes = plt.subplots(1, len(REWARDS) + len(NOISE), figsize=(19, 4.2))
+def plot(result: dict) -> Figure:
+    figure, axes = panels(4)
 
-    def bars(axis: plt.Axes, table: dict, first: str, sizes: Sequence[int], arms: Sequence[str]) -> None:
-        width = 0.85 / len(arms)
-        for i, arm in enumerate(arms):
-            cells = [table[key(first, size, arm)] for size in sizes]
-            x = np.arange(len(sizes)) + width * (i - (len(arms) - 1) / 2)
-            errors = [c["ci95"] for c in cells]
-            axis.bar(x, [c["mean"] for c in cells], width, yerr=errors, capsize=2, label=arm, color=COLORS[arm])
-        axis.set_xticks(range(len(sizes)), [str(s) for s in sizes])
-        axis.set_xlabel("G, trained rollouts per prompt")
+    def draw_bars(axis: Axes, table: dict, first: str, sizes: Sequence[int], arms: Sequence[str]) -> None:
+        grouped(axis, map(str, sizes), {arm: [table[key(first, size, arm)] for size in sizes] for arm in arms})
 
-    for axis, rewards in zip(axes, REWARDS, strict=False):
-        bars(axis, result["sign_wrong_percent"], rewards, SIZES, SIGN_ARMS)
-        axis.set(title=f"signs, rewards: {rewards}", ylabel="trained rollouts with wrong sign (%)", ylim=(0, 28))
-    for axis, noise in zip(axes[len(REWARDS) :], NOISE, strict=True):
-        bars(axis, result["learned_percent"], noise, (SIZES[0], SIZES[-1]), ARMS)
-        axis.set(title=f"learning, noise: {noise}", ylabel="way to the best policy gone (%)", ylim=(0, 100))
-    axes[-1].legend(fontsize=8, ncols=2)
-    figure.suptitle("MC-GRPO (arXiv 2601.22582): mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    for axis, rewards in zip(axes, ("normal", "three levels"), strict=False):
+        draw_bars(axis, result["sign_wrong_percent"], rewards, SIZES, SIGN_ARMS)
+        axis.set_ylim(0, 28)
+        named(axis, "G, trained rollouts per prompt", "rollouts with wrong sign (%)", f"Signs, rewards: {rewards}")
+    for axis, noise in zip(axes[2:], NOISE, strict=True):
+        draw_bars(axis, result["learned_percent"], noise, (SIZES[0], SIZES[-1]), ARMS)
+        axis.set_ylim(0, 100)
+        named(axis, "G, trained rollouts per prompt", "way to the best policy gone (%)", f"Learning, noise: {noise}")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

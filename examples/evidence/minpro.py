@@ -24,16 +24,15 @@ slowly than CISPO at the same learning rate, and CISPO does not collapse on this
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
-from scipy import stats
+from common import arguments, interval, named, points, runs_band, save
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.losses import weighted_logprob
 from rl_plugins.methods.minpro import Minpro
@@ -221,7 +220,7 @@ def main() -> None:
         "gradient": gradient,
         "training": training,
     }
-    save(args.out, "minpro", content, lambda path: plot(gradient, curves, path))
+    save(args.out, "minpro", content, lambda: plot(gradient, curves))
     for part in (gradient, training):
         print("\n" + f"{'':32s}" + "".join(f"{key:>36s}" for key in part))
         for row in next(iter(part.values())):
@@ -229,36 +228,27 @@ def main() -> None:
             print(f"{row:32s}" + "".join(f"{c['mean']:27.3f} +- {c['ci95']:.3f}" for c in cells))
 
 
-def plot(gradient: dict[str, Any], curves: dict[Any, np.ndarray], path: Path) -> None:
-    fig, axes = plt.subplots(2, 3, figsize=(15, 8), constrained_layout=True)
-    colors = dict(zip(ESTIMATORS, ("tab:blue", "tab:green", "tab:red", "tab:orange"), strict=True))
+def plot(gradient: dict[str, Any], curves: dict[Any, np.ndarray]) -> Figure:
+    figure, axes = panels(4)
     shown = {
-        "cosine of the mean": "Direction: cosine of the mean gradient with the exact one",
-        "noise": "Noise: E|g - mean|$^2$ / |mean|$^2$ (log scale)",
-        "relative step": "Step along the exact gradient, on-policy = 1",
+        "cosine of the mean": "cosine of the mean gradient with the exact one",
+        "noise": "noise of the gradient: E|g - mean|² / |mean|²",
     }
-    for ax, (key, title) in zip(axes[0], shown.items(), strict=True):
-        for name, color in colors.items():
-            points = [gradient[key][f"{name if d else ON_POLICY}, d={d}"] for d in DELAYS]
-            mean, half = ([p[k] for p in points] for k in ("mean", "ci95"))
-            ax.errorbar(DELAYS, mean, half, color=color, marker="o", markersize=4, capsize=3, label=name)
-        ax.set(title=title, xlabel="delay of the rollouts, updates", ylabel=key, xticks=DELAYS)
-    axes[0, 1].set_yscale("log")
-    panels = [("small", 8), ("large", 4), ("large", 8)]
-    for ax, (size, delay) in zip(axes[1], panels, strict=True):
-        lines = {name: (curves[size, name, delay], color, "-") for name, color in colors.items()}
-        lines["on-policy"] = (curves[size, ON_POLICY, 0], "gray", ":")
-        for name, (runs, color, style) in lines.items():
-            ax.plot(runs.mean(0), color=color, linestyle=style, label=name)
-            half = stats.t.ppf(0.975, len(runs) - 1) * runs.std(0, ddof=1) / len(runs) ** 0.5 if len(runs) > 1 else 0.0
-            ax.fill_between(range(STEPS + 1), runs.mean(0) - half, runs.mean(0) + half, color=color, alpha=0.15)
-        ax.set(title=f"Training, delay {delay}, {size} learning rate", xlabel="update", ylabel="exact expected reward")
-    for ax in axes.flat:
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
-    n = len(next(iter(curves.values())))
-    fig.suptitle(f"MinPRO and other corrections of stale rollouts: tabular policy, {n} seeds, 95 % intervals")
-    fig.savefig(path, dpi=110)
+    estimators = dict(zip(ESTIMATORS, (1, 2, 3, 4), strict=True))
+    for axis, (key, label) in zip(axes, shown.items(), strict=False):
+        for arm, i in estimators.items():
+            cells = [gradient[key][f"{arm if d else ON_POLICY}, d={d}"] for d in DELAYS]
+            points(axis, DELAYS, cells, arm, i)
+        axis.set_xticks(DELAYS)
+        named(axis, "delay of the rollouts (updates)", label)
+    axes[1].set_yscale("log")
+    for axis, size in zip(axes[2:], ("small", "large"), strict=True):
+        runs_band(axis, range(STEPS + 1), curves[size, ON_POLICY, 0], "on-policy", 0)
+        for arm, i in estimators.items():
+            runs_band(axis, range(STEPS + 1), curves[size, arm, 8], arm, i)
+        named(axis, "optimizer step", "exact expected reward", f"Training, delay 8, {size} learning rate")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

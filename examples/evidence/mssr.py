@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, corner_legend, grouped, named, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, panels
 from rl_plugins.methods.mssr import MssrBaseline
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
@@ -44,7 +44,6 @@ ARMS: dict[str, tuple[list[str], dict, int]] = {  # methods, parameters, the hos
     "MSSR, full entropy": (["mssr"], {**RHO, "mssr_shaping": {"entropy": "full"}}, 2),
     "MSSR, sampler": (["mssr", "mssr_prompts"], {**RHO, "mssr_prompts": {"rho": 0.96}}, 2),
 }
-COLORS = dict(zip(ARMS, ("black", "tab:gray", "tab:orange", "tab:red", "tab:green", "tab:blue"), strict=True))
 
 
 def tracker_error(name: str, drift: float, seed: int) -> float:
@@ -142,28 +141,26 @@ def main() -> None:
         result["learning"][arm] = {"success": cells[0], "entropy": cells[1]}
         result["curves"][arm] = [np.mean([run[k] for run in runs], axis=0).tolist() for k in (0, 1)]
         print(f"{arm:24}" + "".join(f"{c['mean']:>12.1f} +-{c['ci95']:<4.1f}" for c in cells))
-    save(args.out, "mssr", result, lambda path: plot(result, path), start)
+    save(args.out, "mssr", result, lambda: plot(result), start)
 
 
-def plot(result: dict, path: Path) -> None:
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(17, 4.6))
-    width = 0.8 / len(TRACKERS)
-    for i, name in enumerate(TRACKERS):
-        cells = [result["tracker_error"][f"{name} | drift {d:g}"] for d in (0.0, 0.05, 0.2)]
-        x = np.arange(3) + width * (i - (len(TRACKERS) - 1) / 2)
-        left.bar(x, [c["mean"] for c in cells], width, yerr=[c["ci95"] for c in cells], capsize=2, label=name)
-    left.set_xticks(range(3), ["none", "slow", "fast"])
-    left.set(xlabel="drift of the success rates", ylabel="squared error of the value (x 1000)", title="Tracker")
-    left.legend(fontsize=8, loc="upper center")
-    for arm in ARMS:
-        middle.plot(result["curves"][arm][0], color=COLORS[arm], label=arm)
-        right.plot(result["curves"][arm][1], color=COLORS[arm], label=arm)
-    middle.set(xlabel="updates of 64 rows", ylabel="success rate over all prompts (%)", title="Learning")
-    right.set(xlabel="updates of 64 rows", ylabel="entropy (% of the uniform policy's)", title="Entropy left")
-    middle.legend(fontsize=8)
-    figure.suptitle("MSSR (arXiv 2512.18215): mean over seeds, bars with 95 % interval")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def plot(result: dict) -> Figure:
+    figure, (learning, entropy, tracker) = panels(3)
+    for i, arm in enumerate(ARMS):
+        learning.plot(result["curves"][arm][0], label=arm, **line(i))
+        entropy.plot(result["curves"][arm][1], label="_", **line(i))
+    named(learning, "updates of 64 rows", "success rate over all prompts (%)")
+    learning.legend()
+    named(entropy, "updates of 64 rows", "entropy (% of the uniform policy's)")
+    drifts = {"none": 0.0, "slow": 0.05, "fast": 0.2}
+    grouped(
+        tracker,
+        drifts,
+        {arm: [result["tracker_error"][f"{arm} | drift {d:g}"] for d in drifts.values()] for arm in TRACKERS},
+    )
+    named(tracker, "drift of the success rates", "squared error of the value (x 1000)", "Tracker")
+    corner_legend(figure, tracker)
+    return figure
 
 
 if __name__ == "__main__":

@@ -25,11 +25,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import interval, save
+from common import interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import color, line, name_lines, panels
 from rl_plugins.demo import tasks
 from rl_plugins.demo.policy import load_policy
 from rl_plugins.demo.settings import ON_CPU
@@ -116,7 +117,7 @@ def main() -> None:
             "held out": interval([r["held_out"] for r in found]),
             "hard": interval([r["hard"] for r in found]),
         }
-    save(options.out, "prompts", results, lambda path: plot(of, results, path), start)
+    save(options.out, "prompts", results, lambda: plot(of, results), start)
     for arm in options.arms:
         columns = ("signal", "groups with signal", "batches", "generated", "held out", "hard")
         print(f"{arm:14}", *(f"{results[arm][c]['mean']:8.3f} ± {results[arm][c]['ci95']:.3f}" for c in columns))
@@ -187,21 +188,19 @@ def evaluate(model: Any, tokenizer: Any, seed: int) -> np.ndarray:
     return np.array(right, dtype=float).reshape(HELD_OUT, SAMPLES).mean(1)
 
 
-def plot(of: dict[str, list[Any]], results: dict[str, Any], path: Path) -> None:
-    """Signal over the run, and what came of it."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
-    for arm, found in of.items():
+def plot(of: dict[str, list[Any]], results: dict[str, Any]) -> Figure:
+    figure, (share, held_out) = panels(2, 3.2)
+    for i, (arm, found) in enumerate(of.items()):
         curve = np.mean([r["share"][: min(len(r["share"]) for r in found)] for r in found], 0)
-        left.plot(np.convolve(curve, np.ones(8) / 8, "valid"), label=arm, linewidth=1)
+        share.plot(np.convolve(curve, np.ones(8) / 8, "valid"), label="_", **{**line(i), "lw": 1.2})
         both = results[arm]["signal"], results[arm]["held out"]
-        right.errorbar(both[0]["mean"], both[1]["mean"], both[1]["ci95"], both[0]["ci95"], fmt="o", label=arm)
-    left.set_xlabel("generation batch")
-    left.set_ylabel("rollouts in groups with signal")
-    right.set_xlabel("rollouts in groups with signal, mean of the run")
-    right.set_ylabel("right, held out")
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+        held_out.errorbar(
+            both[0]["mean"], both[1]["mean"], both[1]["ci95"], both[0]["ci95"], fmt="o", label=arm, color=color(i)
+        )
+    named(share, "generation batch", "share of rollouts in groups with signal")
+    named(held_out, "share of rollouts in groups with signal, mean of the run", "right answers, held out (share)")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

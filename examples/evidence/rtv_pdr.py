@@ -29,13 +29,13 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, interval, save
+from common import across, arguments, grouped, interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.methods.rtv_pdr import RtvPdr, rtv
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
@@ -152,7 +152,7 @@ def main() -> None:
 
     constants = dict(candidates=N, trials=TRIALS, tasks=TASKS, seeds=args.seeds)
     content = {"method": "rtv_pdr", "settings": constants, "selection": selection, "refinement": refinement}
-    save(args.out, "rtv_pdr", content, lambda path: plot(selection, refinement, args.seeds, path))
+    save(args.out, "rtv_pdr", content, lambda: plot(selection, refinement))
     print(f"{'selection':50s}{'best selected':>20s}{'quality':>20s}")
     for name, values in selection.items():
         cells = [f"{values[c]['mean']:.3f} +- {values[c]['ci95']:.3f}" for c in ("best", "quality")]
@@ -163,28 +163,17 @@ def main() -> None:
         print(f"{name:30s}" + "".join(f"{cell:>20s}" for cell in cells))
 
 
-def plot(selection: dict[str, Any], refinement: dict[str, Any], seeds: int, path: Path) -> None:
-    fig, (left, right) = plt.subplots(1, 2, figsize=(13, 4.8), constrained_layout=True)
-    names = list(selection)
-    mean = [selection[n]["best"]["mean"] for n in names]
-    half = np.nan_to_num([selection[n]["best"]["ci95"] for n in names])
-    left.barh(names, mean, xerr=half, color="tab:blue", alpha=0.7)
-    left.invert_yaxis()
-    left.set(xlabel="share of trials in which the best of 16 is selected", title="Selection with 120 votes")
+def plot(selection: dict[str, Any], refinement: dict[str, Any]) -> Figure:
+    figure, (choice, wave) = panels(2, 3.0, columns=1)
+    across(choice, selection, [found["best"] for found in selection.values()], "best of 16 selected (share of trials)")
+    choice.set_title("Selection with 120 votes", loc="left")
     arms = list(next(iter(refinement.values())))
-    width = 0.8 / len(arms)
-    for i, arm in enumerate(arms):
-        mean = [found[arm]["mean"] for found in refinement.values()]
-        half = np.nan_to_num([found[arm]["ci95"] for found in refinement.values()])
-        right.bar(np.arange(len(mean)) + i * width, mean, width, yerr=half, label=arm)
-    right.set_xticks(np.arange(len(refinement)) + 0.4 - width / 2, list(refinement))
-    right.set(xlabel="probability that one attempt is right", ylabel="share of right answers", ylim=(0, 1.05))
-    right.set_title("Tournament alone and with a second wave")
-    right.legend(fontsize=8)
-    for ax in (left, right):
-        ax.grid(alpha=0.3)
-    fig.suptitle(f"RTV + PDR: {seeds} seeds, 95 %")
-    fig.savefig(path, dpi=110)
+    grouped(wave, map(str, refinement), {arm: [found[arm] for found in refinement.values()] for arm in arms})
+    wave.set_ylim(0, 1.05)
+    title = "Tournament, alone and with a second wave"
+    named(wave, "probability that one attempt is right", "right answers (share)", title)
+    wave.legend(loc="upper left")
+    return figure
 
 
 if __name__ == "__main__":

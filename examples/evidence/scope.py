@@ -23,17 +23,16 @@ the end); all others end at .93 to .96.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import across, arguments, save, summary
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import panels
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.scope import Scope
 from rl_plugins.params import build_params
@@ -201,28 +200,22 @@ def main() -> None:
         print(f"{arm:26s} {cells}")
     settings = dict(prompts=PROMPTS, group=GROUP, steps=STEPS, updates=UPDATES, rate=RATE, seeds=args.seeds)
     content = {"method": "scope", "settings": settings, "results": results}
-    save(args.out, "scope", content, lambda path: plot(results, path))
+    save(args.out, "scope", content, lambda: plot(results))
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
+def plot(results: dict[str, Any]) -> Figure:
     titles = {
         "right, all updates": "right answers, mean over updates",
         "right, end": "right answers, at the end",
         "bits": "bits left over the two right tokens",
         "corrected": "rows that were corrected",
     }
-    fig, axes = plt.subplots(1, len(titles), figsize=(14, 3.6), constrained_layout=True, sharey=True)
-    for ax, (name, title) in zip(axes, titles.items(), strict=True):
-        values = [results[arm][name] for arm in results]
-        error = [0.0 if math.isnan(v["ci95"]) else v["ci95"] for v in values]
-        ax.barh(list(results), [v["mean"] for v in values], xerr=error, capsize=2, color="tab:orange")
-        ax.set(title=title, xlabel="bits" if name == "bits" else "share")
-        ax.grid(alpha=0.3, axis="x")
-    axes[0].invert_yaxis()
-    fig.suptitle(
-        f"SCOPE on a table of logits: {PROMPTS} prompts, groups of {GROUP}, {UPDATES} updates, 95 % over seeds"
-    )
-    fig.savefig(path, dpi=110)
+    figure, axes = panels(len(titles), 2.2, sharey=True)
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        across(axis, results, [found[key] for found in results.values()], "bits" if key == "bits" else "share")
+        axis.set_title(title, loc="left")
+    axes[0].set_ylim(len(results) - 0.5, -0.5)
+    return figure
 
 
 if __name__ == "__main__":

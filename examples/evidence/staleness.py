@@ -29,10 +29,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import interval, save
+from common import interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, name_lines, panels
 from rl_plugins.demo.policy import load_policy
 from rl_plugins.demo.settings import ON_CPU, REWARDS, write_data
 from rl_plugins.testing.delayed import Delayed, installed
@@ -84,7 +85,7 @@ def main() -> None:
             last = runs[key]["reward"][-10:]
             print(f"{number}/{len(work)} {key}: {np.mean(last):.3f}", flush=True)
     results = summarized(runs, options)
-    save(options.out, "staleness", results, lambda path: plot(runs, options, path), start)
+    save(options.out, "staleness", results, lambda: plot(runs, options), start)
 
 
 def one_run(
@@ -152,21 +153,17 @@ def summarized(runs: dict[str, Any], options: argparse.Namespace) -> dict[str, A
     return results
 
 
-def plot(runs: dict[str, Any], options: argparse.Namespace, path: Path) -> None:
+def plot(runs: dict[str, Any], options: argparse.Namespace) -> Figure:
     """Reward curves, a panel per lag and learning rate."""
-    shape = len(options.rates), len(options.lags)
-    figure, axes = plt.subplots(*shape, figsize=(3.4 * shape[1], 2.8 * shape[0]), squeeze=False, sharey=True)
-    for row, rate in zip(axes, options.rates, strict=True):
-        for axis, lag in zip(row, options.lags, strict=True):
-            for arm in options.arms:
-                curve = np.mean([run["reward"] for run in of_arm(runs, arm, lag, rate, options)], 0)
-                axis.plot(np.convolve(curve, np.ones(5) / 5, "valid"), label=arm, linewidth=1)
-            axis.set_title(f"lag {lag}, learning rate {rate:g}", fontsize=9)
-            axis.set_xlabel("optimizer step")
-    axes[0][0].set_ylabel("right answers of new rollouts")
-    axes[0][-1].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure, axes = panels(len(options.rates) * len(options.lags), sharey=True)
+    settings = [(rate, lag) for rate in options.rates for lag in options.lags]
+    for axis, (rate, lag) in zip(axes, settings, strict=True):
+        for i, arm in enumerate(options.arms):
+            curve = np.mean([run["reward"] for run in of_arm(runs, arm, lag, rate, options)], 0)
+            axis.plot(np.convolve(curve, np.ones(5) / 5, "valid"), label=arm, **{**line(i), "lw": 1.2})
+        named(axis, "optimizer step", "right answers of new rollouts (share)", f"Lag {lag}, learning rate {rate:g}")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

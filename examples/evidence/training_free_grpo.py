@@ -24,18 +24,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
-from common import arguments, interval, save
+from common import arguments, interval, named, runs_band, save
+from matplotlib.figure import Figure
 
-from rl_plugins.compare.report import Interval
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, texts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack
-from rl_plugins.testing.contract.dataset import Table
+from rl_plugins.testing.contract.dataset import StoredDataset
 
 KINDS, APPROACHES, GROUP, STEPS, FOLLOWED = 8, 4, 5, 12, 0.9
 ARMS: dict[str, dict[str, Any]] = {
@@ -96,7 +95,7 @@ def train(arm: str, seed: int) -> dict[str, Any]:
     options = dict(ARMS[arm])
     rng = np.random.default_rng([seed, 0])
     right = rng.integers(APPROACHES, size=KINDS)
-    dataset = Table({"prompt": [f"a task of kind {k}" for k in range(KINDS)]})
+    dataset = StoredDataset({"prompt": [f"a task of kind {k}" for k in range(KINDS)]})
     method = None
     if options:
         params = TrainingFreeGrpo.Params(llm=Advisor(options.pop("accuracy"), seed), **options)
@@ -143,7 +142,7 @@ def main() -> None:
         }
     constants = dict(kinds=KINDS, approaches=APPROACHES, group=GROUP, steps=STEPS, followed=FOLLOWED, seeds=args.seeds)
     content = {"method": "training_free_grpo", "settings": constants, "results": results}
-    save(args.out, "training_free_grpo", content, lambda path: plot(curves, path))
+    save(args.out, "training_free_grpo", content, lambda: plot(curves))
     columns = list(next(iter(results.values())))
     print(f"{'':26s}" + "".join(f"{name:>24s}" for name in columns))
     for arm, found in results.items():
@@ -151,18 +150,14 @@ def main() -> None:
         print(f"{arm:26s}" + "".join(f"{cell:>24s}" for cell in cells))
 
 
-def plot(curves: dict[str, np.ndarray], path: Path) -> None:
-    fig, ax = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-    for arm, runs in curves.items():
-        band = [Interval.of(column) for column in runs.T]
-        mean, half = np.array([b.mean for b in band]), np.nan_to_num([b.half for b in band])
-        (line,) = ax.plot(mean, label=arm)
-        ax.fill_between(range(len(mean)), mean - half, mean + half, alpha=0.15, color=line.get_color())
-    ax.set(xlabel="step (one update of the library)", ylabel="mean reward (0..1)", ylim=(0, 1))
-    ax.set_title(f"Training-Free GRPO with a scripted advisor: groups of {GROUP}, {len(runs)} seeds, 95 %")
-    ax.grid(alpha=0.3)
-    ax.legend(fontsize=8, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
-    fig.savefig(path, dpi=110)
+def plot(curves: dict[str, np.ndarray]) -> Figure:
+    figure, (axis,) = panels(1, 3.4)
+    for i, (arm, runs) in enumerate(curves.items()):
+        runs_band(axis, range(runs.shape[1]), runs, arm, i)
+    axis.set_ylim(0, 1)
+    named(axis, "step (one update of the library)", "mean reward (0 to 1)")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ import logging
 import math
 import re
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, named, save, summary
+from matplotlib.figure import Figure
 
 from rl_plugins.agents import Observation
+from rl_plugins.compare.figures import color, line, name_lines, panels
 from rl_plugins.methods.turn_control import TurnControl
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.stack import MethodStack
@@ -79,7 +79,9 @@ def engine_of(agent: str, seed: int) -> TableEngine:
 
 def method_of(arm: str) -> TurnControl:
     options = {"calibration_episodes": CALIBRATION} | ARMS[arm]
-    return TurnControl(TurnControl.Params(environment=Task, hard_cap=CAP, reminder="{remaining} turns left", **options))
+    told = options["strategy"] != "unlimited" and options.get("remind_from") != 0
+    reminder = {"reminder": "{remaining} turns left"} if told else {}
+    return TurnControl(TurnControl.Params(environment=Task, hard_cap=CAP, **reminder, **options))
 
 
 def observe(stack: MethodStack, turns: list[int], reasons: list[str]) -> None:
@@ -171,36 +173,33 @@ def main() -> None:
         end = summary(curves[:, -30:].mean(1).tolist())
         result["limits"][rule] = {"end": end, "mean": curves.mean(0).tolist()}
         print(f"{rule:34}{_pm(end):>34}")
-    save(args.out, "turn_control", result, lambda path: plot(result, path), start)
+    save(args.out, "turn_control", result, lambda: plot(result), start)
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    figure, (trade, ratchet) = plt.subplots(1, 2, figsize=(12, 4.4))
+def plot(result: dict[str, Any]) -> Figure:
+    figure, (trade, limits) = panels(2, 4.8)
     for agent, marker in zip(AGENTS, ("o", "s"), strict=True):
-        for arm, color in zip(ARMS, ("black", "tab:blue", "tab:cyan", "tab:orange", "tab:gray"), strict=True):
+        for i, arm in enumerate(ARMS):
             cells = result["strategies"][f"{agent}, {arm}"]
+            x, y = cells["cost_share"], cells["solved"]
             trade.errorbar(
-                cells["cost_share"]["mean"],
-                cells["solved"]["mean"],
-                xerr=cells["cost_share"]["ci95"],
-                yerr=cells["solved"]["ci95"],
-                marker=marker,
-                color=color,
+                x["mean"],
+                y["mean"],
+                y["ci95"],
+                x["ci95"],
+                fmt=marker,
+                color=color(i),
                 capsize=2,
-                linestyle="none",
                 label=f"{agent}, {arm}",
             )
-    trade.set(title="cost and success", xlabel="tokens read (% of unlimited)", ylabel="solved (%)")
-    trade.legend(fontsize=7)
-    for rule, color in zip(result["limits"], ("tab:orange", "tab:blue", "tab:red"), strict=True):
-        ratchet.plot(result["limits"][rule]["mean"], color=color, label=rule)
-    ratchet.axhline(TRUE, color="black", linewidth=0.6, linestyle=":", label="T_75 of the unrestricted agent")
-    ratchet.set(title="rolling calibration: episodes that were cut off count", xlabel="batch", ylabel="turn limit")
-    ratchet.set_ylim(0, 25)
-    ratchet.legend(fontsize=8)
-    figure.suptitle("Turn control (arXiv 2510.16786) on simulated agents: mean over seeds, 95 % intervals")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    named(trade, "tokens read (% of unlimited)", "solved (%)", "Cost and success")
+    for i, rule in enumerate(result["limits"]):
+        limits.plot(result["limits"][rule]["mean"], label=f"limit: {rule}", **line(i + 1))
+    limits.axhline(TRUE, color=color(0), linewidth=0.8, linestyle=":", label="limit: T_75 of the unrestricted agent")
+    limits.set_ylim(0, 25)
+    named(limits, "generation batch", "turn limit", "Rolling calibration counts episodes cut off")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

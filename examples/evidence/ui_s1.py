@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save, summary
+from common import arguments, named, runs_band, save, summary
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.methods.ui_s1 import ExpertStep, SemiOnlineEpisode, UiS1, gui_step_reward, semi_online_performance
 from rl_plugins.rollouts import TurnTable
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -45,7 +45,6 @@ ARMS: dict[str, dict] = {  # arm -> patches ("expert": offline) and parameters
     MYOPIC: {"patches": 1, "gamma": 0.0},
     "own history, 1 patch, filter": {"patches": 1, "filter_by": "first_return"},
 }
-COLORS = dict(zip(ARMS, ("tab:gray", "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple"), strict=True))
 
 
 class Policy:
@@ -157,28 +156,24 @@ def main() -> None:
         better = f"{gain[arm]['mean']:>14.0f} +-{gain[arm]['ci95']:<4.0f}" if arm in gain else ""
         print(f"{arm:32}{line}{better}")
     result = {"seeds": args.seeds, "final": final, "success_of_one_patch_minus": gain, "curves": runs}
-    save(args.out, "ui_s1", result, lambda path: plot(runs, path), start)
+    save(args.out, "ui_s1", result, lambda: plot(runs), start)
 
 
-def plot(runs: dict, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4.6))
+def plot(runs: dict) -> Figure:
+    figure, axes = panels(3)
     titles = {
         "success": "tasks done to the end, own history (%)",
         "progress": "steps done before the first mistake (%)",
         "says_nothing": "responses after which the policy is lost (%)",
     }
     updates = np.arange(0, UPDATES + 1, EVALUATE_EVERY)
-    for axis, (name, title) in zip(axes, titles.items(), strict=True):
-        for arm, curves in runs.items():
-            points = [summary([c[name][i] for c in curves]) for i in range(len(updates))]
-            mean, half = np.array([p["mean"] for p in points]), np.nan_to_num([p["ci95"] for p in points])
-            axis.plot(updates, mean, color=COLORS[arm], label=arm)
-            axis.fill_between(updates, mean - half, mean + half, color=COLORS[arm], alpha=0.15)
-        axis.set(xlabel="updates", ylabel=title, ylim=(0, 100))
-    axes[2].legend(fontsize=8, loc="upper right")
-    figure.suptitle("UI-S1 (arXiv 2509.11543) on recorded trajectories: mean and 95 % interval over seeds")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        for i, (arm, curves) in enumerate(runs.items()):
+            runs_band(axis, updates, [c[key] for c in curves], arm, i)
+        axis.set_ylim(0, 100)
+        named(axis, "optimizer step", title)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ for new prompts), running mean .92, the batch's mean .50, true rates .93.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import across, arguments, grouped, interval, named, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import color, name_lines, panels
 from rl_plugins.demo.tasks import build_rows
 from rl_plugins.groups import Groups
 from rl_plugins.methods.v0 import V0
@@ -147,7 +147,7 @@ def main() -> None:
     constants = dict(prompts=PROMPTS, group=GROUP, lists=LISTS, batch=BATCH, steps=STEPS, seeds=args.seeds)
     results = {"budgets": budgets, "priors": priors}
     content = {"method": "v0", "settings": constants, "results": results}
-    save(args.out, "v0", content, lambda path: plot(budgets, priors, path))
+    save(args.out, "v0", content, lambda: plot(budgets, priors))
     for title, table in [*((f"budgets, {noise}", t) for noise, t in budgets.items()), ("priors", priors)]:
         print(title)
         for name, found in table.items():
@@ -155,29 +155,21 @@ def main() -> None:
             print(f"  {name:22s}" + "   ".join(cells))
 
 
-def plot(budgets: dict[str, Any], priors: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(1, 4, figsize=(17, 4.2), constrained_layout=True)
+def plot(budgets: dict[str, Any], priors: dict[str, Any]) -> Figure:
+    figure, axes = panels(4)
     what = {
         "mixed": "share of groups with both outcomes",
         "failures": "failed rollouts beside a success, per rollout",
         "advantages": "mean |advantage| of GRPO",
     }
-    width = 0.8 / len(BUDGETS)
-    for ax, (name, title) in zip(axes, what.items(), strict=False):
-        for i, budget in enumerate(BUDGETS):
-            found = [budgets[noise][budget][name] for noise in NOISES]
-            x = np.arange(len(NOISES)) + i * width
-            ax.bar(x, [f["mean"] for f in found], width, yerr=[f["ci95"] for f in found], label=budget, capsize=2)
-        ax.set_xticks(np.arange(len(NOISES)) + 0.4 - width / 2, list(NOISES), fontsize=8)
-        ax.set(title=title, xlabel="prediction")
-    axes[1].legend(fontsize=8)
-    found = [f["auc"] for f in priors.values()]
-    axes[3].bar(list(priors), [f["mean"] for f in found], yerr=[f["ci95"] for f in found], capsize=2)
-    axes[3].set(title="AUC of predictions, digit lists", ylim=(0.4, 1))
-    axes[3].set_xticks(range(len(priors)), [name.replace(", ", "\n").replace("_", "\n") for name in priors], fontsize=7)
-    axes[3].axhline(0.5, color="gray", linewidth=0.8)
-    fig.suptitle(f"V_0: {PROMPTS} prompts, {GROUP} rollouts each on average, 95 %")
-    fig.savefig(path, dpi=110)
+    for axis, (key, label) in zip(axes, what.items(), strict=False):
+        grouped(axis, NOISES, {budget: [budgets[noise][budget][key] for noise in NOISES] for budget in BUDGETS})
+        named(axis, "prediction", label)
+    across(axes[3], priors, [found["auc"] for found in priors.values()], "AUC of predictions, digit lists")
+    axes[3].axvline(0.5, color=color(0), linewidth=0.8)
+    axes[3].set_xlim(0.4, 1)
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

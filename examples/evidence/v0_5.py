@@ -21,14 +21,14 @@ running mean as prior: .187 -> .089 at 4 rollouts, .049 at 5.0.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import arguments, interval, named, points, save
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import name_lines, panels
 from rl_plugins.groups import Groups
 from rl_plugins.methods.v0_5 import V05
 from rl_plugins.rollouts import GroupSoFar, Plan, Rollouts
@@ -147,7 +147,7 @@ def main() -> None:
     results["running mean"] = summary([drifting(seed) for seed in seeds])
     constants = dict(prompts=PROMPTS, k_max=K_MAX, drift=DRIFT, visits=VISITS, seeds=args.seeds)
     content = {"method": "v0_5", "settings": constants, "results": results}
-    save(args.out, "v0_5", content, lambda path: plot(results, path))
+    save(args.out, "v0_5", content, lambda: plot(results))
     for setting, arms in results.items():
         print(setting)
         for arm, found in arms.items():
@@ -155,19 +155,15 @@ def main() -> None:
             print(f"  {arm:36s} squared error {cells[0]}   rollouts {cells[1]}")
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    for arm in results["bias 0"]:
-        for ax, what in zip(axes, ("error", "rollouts"), strict=True):
-            found = [results[f"bias {bias:g}"][arm][what] for bias in BIASES]
-            ax.errorbar(BIASES, [f["mean"] for f in found], [f["ci95"] for f in found], label=arm, capsize=2)
-    for ax, label in zip(axes, ("mean squared error of the baseline", "rollouts per prompt"), strict=True):
-        ax.set(xlabel="error of the prior (rewards are -1 and 1)", ylabel=label)
-        ax.set_title(label)
-        ax.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    fig.suptitle(f"V_0.5 with a prior that is off: {PROMPTS} prompts, 95 %")
-    fig.savefig(path, dpi=110)
+def plot(results: dict[str, Any]) -> Figure:
+    figure, (error, rollouts) = panels(2)
+    for i, arm in enumerate(results["bias 0"]):
+        for axis, what in ((error, "error"), (rollouts, "rollouts")):
+            points(axis, BIASES, [results[f"bias {bias:g}"][arm][what] for bias in BIASES], arm, i)
+    named(error, "error of the prior (rewards are -1 and 1)", "mean squared error of the baseline")
+    named(rollouts, "error of the prior (rewards are -1 and 1)", "rollouts per prompt")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -17,15 +17,15 @@ batches after the jump the prompts are visited as often as those that always had
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
-from scipy import stats
+from common import arguments, corner_legend, interval, named, runs_band, save
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import color, line, panels
 from rl_plugins.methods.vade import Vade
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -132,45 +132,34 @@ def main() -> None:
 
     settings = dict(prompts=PROMPTS, batch=BATCH, group=GROUP, steps=STEPS, gain=GAIN, jump_at=JUMP_AT)
     content = {"method": "vade", "settings": {**settings, "seeds": args.seeds}, "results": results}
-    save(args.out, "vade", content, lambda path: plot(curves, jumps, path))
+    save(args.out, "vade", content, lambda: plot(curves, jumps))
     for name, arms in results.items():
         print(name)
         for arm, r in arms.items():
             print(f"  {arm:28s} {r['mean']:8.4f} +- {r['ci95']:.4f}")
 
 
-def plot(
-    curves: dict[str, list[tuple[np.ndarray, np.ndarray]]], jumps: list[dict[str, np.ndarray]], path: Path
-) -> None:
-    def draw(ax: Any, runs: list[np.ndarray], label: str, smooth: int) -> None:
-        y = np.stack([np.convolve(r, np.ones(smooth) / smooth, mode="valid") for r in runs])
-        x = np.arange(y.shape[1]) + smooth
-        half = stats.t.ppf(0.975, len(y) - 1) * y.std(0, ddof=1) / len(y) ** 0.5 if len(y) > 1 else 0 * y[0]
-        (line,) = ax.plot(x, y.mean(0), label=label)
-        ax.fill_between(x, y.mean(0) - half, y.mean(0) + half, alpha=0.2, color=line.get_color())
+def plot(curves: dict[str, list[tuple[np.ndarray, np.ndarray]]], jumps: list[dict[str, np.ndarray]]) -> Figure:
+    figure, (mixed, success, visits) = panels(3)
+    for i, (arm, runs) in enumerate(curves.items()):
+        smooth_band(mixed, [m for m, _ in runs], arm, 10, i)
+        smooth_band(success, [s for _, s in runs], arm, 1, i)
+    named(mixed, "generation batch", "share of groups with a gradient (0 < r < n)")
+    named(success, "generation batch", "success rate, mean over all prompts")
+    for i, kind in enumerate(jumps[0]):
+        smooth_band(visits, [j[kind] for j in jumps], kind, WINDOW, i + 1)
+    visits.axvline(JUMP_AT, color=color(0), linestyle=":")
+    visits.axhline(BATCH / PROMPTS, label="uniform", **line(0))
+    named(visits, "generation batch", "visits per prompt and batch", "Prompts whose rate jumps from 0.002 to 1/3")
+    success.legend()
+    corner_legend(figure, visits)
+    return figure
 
-    fig, axes = plt.subplots(1, 3, figsize=(15, 4.2), constrained_layout=True)
-    for arm, runs in curves.items():
-        draw(axes[0], [m for m, _ in runs], arm, 10)
-        draw(axes[1], [s for _, s in runs], arm, 1)
-    for kind in jumps[0]:
-        draw(axes[2], [j[kind] for j in jumps], kind, WINDOW)
-    axes[2].axvline(JUMP_AT, color="gray", linestyle=":")
-    axes[2].axhline(BATCH / PROMPTS, color="gray", linewidth=0.8)
-    axes[2].annotate("uniform", (0, BATCH / PROMPTS), fontsize=8, va="bottom", color="gray")
-    titles = (
-        ("Groups with a gradient (0 < r < n)", "share of groups, mean of 10 batches"),
-        ("Mean success over all prompts", "success rate"),
-        ("Prompts whose rate jumps from 0.002 to 1/3", f"visits per prompt and batch, mean of {WINDOW}"),
-    )
-    for ax, (title, label) in zip(axes, titles, strict=True):
-        ax.set(title=title, ylabel=label, xlabel="generation batch")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-    fig.suptitle(
-        f"VADE against the host's order: {PROMPTS} prompts, {BATCH} x {GROUP} rollouts, {len(jumps)} seeds, 95 %"
-    )
-    fig.savefig(path, dpi=110)
+
+def smooth_band(axis: Axes, runs: list[np.ndarray], arm: str, smooth: int, i: int) -> None:
+    """Series i, each run as its moving mean over `smooth` batches."""
+    y = [np.convolve(r, np.ones(smooth) / smooth, mode="valid") for r in runs]
+    runs_band(axis, np.arange(len(y[0])) + smooth, y, arm, i)
 
 
 if __name__ == "__main__":

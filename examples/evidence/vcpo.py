@@ -23,15 +23,15 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, interval, save
+from common import arguments, interval, named, points, save
+from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_plugins.compare.figures import line, name_lines, panels
 from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip
 from rl_plugins.methods.vcpo import Vcpo, ess_ratio, lr_factor, weighted_baseline
@@ -264,7 +264,7 @@ def main() -> None:
         "learning rate": rate,
         "training": training,
     }
-    save(args.out, "vcpo", content, lambda path: plot(gradient, rate, curves, path), began)
+    save(args.out, "vcpo", content, lambda: plot(gradient, rate, curves), began)
     for part in (gradient, rate, training):
         for what, table in part.items():
             print(f"\n{what}")
@@ -272,25 +272,27 @@ def main() -> None:
                 print(f"  {row:52s}{cell['mean']:9.3f} +- {cell['ci95']:.3f}")
 
 
-def plot(gradient: dict[str, Any], rate: dict[str, Any], curves: dict[Any, np.ndarray], path: Path) -> None:
-    fig, axes = plt.subplots(1, 4, figsize=(20, 4.5), constrained_layout=True)
-    for name in (*ARMS, "opob, exact norms", "opob, norms of the update"):
-        cells = [gradient["relative variance"][f"{name}, d={d}, truncated"] for d in DELAYS]
-        axes[0].errorbar(DELAYS, [c["mean"] for c in cells], [c["ci95"] for c in cells], marker="o", label=name)
-    axes[0].set(title="Variance of the gradient, group mean = 1", xlabel="delay, updates", yscale="log")
-    for name, table in rate.items():
-        cells = [table[f"d={d}"] for d in DELAYS]
-        axes[1].errorbar(DELAYS, [c["mean"] for c in cells], [c["ci95"] for c in cells], marker="o", label=name)
-    axes[1].set(title="Effective share of 32 rows", xlabel="delay, updates")
-    for ax, size in zip(axes[2:], RATES, strict=True):
-        for (s, name, delay), runs in curves.items():
-            if s == size and delay == DELAYS[-1]:
-                ax.plot(runs.mean(0), label=name)
-        ax.set(title=f"Training, delay {DELAYS[-1]}, {size} learning rate", xlabel="update", ylabel="expected reward")
-    for ax in axes:
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
-    fig.savefig(path, dpi=110)
+def plot(gradient: dict[str, Any], rate: dict[str, Any], curves: dict[Any, np.ndarray]) -> Figure:
+    figure, axes = panels(2 + len(RATES), 3.4)
+    arms = (*ARMS, "opob, exact norms", "opob, norms of the update")
+    for i, arm in enumerate(arms):
+        cells = [gradient["relative variance"][f"{arm}, d={d}, truncated"] for d in DELAYS]
+        points(axes[0], DELAYS, cells, arm, i)
+    axes[0].set_yscale("log")
+    named(axes[0], "delay of the rollouts (updates)", "variance, group mean = 1", "Variance of the gradient")
+    for i, (arm, table) in enumerate(rate.items()):
+        points(axes[1], DELAYS, [table[f"d={d}"] for d in DELAYS], arm, i + 1)
+    named(axes[1], "delay of the rollouts (updates)", "share", "Effective share of 32 rows")
+    axes[1].legend(fontsize=7.5)
+    for axis, size in zip(axes[2:], RATES, strict=True):
+        for i, arm in enumerate(dict.fromkeys(arm for _, arm, _ in curves)):
+            runs = curves.get((size, arm, DELAYS[-1]))
+            if runs is not None:
+                k = arms.index(arm) if arm in arms else len(arms) + i
+                axis.plot(runs.mean(0), label=arm, **line(k))
+        named(axis, "optimizer step", "expected reward", f"Training, delay {DELAYS[-1]}, {size} learning rate")
+    name_lines(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from common import arguments, save
+from common import arguments, grouped, named, points, save
 from common import summary as over_seeds
+from matplotlib.figure import Figure
 
+from rl_plugins.compare.figures import line, panels
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
 from rl_plugins.method import Method
@@ -142,28 +142,6 @@ def against(runs: dict[str, list[dict[str, float]]], baseline: str) -> dict[str,
     }
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    equal = results["allocator"]["equal groups"]["error"]["mean"]
-    left.axhline(equal, color="gray", label="equal groups")
-    for n in (4, 8):
-        weights = [w for m, w in ALLOCATORS if m == n]
-        values = [results["allocator"][f"n_first {n}, exploration {w:g}"]["error"] for w in weights]
-        left.errorbar(weights, [v["mean"] for v in values], [v["ci95"] for v in values], label=f"n_first {n}")
-    left.set(xlabel="exploration", ylabel="squared error x 1000")
-    left.set_xscale("symlog", linthresh=0.01)
-    left.legend()
-    arms = results["sharpening"]
-    for i, measure in enumerate(("entropy at 0.9", "entropy at the end")):
-        place = np.arange(len(arms)) + 0.4 * i
-        values = [a[measure] for a in arms.values()]
-        right.bar(place, [v["mean"] for v in values], 0.38, yerr=[v["ci95"] for v in values], label=measure)
-    right.set_xticks(np.arange(len(arms)) + 0.2, list(arms))
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)
     args, start = arguments(__doc__ or "", seeds=10), time.time()
@@ -180,7 +158,28 @@ def main() -> None:
                 print(f"{name} {v['mean']:.3f} ± {v['ci95']:.3f} ({v['difference']['mean']:+.3f})", end="  ")
             print()
     content = {"method": "xrpo", "settings": {"seeds": args.seeds}, "results": results}
-    save(args.out, "xrpo", content, lambda path: plot(results, path), start)
+    save(args.out, "xrpo", content, lambda: plot(results), start)
+
+
+def plot(results: dict[str, Any]) -> Figure:
+    figure, (error, entropy) = panels(2)
+    error.axhline(results["allocator"]["equal groups"]["error"]["mean"], label="equal groups", **line(0))
+    for i, n in enumerate((4, 8)):
+        weights = [w for m, w in ALLOCATORS if m == n]
+        cells = [results["allocator"][f"n_first {n}, exploration {w:g}"]["error"] for w in weights]
+        points(error, weights, cells, f"n_first {n}", i + 1)
+    error.set_xscale("symlog", linthresh=0.01)
+    named(error, "exploration", "squared error x 1000")
+    error.legend()
+    arms = results["sharpening"]
+    grouped(
+        entropy,
+        [arm.replace(" (", "\n(") for arm in arms],
+        {key: [cells[key] for cells in arms.values()] for key in ("entropy at 0.9", "entropy at the end")},
+    )
+    named(entropy, "", "entropy (nats)")
+    entropy.legend()
+    return figure
 
 
 if __name__ == "__main__":
