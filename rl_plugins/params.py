@@ -16,6 +16,8 @@ import dataclasses
 import importlib
 import inspect
 import math
+import os
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -342,6 +344,8 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
     if not isinstance(value, str) or value.count(":") != 1:
         raise _wrong(name, value, 'a callable or the text "module:attribute"')
     module_name, attribute = value.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # where TRL and `python -m` find modules, too
     try:
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
@@ -351,7 +355,7 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
     except BaseException as e:  # whatever the module raises while it is imported, SystemExit too
         raise ConfigError(
             f"parameter `{name}` is {shown(value)}, but it cannot be loaded: {type(e).__name__}: {shortened(e)}. Give "
-            f'an importable "module:attribute", with the module on PYTHONPATH.'
+            f'an importable "module:attribute", with the module in this folder or on PYTHONPATH.'
         ) from e
     if not callable(found):
         raise _wrong(name, value, "a callable")

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import rl_plugins
+from rl_plugins.commands.guides import with_code
 from rl_plugins.commands.reference import reference_page
 from rl_plugins.method import Bundle
 from rl_plugins.runtime import registry
@@ -170,6 +171,8 @@ def main() -> None:
         ("samplers.md", with_samplers),
     ):
         (docs / page).write_text(made((docs / page).read_text(encoding="utf-8")), encoding="utf-8")
+    for guide in (docs / "guides").glob("*.md"):
+        guide.write_text(with_code(guide.read_text(encoding="utf-8"), docs.parent / "examples" / "guides"), "utf-8")
     (docs / "reference.md").write_text(reference_page(), encoding="utf-8")
 
 

@@ -165,7 +165,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
     "names": [([1], r"is 1 \(int\); it must be text"), (3, "it must be list of text")],
     "counts": [("1,2.5", "a whole number"), ([-1], "is -1; it must be >= 0"), (3, "it must be list of int")],
     "penalty": [
-        ("math:sqroot", "cannot be loaded: AttributeError: .*sqroot.* with the module on PYTHONPATH"),
+        ("math:sqroot", "cannot be loaded: AttributeError: .*sqroot.* with the module in this folder or on PYTHONPATH"),
         ("no_such_module_x:f", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_module_x'"),
         ("math.sqrt", 'it must be a callable or the text "module:attribute"'),
         ("a:b:c", 'it must be a callable or the text "module:attribute"'),

@@ -159,10 +159,8 @@ def finish(episode: Episode, **meta: Any) -> Trajectory:
     broken), `turns`, `done`, `error`."""
     score = getattr(episode.environment, "score", None)
     rewards = [turn.reward for turn in episode.trajectory.turns if not math.isnan(turn.reward)]
-    value = sum(rewards) if rewards else math.nan
-    if callable(score):
-        value = float(score())
-    if episode.broken:
-        value = math.nan
+    value = math.nan
+    if not episode.broken and (callable(score) or rewards):
+        value = float(score() if callable(score) else sum(rewards))
     done = episode.observation.done and not episode.broken
     return episode.trajectory.noted(score=value, turns=episode.turns, done=done, error=episode.broken, **meta)
