@@ -45,3 +45,17 @@ class Halfway(Method):
             count[visited] *= self.params.memory
             self.state[name] = count.index_add(0, prompts, values)
         self.log("tried", (self.state["tries"] > 0).double().mean())
+
+
+def main() -> None:
+    """Two batches without a model: the second avoids the prompt that was always right."""
+    from rl_plugins import testing
+
+    stack = testing.start_stack(Halfway(), run=testing.make_run(dataset_size=4))
+    rollouts = testing.make_rollouts([1.0, 1, 1, 1, 0, 1, 0, 1])  # two groups of four: prompts 0 and 1
+    stack.methods[0].observe(rollouts, testing.make_tokens(rollouts), {})
+    print(sorted(stack.one("select_prompts", PromptPool(4, (), (), None, 1), 3)))
+
+
+if __name__ == "__main__":
+    main()
