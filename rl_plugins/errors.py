@@ -28,10 +28,14 @@ class StateError(RLPluginsError, RuntimeError):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """' Did you mean `a` or `b`?' for the nearest names, else an empty text."""
+    """' Did you mean `a` or `b`?' for the nearest names, else an empty text. Names that begin with the given one and an
+    underscore come first: `model` means `model_name_or_path` sooner than `delta`."""
     if len(name) > _LONGEST_NAME:
         return ""
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), list(known), n=3, cutoff=0.6)
+    name = name.lower().replace("-", "_")
+    names = list(known)
+    near = sorted(n for n in names if n.startswith(f"{name}_"))[:3]
+    near = near or difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(f'`{n}`' for n in near)}?" if near else ""
 
 

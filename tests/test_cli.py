@@ -24,7 +24,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
@@ -517,6 +517,24 @@ def test_doctor_compares_versions(version, state, monkeypatch):
     assert report.package_state("trl") == (version, state)
 
 
+def test_doctor_says_what_was_not_tested(monkeypatch):
+    """The last line of a healthy report does not hide that the installed set was never run (seen: transformers 5.23 and
+    torch 2.15, which pip takes without constraints)."""
+    given = {"transformers": "5.23.0", "torch": "2.15.1"}
+    real = report.importlib.metadata.version
+    monkeypatch.setattr(report.importlib.metadata, "version", lambda name: given.get(name) or real(name))
+    text = rl_plugins("doctor")
+    assert re.search(r"^  torch +2\.15\.1 +ok, but the tests ran with 2\.13\.0$", text, re.M)
+    assert "Not tested in this version: torch 2.15.1 (tests: 2.13.0), transformers 5.23.0 (tests: 5.10.4)." in text
+    assert "pip install 'torch==2.13.0' 'transformers==5.10.4'" in text
+    assert text.endswith("No problem found, but this set of versions was not tested.\n")
+
+
+def test_tested_set_is_that_of_the_constraints():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    assert {name: pinned[name] for name in report.RAN} == report.RAN
+
+
 def test_doctor_without_a_usable_host(monkeypatch):
     real = report.importlib.metadata.version
 
@@ -722,6 +740,21 @@ def test_arguments_of_the_script_and_of_the_launcher_are_told_apart(run, monkeyp
 def test_what_nobody_knows_is_refused(argv, message):
     with pytest.raises(ConfigError, match=message):
         sort_arguments(*argv)
+
+
+@pytest.mark.parametrize(("key", "meant"), [("model", "model_name_or_path"), ("lr", "learning_rate")])
+def test_names_that_other_tools_use_lead_to_the_option(run, key, meant):
+    """Seen: `model` in a config, "Did you mean `delta`?"."""
+    with pytest.raises(ConfigError, match=rf"the key `{key}`, which neither .* Did you mean `{meant}`\?"):
+        sort_arguments("--config", run(**{key: "x"}))
+
+
+def test_names_that_other_tools_use_are_none_of_the_host_and_lead_to_some_of_it():
+    from rl_plugins.trl import script
+
+    options = {name.lstrip("-") for name in script.Parser()._option_string_actions}
+    assert set(script._CALLED.values()) <= options and not set(script._CALLED) & options
+    assert did_you_mean("max_grad", ["max_grad_norm", "max_steps", "grad"]) == " Did you mean `max_grad_norm`?"
 
 
 def test_keys_of_the_config_that_nobody_knows_are_refused(run, tmp_path):

@@ -173,9 +173,9 @@ def test_trl_beside_verl(monkeypatch):
 
     monkeypatch.setattr(plugin, "trl_has_value_head", lambda: False)
     told = "it has no value head; in runs with methods verl's model builder is told that TRL is not there"
-    assert f"TRL beside verl: {told}" in examine()
+    assert f"TRL in the same environment: {told}" in examine()
     monkeypatch.setattr(plugin, "trl_has_value_head", lambda: True)
-    assert "TRL beside verl: it has the value head that verl asks for" in examine()
+    assert "TRL in the same environment: it has the value head that verl asks for" in examine()
 
 
 def test_upstream_changes_are_recognized(tmp_path):
@@ -538,10 +538,26 @@ def test_the_example_for_several_nodes(gsm8k, tmp_path):
     assert found["optimizer steps"] == "1 per batch, of 1024 rows each" and "Several nodes" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh"])
+@pytest.mark.parametrize("script", ["gsm8k.sh", "gsm8k_multinode.sh", "laptop.sh"])
 def test_help_of_an_example(script, tmp_path):
     done = run_example(script, "--help", cwd=tmp_path, MODEL="")
     assert done.returncode == 0 and f"bash examples/verl/{script}" in done.stdout and "set -euo" not in done.stdout
+
+
+def test_the_example_for_a_laptop_says_what_it_sets(tmp_path):
+    done = run_example("laptop.sh", "--help", cwd=tmp_path)
+    told = done.stdout
+    done = run_example("laptop.sh", "vade", "mc_grpo", "minpro", "--dry-run", "--", "data.seed=2", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("No problem found.\n"), done.stdout + done.stderr
+    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", done.stdout, re.M)
+    overrides = (tmp_path / "verl-laptop" / "overrides.txt").read_text().splitlines()
+    chosen = re.findall(r"^  (\S+=.*?) *$", done.stderr, re.M)
+    assert chosen and set(chosen) <= set(overrides)
+    names = {line.partition("=")[0].removeprefix("+") for line in chosen}
+    assert {"trainer.resume_mode", "rl_plugins.method_params.mc_grpo.advantage_clip"} <= names
+    assert {"rl_plugins.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
+    for word in ("resume_mode=disable", "rl_plugins.rewards", "mc_grpo.advantage_clip=3", "ppo_epochs=2", "binary"):
+        assert word in told, word
 
 
 @pytest.mark.host

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,23 +39,63 @@ def test_files_named_in_the_readme_exist():
             assert (ROOT / target).exists(), target
 
 
+TRL_EXAMPLES = ROOT / "examples" / "trl"
+
+
 @pytest.mark.host
-def test_example_config_takes_effect(monkeypatch):
-    """Everything but the model and the GPUs: parsing, names, parameters, signals, options."""
-    from trl import TrlParser
+def test_example_config_of_gsm8k_is_one_that_the_command_takes(tmp_path, monkeypatch, capsys):
+    """Everything but the model and the GPUs: every key, names, parameters, rewards, columns, options (seen: the key
+    `model`, which `trl grpo` does not know)."""
+    from rl_plugins.commands.doctor import examine
 
-    from rl_plugins.runtime.stack import build_stack
-    from rl_plugins.trl import GRPOConfig, facts
-    from rl_plugins.trl.compat import Seams
+    for file in ("gsm8k.yaml", "gsm8k_data.py"):
+        shutil.copy(TRL_EXAMPLES / file, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    import gsm8k_data
 
-    monkeypatch.syspath_prepend(ROOT / "examples" / "trl")
-    import gsm8k
+    row = gsm8k_data.to_row({"question": "1+1?", "answer": "It is 2. #### 1,234"})
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "gsm8k" / "train.jsonl").write_text(f"{json.dumps(row)}\n" * 64)
+    assert examine(Path("gsm8k.yaml"), [], None, world_size=4) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^  mc_grpo .*advantage_clip=3\.0 ", text, re.M) and "128 of 128" in text
+    assert "columns are not checked" not in text and text.endswith("No problem found.\n")
+    answer = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
+    assert gsm8k_data.correct([answer], [row["answer"]]) == [1.0] and gsm8k_data.boxed_once([answer]) == [1.0]
 
-    parser = TrlParser((gsm8k.ScriptArguments, GRPOConfig))
-    config = ["--config", str(ROOT / "examples" / "trl" / "gsm8k.yaml"), "--use_cpu", "true", "--bf16", "false"]
-    _, args = parser.parse_args_and_config(config)
-    stack = build_stack(args.methods, args.method_params)
-    known = facts.KnownRun(args, dataset=[1], size=1, rewards=("correct", "boxed_once"))
-    assert facts.check(stack, known, Seams(False, False)) == {}
-    text = [{"role": "assistant", "content": "so \\boxed{1,234}"}]
-    assert gsm8k.correct([text], ["1234"]) == [1.0] and gsm8k.boxed_once([text]) == [1.0]
+
+@pytest.mark.host
+def test_run_yaml_runs_on_a_laptop_as_it_is(tmp_path):
+    """The config of the examples is the one that the command writes, and TRL trains with it on a CPU."""
+    from rl_plugins.demo import trl_data
+
+    example = (TRL_EXAMPLES / "run.yaml").read_text()
+    assert trl_data.write(tmp_path / "other place").read_text() == example.replace(
+        "laptop-run", str(tmp_path / "other place")
+    )
+    (tmp_path / "other place").rename(tmp_path / "laptop-run")
+    (tmp_path / "run.yaml").write_text(example)
+    command = [
+        "-m",
+        "rl_plugins.cli",
+        "trl",
+        "grpo",
+        "--config",
+        "run.yaml",
+        "--max_steps",
+        "2",
+        "--logging_steps",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, "--eval_strategy", "no"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=NEVER,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"'gdpo/max_abs_advantage': '?[1-9]", done.stdout)) == 2  # gdpo acted in both steps
+    assert (tmp_path / "laptop-run" / "out" / "checkpoint-2" / "rl_plugins").is_dir()

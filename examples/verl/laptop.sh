@@ -3,15 +3,27 @@
 #
 #   bash examples/verl/laptop.sh                    verl's own trainer `sync`
 #   bash examples/verl/laptop.sh vade mc_grpo       the same run with methods of rl-plugins
+#   bash examples/verl/laptop.sh vade --dry-run     what would take effect; starts nothing
 #
 # Environment: OUT (folder for results, default verl-laptop), STEPS (default 40), PYTHON (default python).
 # What follows `--` goes to verl as it is: bash examples/verl/laptop.sh vade -- data.seed=2
+#
+# Set for you, printed at the start, and replaced by an override of yours after `--` (a key that begins with + there needs
+# ++ to be replaced: ++rl_plugins.method_params.mc_grpo.advantage_clip=10):
+#   trainer.resume_mode=disable                 every run begins at step 0, also when OUT holds checkpoints
+#   +rl_plugins.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
+#   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
+#   +rl_plugins.method_params...                parameters of some methods: mc_grpo.advantage_clip=3, dars.n_first=3, ...
+#   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
+# OUT/overrides.txt has all overrides, also those that a CPU needs (docs/verl_cpu.md).
 set -euo pipefail
 
 methods=()
+dry=0
 while [ $# -gt 0 ]; do
   case "$1" in
     -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p;}' "$0"; exit 0 ;;
+    --dry-run) dry=1; shift ;;
     --) shift; break ;;
     *) methods+=("$1"); shift ;;
   esac
@@ -32,6 +44,10 @@ export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/me
 "$python" -m rl_plugins.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" > "$out/overrides.txt"
 overrides=()
 while IFS= read -r line; do overrides+=("$line"); done < "$out/overrides.txt"
+
+if [ "$dry" = 1 ]; then
+  exec "$python" -m rl_plugins.cli doctor --host verl -- "${overrides[@]}" "$@"
+fi
 
 # verl itself. Start-up takes most of a minute: seven processes import it.
 "$python" -m verl.trainer.main_ppo "${overrides[@]}" "$@"

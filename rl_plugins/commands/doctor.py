@@ -36,7 +36,7 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
         problems += _print_run(argv, world_size)
     elif methods or method_params:
         problems += _print_methods(methods, method_params)
-    return print_problems(problems)
+    return print_problems(problems, SHOWN)
 
 
 def dry_run(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def dry_run(argv: Sequence[str]) -> int:
     Returns:
         1 if something would fail, else 0.
     """
-    return print_problems(_print_run(argv, None))
+    return print_problems(_print_run(argv, None), SHOWN)
 
 
 def _print_run(argv: Sequence[str], world_size: int | None) -> list[str]:

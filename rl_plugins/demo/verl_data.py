@@ -1,12 +1,14 @@
 """The demo for verl: its tasks as parquet files, its rewards as one function, and settings proven on a CPU.
 
 `python -m rl_plugins.demo.verl_data FOLDER [METHOD...]` writes the files and prints the hydra overrides of
-`python -m verl.trainer.main_ppo`, one per line (see examples/verl/laptop.sh).
+`python -m verl.trainer.main_ppo`, one per line (see examples/verl/laptop.sh). On stderr it says which of them are
+choices of the demo that a run of your own may make otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -220,20 +222,40 @@ def _several_updates(methods: Iterable[str]) -> list[str]:
     return [n for n, found in classes.items() if any({"off_policy", "several_updates"} & set(c.needs) for c in found)]
 
 
+def choices(lines: Iterable[str]) -> dict[str, list[str]]:
+    """Reason -> the overrides that the demo chooses for the user. What a CPU needs is not among them."""
+    why = {
+        "trainer.resume_mode": "every run begins at step 0, also when the folder holds checkpoints",
+        "+reward.custom_reward_function.reward_kwargs": "the score is graded, or right or wrong, as the methods need",
+        "+rl_plugins.rewards": "parts of the score that the methods see, with their weights",
+        "actor_rollout_ref.actor.ppo_epochs": "two updates per batch, for methods that correct for off-policy updates",
+        "+rl_plugins.method_params": "parameters that suit the demo's few levels of reward and groups of 4",
+    }
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        for key, reason in why.items():
+            if line.startswith((f"{key}=", f"{key}.")):
+                found.setdefault(reason, []).append(line)
+    return found
+
+
 def main() -> None:
     from rl_plugins.demo.policy import load_policy
 
     parser = argparse.ArgumentParser(
         prog="python -m rl_plugins.demo.verl_data",
-        description="Writes the demo's data and prints the overrides of a run of verl on a CPU, one per line.",
+        description="Write the demo's data and print the overrides of a run of verl on a CPU, one per line.",
     )
-    parser.add_argument("folder", type=Path, help="where data and results go")
+    parser.add_argument("folder", type=Path, help="folder for data and results")
     parser.add_argument("methods", nargs="*", metavar="METHOD", help="methods to train with")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps (default: %(default)s)")
     arguments = parser.parse_args()
     data = write(arguments.folder / "data")
     lines = overrides(data, load_policy(), arguments.folder, methods=arguments.methods, steps=arguments.steps)
     print("\n".join(lines))
+    print("Set for you by the demo; an override of your own after `--` replaces it:", file=sys.stderr)
+    for reason, found in choices(lines).items():
+        print("\n".join(f"  {line}" for line in found), f"\n      {reason}", file=sys.stderr)
 
 
 if __name__ == "__main__":

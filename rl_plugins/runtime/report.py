@@ -14,7 +14,8 @@ from rl_plugins.runtime import registry
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 
-# First tested version and first untested one (None: no bound); those of pyproject.toml where it names the package.
+# First version that may be installed and first that may not (None: no bound), as in pyproject.toml where it names the
+# package.
 TESTED: dict[str, tuple[str, str | None]] = {
     "torch": ("2.6", None),
     "transformers": ("5.10", "5.11"),
@@ -23,6 +24,15 @@ TESTED: dict[str, tuple[str, str | None]] = {
     "verl": ("0.9.1", "0.10"),
     "TransferQueue": ("0.1.10", None),
     "vllm": ("0.22", "0.32"),
+}
+# The version that the tests run with: that of constraints.txt.
+RAN = {
+    "torch": "2.13.0",
+    "transformers": "5.10.4",
+    "trl": "1.16.0",
+    "peft": "0.21.2",
+    "verl": "0.9.1",
+    "TransferQueue": "0.1.11",
 }
 VARIABLES = (registry.VETO_VARIABLE, "RL_PLUGINS_ALLOW_UNTESTED", "RL_PLUGINS_SECONDS")
 
@@ -60,8 +70,21 @@ def package_state(name: str) -> tuple[str, str]:
         inside = _number(version) >= _number(low) and (high is None or _number(version) < _number(high))
         if name not in TESTED:
             return version, ""
-        return version, "ok" if inside else f"untested (tested: {wanted})"
+        if not inside:
+            return version, f"untested (tested: {wanted})"
+        ran = RAN.get(name, version)
+        return version, "ok" if _number(version)[:2] == _number(ran)[:2] else f"ok, but the tests ran with {ran}"
     return "-", "missing"
+
+
+def without_tests(names: Sequence[str]) -> list[str]:
+    """Packages installed in a version that the tests did not run with: "transformers 5.23.0 (tests: 5.10.4)"."""
+    states = {name: package_state(name) for name in names}
+    return [
+        f"{name} {version} (tests: {RAN.get(name, TESTED[name][0])})"
+        for name, (version, state) in states.items()
+        if state not in ("", "ok", "missing")
+    ]
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -74,14 +97,25 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(out)
 
 
-def print_problems(problems: Sequence[str]) -> int:
+def print_problems(problems: Sequence[str], packages: Sequence[str]) -> int:
     """The end of every report.
+
+    Args:
+        packages: those whose versions matter; a version that was not tested is named, so that nobody reads "no problem"
+            as "tested".
 
     Returns:
         1 if there is a problem, else 0.
     """
+    untested = without_tests(packages)
+    if untested:
+        wanted = " ".join(f"'{name}=={RAN[name]}'" for text in untested if (name := text.split()[0]) in RAN)
+        print(
+            f"\nNot tested in this version: {', '.join(untested)}. The tested set is in constraints.txt of the "
+            f"repository{f'; here: pip install {wanted}' if wanted else ''}."
+        )
     if not problems:
-        print("\nNo problem found.")
+        print(f"\nNo problem found{', but this set of versions was not tested' if untested else ''}.")
         return 0
     print(f"\n{len(problems)} problem{'s' if len(problems) > 1 else ''}:")
     for problem in problems:

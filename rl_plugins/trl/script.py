@@ -27,6 +27,22 @@ from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.trainer import GRPOTrainer
 
 MODULE = "rl_plugins.trl.script"
+# What other tools and scripts call an option of `trl grpo`.
+_CALLED = {
+    "model": "model_name_or_path",
+    "dataset": "dataset_name",
+    "rewards": "reward_funcs",
+    "reward_functions": "reward_funcs",
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "max_response_length": "max_completion_length",
+    "kl_coef": "beta",
+    "params": "method_params",
+}
 _ACCELERATE_CONFIG = "accelerate_config"  # of TRL: a file, or one of the configs that come with it
 
 
@@ -132,7 +148,7 @@ def run(argv: Sequence[str]) -> None:
     if arguments.launch:
         raise ConfigError(
             f"`{' '.join(arguments.launch)}` is for `accelerate launch`, which comes first: accelerate launch "
-            f"{' '.join(arguments.launch)} -m {MODULE} .."
+            f"{' '.join(arguments.launch)} -m {MODULE} ..."
         )
     parsed = parse(arguments.script)
     ours = parsed[1].methods or parsed[1].count_costs
@@ -226,7 +242,7 @@ def _launch_namespace(arguments: Arguments) -> Any:
 
 
 def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
-    """`argv` without `rest`, whose items stand in it in this order."""
+    """`argv` without `rest`, whose items it holds in this order."""
     left, out = list(rest), []
     for argument in argv:
         if left and argument == left[0]:
@@ -240,7 +256,8 @@ def _unknown(name: str, known: set[str], in_file: bool) -> None:
     name = shortened(name, 80)
     bare = name.lstrip("-")
     what = f"The config file has the key `{bare}`" if in_file else f"The command line has the option `{name}`"
-    hint = did_you_mean(bare, known)
+    meant = _CALLED.get(bare.replace("-", "_"))
+    hint = f" Did you mean `{meant}`?" if meant else did_you_mean(bare, known)
     if not in_file and not name.startswith("--"):
         hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
     raise ConfigError(

@@ -61,8 +61,8 @@ def examine(words: Sequence[str], print_found: Callable[[], None] = lambda: None
     if words:
         problems += _print_run(overrides)
     else:
-        print("\nWith the overrides of a run this shows what it would do: rl-plugins doctor --host verl -- OVERRIDES")
-    return print_problems(problems)
+        print("\nTo see what a run would do, give its overrides: rl-plugins doctor --host verl -- OVERRIDES")
+    return print_problems(problems, SHOWN)
 
 
 def read_command(words: Sequence[str]) -> list[str]:
@@ -112,7 +112,7 @@ def _print_installation() -> Iterator[str]:
     if moved and not compat.untested_allowed():
         yield f"verl moved what rl-plugins builds on: {'; '.join(moved)}. Install a version it was tested with."
     if states["trl"][1] != "missing":
-        print(f"  TRL beside verl: {_value_head(folder)}")
+        print(f"  TRL in the same environment: {_value_head(folder)}")
     print("\nUpstream changes in this verl (patches/README.md)")
     for name, there in _seams(folder).items():
         print(f"  {name:<5}{'there' if there else 'not there':<11}{SEAMS[name]}")
