@@ -1,6 +1,6 @@
 """The demo for TRL as files: policy, tasks, and a config that `rl-plugins trl grpo` runs as it is.
 
-`python -m rl_plugins.demo.trl_data FOLDER` writes them. For the folder `laptop-run` the config is examples/trl/run.yaml.
+`python -m rl_plugins.demo.trl_data FOLDER` writes them. examples/trl/run.yaml is the config for `laptop-run`.
 """
 
 from __future__ import annotations
