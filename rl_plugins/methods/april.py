@@ -27,7 +27,7 @@ class April(Method):
 
     Each batch trains N groups and works on N' = floor(over_sampling * N):
 
-        go on with the groups that wait, those that waited longest first; begin new ones until there are N'
+        resume the waiting groups, longest waiting first; start new ones until there are N'
         decode all of them; stop as soon as N are complete (every rollout ended or reached the length limit)
         train these N; all others wait with their tokens, log-probs and policy versions
 
@@ -50,7 +50,7 @@ class April(Method):
     groups of a batch were complete before it, `mask` keeps their newest tokens. A token without a known rollout
     log-prob has weight 1.
 
-    State: none of its own (the queue is the driver's and is saved with it).
+    State: none (the driver saves the queue).
 
     Logs: `resumed`, `restarted`, `dropped`, `fresh`, groups of the batch; `waiting`, groups before it; `stale_rows`,
     share of rows with a token that is not of the present weights; `staleness`, largest age of a row's oldest token in
@@ -188,7 +188,8 @@ class April(Method):
             )
 
     def budget(self, budget: Budget, run: Run) -> Budget:
-        """Rollouts that are begun or go on. In verl's modes that generate ahead a batch begins as many as it trains."""
+        """Rollouts that are started or resumed. In verl's modes that generate ahead a batch starts as many as it
+        trains."""
         if run.host == "verl":
             return budget
         groups = budget.prompts[1]

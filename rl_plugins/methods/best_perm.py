@@ -100,7 +100,7 @@ class BestPerm(Method):
             "best_perm-10-seeds",
         ),
     )
-    use_when = "Many prompts have no success at all, and hints for them exist, from weak to strong."
+    use_when = "Many prompts have no success, and hints for them exist, from weak to strong."
     avoid_when = (
         "You want to train the prompts without hints: rollouts with a hint are trained under the hinted prompt. Or "
         "tries are expensive and success is rare: the order does not account for failed tries."

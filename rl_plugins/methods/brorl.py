@@ -41,8 +41,8 @@ class BroRL(Method):
 
         lr <- lr (B / base_rows)^p          p = 1/2 (`sqrt`), 1 (`linear`), 0 (`none`); this step only
 
-    The schedule and the optimizer's moments stay as they are. Without `base_rows` the rate is the host's. A ramp does
-    not change the rows of an update and therefore not its rate. B counts the trained rows: groups that leave without
+    The schedule and the optimizer's moments are unchanged. Without `base_rows` the rate is the host's. A ramp does not
+    change the rows of an update and therefore not its rate. B counts the trained rows: groups that leave without
     replacement make the step, and so the rate, smaller.
 
     `mass_balance` shows why breadth helps, for one token and exact sums.
@@ -53,7 +53,7 @@ class BroRL(Method):
     scored rollouts leaves, or has A = 0 with every `norm_over`. A batch whose rewards are equal in every group has A =
     0. Rewards that differ by less than 1e-6 of their size are equal. A rollout of several rows counts once, with the
     mean of their rewards and the sum of their tokens; B counts rows. A ramp's N that does not divide the rows of a
-    batch leaves fewer than N of them empty. Groups of given completions stay as they are.
+    batch leaves fewer than N of them empty. Groups of given completions are unchanged.
 
     Logs: `signal`, share of the groups with unequal rewards; `success`, mean over groups of the share of rewards >=
     success_threshold; `distinct_answers` per group; `unseen_mass`, Good-Turing estimate of the probability of answers
@@ -121,7 +121,7 @@ class BroRL(Method):
         "trajectories by default: the paper builds on a recipe that takes them over tokens in verl "
         "(`norm_over: token`), where long responses weigh more.",
         "The paper refills a batch after dynamic sampling; here groups that leave are not replaced.",
-        "`ramp` and `norm_over: none` are ours. One summary of the theorem drops the factor 1/N, which scales eta.",
+        "`ramp` and `norm_over: none` are ours. One summary of the theorem omits the factor 1/N, which scales eta.",
         "Clip range, temperature, weights of the sampling policy and resets of the reference are options of the host; "
         "the paper's values could not be read. ProRL, where it starts from, clips at 0.2 and 0.4.",
     )
@@ -224,7 +224,7 @@ class BroRL(Method):
         )
 
     def plan(self, plan: Plan) -> Plan | None:
-        """Fewer (or more) prompts of N rollouts each, once the ramp has begun."""
+        """Fewer (or more) prompts of N rollouts each, once the ramp has started."""
         largest = max((n for _, n in self.params.ramp), default=0)
         if plan.batch == 0 and largest > plan.budget and min((row.group for row in plan.rows), default=1) == 0:
             raise MethodError(_too_small(largest, plan.budget))  # now, and not when its batch comes

@@ -324,7 +324,7 @@ class Cleaner(Method):
         """The environment takes the turn. A copy made before takes the place of an environment that broke.
 
         Returns:
-            The episode after the turn, what is wrong with its call (empty if nothing is), and the copy if one was made.
+            The episode after the turn, the error of its call (empty without one), and the copy if one was made.
         """
         p, backup = self.params, None
         is_call = self._is_call(prompt, attempt.tokens)

@@ -339,7 +339,7 @@ class Drive(Method):
         return sum(a != b for a, b in pairwise(kind))
 
     def _enter(self, batch: int) -> None:
-        """Makes the sets of the phases that have begun."""
+        """Makes the sets of the phases that have started."""
         if len(self.state["right"]) != self._size:
             self._check_rows(torch.tensor([self._size]))
         phase, sizes = sum(batch >= end for end in accumulate(self.params.batches)), self._sizes(self._size)

@@ -124,8 +124,8 @@ class GrpoRoc(Method):
         "The code reads the response alone, but the prompt's template has opened the first "
         "assistant turn: a single turn counts as none and always has p_format = 1. Here that turn "
         "counts; `count_first_turn: false` does what the code does.",
-        "The yaml of the code has reject_equal_reward, both penalties and the minimum numbers off; the "
-        "training script and the README turn them on, and so do the defaults here.",
+        "The yaml of the code switches reject_equal_reward, both penalties and the minimum numbers "
+        "off. The training script, the README and the defaults here switch them on.",
         "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their "
         "fix of 5 Sep 2025 is followed here. If their rounding loses a rollout, an assertion ends "
         "their run (5 correct and 5 wrong to G = 5); here k_correct = G - k_wrong.",

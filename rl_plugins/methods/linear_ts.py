@@ -302,7 +302,7 @@ class LinearTS(Method):
             )
 
     def _next(self, arm: int, k: int, without: set[int]) -> list[int]:
-        """The next k prompts of an arm in its order, but for those of `without`, which they join."""
+        """The next k prompts of an arm in its order, without those in `without`, to which they are added."""
         place, chosen = self.state["place"], list[int]()
         while len(chosen) < k:
             prompts = self._prompts[arm]
@@ -374,7 +374,7 @@ def shares(weights: Array, n: int, free: NDArray[np.int64], owed: Array) -> tupl
         owed: (arms,) what earlier roundings took from each; it is added to its part first.
 
     Returns:
-        (arms,) counts that sum to n, and (arms,) what is owed now, in [-1, 1].
+        (arms,) counts that sum to n, and (arms,) the remainder carried over, in [-1, 1].
     """
     count = np.zeros(len(weights), dtype=np.int64)
     part = np.maximum(weights * n + owed, 0.0)

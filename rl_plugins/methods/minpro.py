@@ -36,8 +36,8 @@ class Minpro(Method):
     per row). Ratios, minimum and weight are float32 or better. Aggregation is the host's; there is no KL term.
 
     Special cases: tokens that are not trained (tool output, padding, tokens another method took out) are skipped by the
-    minimum and have loss and gradient 0, whatever their log-probs. A token without a known rollout log-prob uses its
-    old log-prob.
+    minimum and have loss and gradient 0 for any log-probs. A token without a known rollout log-prob uses its old
+    log-prob.
 
     Logs: over trained tokens, `weight_mean` and `weight_min` (w), `clipped` (share with M rho outside of the clip
     range), `prefix_min` (mean of M).

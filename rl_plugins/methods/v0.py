@@ -122,7 +122,8 @@ class V0(Method):
         "The paper's greedy allocation is not optimal for its own objective; `allocation: exact` is.",
         "The paper's context is a sample of the same policy version; here it is the last "
         "`context_size` rollouts, which include older policies' if a batch is smaller.",
-        "The paper reads scores in [-1, 1] and calls those >= 0 a success; here `success_threshold` is 0.5, for 0/1.",
+        "The paper has scores in [-1, 1] and counts those >= 0 as a success; here "
+        "`success_threshold` is 0.5, for rewards 0 and 1.",
         "The paper's predictions are those of its model: an embedder whose features go into TabPFN "
         "with the (prompt, success) pairs of the current policy as context. It is not shipped "
         "(0.6B parameters, gated weights); a function as `prior` can provide it.",

@@ -107,10 +107,11 @@ class V05(Method):
     )
     disagreements = (
         "The paper was read through independent notes that agree, not in full.",
-        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, what reward functions of the "
-        "hosts give (`reward_low`, `reward_high`). The rule is the same on any scale.",
+        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, as the hosts' "
+        "reward functions usually return (`reward_low`, `reward_high`). The rule is the same on "
+        "any scale.",
         "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",
-        "Whether the paper normalizes advantages further is not known: `advantage_norm`, off by default.",
+        "It is not known whether the paper normalizes advantages further: `advantage_norm`, off by default.",
         "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as "
         "`prior` can provide it.",
         "s2 for other bounds, the batched rounds, `leave_one_out` and `advantage_norm` are ours.",
@@ -155,7 +156,7 @@ class V05(Method):
         reward_high: float = param(1.0, "highest possible reward")
         leave_one_out: bool = param(False, "exclusion of the rollout itself from mean and k (ours)")
         advantage_norm: Literal["none", "group", "batch"] = param(
-            "none", "unit whose root mean square divides A (ours)"
+            "none", "scope of the root mean square that divides A: none, the group, or the batch (ours)"
         )
 
         def check(self) -> None:

@@ -45,7 +45,7 @@ class AepoRollout(Method):
     one whole rollout; both are discarded. Evaluation plays plain rollouts.
 
     Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
-    a copy of the first turn of its own; c counts rounds in a row in which the prompt got a new chain (20 of them end
+    a copy of its own first turn; c counts consecutive rounds in which the prompt got a new chain (20 of them end
     branching). Tokens that chains share are trained in each of them, with their log-probs; text of the environment is
     not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from
     the prompt) in `rollouts.meta`.
@@ -240,7 +240,7 @@ class AepoRollout(Method):
         return _Chain(episode)
 
     def _turn(self, prompt: Prompt, chain: _Chain) -> Subprogram:
-        """The chain after another turn, and whether it goes on; then it ends with the observation."""
+        """The chain after another turn, and whether it continues; then it ends with the observation."""
         p, before = self.params, chain.episode
         (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
         entropy = self._entropy(made)

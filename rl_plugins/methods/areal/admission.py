@@ -24,7 +24,7 @@ class ArealAdmission(Method):
     With v the published weights, B the groups (prompts) of a batch, and the groups accepted (complete and kept, trained
     ones included) and running since the start:
 
-        capacity = min(C - running, (eta + v + 1) B - accepted - running)      begin a group while it is above 0
+        capacity = min(C - running, (eta + v + 1) B - accepted - running)      start a group while it is above 0
 
     eta = 0 is synchronous generation. The trainer takes the B complete groups that were started first.
 
@@ -37,7 +37,7 @@ class ArealAdmission(Method):
 
     Symbols: eta = `max_staleness` in published weights, C = `max_concurrent`, all whole numbers. See `capacity`.
 
-    State: none of its own; after a resume at version v the counts are accepted = v B, running = 0 (`recovered`).
+    State: none; after a resume at version v the counts are accepted = v B, running = 0 (`recovered`).
 
     Raises:
         ConfigError: TRL's GRPOTrainer, or `max_concurrent` in verl.
@@ -150,17 +150,14 @@ class ArealAdmission(Method):
 def capacity(
     version: int, accepted: int, running: int, batch: int, max_staleness: int, max_concurrent: int | None = None
 ) -> int:
-    """How many groups may be begun now; none if it is 0 or less.
+    """The number of groups that may be started now; none if it is 0 or less.
 
         min(C - running, (eta + v + 1) B - (accepted + running))
 
     Args:
-        version: v, published weights since the start of the run.
-        accepted: groups that are complete and kept, those trained included. One that is rejected is in no count.
-        running: groups begun and not complete.
-        batch: B, groups per batch.
-        max_staleness: eta.
-        max_concurrent: C; None: no limit.
+        version: v, published weights since the start of the run. accepted: groups that are complete and kept, those
+        trained included. One that is rejected is in no count. running: groups started and not complete. batch: B,
+        groups per batch. max_staleness: eta. max_concurrent: C; None: no limit.
     """
     room = (max_staleness + version + 1) * max(1, batch) - (accepted + running)
     return room if max_concurrent is None else min(max(1, max_concurrent) - running, room)

@@ -147,7 +147,7 @@ def rank_weights(scores: Sequence[float]) -> list[float]:
 
 def vote(answers: Sequence[Hashable], scores: Sequence[float]) -> Hashable:
     """The answer with the largest sum of scores; of equal ones the first. Rollouts without an answer (None) or with a
-    score of NaN do not vote; None if nobody does.
+    score of NaN do not vote; None without any vote.
 
     Args:
         answers: of each rollout.

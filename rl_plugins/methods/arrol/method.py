@@ -56,16 +56,17 @@ class Arrol(Method):
     `random` any k.
 
     The head is an MLP (features -> width -> 1, GELU, sigmoid) on the log-probs of the first L tokens (`features_of`)
-    and their mean over the prompt. After each batch the driver goes on training it, by the same AdamW, on the last
+    and their mean over the prompt. After each batch the driver continues to train it, with the same AdamW, on the last
     `window` rollouts, weighted by min(1 / p_i, max_weight). `Calibrator` turns the output that each rollout got before
     the head was trained on it into the posterior per bin.
 
     Symbols: q, p (n,) float64 per prompt; features (rows, d) float64. A rollout is right if reward >=
     success_threshold. A row's column `arrol` has its features, p and q, also for `vote(answers, rank_weights(scores))`.
 
-    Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L goes on, and at least
-    min_keep of a prompt remain. Nothing is stopped in the first `cold_start` batches and until both right and wrong
-    rollouts were seen. Nothing is stopped for a prompt whose `features` fail, and its rollouts do not train the head.
+    Special cases: a rollout that ended within L tokens is never stopped, one interrupted before L is continued, and at
+    least min_keep rollouts of a prompt remain. Nothing is stopped in the first `cold_start` batches and until both
+    right and wrong rollouts were seen. Nothing is stopped for a prompt whose `features` fail, and its rollouts do not
+    train the head.
 
     State: the window (features, labels, weights, outputs), the head and its optimizer. Survivors and initial weights
     are drawn.
@@ -126,7 +127,7 @@ class Arrol(Method):
         "The paper's rule lowers the share of right rollouts even where it is already below rho. "
         "`selection: balanced` follows the paper's stated aim, per prompt.",
         "The number of survivors of a prompt is random. `selection: balanced` with `independent: "
-        "false` keeps exactly round(keep_ratio n) of the n that still go on.",
+        "false` keeps exactly round(keep_ratio n) of the n unfinished ones.",
         "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
         "Reported by summaries of the paper: survival probability, calibration by 128 bins with "
         "Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of "
@@ -357,7 +358,7 @@ class Arrol(Method):
         return None
 
     def _survivors(self, prompt: Prompt, q: Array, ended: int, shift: float) -> tuple[Mask, Array]:
-        """Which of the undecided rollouts go on, and with which probability each was to."""
+        """The undecided rollouts that are continued, and the probability of each."""
         p, rng = self.params, prompt.rng("survivors")
         least = min(len(q), p.min_keep - ended)
         k = count_to_keep(len(q), p.keep_ratio, least)

@@ -1,4 +1,4 @@
-"""Who survives: keep probabilities from the probabilities of being right, and draws with exactly these."""
+"""Survivors: keep probabilities from the probabilities of being right, and draws with exactly these probabilities."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def balanced(q: Array, keep_ratio: float, positive_ratio: float) -> Array:
 
 
 def inclusion(s: Array, k: int) -> Array:
-    """`s` scaled so that it sums to `k`, with no entry above 1; what is cut there goes to the others. s > 0."""
+    """`s` scaled so that it sums to `k`, with no entry above 1; the excess goes to the other entries. s > 0."""
     pi, free = np.ones_like(s), np.ones(len(s), dtype=bool)
     if k >= len(s):
         return pi

@@ -245,7 +245,7 @@ class Dars(Method):
 
 
 def _as_planned(rollouts: Rollouts) -> Once:
-    """Every rollout once with the reward that `plan` saw, so that what leaves is what it counted on."""
+    """Every rollout once, with the reward that `plan` saw, so exactly the rows leave that `plan` counted on."""
     return rollouts.replace(reward=weighted_reward(rollouts.rewards, rollouts.reward_weights)).once
 
 

@@ -1,4 +1,4 @@
-"""How many further rollouts a prompt gets by its share of successes, and how a budget that is too small is shared."""
+"""The number of further rollouts of a prompt by its share of successes, and the split of a budget that is too small."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def helping(rate: float, schedule: Schedule, n_first: int, n_max: int, use_std: 
 
 
 def served(asked: Sequence[int], room: int) -> list[int]:
-    """What each gets of what it asked for: everything if there is room, else shares in proportion, by largest
+    """The number that each gets of what it asked for: everything if there is room, else proportional shares, by largest
     remainder (of equal ones the first)."""
     total = sum(asked)
     if total <= room:

@@ -151,7 +151,7 @@ class EchoLabels(Method):
         return torch.tensor(right, dtype=torch.float64)
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        """The first n rollouts of every group stay; a group this method did not plan stays as it is."""
+        """The first n rollouts of every group stay; a group that this method did not plan is unchanged."""
         payload = rollouts.payload or [None] * len(rollouts)
         given = [p.get(self.name, torch.nan) if isinstance(p, dict) else torch.nan for p in payload]
         groups = rollouts.groups

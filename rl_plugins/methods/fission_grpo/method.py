@@ -32,7 +32,7 @@ class FissionGrpo(Method):
     """Turns an error of the policy into a prompt: the failed call and the tool's message about it.
 
     Reconstruction: the authors' repository holds no code, and their group sizes, trigger, thresholds and trained error
-    simulator (a 32B model) were not published; those here are ours, and so is the variant with one update per batch:
+    simulator (a 32B model) were not published; ours are used here. The variant with one update per batch is ours, too:
     here recovery prompts join the next batch, while the paper generates and updates separately.
 
     After each generation batch, for each rollout that is an error (reward < error_threshold, or, with `error_column`,

@@ -65,7 +65,7 @@ class BinParams(MethodParams):
 
 class Binned(Method):
     """Base of both methods. State: `history` (see `rl_plugins.evidence.History`) and `bin` (dataset size,) int16, the
-    last bin of every prompt but for the extremes, -1 before its first batch."""
+    last bin of every prompt except the extremes, -1 before its first batch."""
 
     paper = PAPER
     fidelity = "code"

@@ -40,8 +40,8 @@ class GdroPrompt(Binned):
 
     Special cases: rollouts without a reward (NaN) count in no score and no pass@k, but are weighted. Foreign prompts
     and those that `select` removed are not weighted; the latter count in scores and pass@k. An unseen prompt is in the
-    lowest bin. Groups of equal rewards have A = 0, whatever their weight. eta = 0, gamma = 1 or a single bin: all
-    weights are 1 (paper form: eta = 0).
+    lowest bin. Groups of equal rewards have A = 0 with any weight. eta = 0, gamma = 1 or a single bin: all weights are
+    1 (paper form: eta = 0).
 
     State: the scores, and history and bin of every prompt.
 

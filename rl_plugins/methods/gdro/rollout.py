@@ -169,7 +169,7 @@ class GdroRollout(Binned):
         if not p.n_min <= run.group_size <= p.most(run.group_size):
             raise ConfigError(
                 f"the group size is {run.group_size}; with `n_min` = {p.n_min} and `n_max` = {p.most(run.group_size)} "
-                f"it must lie between them, for the total stays the same. Change these, or the group size."
+                f"it must be between them, because the total is fixed. Change these, or the group size."
             )
 
     def budget(self, budget: Budget, run: Run) -> Budget:

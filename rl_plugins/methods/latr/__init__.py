@@ -1,4 +1,4 @@
-"""LATR (arXiv 2510.24302): the method, its tree, and how alike two branches are."""
+"""LATR (arXiv 2510.24302): the method, its tree, and the similarity of two branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How alike two windows of tokens are: edit distance, longest common subsequence, longest shared suffix."""
+"""Similarity of two windows of tokens: edit distance, longest common subsequence, longest shared suffix."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class Tree:
 
     @property
     def used(self) -> int:
-        """Decoded tokens that are in the tree. The token a branch is born with was decoded for nobody."""
+        """Decoded tokens that are in the tree. The first token of a branch was not decoded for it."""
         return sum(len(b.tokens) - (0 if b.parent is None else b.born + 1) for b in self.branches)
 
     @property

@@ -257,9 +257,9 @@ def alignment(
     """How often each sub-trajectory occurs in a batch of `size` per rollout.
 
     Args:
-        rollout: (subs,) int64, ascending: the rollout that called it.
-        query_of: (rollouts,) int64, ascending: the query of each rollout, also of those that called nobody.
-        size: sub-trajectories per rollout; of more, a uniform draw without replacement stays, and to fewer, draws with
+        rollout: (subs,) int64, ascending: the rollout that called it. query_of: (rollouts,) int64, ascending: the query
+        of each rollout, also of those without calls. size: sub-trajectories per rollout; of more, a uniform draw
+        without replacement stays, and to fewer, draws with
             replacement from the rollout's own are added.
         fill_empty: a rollout without any gets `size` draws from its query, if that has any.
 

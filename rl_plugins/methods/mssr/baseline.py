@@ -75,7 +75,7 @@ class MssrBaseline(Tracked):
         "mssr_shaping": "The paper's MSSR: the bonus should keep single-rollout training from entropy collapse.",
         "mssr_prompts": "The authors' sampler, which reads the same counts.",
     }
-    use_when = "Rewards are right or wrong, prompts come back, and several rollouts per prompt are too expensive."
+    use_when = "Rewards are right or wrong, prompts are repeated, and several rollouts per prompt are too expensive."
     avoid_when = "Prompts are seen once or twice: the baseline then stays at its initial value."
     cost = (
         "No extra rollouts: one rollout per prompt and group size times as many prompts. TRL's config does not "

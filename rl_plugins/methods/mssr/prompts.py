@@ -67,7 +67,7 @@ class MssrPrompts(Tracked):
         "mssr_baseline": "The paper's baseline, which reads the same counts.",
         "mssr_shaping": "Part of the same code of the authors.",
     }
-    use_when = "Many prompts are always right or always wrong, and prompts come back often enough to find out which."
+    use_when = "Many prompts are always right or always wrong, and prompts are repeated often enough to find out which."
     avoid_when = "The dataset is so large that few prompts are ever visited twice."
     cost = (
         "No extra rollouts. Unless `rho` is given: old and reference log-probs, in TRL up to two extra forward "

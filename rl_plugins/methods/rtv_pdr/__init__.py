@@ -1,4 +1,4 @@
-"""RTV and PDR (arXiv 2604.16529): the method, and the tournament by itself."""
+"""RTV and PDR (arXiv 2604.16529): the method, and the tournament alone."""
 
 from __future__ import annotations
 

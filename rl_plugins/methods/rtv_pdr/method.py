@@ -48,7 +48,7 @@ class RtvPdr(Method):
         refined   waves 0 .. T-2 as above, then the group is n rollouts of p + C, the same C for all of them
         hard      n rollouts of p; if no reward exceeds `hard_below`, they are wave 0, and n of p + C replace them
 
-    Refined rollouts are a group of their own whose prompt holds the summaries.
+    Refined rollouts form a separate group whose prompt holds the summaries.
 
     Symbols: p prompt, tau attempt, s summary, a text cut to `summary_chars`. A judge's vote is a number from 1 on (or a
     text with "Best: 2"). Dealing, ties and orders are drawn from the prompt's generator.
@@ -256,7 +256,7 @@ class RtvPdr(Method):
     # ---- summaries
 
     def _problem(self, prompt: Prompt, made: Sequence[Trajectory]) -> str:
-        """What summarizer and judge are told of the task: with an environment also what it showed first."""
+        """The task as summarizer and judge see it, with the first observation of an environment."""
         return prompt.chat.decode(made[0].prompt) if self.params.environment else prompt_text(prompt.messages)
 
     def _summaries(self, prompt: Prompt, problem: str, made: Sequence[Trajectory]) -> Part:
@@ -370,7 +370,7 @@ class RtvPdr(Method):
 
 
 def _asked(prompt: Prompt, question: str) -> Trajectory:
-    """A conversation of its own."""
+    """A separate conversation."""
     return Trajectory(prompt.chat.prompt([{"role": "user", "content": question}]))
 
 

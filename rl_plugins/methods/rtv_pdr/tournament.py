@@ -40,14 +40,11 @@ def rtv(
     Args:
         judge: is shown candidates in an order and replies which is best: a number from 1 on, as a number or in a text
             (see `parse_vote`). All votes of a group are asked for before the next group.
-        stop: how many are left.
-        group_size: candidates of one comparison.
-        votes: of the judge per comparison.
-        ties: between candidates with as many votes: drawn, or the first of the group.
-        unparsable: a reply that names nobody does not count, or counts for the first of the group.
-        shuffle: candidates are dealt to groups at random in every round; else in order.
-        permute: every vote sees its group in a random order; else in the order of the group.
-        rng: generators, needed unless nothing is random.
+        stop: how many are left. group_size: candidates of one comparison. votes: of the judge per comparison. ties:
+        between candidates with as many votes: drawn, or the first of the group. unparsable: a reply without a readable
+        candidate does not count, or counts for the first of the group. shuffle: candidates are dealt to groups at
+        random in every round; else in order. permute: every vote sees its group in a random order; else in the order of
+        the group. rng: generators, needed unless nothing is random.
 
     Raises:
         ConfigError: a number out of range, or no `rng` where something is drawn.
@@ -89,8 +86,8 @@ def rtv_rounds(
     """The rounds of a tournament: yields the groups of a round that are to be compared, is sent the votes of each, and
     returns min(n, stop) survivors.
 
-    A candidate without an opponent goes on without being compared. Where the last round leaves fewer than `stop`, the
-    losers of that round with the largest share of votes come back.
+    A candidate without an opponent advances without a comparison. If the last round leaves fewer than `stop`, the
+    losers of that round with the largest share of votes return.
 
     Raises:
         ConfigError: a number out of range.

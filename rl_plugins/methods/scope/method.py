@@ -306,7 +306,7 @@ class Scope(Method):
         return grown
 
     def _by_solution(self, prompt: Prompt, prefixes: Sequence[Trajectory]) -> Any:
-        """The policy goes on from its own prefix, with the solution shown in the prompt."""
+        """The policy continues from its own prefix, with the solution shown in the prompt."""
         p = self.params
         solution = prompt.columns.get(p.solution_column)
         if solution is None or not prefixes:

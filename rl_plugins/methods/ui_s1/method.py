@@ -36,7 +36,7 @@ class UiS1(Method):
     `filter_std`. The loss is the host's.
 
     Symbols: rewards, returns and advantages are (turns,) float64. In the signal "turns" `turn` is k, `reward` r_k and
-    `valid` m_k. After a patch the history differs from what the policy wrote, so every turn is a row of its own (prompt
+    `valid` m_k. After a patch the history differs from what the policy wrote, so every turn is a separate row (prompt
     with the patched history, response), and the rows of a rollout share `group` and `rollout`; without patches a
     rollout may also be one row. The reward of a row only tells whether it was scored (not NaN): values of reward
     functions and `rewards` hooks are not used.

@@ -25,13 +25,13 @@ class UiS1Rollout(Method):
 
         m_k, r_k = match(y_k, e_k)                       its action is the expert's; its reward
         history  = history + (o_k, y_k)                  if m_k, or the last turn
-                   history + (o_k, e_k)                  else, and the rollout goes on: a patch, at most `max_patches`
+                   history + (o_k, e_k)                  else, and the rollout continues: a patch, at most `max_patches`
         the rollout ends                                 at the first wrong action without a patch left
 
     The history is rendered as messages, observation (user) and response (assistant) in turn, after the prompt's own;
     `write` replaces this rule. Evaluation gives no patches, which is the paper's SOP.
 
-    Symbols: every turn is a row of its own: its prompt is written again with the patched history, and its completion is
+    Symbols: every turn is a separate row: its prompt is written again with the patched history, and its completion is
     y_k. A patch is never trained. Rows of a rollout share `group` and `rollout`; `turns` has k, o_k, r_k and m_k.
     `meta["progress"]` is the share of the recorded turns done before the first mismatch (see
     `semi_online_performance`).

@@ -24,11 +24,11 @@ class XrpoNovelty(Method):
         eta_i = exp(s_i - mean of s over the group)
         A_i  <- A_i + min(max(weight (1 - eta_i), 0), cap A_i)
 
-    So the bonus is in [0, cap A_i], and above 0 only where eta_i < 1. Advantages of 0 and below stay as they are.
-    `weight` = 0 or `cap` = 0 changes nothing, nor does adding a constant to all log-probs.
+    So the bonus is in [0, cap A_i], and above 0 only where eta_i < 1. Advantages of 0 and below are unchanged. `weight`
+    = 0 or `cap` = 0 changes nothing, and adding a constant to all log-probs does not either.
 
     Symbols: A (tokens,) float64, s and eta one per rollout. A rollout of several rows is one answer: its tokens count
-    together. Where a row's tokens have different advantages, each has the bonus of its own.
+    together. If a row's tokens have different advantages, each has its own bonus.
 
     Special cases: rollouts without a reward (NaN) or without a token count in no mean. Groups of equal log-probs and
     groups whose advantages are 0 are unchanged.

@@ -39,8 +39,8 @@ class XrpoSeeds(Method):
         o ~ pi(. | template(E with their answers, q))        instead of pi(. | q)
 
     Similarity is the cosine of TF-IDF vectors of the prompts, or of what `embed` makes of them; a prompt with a
-    similarity of 0 or less is no example. Without an example q stays as it is. A prompt that has a success stays plain
-    from then on.
+    similarity of 0 or less is not an example. Without an example q is unchanged. A prompt with a success stays plain in
+    later rounds.
 
     The rollouts are trained under the prompt they were made with, examples included, so they are on-policy. They join
     the group of the plain rollouts. The policy learns to solve q with examples in the context; the paper expects that
@@ -53,12 +53,11 @@ class XrpoSeeds(Method):
     Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
     the corpus, after them. A rollout of several rows is one answer.
 
-    Special cases: prompts whose rollouts have no reward at all (NaN), foreign prompts (-1) and rows with given
-    completions are not seeded. An answer longer than `max_characters` is cut. A corpus larger than `corpus_size` loses
-    its oldest answers.
+    Special cases: prompts without any reward (NaN), foreign prompts (-1) and rows with given completions are not
+    seeded. An answer longer than `max_characters` is cut. A corpus larger than `corpus_size` loses its oldest answers.
 
-    State: the answers by dataset row, oldest first; of the present batch what is left for the second round, and which
-    rollouts were seeded.
+    State: the answers by dataset row, oldest first; for the present batch the rows left for the second round and the
+    seeded rollouts.
 
     Logs: `corpus`, prompts in it; `later`, rollouts of later rounds; `seeded`, those of them with examples; `rescued`,
     prompts whose first success came with examples; `right`, share of successes with examples.

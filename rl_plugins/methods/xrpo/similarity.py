@@ -1,4 +1,4 @@
-"""How alike texts are: the cosine of their TF-IDF vectors."""
+"""Similarity of texts: the cosine of their TF-IDF vectors."""
 
 from __future__ import annotations
 
