@@ -34,8 +34,9 @@ class Costs:
         engine_calls: of the engine: in TRL one for a batch of rows on one process, in verl one for a request, which is
             one row; an interrupted request counts once per attempt.
         engine_seconds: in which at least one of these calls was under way in any process, on the wall.
-        rows_made: sequences the engine began: completions, branches of a completion, and rows of sub-agents. An agent's
-            next turn continues its row. Completions that a plan gives are not made.
+        rows_made: rows the engine began: completions, branches of a completion, and what a program generates in a
+            context of its own (a sub-agent, a retry aside). An agent's next turn continues its row. Completions that a
+            plan gives are not made.
         rows_trained_total: rows that were trained, once for each batch they were in.
     """
 

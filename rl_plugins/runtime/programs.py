@@ -30,6 +30,7 @@ from rl_plugins.requests import (
     check_rows,
 )
 from rl_plugins.rollouts import Completion
+from rl_plugins.runtime.costs import RowCount
 from rl_plugins.runtime.given import changes, watched
 from rl_plugins.runtime.program_gate import request_problem, row_problem
 from rl_plugins.runtime.threads import run_call, run_calls
@@ -70,6 +71,7 @@ class Running:
     Attributes:
         requests: what it waits for, those that need no engine answered already; empty when it has ended.
         rows: rows of each rollout, once it has ended.
+        rows_made: rows the engine made for it, returned or not, see `Costs`.
     """
 
     def __init__(self, method: Method, prompt: Prompt, vocabulary: int | None = None) -> None:
@@ -78,6 +80,7 @@ class Running:
         self.requests: list[Request] = []
         self._results: dict[int, Any] = {}
         self._single = False
+        self.rows_made, self._count = 0, RowCount()
         self._given = watched((prompt,))
         self._program = self._placed(lambda: method.rollout(prompt))
         if not isinstance(self._program, Generator):
@@ -95,6 +98,9 @@ class Running:
 
     def answer(self, number: int, result: Any) -> None:
         """Gives the result of one request; with the last one the program goes on."""
+        request = self.requests[number]
+        if isinstance(request, Generate):
+            self.rows_made += self._count.count(request.trajectory, result)
         self._results[number] = result
         if len(self._results) == len(self.requests):
             results = [self._results[i] for i in range(len(self.requests))]

@@ -34,7 +34,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
-from rl_plugins.runtime.costs import Meter, RowCount, policy_made
+from rl_plugins.runtime.costs import Meter, policy_made
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
@@ -73,7 +73,6 @@ class TrlEngine:
     ) -> None:
         self.trainer, self._host, self._host_score, self._row_of = trainer, host_generate, host_score, row_of
         self.meter = meter
-        self._rows: dict[int, RowCount] = {}  # of each program's prompt
         self.chat = chat_of(trainer)
         self.context = max_context(trainer)
         sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
@@ -103,9 +102,6 @@ class TrlEngine:
             made = self._call(options, [r for _, r in mine], most)
             for (i, _), one in zip(mine, made, strict=True):
                 results[i].append(one)
-        for (prompt, request), made in zip(requests, results, strict=True):
-            rows = self._rows.setdefault(id(prompt), RowCount())
-            self.meter.costs.rows_made += rows.count(request.trajectory, made)
         self.contexts.end_round()
         return results
 

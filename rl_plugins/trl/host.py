@@ -124,6 +124,7 @@ class ProgramEngine(Engine, Protocol):
 
     chat: TokenizerChat
     context: int
+    meter: Meter
 
     def log(self, mode: str) -> None: ...
     def race(

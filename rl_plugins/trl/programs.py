@@ -89,6 +89,7 @@ def make_rollouts(
     columns.update({id(prompt): row for prompt, row in zip(prompts, rows, strict=True)})
     programs = {i: Running(method, prompt) for i, prompt in enumerate(prompts) if prompt.n}
     run(list(programs.values()), engine)
+    engine.meter.costs.rows_made += sum(p.rows_made for p in programs.values())
     engine.log("train" if training else "eval")
     given = [[[given_trajectory(prompt, c)] for c in p.given] for p, prompt in zip(plan, prompts, strict=True)]
     made = [programs[i].rows or [] if i in programs else [] for i in range(len(prompts))]

@@ -6,12 +6,14 @@ program, or given up. Validation is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.requests import Generate, Generated, Trajectory
-from rl_plugins.runtime.costs import Costs, Meter, RowCount, Spell, total
+from rl_plugins.requests import Trajectory
+from rl_plugins.runtime.costs import Costs, Meter, Spell, total
+from rl_plugins.runtime.programs import Running
 from rl_plugins.verl.processes import ask
 
 if TYPE_CHECKING:
@@ -24,13 +26,12 @@ class LoopUnderWay:
     """An agent loop and what it asks for.
 
     Attributes:
-        rows: of a rollout program; None where the loop makes one row, whose further requests are its turns.
+        program: it runs a rollout program; else it makes one row, whose further requests are its turns.
         begun: it has asked for something.
     """
 
     def __init__(self) -> None:
-        self.rows: RowCount | None = None
-        self.begun = False
+        self.program = self.begun = False
 
 
 METER = Meter()
@@ -46,7 +47,7 @@ class CountedClient(LLMClient):
         loop = _loop.get()
         if loop is None:
             return await super().generate(*args, **kwargs)
-        if loop.rows is None and not loop.begun:
+        if not loop.program and not loop.begun:
             METER.costs.rows_made += 1
         loop.begun = True
         with METER.busy():
@@ -60,25 +61,25 @@ class CountedClient(LLMClient):
 
 def counted(client: Any) -> Any:
     """The same client, which counts from now on."""
-    if not isinstance(client, CountedClient):
-        kind = type(client)
-        below = (CountedClient,) if kind is LLMClient else (kind, CountedClient)
-        client.__class__ = below[0] if len(below) == 1 else type(kind.__name__, below, {"__module__": __name__})
+    kind = type(client)
+    if kind is LLMClient:
+        client.__class__ = CountedClient
+    elif not issubclass(kind, CountedClient):
+        client.__class__ = type(kind.__name__, (kind, CountedClient), {"__module__": __name__})
     return client
 
 
-def program_begins() -> None:
-    """The agent loop that runs here makes rows by a program."""
+@contextlib.contextmanager
+def program(running: Running) -> Iterator[Running]:
+    """The agent loop runs a program, which knows how many rows it made; they are counted when it ends."""
     loop = _loop.get()
     if loop is not None:
-        loop.rows = RowCount()
-
-
-def program_sampled(request: Generate, made: Sequence[Generated]) -> None:
-    """A program got what it asked for."""
-    loop = _loop.get()
-    if loop is not None and loop.rows is not None:
-        METER.costs.rows_made += loop.rows.count(request.trajectory, made)
+        loop.program = True
+    try:
+        yield running
+    finally:
+        if loop is not None:
+            METER.costs.rows_made += running.rows_made
 
 
 def program_scored(trajectory: Trajectory) -> None:
@@ -89,6 +90,8 @@ def program_scored(trajectory: Trajectory) -> None:
 
 def install(worker: Any) -> None:
     """Runs in an agent-loop worker: what its loops ask for in training is counted."""
+    if isinstance(worker.llm_client, CountedClient):
+        return
     worker.llm_client = counted(worker.llm_client)
     host, after = worker._run_agent_loop, worker._agent_loop_postprocess
 
@@ -101,7 +104,7 @@ def install(worker: Any) -> None:
 
     async def postprocess(output: Any, *args: Any, **kwargs: Any) -> Any:
         loop = _loop.get()
-        if loop is not None and loop.begun and loop.rows is None and isinstance(output, list):
+        if loop is not None and loop.begun and not loop.program and isinstance(output, list):
             METER.costs.rows_made += len(output) - 1  # a loop of verl that makes several rows
         return await after(output, *args, **kwargs)
 

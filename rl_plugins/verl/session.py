@@ -93,9 +93,9 @@ class ProgramAgentLoop(PlannedAgentLoop):
         engine = VerlEngine(
             self.server_manager, self.rollout_config, session, kwargs, sampling_params, self._request_id(kwargs)
         )
-        costs.program_begins()
         started = time.monotonic()
-        rollouts = await drive(Running(method, prompt), engine)
+        with costs.program(Running(method, prompt)) as program:
+            rollouts = await drive(program, engine)
         metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - started)
         logprobs, first = bool(sampling_params.get("logprobs")), int(kwargs["session_id"])
         outputs = [
@@ -168,9 +168,7 @@ class VerlEngine:
 
     async def generate(self, prompt: Prompt, request: Generate) -> list[Generated]:
         params = self._params(request)
-        made = list(await asyncio.gather(*(self._one(prompt.chat, request, params) for _ in range(request.n))))
-        costs.program_sampled(request, made)
-        return made
+        return list(await asyncio.gather(*(self._one(prompt.chat, request, params) for _ in range(request.n))))
 
     def _params(self, request: Generate) -> dict[str, Any]:
         """verl's sampling parameters for a request."""

@@ -180,8 +180,8 @@ def history(trainer: Any, name: str) -> list[float]:
 
 
 class EngineTruth:
-    """What the engine of `transformers` does, counted inside of its sampling loop: rows that are not finished make a
-    token. Calls without a logits processor of ours (a pass of the context cache) are `cache_calls`."""
+    """What the engine of `transformers` does in training, counted inside of its sampling loop: rows that are not
+    finished make a token. Calls without a logits processor of ours (a pass of the context cache) are `cache_calls`."""
 
     def __init__(self) -> None:
         self.decoded = self.read = self.calls = self.cache_calls = 0
@@ -204,6 +204,8 @@ class EngineTruth:
                 return done
 
         def sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.training:  # evaluation
+                return own(self, input_ids, *args, **kwargs)
             if of_programs and not any(type(p).__name__ == "_Watch" for p in kwargs["logits_processor"]):
                 truth.cache_calls += 1
                 return own(self, input_ids, *args, **kwargs)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from harness import history, make, weights
+from harness import EngineTruth, history, make, weights
 from torch import Tensor
 from waiting import NEVER
 
@@ -139,10 +139,29 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen
         options = {"max_steps": 2, "learning_rate": 0.05, "max_grad_norm": NO_CLIP, **options}
         trainer = make(folder, methods, method_params=params or {}, **options)
         before = weights(trainer).clone()
-        trainer.train()
+        with EngineTruth().watching(of_programs=trainer.methods.claimed("rollout", "admit")) as truth:
+            trainer.train()
+        if methods:
+            check_costs(trainer, truth, requests)
         return Seen(trainer, before, weights(trainer), list(batches), list(requests))
 
     return run
+
+
+def check_costs(trainer: Any, truth: EngineTruth, requests: list[Generate]) -> None:
+    """What the run logs is what was counted in the sampling loop of the engine."""
+    logged = {name: history(trainer, f"rl_plugins/{name}")[-1] for name in COSTS}
+    assert logged["tokens_decoded"] == truth.decoded > 0 and logged["engine_calls"] == truth.calls > 0
+    if "scope" in trainer.methods.names:  # its program asks for rewards, which the engine does not read
+        assert logged["tokens_read"] > truth.read
+    else:
+        assert logged["tokens_read"] == truth.read
+    if requests:
+        assert logged["rows_made"] <= sum(request.n for request in requests)
+    assert 0 < logged["rows_trained_total"] <= sum(history(trainer, "rl_plugins/rows_trained_total"))
+
+
+COSTS = ("tokens_decoded", "tokens_read", "engine_calls", "rows_made", "rows_trained_total")
 
 
 def copy_of(model: Any) -> Any:

@@ -504,7 +504,7 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
     assert mixed > 0, "rollouts were interrupted, and went on with newer weights"
     first, last = run.costs(1), run.costs(3)
     calls, decoded, read = run.served(end=of_step(run, "stepped", 3))
-    assert first["rows_made"] == 1.5 * 64, "begun, whatever is trained"
+    assert 64 <= first["rows_made"] <= 1.5 * 64, "rows of a program count when it ends, trained or not"
     assert last["rows_trained_total"] == 3 * 64 <= last["rows_made"] and 3 * last["rows_trained_total"] < calls
     known = [torch.load(run.folder / f"watch{k}.pt", weights_only=False)[1] for k in range(3)]
     assert sum(map(len, known)) < last["tokens_decoded"] <= decoded, "and of what waits, what was made until now"
