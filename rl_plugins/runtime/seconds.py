@@ -11,7 +11,7 @@ With `RL_PLUGINS_SECONDS=1` in the environment the hosts log of every step `rl_p
 
 What a part spends inside the host's own functions is not counted, so `rl_plugins/seconds` beside the host's time of a
 step is what a run without methods would not spend. Off by default, though it costs microseconds: a time differs from
-run to run, and without it two runs with one seed log the same numbers.
+run to run.
 """
 
 from __future__ import annotations

@@ -113,6 +113,13 @@ CHANGES = (
         "engine.TrlEngine",
     ),
     Change(
+        "`generate` of the model or of `VLLMGeneration`, and `rollout_func`, while TRL makes completions",
+        "tokens and calls are counted",
+        "any method, or `count_costs`",
+        "none",
+        "costs.engine_counted",
+    ),
+    Change(
         "`VLLMGeneration`: `generation_kwargs`, `generate`; `generate` of its `llm` or `vllm_client`, likewise",
         "the same, where TRL has one limit for all",
         "`rollout` with `use_vllm`",

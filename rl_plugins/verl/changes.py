@@ -58,6 +58,14 @@ CHANGES: tuple[Change, ...] = (
         "client.with_versions",
     ),
     Change(
+        "agent-loop workers: the class of `llm_client`, a subclass of it; `_run_agent_loop` and `_agent_loop_postprocess` "
+        "of the worker, wrapped",
+        "tokens, requests and rows are counted",
+        f"{METHODS}, or `count_costs`",
+        "none",
+        "costs.install",
+    ),
+    Change(
         "the config of the run: options that methods need are set, and `RL_PLUGINS_METHODS` in "
         "`ray_kwargs.ray_init.runtime_env.env_vars`",
         "signals; worker processes know that there are methods",

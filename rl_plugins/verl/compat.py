@@ -46,6 +46,12 @@ PINNED: tuple[Pinned, ...] = (
         "every attempt goes through `generate` of its base: versions of tokens",
     ),
     Pinned(
+        "verl.workers.rollout.llm_server:LLMServerClient",
+        "generate",
+        ("request_id",),
+        "tokens and calls of every attempt are counted",
+    ),
+    Pinned(
         "verl.workers.engine.fsdp.transformer_impl",
         "calculate_sum_pi_squared",
         None,
@@ -64,9 +70,11 @@ PINNED: tuple[Pinned, ...] = (
     Pinned(_WORKER, "_run_prompt", ("prompt", "sampling_params", "trajectory", "trace"), "one program for a prompt"),
     Pinned(_WORKER, "__rollout_n__", None, "a column of this name says how many rollouts a prompt gets"),
     Pinned(_WORKER, "_agent_loop_postprocess", ("output", "validate"), "rows of a program are sessions of verl"),
-    Pinned(f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept"),
+    Pinned(
+        f"{_LOOP}:AgentLoopWorker", "_run_agent_loop", ("sampling_params", "trajectory"), "failures are kept; costs"
+    ),
     Pinned(f"{_LOOP}:AgentLoopWorker", "_compute_score", ("outputs", "kwargs"), "`Score` of a rollout program"),
-    Pinned("ray.actor", "__ray_call__", ("fn",), "asks workers for their methods and for errors"),
+    Pinned("ray.actor", "__ray_call__", ("fn",), "asks workers for their methods, errors and costs"),
     Pinned("ray.actor", "__ray_metadata__", None, "the class behind verl's agent-loop actor"),
     Pinned("importlib._bootstrap", "_initializing", None, "a module that is not whole yet is waited for"),
     Pinned("verl.workers.rollout.base", "_ROLLOUT_REGISTRY", None, "hf_cpu: nothing public registers an adapter"),
