@@ -58,8 +58,8 @@ CHANGES: tuple[Change, ...] = (
         "client.with_versions",
     ),
     Change(
-        "agent-loop workers: the class of `llm_client`, a subclass of it; `_run_agent_loop` and `_agent_loop_postprocess` "
-        "of the worker, wrapped",
+        "agent-loop workers: the class of `llm_client`, a subclass of it; `_run_agent_loop` and "
+        "`_agent_loop_postprocess` of the worker, wrapped",
         "tokens, requests and rows are counted",
         f"{METHODS}, or `count_costs`",
         "none",
