@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -39,6 +40,9 @@ def test_links_and_tables_of_the_page_are_whole():
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()}) == 1, table
     assert " at 0x" not in text
+    for code in re.findall("```python\n(.*?)```", text, re.DOTALL):
+        ast.parse(code)
+    assert "```text\nmarked   between" in text
 
 
 def test_sections_of_a_docstring_become_entries():

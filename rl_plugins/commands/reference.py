@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
@@ -261,10 +262,18 @@ def _paragraphs(text: str) -> str:
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         if all(line.startswith("    ") for line in block.splitlines()) and block.strip():
             code = "\n".join(line[4:] for line in block.splitlines())
-            out.append(f"```python\n{code}\n```")
+            out.append(f"```{'python' if _is_python(code) else 'text'}\n{code}\n```")
         elif block.strip():
             out.append(_joined(block))
     return "\n\n".join(out)
+
+
+def _is_python(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
 
 
 def _text(text: str) -> str:
