@@ -101,3 +101,36 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
     result = CliRunner().invoke(cli.app, [*words, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2 and "pip install 'rl-plugins[plot]'" in result.output
     assert "Nothing was trained" in result.output and not (tmp_path / "out").exists()
+
+
+@pytest.mark.host
+def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
+    """Half of the headline's steps in TRL's trainer. Share of the mark that was asked for, in steps 31 to 40: three seeds
+    had 0.37 to 0.43 with GRPO and 0.57 to 0.58 with GDPO."""
+    from datasets import Dataset
+    from transformers.trainer_callback import PrinterCallback
+
+    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.demo.tasks import build_rows
+    from rl_plugins.trl import GRPOConfig, GRPOTrainer
+
+    values = headline.config(load_policy(), tmp_path, long=False)
+    del values["dataset_name"], values["dtype"], values["reward_funcs"]
+    path = values.pop("model_name_or_path")
+    values |= {"max_steps": 40, "eval_strategy": "no", "eval_on_start": False, "seed": 0}
+    values |= {"output_dir": str(tmp_path), "model_init_kwargs": {"dtype": "float32"}}
+    rows = build_rows(settings.TRAIN_PROMPTS, seed=0, split="train")
+    end = {}
+    for arm in headline.ARMS[:2]:
+        trainer = GRPOTrainer(
+            model=path,
+            reward_funcs=[getattr(rewards, name) for name in headline.REWARDS],
+            args=GRPOConfig(**values, methods=list(arm.methods)),
+            train_dataset=Dataset.from_list(rows),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        marks = [h["rewards/mark/mean"] for h in trainer.state.log_history if "rewards/mark/mean" in h]
+        assert len(marks) == 40
+        end[arm.label] = sum(marks[30:]) / 10
+    assert end["gdpo"] > end["grpo"] + 0.08, end

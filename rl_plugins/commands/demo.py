@@ -42,7 +42,7 @@ def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_ru
         dry_run,
         console=console,
         watch="rewards/mark/mean",
-        environment=_environment(out),
+        environment=settings.environment(out),
         labels=headline.LABELS,
     )
 
@@ -86,7 +86,7 @@ def demo(
         dry_run,
         console=console,
         watch="rewards/exact/mean",
-        environment=_environment(out),
+        environment=settings.environment(out),
         labels=settings.LABELS,
     )
 
@@ -102,7 +102,7 @@ def _agents(
     console: Console,
 ) -> None:
     """The demo of methods for agents: in an environment, with the plain agent loop where an arm has no other."""
-    from rl_plugins.demo import agents
+    from rl_plugins.demo import agents, settings
     from rl_plugins.demo.environments.policy import agent_policy_path, load_agent_policy
 
     arms = agents.with_loop(arms)
@@ -132,7 +132,7 @@ def _agents(
         dry_run,
         console=console,
         watch=agents.METRICS[0],
-        environment=_environment(out),
+        environment=settings.environment(out),
         labels=agents.LABELS,
     )
 
@@ -238,15 +238,6 @@ def _rewarded(weights: Sequence[float]) -> str:
     from rl_plugins.demo.settings import REWARDS
 
     return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
-
-
-def _environment(out: Path) -> dict[str, str]:
-    return {
-        "HF_DATASETS_CACHE": str((out / "cache").absolute()),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:

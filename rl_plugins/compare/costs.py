@@ -24,7 +24,7 @@ COSTS: Mapping[str, tuple[str, str]] = {
     "tokens_read": ("rl_plugins/tokens_read", "tokens read"),
     "engine_calls": ("rl_plugins/engine_calls", "engine calls"),
     "engine_seconds": ("rl_plugins/engine_seconds", "engine time (s)"),
-    "seconds": ("seconds", "training time (s)"),
+    "seconds": ("seconds", "time (s)"),
 }
 CURRENCIES = ("steps", "rows_trained", "tokens_decoded", "engine_seconds")
 

@@ -187,7 +187,7 @@ def text(summary: dict[str, Any]) -> str:
         found = [arm["metrics"].get(m) for arm in arms.values()]
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
-    lines += ["", "What it cost, mean over seeds, training only:", "", *head]
+    lines += ["", "What it cost, mean over seeds; only the last line of TRL includes evaluations:", "", *head]
     for key, (_, what) in COSTS.items():
         lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
     collapsed = [_collapse(label, arm) for label, arm in arms.items() if any(arm["collapsed"])]

@@ -172,3 +172,13 @@ def write_data(folder: Path) -> Path:
         rows = build_rows(n, seed=0, split="train" if split == "train" else "held_out")
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+def environment(out: Path) -> dict[str, str]:
+    """Variables of every run: its cache of data in the folder of the results, one thread, no hub."""
+    return {
+        "HF_DATASETS_CACHE": str((out / "cache").absolute()),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
