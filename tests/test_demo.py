@@ -105,8 +105,8 @@ def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
 
 @pytest.mark.host
 def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
-    """Half of the headline's steps in TRL's trainer. Share of the mark that was asked for, in steps 31 to 40: three seeds
-    had 0.37 to 0.43 with GRPO and 0.57 to 0.58 with GDPO."""
+    """Half of the headline's steps in TRL's trainer. Share of the mark that was asked for, in steps 31 to 40: three
+    seeds had 0.37 to 0.43 with GRPO and 0.57 to 0.58 with GDPO."""
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
