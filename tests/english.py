@@ -64,7 +64,7 @@ SECTIONS = ("Reconstruction", "Symbols", "Special cases", "State", "Logs", "Rais
 
 _QUOTED = re.compile(r"\"[^\"\n]*\"|“[^”]*”")
 _CODE = re.compile(r"``[^`]*``|`[^`]*`")
-_END = re.compile(r"(?<=[.!?])[)\"'*]*\s+(?=[A-Z`*\[(\"'0-9])")
+_END = re.compile(r"(?<=[.!?])[)\"'*]*\s+(?=[A-Z`*\[(\"'0-9]|verl\b|vLLM\b|torch\b)")
 _ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|etc|cf|vs|resp|Eq|Fig|Sec|No|arXiv|St|al)\.$")
 
 

@@ -22,6 +22,14 @@ ROOT = Path(__file__).parents[1]
 # Where every rule holds. A new file below one of these is checked by existing.
 AREAS = [
     "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/rollouts.md",
+    "docs/samplers.md",
+    "docs/staleness.md",
+    "docs/trl.md",
+    "docs/verl.md",
+    "docs/verl_cpu.md",
+    "docs/walkthrough.md",
     "examples/README.md",
     "rl_plugins/cli.py",
     "rl_plugins/methods",
