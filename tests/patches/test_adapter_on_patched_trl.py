@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mails
 import pytest
 import torch
-from test_trl_patches import PATCHES, apply, copy_trl
 from waiting import NEVER
 
 pytestmark = [pytest.mark.host]
@@ -37,9 +37,7 @@ def run(tmp_path, cases, python_path=None):
 
 
 def test_seams_are_used(tmp_path_factory):
-    host = copy_trl(tmp_path_factory.mktemp("patched"))
-    for patch in PATCHES:
-        apply(patch, host)
+    host = mails.patched(tmp_path_factory.mktemp("patched"), "trl")
     done, stock = run(tmp_path_factory.mktemp("stock"), CASES)
     assert done.returncode == 0, done.stderr
     done, patched = run(tmp_path_factory.mktemp("seams"), [*CASES, BONUS], host)

@@ -14,7 +14,8 @@ from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
 
-from test_verl_patches import PATCHES, apply, copy_verl, pytestmark
+import mails
+from test_verl_patches import pytestmark
 
 pytestmark = [*pytestmark, pytest.mark.host]
 
@@ -32,9 +33,7 @@ def run(folder: Path, python_path: Path | None = None) -> dict[str, Any]:
 
 
 def test_seams_are_used(tmp_path_factory: pytest.TempPathFactory) -> None:
-    host = copy_verl(tmp_path_factory.mktemp("patched"))
-    for patch in PATCHES:
-        apply(patch, host)
+    host = mails.patched(tmp_path_factory.mktemp("patched"), "verl")
     stock = run(tmp_path_factory.mktemp("stock"))
     patched = run(tmp_path_factory.mktemp("seams"), host)
     for mode in ("sync", "colocate_async", "separate_async"):  # V9
