@@ -38,6 +38,8 @@ def main() -> None:
     )
     seconds = run_all(plan, options.jobs, watch="rewards/mark/mean", environment=settings.environment(options.out))
     print(report.text(report.write(plan, headline.METRICS, seconds, headline.LABELS)))
+    held_out = {name: headline.LABELS[name] for name in headline.METRICS[:2]}
+    report.draw(plan, held_out, options.out / "headline.png")
 
 
 if __name__ == "__main__":
