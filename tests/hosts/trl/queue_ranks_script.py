@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import probes
 import torch
 from accelerate.utils import gather_object
-from harness import make, policy, weights
+from harness import history, make, policy, weights
 
 from rl_plugins.trl import queue
 
@@ -58,6 +58,7 @@ def main(out: Path) -> None:
                 "steps": steps,
                 "ranks": [r for of in of_ranks for r in of],
                 "waiting": [g["row"]["prompt_index"] for g in trainer.methods.carried],
+                "costs": {n: history(trainer, f"rl_plugins/{n}") for n in ("tokens_decoded", "rows_made")},
                 "begin": begin,
                 "weights": after,
             },

@@ -3,6 +3,7 @@ checked in the rows that were made, in the batch that was trained, and in the we
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -937,5 +938,8 @@ def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
                     resumed += 0 < len(old) < len(new)
     assert resumed > 8
     assert all(sum(s["decoded"][rank] for s in found["steps"]) > 0 for rank in (0, 1)), "both ranks decode"
+    decoded = list(itertools.accumulate(sum(s["decoded"]) for s in found["steps"]))
+    assert found["costs"]["tokens_decoded"] == decoded, "totals of both ranks"
+    assert found["costs"]["rows_made"][0] == 128
     assert [s["complete"] >= s["wanted"] for s in found["ranks"]] == [True] * 6
     assert torch.equal(*found["weights"]) and (found["weights"][0] - found["begin"]).abs().max() > 1e-4
