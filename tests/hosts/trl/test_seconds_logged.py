@@ -9,12 +9,14 @@ import pytest
 from harness import make
 from trl import GRPOTrainer
 
+from rl_plugins.runtime.seconds import Seconds
+
 pytestmark = pytest.mark.host
 PARTS = {f"rl_plugins/{clock}{part}" for clock in ("seconds", "cpu_seconds") for part in ("", "/driver", "/split")}
 
 
 def logged(trainer):
-    found = [{k: v for k, v in entry.items() if "seconds" in k} for entry in trainer.state.log_history]
+    found = [{k: v for k, v in entry.items() if Seconds.has(k)} for entry in trainer.state.log_history]
     return [entry for entry in found if entry]
 
 
