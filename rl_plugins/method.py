@@ -364,7 +364,7 @@ class Method:
 
         Tensors may be changed in place with torch's functions, also through views and numpy arrays made from them in
         the same generation batch. An array kept from an earlier batch may write past the copy that a checkpoint saves,
-        and `resize_` is not allowed: take them from the state anew in every batch.
+        and `resize_` is not allowed: take them from the state again in every batch.
 
         Raises:
             MethodError: in the generation or update place, where no state exists.

@@ -65,7 +65,7 @@ class Generated:
         version: published weights that made the last token.
         versions: of each token, where the engine was interrupted and they are not all `version`; else empty.
         top: for every token the most likely tokens in its place with their log-probs at temperature 1, as
-            ((token, logprob), ..), most likely first; empty unless asked for.
+            ((token, logprob), ...), most likely first; empty unless asked for.
         sampled: False if the tokens are the argmax, not a sample.
     """
 

@@ -206,7 +206,7 @@ class Admission:
     Args:
         fresh: new groups to begin.
         resume: places in `queue.carried` of groups that go on.
-        restart: of groups that begin anew, without their tokens.
+        restart: of groups that begin again, without their tokens.
         drop: of groups that are given up.
     """
 

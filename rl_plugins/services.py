@@ -40,7 +40,7 @@ _ALIVE = 20.0  # seconds the loop may take to show it: a busy machine needs some
 
 @dataclass(frozen=True)
 class Failure:
-    """In the place of an answer that could not be had.
+    """Replaces a missing answer.
 
     Args:
         error: of the last try.

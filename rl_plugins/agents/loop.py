@@ -52,7 +52,7 @@ class Episode:
 
 
 def open_episode(prompt: Prompt, environment: Environment, timeout: float = 60.0, extra: str = "") -> Subprogram:
-    """Resets the environment (`yield from` it). What it says stands behind the prompt's last message, unless the
+    """Resets the environment (`yield from` it). Its text is appended to the last message, unless the
     prompt's text has it already, and `extra` behind that. Returns an `Episode`.
 
     Raises:

@@ -114,7 +114,7 @@ def _check_rows(stack: MethodStack, rows: Sequence[PlanRow]) -> None:
 def settle_queue(
     stack: MethodStack, groups: Sequence[Group], order: Sequence[int], enough: int
 ) -> tuple[list[Group], list[Group]]:
-    """The groups to train, as many as the batch holds, numbered anew; all others go into `stack.carried`, those that
+    """The groups to train, as many as the batch holds, numbered again; all others go into `stack.carried`, those that
     are complete included.
 
     Args:

@@ -286,7 +286,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What stands for an object that JSON has not."""
+    """What represents an object that JSON does not have."""
     import numpy as np
     import torch
 

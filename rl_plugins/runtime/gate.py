@@ -171,7 +171,7 @@ def advantages(m: Method, value: object, rollouts: Rollouts) -> Tensor:
 
 
 def plan(m: Method, value: object, asked: Plan, pool_size: int | None, vocabulary: int | None) -> Plan:
-    """A plan every row of which can be generated.
+    """A plan whose rows can all be generated.
 
     Args:
         asked: what the hook was given.

@@ -1,6 +1,6 @@
 """Batches that change nothing: a warning, once in a run, after several of them in a row.
 
-Nothing of it is state: a resumed run counts anew.
+Nothing of it is state: a resumed run counts again from 0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks before a run starts: can this host, with these options, give the named methods what they need?
 
-A flag never stays without effect: what cannot act is an error here, with the change that mends it.
+A flag never stays without effect: what cannot act is an error here, with the change that fixes it.
 """
 
 from __future__ import annotations

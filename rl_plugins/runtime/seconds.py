@@ -29,7 +29,7 @@ VARIABLE = "RL_PLUGINS_SECONDS"
 
 
 class Seconds:
-    """Clocks of one process. Parts lie in each other, and a second belongs to the innermost one."""
+    """Clocks of one process. Parts contain each other, and a second belongs to the innermost one."""
 
     def __init__(self) -> None:
         self._spent: dict[str, tuple[float, float]] = {}

@@ -1,6 +1,6 @@
 """State of methods on disk: `state.json` for structure and numbers, `state.safetensors` for tensors. No pickle.
 
-The files lie in a folder `rl_plugins/` inside the host's own checkpoint. One checksum at the head of `state.json`
+The files are in a folder `rl_plugins/` inside the host's own checkpoint. One checksum at the head of `state.json`
 covers every byte behind it, and among those the checksum of the tensors, so damage of either file is seen before
 anything is read out of them.
 

@@ -26,7 +26,7 @@ class Threads:
     Args:
         what: how messages name them: "calls of rollout programs".
         concurrency: calls at a time; those beyond it that still run have never returned.
-        advice: how to mend calls that never return.
+        advice: how to fix calls that never return.
     """
 
     def __init__(self, what: str, concurrency: int, advice: str) -> None:

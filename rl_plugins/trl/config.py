@@ -61,7 +61,7 @@ class GRPOConfig(trl.GRPOConfig):
         default=4.0,
         metadata={
             "help": "GB of keys and values that rollout programs on transformers' generate keep between requests; "
-            "0: none, contexts are read anew each time."
+            "0: none, contexts are read again each time."
         },
     )
 

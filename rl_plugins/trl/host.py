@@ -1,4 +1,4 @@
-"""What the adapter uses of TRL's trainer and of what hangs on it. Private names stand in `compat.PRIVATE`, with why.
+"""What the adapter uses of TRL's trainer and of what hangs on it. `compat.PRIVATE` lists private names, with why.
 
 The arguments of the trainer are typed by our config. Models, tokenizers and engines stay the host's own.
 """

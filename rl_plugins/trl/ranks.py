@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 
 def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
-    """Runs `decide` in the main process; every rank gets its result, or raises its error. Nobody waits in vain.
+    """Runs `decide` in the main process; every rank gets its result, or raises its error. No rank
+    waits for a result that never comes.
 
     Raises:
         RLPluginsError: the same class and message on every rank. An error of another class becomes a MethodError with

@@ -50,7 +50,7 @@ class Settings:
     count_costs: bool = False
 
     def stack(self) -> MethodStack:
-        """The methods, built anew.
+        """The methods, built again.
 
         Raises:
             ConfigError: see `build_stack`.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 
 class Batch(Protocol):
-    """transfer_queue.KVBatchMeta: keys and tags of rows; their columns lie in the queue."""
+    """transfer_queue.KVBatchMeta: keys and tags of rows; their columns are in the queue."""
 
     partition_id: str
     keys: list[str]

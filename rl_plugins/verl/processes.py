@@ -97,7 +97,7 @@ class Watch:
         """Raises MethodError if a worker is dead or a program failed; returns at once otherwise.
 
         Args:
-            wait: ask anew and wait for the answers, so that nothing that happened before is missed.
+            wait: ask again and wait for the answers, so that nothing that happened before is missed.
         """
         for name, ref in list(self.pending.items()):
             if wait:

@@ -310,7 +310,7 @@ def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
     A row whose tags name one version is of that version, whatever the requests of its loop were.
 
     Raises:
-        MethodError: a row of several versions, whose requests do not say which token is of which.
+        MethodError: a row of several versions, whose requests do not say which version each token has.
     """
     now, found = rollouts.current_version, []
     extra, masks = plain(rows["extra_fields"]), rows["response_mask"].unbind()
@@ -328,7 +328,7 @@ def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
                 f"A method needs the versions of tokens. A rollout made by the versions {oldest} to {newest} has "
                 f"{int(live.sum())} trained tokens in {len(ranges(live.numpy()))} turns, and its agent loop tells "
                 f"{sum(n for _, n in every)} tokens in {len(requests)} requests, of the versions {names}, so it is "
-                f"not known which token is of which. The loop must hand on `extra_fields` of what the engine answers "
+                f"unknown which version a token has. The loop must hand on `extra_fields` of what the engine answers "
                 f"(`{VERSIONS}`), and every request must be a turn of the row. Use one of verl's own loops, or remove "
                 f"the method."
             )
@@ -339,7 +339,7 @@ def token_versions(rows: Columns, rollouts: Rollouts) -> list[Tensor]:
 
 
 def _matched(requests: Sequence[Sequence[Sequence[int]]], turns: Ranges) -> Tensor | None:
-    """Versions of the trained tokens as the requests tell them; None if it is not known which token is of which."""
+    """Versions of the trained tokens as the requests tell them; None if the version of each token is unknown."""
     told, lengths = [_spread(made) for made in requests], [stop - start for start, stop in turns]
     if len(told) != len(lengths):
         made = torch.cat([torch.empty(0, dtype=torch.int64), *told])

@@ -11,7 +11,7 @@ TRACKER = "latest_checkpointed_iteration.txt"  # verl's last act of a save
 
 
 def check_tracker(config: Any) -> None:
-    """Refuses a tracker file from which verl could not resume, or beside which it would silently begin anew.
+    """Refuses a tracker file from which verl could not resume, or beside which it would silently begin again.
 
     verl writes the file in place, so a kill can leave it empty.
 
