@@ -342,6 +342,14 @@ def test_the_lines_for_verl_fit_a_run(page, methods, monkeypatch):
         assert "several_rewards" not in result.output.partition("Not in this run")[2]
 
 
+def test_what_the_page_says_of_methods_that_are_not_installed():
+    from rl_plugins.runtime.stack import build_stack
+
+    for given in (load("methods").LeaveOneOut, load("methods").LeaveOneOut()):
+        with pytest.raises(ConfigError, match="it must be a list of method names"):
+            build_stack([given])
+
+
 @pytest.mark.parametrize("command", ["check rollout:SecondThought", "check sampler:Halfway"])
 def test_commands_of_the_pages(command, monkeypatch):
     monkeypatch.chdir(CODE)
