@@ -45,7 +45,7 @@ def _require(run: PlannedRun, lines: Sequence[Mapping[str, Any]], currency: str)
     if not any(name in line for line in lines):
         raise ConfigError(
             f"{run.log_file} has no `{name}`, which --budget {currency} needs: the run of {run.arm.label} with seed "
-            f"{run.seed} was made by a version of rl-plugins that did not count it. Remove {run.folder} and give the "
+            f"{run.seed} did not count it, as runs of earlier versions of rl-plugins. Remove {run.folder} and give the "
             f"same command again, which repeats this run, or give --budget steps."
         )
 

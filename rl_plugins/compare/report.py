@@ -187,7 +187,7 @@ def text(summary: dict[str, Any]) -> str:
         found = [arm["metrics"].get(m) for arm in arms.values()]
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
-    lines += ["", "What it cost, mean over seeds; only the last line of TRL includes evaluations:", "", *head]
+    lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
     for key, (_, what) in COSTS.items():
         lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
     collapsed = [_collapse(label, arm) for label, arm in arms.items() if any(arm["collapsed"])]
@@ -217,7 +217,7 @@ def _budget(summary: dict[str, Any]) -> list[str]:
         )
         short = {label: pair for label, pair in cut.items() if pair[0] < pair[1]}
         if short:
-            places = "; ".join(f"{label} at step {at:.0f} of {total:.0f}" for label, (at, total) in short.items())
+            places = "; ".join(f"{label} at step {round(at, 1):g} of {total:g}" for label, (at, total) in short.items())
             lines[0] += (
                 f" Cut: {places}. A learning-rate schedule that depends on the number of steps of the run is not at "
                 f"its end where an arm is cut."
