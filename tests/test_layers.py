@@ -15,8 +15,17 @@ import re
 from collections import defaultdict
 
 import pytest
-from modules import LAYERS, ROOT, Import, imports, modules, path_of, summary_of, with_map, with_samplers
-
+from rl_plugins.commands.pages.source import (
+    LAYERS,
+    ROOT,
+    Import,
+    imports,
+    modules,
+    path_of,
+    summary_of,
+    with_map,
+    with_samplers,
+)
 from rl_plugins.runtime import registry
 
 CONTRACT = {

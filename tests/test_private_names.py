@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 
 import pytest
-from modules import with_changes
 from private_names import ADAPTERS, ROOT, uses
+
+from rl_plugins.commands.pages.source import with_changes
 
 pytestmark = pytest.mark.host
 
@@ -68,7 +69,7 @@ def test_the_page_of_the_host_lists_every_change(adapter: str) -> None:
     """`make docs` writes the table. What is said to end a change exists, and so does what makes it."""
     root = ROOT.parent
     page = (root / "docs" / f"{adapter}.md").read_text(encoding="utf-8")
-    assert with_changes(page, adapter) == page
+    assert with_changes(adapter, page) == page
     patches = {f.name.split("-")[0] for f in (root / "patches" / adapter).glob("*.patch")}
     for change in importlib.import_module(f"rl_plugins.{adapter}.changes").CHANGES:
         named = set(re.findall(r"\b[TV]\d+\b", change.ends))
