@@ -35,17 +35,20 @@ def main() -> None:
 
 
 @app.command("list")
-def list_methods(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """List all methods and bundles."""
-    from rl_plugins.commands.catalog import print_list
+def list_methods(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Group by what they change, with paper and hosts.")] = False,
+) -> None:
+    """List all methods and bundles by the problem they answer."""
+    from rl_plugins.commands.listing import print_list
 
-    print_list(json)
+    print_list(json, hooks)
 
 
 @app.command()
 def info(method: Annotated[str, typer.Argument(help="Name of a method or bundle.")]) -> None:
-    """Show everything about one method: update rule, parameters, costs, how to use it."""
-    from rl_plugins.commands.catalog import print_info
+    """Show everything about one method: update rule, parameters, costs, measurements, how to use it."""
+    from rl_plugins.commands.info import print_info
 
     print_info(method)
 
@@ -291,15 +294,18 @@ def export(
 
 @app.command(hidden=True)
 def docs(
-    page: Annotated[Path, typer.Argument(help="Page that is written.")],
-    readme: Annotated[Path | None, typer.Option(help="README whose table is renewed.")] = None,
+    root: Annotated[Path, typer.Argument(help="Folder of a checkout.")] = Path("."),
+    check: Annotated[
+        bool, typer.Option("--check", help="Check the pages and change nothing; status 1 if one is old.")
+    ] = False,
 ) -> None:
-    """Write the page of methods, and the table in the README."""
-    from rl_plugins.commands import catalog
+    """Write every page that is made from the code."""
+    from rl_plugins.commands import pages
 
-    page.write_text(catalog.methods_page())
-    if readme is not None:
-        readme.write_text(catalog.readme(readme.read_text()))
+    stale = pages.write(root, dry=check)
+    for page in stale:
+        typer.echo(page)
+    raise typer.Exit(int(check and bool(stale)))
 
 
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -215,6 +215,7 @@ class Method:
             later one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of
             one size out of a buffer (verl's asynchronous modes) refuses it; where parameters may leave the host's
             number, the instance says False.
+        brings_columns: columns in `needs` that its own rollout program notes, so that no dataset must have them.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
             missing nevertheless.
@@ -259,6 +260,7 @@ class Method:
     min_group_size: int = 1
     rounds: bool = False
     decides_rollouts: bool = False
+    brings_columns: ClassVar[Collection[str]] = ()
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
     corrects_sampling: bool = False

@@ -70,6 +70,7 @@ def param(
     le: float | None = None,
     allow_inf: bool = False,
     only_if: Condition | Sequence[Condition] = (),
+    example: str = "",
 ) -> Any:
     """Declares one parameter.
 
@@ -81,11 +82,13 @@ def param(
         only_if: beside which other parameters this one has an effect: `{"scale": ("mad", "std"), "clip": GIVEN}` (all
             of them), or a sequence of such mappings (any of them). Where that does not hold, a value other than the
             default is refused. The default is not, because it asks for nothing that does not happen.
+        example: "module:attribute" of a function that serves, shown by `rl-plugins info`.
     """
     limits = {k: v for k, v in (("gt", gt), ("ge", ge), ("lt", lt), ("le", le)) if v is not None}
     conditions = (only_if,) if isinstance(only_if, Mapping) else tuple(only_if)
     return field(
-        default=default, metadata={"help": help, "limits": limits, "allow_inf": allow_inf, "only_if": conditions}
+        default=default,
+        metadata={"help": help, "limits": limits, "allow_inf": allow_inf, "only_if": conditions, "example": example},
     )
 
 
@@ -157,16 +160,18 @@ def condition_text(f: dataclasses.Field[Any], cls: type[MethodParams]) -> str:
     )
 
 
+def _why_not(value: Any, hint: Any, name: str, f: dataclasses.Field[Any]) -> str:
+    """Why a parameter cannot have this value; empty if it can."""
+    try:
+        _ = isinstance(value, Is) or parse_value(value, hint, name, **_rules(f))
+    except ConfigError as e:
+        return str(e)
+    return ""
+
+
 def declaration_problems(cls: type[MethodParams]) -> list[str]:
     """What is wrong with the `only_if` of parameters: names that do not exist, values that the other cannot have."""
     hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}
-
-    def why_not(name: str, value: Any) -> str:
-        try:
-            _ = isinstance(value, Is) or parse_value(value, hints[name], name, **_rules(fields[name]))
-        except ConfigError as e:
-            return str(e)
-        return ""
 
     problems = []
     for f in fields.values():
@@ -180,7 +185,9 @@ def declaration_problems(cls: type[MethodParams]) -> list[str]:
                     hint = did_you_mean(str(name), [n for n in fields if n != f.name])
                     problems.append(f"`only_if` of `{f.name}` names {what}.{hint}")
                     continue
-                wrong = list(filter(None, (why_not(name, value) for value in _several(wanted))))
+                wrong = list(
+                    filter(None, (_why_not(value, hints[name], name, fields[name]) for value in _several(wanted)))
+                )
                 # a base may name values that only some of its subclasses have
                 inherited = f.name not in inspect.get_annotations(cls) and len(wrong) < len(_several(wanted))
                 problems += [f"`only_if` of `{f.name}` can never hold: {e}" for e in wrong if not inherited]
@@ -363,7 +370,7 @@ def resolve_callable(value: Any, name: str) -> Callable[..., Any]:
 
 
 def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
-    """Name, type, default, range, help and `only_if` of every parameter, as text, for `info` and the docs table."""
+    """Name, type, default, range, help, `only_if` and example of every parameter, as text, for `info` and the docs."""
     hints = get_type_hints(cls)
     rows = []
     for f in dataclasses.fields(cls):
@@ -376,6 +383,7 @@ def describe_params(cls: type[MethodParams]) -> list[dict[str, str]]:
                 "range": _range_text(limits, ", "),
                 "help": f.metadata.get("help", ""),
                 "only_if": condition_text(f, cls),
+                "example": f.metadata.get("example", ""),
             }
         )
     return rows

@@ -23,7 +23,8 @@ from waiting import NEVER
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 from rl_plugins.cli import app
-from rl_plugins.commands import catalog
+from rl_plugins.commands import catalog, pages
+from rl_plugins.commands.info import info
 from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.runtime import registry, report
@@ -79,11 +80,12 @@ def test_an_error_is_one_paragraph_and_status_2():
 # ---- list and info
 
 
-def test_list_shows_every_method(plugins):
-    text = rl_plugins("list")
+@pytest.mark.parametrize("view", [(), ("--hooks",)])
+def test_list_shows_every_method(view, plugins):
+    text = rl_plugins("list", *view)
     for name in ("mc_grpo", "vade", "dummy_scale", "dummy_both", "dummy_broken"):
         assert re.search(rf"^ *{name}\b", text, re.M)
-    assert "2511.18902" in text and "rl-plugins-dummy" in text
+    assert ("2511.18902" in text) == bool(view) and "rl-plugins-dummy" in text
     broken = text[text.index("Cannot be used") :]
     assert "No module named 'a_module_that_does_not_exist'" in broken and "dummy_misfit" in broken
     assert "mc_grpo: The method name `mc_grpo` has 2 origins" in broken
@@ -95,6 +97,8 @@ def test_list_for_programs(plugins):
         "name": "vade",
         "kind": "method",
         "distribution": "rl-plugins",
+        "does": registry.load("vade").does,
+        "problems": list(registry.load("vade").problems),
         "arxiv": "2511.18902",
         "title": registry.load("vade").paper.title,
         "hooks": ["select_prompts", "observe"],
@@ -115,19 +119,22 @@ def test_info_of_every_method_can_be_followed(name):
     text = rl_plugins("info", name)
     found = registry.load(name)
     parts = [registry.load(p) for p in found.parts] if isinstance(found, Bundle) else [found]
-    lines = text[text.index("in a YAML config:\n") : text.index("on the command line:")].splitlines()[1:]
-    config = yaml.safe_load(textwrap.dedent("\n".join(lines)))
-    stack = build_stack(config["methods"], config.get("method_params"))
-    assert stack.names == [p.name for p in parts]
-    command = shlex.split(re.search(r"rl-plugins trl grpo .*", text)[0])
-    given = command[command.index("--method_params") + 1] if "--method_params" in command else None
-    again = build_stack(command[command.index("--methods") + 1], given)
-    assert [m.params for m in again.methods] == [m.params for m in stack.methods]
+    if "trl" in catalog.card_of(found).hosts:
+        lines = text[text.index("TRL, in the YAML config") : text.index("TRL, on the command line:")].splitlines()[1:]
+        config = yaml.safe_load(textwrap.dedent("\n".join(lines)))
+        stack = build_stack(config["methods"], config.get("method_params"))
+        assert stack.names[-len(parts) :] == [p.name for p in parts]
+        command = shlex.split(re.search(r"rl-plugins trl grpo .*", text)[0])
+        given = command[command.index("--method_params") + 1] if "--method_params" in command else None
+        methods = command[command.index("--methods") + 1 :]
+        again = build_stack(methods[: next((i for i, w in enumerate(methods) if w[:2] == "--"), None)], given)
+        assert [m.params for m in again.methods] == [m.params for m in stack.methods]
+        assert repr(config["methods"]) in text[text.index("GRPOConfig(methods=") :]
     assert found.paper.url in text and found.paper.bibtex(name).splitlines()[0] in text
     if not isinstance(found, Bundle):
         assert catalog.FIDELITY[found.fidelity] in text
         assert found.use_when in text and found.avoid_when in text
-        for needed in found.needs:
+        for needed in set(found.needs) - {f"column:{c}" for c in found.brings_columns}:
             assert SIGNALS.get(needed, needed.partition(":")[2]) in text
 
 
@@ -215,7 +222,7 @@ def test_info_of_a_bundle_and_of_a_method_nobody_serves(plugins, monkeypatch):
     assert "methods: [dummy_both]\n" in text
     monkeypatch.setattr(catalog, "HOSTS", {"trl": catalog.ServedByHost(hooks={"shape"})})
     assert catalog.hosts_of(registry.load("dummy_scale")) == []
-    assert "advantages (hosts: none yet)" in catalog.info(registry.load("dummy_scale"))
+    assert "advantages (hosts: none yet)" in info(registry.load("dummy_scale"))
 
 
 def test_hosts_are_those_whose_check_a_method_can_pass():
@@ -249,15 +256,24 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     assert set(catalog.HOSTS["trl"].hooks) == set(HOOKS) - set(missing)
 
 
-def test_the_page_of_methods_is_up_to_date(plugins, tmp_path):
-    """Made while another package is installed, it holds the built-in methods only, and all of them."""
-    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
-    rl_plugins("docs", str(tmp_path / "methods.md"), "--readme", str(tmp_path / "README.md"))
-    assert (tmp_path / "README.md").read_text() == (ROOT / "README.md").read_text(), "run: make docs"
-    text = (tmp_path / "methods.md").read_text()
-    stored = (ROOT / "docs" / "methods.md").read_text()
-    assert text == stored, "run: make docs"
-    assert "dummy" not in text and "## mc_grpo\n" in text
+def test_pages_made_from_the_code_are_current(plugins):
+    """Made while another package is installed, they hold the built-in methods only, and all of them."""
+    result = CliRunner().invoke(app, ["docs", str(ROOT), "--check"])
+    assert result.exit_code == 0, f"run: make docs ({result.output})"
+    text = (ROOT / "docs" / "methods.md").read_text()
+    assert "dummy_" not in text and "## mc_grpo\n" in text
+
+
+def test_a_page_that_is_not_current_is_named_and_written(tmp_path):
+    for page in pages.PAGES:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text((ROOT / page).read_text())
+    (tmp_path / "docs" / "methods.md").write_text("old")
+    assert rl_plugins("docs", str(tmp_path), "--check", status=1) == "docs/methods.md\n"
+    assert (tmp_path / "docs" / "methods.md").read_text() == "old"
+    rl_plugins("docs", str(tmp_path))
+    assert (tmp_path / "docs" / "methods.md").read_text() == (ROOT / "docs" / "methods.md").read_text()
+    assert "has no folder docs" in rl_plugins("docs", str(tmp_path / "docs"), status=2)
 
 
 # ---- check and new

@@ -19,6 +19,8 @@ from waiting import NEVER
 
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog
+from rl_plugins.commands.info import info
+from rl_plugins.commands.usage import hydra, usage_of
 from rl_plugins.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
@@ -467,20 +469,18 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
 
 def test_the_command_that_info_shows_is_read_back():
     for name in registry.all_names():
-        text = catalog.info(registry.load(name))
-        command = shlex.split(re.search(r"python -m verl\.trainer\.main_ppo .*", text)[0])
-        settings = read_settings(compose(command[4:]))
         found = registry.load(name)
-        parts = [registry.load(part) for part in found.parts] if isinstance(found, Bundle) else [found]
-        needed = {part.name: dict(part.example_params) for part in parts if part.example_params}
-        expected = build_stack(name, needed)
+        lines = info(found).split("\n  verl:\n")[1].split("\n\nSource\n")[0]
+        settings = read_settings(compose(shlex.split(lines.replace("\\\n", " "))[3:]))
+        usage = usage_of(found)
+        expected = build_stack(list(usage.methods), usage.params)
         assert settings.stack().names == expected.names
         assert [m.params for m in settings.stack().methods] == [m.params for m in expected.methods]
 
 
 @pytest.mark.parametrize("value", ["plain", "p(1-p)^2", "it's", 0.5, True, [1, 2], ["a b", "c"], {"k": "x,y"}])
 def test_values_are_quoted_for_hydra(value):
-    config = compose([f"+rl_plugins.method_params.some.key={catalog._hydra(value)}"])
+    config = compose([f"+rl_plugins.method_params.some.key={hydra(value)}"])
     assert config.rl_plugins.method_params.some.key == value
 
 

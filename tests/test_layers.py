@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 
 import pytest
+
 from rl_plugins.commands.pages.source import (
     LAYERS,
     ROOT,

@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 
 from rl_plugins.commands import catalog
+from rl_plugins.commands.info import info
+from rl_plugins.commands.pages import methods
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
 
@@ -178,15 +180,15 @@ def built_in() -> dict[str, type[Method] | Bundle]:
 
 @cache
 def cards() -> dict[str, str]:
-    """Method -> its part of `docs/methods.md`, without the heading."""
-    names = "|".join(registry.all_names())
-    _, *parts = re.split(rf"^##+ ({names})$", catalog.methods_page(), flags=re.MULTILINE)
-    return {name: text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    """Method -> its part of `docs/methods.md`, without the heading, formulas and measurements."""
+    found = (card.found for card in catalog.cards(catalog.plugins()))
+    sections = {method.name: methods.section(method, whole=False) for method in sorted(found, key=lambda m: m.name)}
+    return {name: text.partition("\n\n")[2] for name, text in sections.items()}
 
 
 def told(name: str, title: str) -> str:
     """One section of what `rl-plugins info` prints."""
-    lines = catalog.info(built_in()[name]).splitlines()
+    lines = info(built_in()[name]).splitlines()
     found = itertools.takewhile(lambda line: not line or line.startswith(" "), lines[lines.index(title) + 1 :])
     return inspect.cleandoc("\n" + "\n".join(found)).strip()
 

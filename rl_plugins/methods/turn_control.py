@@ -130,6 +130,7 @@ class TurnControl(Method):
         "limit.",
     )
     needs: frozenset[str] | set[str] = frozenset({"chat_template"})
+    brings_columns = ("turns", "stop_reason", "extended")
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
     example_params = {"environment": "rl_plugins.demo.environments:Grid"}

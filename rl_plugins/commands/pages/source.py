@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import rl_plugins
+from rl_plugins.commands.catalog import cards, example_of, plugins
 from rl_plugins.method import Bundle
-from rl_plugins.runtime import registry
 from rl_plugins.runtime.pins import change_table
 
 ROOT = Path(rl_plugins.__file__).parent
@@ -149,12 +149,11 @@ def with_samplers(text: str) -> str:
 def sampler_table() -> str:
     """Every method that chooses prompts or decides how many rollouts they get."""
     lines = ["| method | chooses prompts | decides rollouts per prompt | plans in rounds |", "|---|---|---|---|"]
-    for name in registry.all_names():
-        cls = registry.load(name)
-        if isinstance(cls, Bundle):
+    for card in sorted(cards(plugins()), key=lambda card: card.name):
+        if isinstance(card.found, Bundle):
             continue
-        method = registry.build(cls, cls.example_params, name)
-        claims = ("select_prompts" in cls.claims(), method.decides_rollouts, method.rounds)
+        method = example_of(card.found)
+        claims = ("select_prompts" in method.claims(), method.decides_rollouts, method.rounds)
         if any(claims):
-            lines.append(f"| `{name}` | " + " | ".join("yes" if c else "" for c in claims) + " |")
+            lines.append(f"| `{card.name}` | " + " | ".join("yes" if c else "" for c in claims) + " |")
     return "\n".join(lines)

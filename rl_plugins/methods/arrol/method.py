@@ -90,6 +90,7 @@ class Arrol(Method):
         code="Hsu1023/ARRoL",
     )
     fidelity = "reconstruction"
+    brings_columns = ("arrol",)
     state_version = 2  # the optimizer of the head
     does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
     problems = ("no_signal", "long_tail")

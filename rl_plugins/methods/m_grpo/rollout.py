@@ -44,6 +44,7 @@ class MGrpoRollout(Method):
     name = "m_grpo_rollout"
     paper = MGrpo.paper
     fidelity = "reconstruction"
+    brings_columns = ("agent",)
     does = "Makes rollouts of a main agent that delegates, with one row for it and one per call"
     problems = ("agents",)
     goes_with = {

@@ -91,6 +91,7 @@ class Scope(Method):
         2026,
     )
     fidelity = "reconstruction"
+    brings_columns = ("scope",)
     does = "Corrects a failed rollout from its first wrong reasoning step on"
     problems = ("no_signal", "exploration")
     measured = (

@@ -1,0 +1,140 @@
+"""`rl-plugins info`: everything about one method or bundle, as text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rl_plugins.commands.catalog import FIDELITY, Card, card_of, entries, hosts_of, needs_of, preset_text
+from rl_plugins.commands.pairs import conflicts, excluded
+from rl_plugins.commands.usage import Usage, usage_of
+from rl_plugins.method import NO_PAPER, Bundle, Measured, Method, Paper
+from rl_plugins.params import describe_params
+from rl_plugins.problems import PROBLEMS
+from rl_plugins.runtime import registry
+
+
+def print_info(name: str) -> None:
+    """Everything about one method or bundle.
+
+    Raises:
+        ConfigError: no such name, or it cannot be used.
+    """
+    print(info(registry.load(name)))
+
+
+def info(found: type[Method] | Bundle) -> str:
+    """The text of `rl-plugins info`."""
+    card = card_of(found)
+    sections: list[tuple[str, str]] = []
+    if isinstance(found, Bundle):
+        parts = "".join(f"\n  {part}{preset_text(values)}" for part, values in found.parts.items())
+        sections.append(("What", f"{found.about}\n\nStands for, with the settings of the paper:{parts}"))
+    else:
+        sections.append(("What", inspect.cleandoc(found.__doc__ or "No description.")))
+        sections.append(("Use it when", found.use_when))
+    sections.append(("Problems it answers", _listed(PROBLEMS[p].title for p in found.problems if p in PROBLEMS)))
+    sections.append(("Not when", card.avoid_when))
+    sections.append(("What it costs", card.cost))
+    sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
+    sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in found.goes_with.items())))
+    sections.append(("Excludes", _listed(_excludes(card))))
+    if isinstance(found, Bundle):
+        sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
+    else:
+        sections.append(("Parameters", _parameters(found)))
+        sections.append(("Changes", "\n".join(_changes(found))))
+        sections.append(("Needs", _listed(needs_of(found))))
+        sections.append(("Host options it sets", _listed(options_text(found.host_options))))
+        sections.append(("Where paper and code differ", _listed(found.disagreements)))
+        sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
+    sections.append(("How to use", "\n".join(_usage(usage_of(found), found))))
+    if found.paper is not NO_PAPER:
+        sections.append(("Source", _source(found.paper)))
+        sections.append(("How to cite", found.paper.bibtex(found.name)))
+    head = f"{found.name}: {found.paper.title}" + (f"\n{found.does}." if found.does else "")
+    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
+
+
+def measured_text(measured: Measured) -> str:
+    """One result as a line: verdict, claim, numbers."""
+    return f"{measured.verdict}: {measured.claim}, {measured.numbers} (docs/evidence.md#{measured.where})"
+
+
+def _excludes(card: Card) -> Iterator[str]:
+    """Built-in and installed methods that cannot run beside this one."""
+    classes = [registry.load(e.name) for e in entries() if e.kind == "method"]
+    found = conflicts([cls for cls in classes if not isinstance(cls, Bundle)])
+    for reason, names in excluded(found, [part.name for part in card.parts]).items():
+        yield f"{', '.join(names)}: {reason}"
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _parameters(cls: type[Method]) -> str:
+    rows = describe_params(cls.Params)
+    if not rows:
+        return "None."
+    return "\n".join(_parameter(row, cls.example_params.get(row["name"])) for row in rows)
+
+
+def _parameter(row: Mapping[str, str], example: Any) -> str:
+    about = f"{row['type']}{', ' + row['range'] if row['range'] else ''}"
+    text = f"{row['name']} = {row['default']}   ({about})\n    {meaning(row)}"
+    example = example or row["example"]
+    return text + (f"\n    example: {example}" + _source_of(example) if example else "")
+
+
+def _source_of(example: Any) -> str:
+    """The code of an example function, two lines of it or all."""
+    if not isinstance(example, str) or not example.startswith("rl_plugins.demo.functions:"):
+        return ""
+    from rl_plugins.params import resolve_callable
+
+    code = inspect.getsource(resolve_callable(example, "example"))
+    return "".join(f"\n        {line}" for line in code.rstrip().splitlines())
+
+
+def meaning(row: Mapping[str, str]) -> str:
+    """Help of a parameter, and when it has an effect."""
+    return f"{row['help']} [only if {row['only_if']}]" if row["only_if"] else row["help"]
+
+
+def _changes(cls: type[Method]) -> Iterable[str]:
+    yield f"{', '.join(cls.claims()) or 'nothing'} (hosts: {', '.join(hosts_of(cls)) or 'none yet'})"
+    if cls.rounds:
+        yield "Generates in rounds: later rollouts depend on the rewards of earlier ones."
+    if cls.in_eval:
+        yield f"Also in evaluation: {', '.join(cls.in_eval)}."
+    if not cls.trains:
+        yield "Makes no optimizer step at all."
+
+
+def options_text(options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Host options that a method sets, a line each."""
+    return [f"{host}: {option} = {value!r}" for host, values in options.items() for option, value in values.items()]
+
+
+def _usage(usage: Usage, found: type[Method] | Bundle) -> Sequence[str]:
+    """A config to copy for every host and every place."""
+    lines = [f"With host options of the paper: {', '.join(found.paper_settings)}."] if found.paper_settings else []
+    lines += usage.notes
+    if "trl" in usage.hosts:
+        lines += ["TRL, in the YAML config of a run:", *(f"    {line}" for line in usage.yaml().splitlines())]
+        lines += ["TRL, on the command line:", f"    rl-plugins trl grpo --config run.yaml {usage.flags()}"]
+        lines += ["TRL, in Python (from rl_plugins.trl import GRPOConfig, GRPOTrainer):", f"    {usage.python()}"]
+    if "verl" in usage.hosts:
+        lines += ["verl:", *(f"    {line}" for line in usage.command().splitlines())]
+    return lines
+
+
+def _source(paper: Paper) -> str:
+    code = f"\nhttps://github.com/{paper.code}" if paper.code else ""
+    return f"{paper.authors}, {paper.year}\n{paper.url}{code}"

@@ -1,0 +1,49 @@
+"""The pages of the documentation that are made from the code: `rl-plugins docs` writes all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rl_plugins.commands.guides import with_code
+from rl_plugins.commands.pages import choose, methods, source
+from rl_plugins.commands.reference import reference_page
+from rl_plugins.errors import ConfigError
+
+# File -> what makes its text, from the text that stands there: pages with a generated part keep the rest.
+PAGES: dict[str, Callable[[str], str]] = {
+    "docs/methods.md": lambda _: methods.page(),
+    "docs/choose.md": lambda _: choose.page(),
+    "docs/architecture.md": source.with_map,
+    "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
+    "docs/verl.md": partial(source.with_changes, "verl"),
+    "docs/samplers.md": source.with_samplers,
+    "docs/reference.md": lambda _: reference_page(),
+    "README.md": choose.readme,
+}
+
+
+def write(root: Path, dry: bool = False) -> list[str]:
+    """Writes every page under `root`, the folder of the checkout.
+
+    Args:
+        dry: change nothing.
+
+    Returns:
+        The pages that were not up to date.
+
+    Raises:
+        ConfigError: `root` is no checkout, or a page lacks the marks of its generated part.
+    """
+    if not (root / "docs").is_dir():
+        raise ConfigError(f"{root} has no folder docs. Run the command in a checkout of rl-plugins, or name one.")
+    made = dict(PAGES)
+    for guide in sorted((root / "docs" / "guides").glob("*.md")):
+        made[str(guide.relative_to(root))] = partial(with_code, folder=root / "examples" / "guides")
+    old = {page: (root / page).read_text(encoding="utf-8") if (root / page).exists() else "" for page in made}
+    new = {page: make(old[page]) for page, make in made.items()}
+    stale = [page for page in made if new[page] != old[page]]
+    for page in stale if not dry else ():
+        (root / page).write_text(new[page], encoding="utf-8")
+    return stale

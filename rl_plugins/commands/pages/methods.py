@@ -1,0 +1,128 @@
+"""The page docs/methods.md: a card of every built-in method and bundle, from its class."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from rl_plugins.commands.catalog import FIDELITY, card_of, entries, needs_of, plugins, preset_text
+from rl_plugins.commands.info import meaning, options_text
+from rl_plugins.method import Bundle, Measured, Method
+from rl_plugins.params import describe_params
+from rl_plugins.problems import PROBLEMS
+from rl_plugins.runtime import registry
+
+_HEAD = """\
+# Methods
+
+Generated from the classes by `make docs`; do not edit. [Which method is for me](choose.md) groups them by problem.
+`rl-plugins info NAME` shows one of them with a config to copy.
+
+Fidelity says what a method was checked against:
+
+"""
+LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
+
+
+def page() -> str:
+    """The whole page. Installed plugins are not part of it."""
+    vetoed = plugins()
+    found = entries(vetoed)
+    text = [_HEAD + "\n".join(f"- **{k}**: {v}." for k, v in FIDELITY.items() if k != "own")]
+    rows = []
+    for e in found:
+        paper = f"[{e.arxiv}](https://arxiv.org/abs/{e.arxiv})"
+        rows.append([f"[{e.name}](#{e.name})", e.does, paper, ", ".join(f"`{h}`" for h in e.hooks), e.fidelity])
+    text.append(table(["name", "does", "paper", "changes", "fidelity"], rows))
+    text += [section(registry.load(e.name, vetoed)) for e in found]
+    return "\n\n".join(text) + "\n"
+
+
+def section(found: type[Method] | Bundle, whole: bool = True) -> str:
+    """The card of one method or bundle, with a heading of the second level.
+
+    Args:
+        whole: with every formula and what was measured; False: for a page that shows these elsewhere.
+    """
+    p = found.paper
+    code = f" Code: [{p.code}](https://github.com/{p.code})." if p.code else ""
+    parts = [f"## {found.name}", f"[{p.title}]({p.url}), {p.authors}, {p.year}.{code}"]
+    if found.does:
+        parts.append(f"**{found.does}.**")
+    if isinstance(found, Bundle):
+        names = ", ".join(f"[{part}](#{part}){preset_text(values)}" for part, values in found.parts.items())
+        parts.append(f"{found.about} Stands for: {names}.")
+    else:
+        parts.append(description(found) if whole else description(found).split("\n\n")[0])
+        if found.use_when:
+            parts.append(f"**Use it when:** {found.use_when}")
+        if found.avoid_when:
+            parts.append(f"**Not when:** {found.avoid_when}")
+        if found.cost:
+            parts.append(f"**What it costs:** {found.cost}")
+    answered = [f"[{PROBLEMS[key].title}](choose.md#{slug(PROBLEMS[key].title)})" for key in found.problems]
+    if answered:
+        parts.append(f"**Problems it answers:** {', '.join(answered)}.")
+    if whole:
+        parts.append(f"**What we measured:** {measured(card_of(found).measured)}")
+    if found.goes_with:
+        parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in found.goes_with.items()))
+    if not isinstance(found, Bundle):
+        parts += _details(found)
+    return "\n\n".join(parts)
+
+
+def _details(cls: type[Method]) -> Iterable[str]:
+    if needed := needs_of(cls):
+        yield "**Needs:** " + "; ".join(needed) + "."
+    if options := options_text(cls.host_options):
+        yield "**Host options it sets:**\n\n" + bullets(options)
+    if rows := [_row(r) for r in describe_params(cls.Params)]:
+        yield table(["parameter", "default", "type", "range", "meaning"], rows)
+    if cls.disagreements:
+        yield "**Where paper and code differ:**\n\n" + bullets(cls.disagreements)
+
+
+def _row(r: Mapping[str, str]) -> list[str]:
+    default = r["default"].replace("\n", "\\n").replace("`", "'")
+    if len(default) > LONGEST_DEFAULT:
+        default = default[: LONGEST_DEFAULT - 1].rstrip() + "…"
+    return [f"`{r['name']}`", f"`{default}`" if default else "", r["type"], r["range"], meaning(r)]
+
+
+def description(cls: type[Method]) -> str:
+    """The docstring of a method as Markdown, formulas as blocks of code; what it raises is left to `info`."""
+    out: list[tuple[bool, str]] = []  # whether it is code
+    for block in inspect.cleandoc(cls.__doc__ or "").split("\n\n"):
+        if block.startswith("Raises:"):
+            continue
+        for code, lines in groupby(block.splitlines(), key=lambda line: line.startswith("    ")):
+            text = "\n".join(line[4:] if code else line for line in lines)
+            if code and out and out[-1][0]:
+                text = f"{out.pop()[1]}\n\n{text}"
+            out.append((code, text))
+    return "\n\n".join(f"```text\n{text}\n```" if code else text for code, text in out)
+
+
+def measured(results: Iterable[Measured]) -> str:
+    """Results as one line, each with a link to the evidence."""
+    texts = [f"{m.verdict}: {m.claim}, {m.numbers} ([evidence](evidence.md#{m.where}))" for m in results]
+    return "; ".join(texts) + "." if texts else "nobody measured it yet."
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub and site generators give a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table of Markdown; a cell is one line, whatever stands in it."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in [head, *cells]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])
