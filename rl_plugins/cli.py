@@ -37,7 +37,7 @@ def main() -> None:
 @app.command("list")
 def list_methods(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    hooks: Annotated[bool, typer.Option("--hooks", help="Group by what they change, with paper and hosts.")] = False,
+    hooks: Annotated[bool, typer.Option("--hooks", help="Show the hooks, papers and hosts instead.")] = False,
 ) -> None:
     """List all methods and bundles by the problem they answer."""
     from rl_plugins.commands.listing import print_list
