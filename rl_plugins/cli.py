@@ -34,6 +34,11 @@ def main() -> None:
     """Run methods of RL post-training papers as plugins of TRL and verl."""
 
 
+class _Host(enum.StrEnum):
+    trl = "trl"
+    verl = "verl"
+
+
 @app.command("list")
 def list_methods(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -51,6 +56,26 @@ def info(method: Annotated[str, typer.Argument(help="Name of a method or bundle.
     from rl_plugins.commands.info import print_info
 
     print_info(method)
+
+
+@app.command()
+def suggest(
+    text: Annotated[str | None, typer.Option("--for", help='Problem in your words: "groups of equal rewards".')] = None,
+    logs: Annotated[
+        Path | None, typer.Option(help="Logs of a run: its folder, trainer_state.json, or a .jsonl file.")
+    ] = None,
+    host: Annotated[
+        _Host | None, typer.Option(help="Host of the run.", show_default="that of the logs, or trl")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Suggest methods for the problem of a run.
+
+    Without --for and --logs it asks, if it runs in a terminal.
+    """
+    from rl_plugins.commands.suggest import suggest as answer
+
+    answer(text, logs, None if host is None else host.value, json)
 
 
 @app.command()
@@ -115,11 +140,6 @@ def train_adapter(
     from rl_plugins.commands.train_adapter import train
 
     train(embeddings, rates, out, references, epochs, hidden, seed)
-
-
-class _Host(enum.StrEnum):
-    trl = "trl"
-    verl = "verl"
 
 
 @app.command()

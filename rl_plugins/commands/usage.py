@@ -95,8 +95,12 @@ class Usage:
         return " \\\n  ".join(["python -m verl.trainer.main_ppo", *self.overrides()])
 
 
-def usage_of(found: type[Method] | Bundle) -> Usage:
-    """A config in which this method or bundle takes effect, with the settings of its paper."""
+def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
+    """A config in which this method or bundle takes effect.
+
+    Args:
+        paper: with the host options of the paper; False: only what it cannot do without.
+    """
     parts = parts_of(found)
     helpers = [cls for name in _needed_beside(parts) for cls in parts_of(registry.load(name))]
     everything = [*helpers, *parts]
@@ -109,11 +113,12 @@ def usage_of(found: type[Method] | Bundle) -> Usage:
         for host, values in _FOR_SIGNAL[signal].items():
             options[host].update(values)
     smallest = max((m.min_group_size for m in made), default=1)
-    options["verl"]["actor_rollout_ref.rollout.n"] = max(smallest, VERL_BASE["actor_rollout_ref.rollout.n"])
+    if paper:
+        options["verl"]["actor_rollout_ref.rollout.n"] = max(smallest, VERL_BASE["actor_rollout_ref.rollout.n"])
     if any("admit" in m.claims() for m in made):
         options["verl"]["trainer.v1.trainer_mode"] = "rl_plugins_colocate_async"
     set_by_methods = {(host, option) for m in made for host, values in m.host_options.items() for option in values}
-    for host, settings in found.paper_settings.items():
+    for host, settings in found.paper_settings.items() if paper else ():
         options[host].update({k: v for k, v in settings.items() if (host, k) not in set_by_methods})
     notes = []
     if "several_rewards" in signals:

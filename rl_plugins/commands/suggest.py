@@ -1,0 +1,237 @@
+"""`rl-plugins suggest`: from questions, a sentence, or the logs of a run to the methods for its problem."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.commands.catalog import Card, cards
+from rl_plugins.commands.run_logs import RunLogs, read_logs
+from rl_plugins.commands.signs import Sign, not_told, signs_of
+from rl_plugins.commands.usage import usage_of
+from rl_plugins.errors import ConfigError
+from rl_plugins.problems import PROBLEMS
+
+MOST = 5  # methods shown per problem
+_NO_MEANING = frozenset(
+    "a an and are as at be by do for from get has have in is it its my of on or our so that the to was with".split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One problem of a run, and what answers it.
+
+    Attributes:
+        problem: key of `PROBLEMS`.
+        evidence: what points to it.
+        methods: cards, the best first.
+    """
+
+    problem: str
+    evidence: tuple[str, ...]
+    methods: tuple[Card, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What `suggest` found.
+
+    Attributes:
+        host: whose config lines are shown.
+        read: values of the logs in which no problem shows.
+        not_told: problem -> why the logs say nothing of it.
+    """
+
+    host: str
+    suggestions: tuple[Suggestion, ...]
+    read: tuple[str, ...] = ()
+    not_told: Mapping[str, str] = field(default_factory=dict)
+
+
+def suggest(text: str | None, logs: Path | None, host: str | None, as_json: bool) -> None:
+    """Prints the problems and their methods.
+
+    Raises:
+        ConfigError: a text that names no problem, logs that cannot be read, or nothing given outside of a terminal.
+    """
+    if text is None and logs is None and not in_terminal():
+        raise ConfigError(f'Nothing is given. Say what you see (--for "..."), or give logs (--logs PATH). {known()}')
+    if logs is not None:
+        answer = from_logs(read_logs(logs), host)
+        if text is not None:
+            answer = Answer(
+                answer.host,
+                (*from_text(text, answer.host).suggestions, *answer.suggestions),
+                answer.read,
+                answer.not_told,
+            )
+    elif text is not None:
+        answer = from_text(text, host or "trl")
+    else:
+        answer = _from_questions(host)
+    print(json.dumps(plain(answer), indent=2) if as_json else shown(answer))
+
+
+def in_terminal() -> bool:
+    """Whether somebody can answer questions."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def known() -> str:
+    """The problems there are, for messages."""
+    return "Known problems: " + "; ".join(f"{p.title.lower()} ({p.words[0]})" for p in PROBLEMS.values()) + "."
+
+
+# ---- three ways to a problem
+
+
+def from_text(text: str, host: str) -> Answer:
+    """The problems that a sentence speaks of.
+
+    Raises:
+        ConfigError: none that is known.
+    """
+    scores = {key: _score(text, [p.title, *p.words]) for key, p in PROBLEMS.items()}
+    best = max(score for score, _ in scores.values())
+    if best < 1:
+        raise ConfigError(f"{text!r} names no problem that is known. {known()}")
+    found = sorted((key for key in scores if scores[key][0] >= max(1, best - 1)), key=lambda key: -scores[key][0])
+    evidence = {key: tuple(f"you say: {phrase}" for phrase in scores[key][1]) for key in found}
+    return Answer(host, tuple(_suggestion(key, evidence[key], host) for key in found))
+
+
+def _score(text: str, phrases: Sequence[str]) -> tuple[int, list[str]]:
+    """Words of the phrases that stand in the text whole, each word once, and these phrases."""
+    words = _stems(text)
+    whole = [phrase for phrase in phrases if all(_is_in(stem, words) for stem in _stems(phrase))]
+    return len({stem for phrase in whole for stem in _stems(phrase)}), whole
+
+
+def _stems(text: str) -> list[str]:
+    words = re.findall(r"[a-z0-9@]+", text.lower().replace("off-policy", "offpolicy"))
+    return [re.sub(r"(?<=\w{3})(ing|ed|es|s|e)$", "", word) for word in words if word not in _NO_MEANING]
+
+
+def _is_in(stem: str, words: Sequence[str]) -> bool:
+    return stem in words or (len(stem) > 4 and bool(difflib.get_close_matches(stem, words, 1, 0.85)))
+
+
+def from_logs(logs: RunLogs, host: str | None) -> Answer:
+    """The problems that show in the logs of a run, the strongest first."""
+    signs = signs_of(logs)
+    host = host or logs.host
+    holding: dict[str, list[Sign]] = {}
+    for sign in sorted((s for s in signs if s.holds), key=lambda s: -s.strength):
+        holding.setdefault(sign.problem, []).append(sign)
+    found = tuple(_suggestion(key, tuple(s.text for s in held), host) for key, held in holding.items())
+    return Answer(host, found, tuple(s.text for s in signs if not s.holds), not_told(signs))
+
+
+def _from_questions(host: str | None) -> Answer:
+    import typer
+
+    print("What do you see in your run?\n")
+    keys = list(PROBLEMS)
+    for number, problem in enumerate(PROBLEMS.values(), 1):
+        print(f"  {number:2d}  {problem.title}. {problem.seen}")
+    while True:
+        given = typer.prompt("\nNumbers, or a sentence")
+        if not re.fullmatch(r"[\d\s,]+", given):
+            chosen = [s.problem for s in from_text(given, "trl").suggestions]
+            break
+        chosen = [keys[int(n) - 1] for n in re.findall(r"\d+", given) if 1 <= int(n) <= len(keys)]
+        if chosen:
+            break
+        print(f"Numbers go from 1 to {len(keys)}.")
+    while host not in ("trl", "verl"):
+        host = typer.prompt("Which trainer do you run: trl or verl", default="trl").strip().lower()
+    return Answer(host, tuple(_suggestion(key, (), host) for key in dict.fromkeys(chosen)))
+
+
+def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
+    fitting = [card for card in cards() if key in card.found.problems and host in card.hosts]
+    return Suggestion(key, evidence, tuple(fitting))
+
+
+# ---- what is shown
+
+
+def shown(answer: Answer) -> str:
+    """The answer as text for a terminal."""
+    parts = [_problem(s, answer.host) for s in answer.suggestions] or ["These logs show none of the known problems."]
+    if answer.read:
+        parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in answer.read))
+    if answer.not_told:
+        lines = [f"  - {PROBLEMS[key].title}: {why}." for key, why in answer.not_told.items()]
+        parts.append("Could not be told from these logs\n" + "\n".join(lines))
+    parts.append("`rl-plugins info NAME` explains one and has the paper's setting to copy.")
+    return "\n\n".join(parts)
+
+
+def _problem(suggestion: Suggestion, host: str) -> str:
+    problem = PROBLEMS[suggestion.problem]
+    lines = [problem.title, f"  {problem.seen}", *(f"  - {text}" for text in suggestion.evidence), ""]
+    for card in suggestion.methods[:MOST]:
+        lines += _method(card, host)
+    left = suggestion.methods[MOST:]
+    if left:
+        lines.append(f"  Further: {', '.join(card.name for card in left)} (docs/choose.md).")
+    return "\n".join(lines)
+
+
+def _method(card: Card, host: str) -> list[str]:
+    results = [f"{m.verdict}: {m.claim}, {m.numbers}" for m in card.measured]
+    return [
+        f"  {card.name}: {card.does}.",
+        f"      measured: {'; '.join(results) or 'nobody measured it yet'}",
+        f"      not when: {card.avoid_when or '-'}",
+        f"      cost:     {card.cost or '-'}",
+        f"      fidelity: {card.fidelity}",
+        f"      use:      {config_line(card, host)}",
+        "",
+    ]
+
+
+def config_line(card: Card, host: str) -> str:
+    """What to add to a command line of the host."""
+    usage = usage_of(card.found, paper=False)
+    return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
+
+
+def plain(answer: Answer) -> dict[str, Any]:
+    """The answer as plain data."""
+    return {
+        "host": answer.host,
+        "problems": [
+            {
+                "problem": s.problem,
+                "title": PROBLEMS[s.problem].title,
+                "evidence": list(s.evidence),
+                "methods": [
+                    {
+                        "name": card.name,
+                        "does": card.does,
+                        "not_when": card.avoid_when,
+                        "cost": card.cost,
+                        "fidelity": card.fidelity,
+                        "measured": [
+                            {"verdict": m.verdict, "claim": m.claim, "numbers": m.numbers, "where": m.where}
+                            for m in card.measured
+                        ],
+                        "use": config_line(card, answer.host),
+                    }
+                    for card in s.methods
+                ],
+            }
+            for s in answer.suggestions
+        ],
+        "no_problem_in": list(answer.read),
+        "not_told": dict(answer.not_told),
+    }
