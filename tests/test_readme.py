@@ -32,6 +32,27 @@ def test_first_python_example_runs_as_printed(tmp_path):
     assert "methods in effect" in done.stdout and "'rl_plugins/rows_generated': " in done.stdout.replace('"', "'")
 
 
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) < 150 and max(map(len, lines)) <= 120
+
+
+@pytest.mark.host
+def test_the_command_of_verl_in_the_readme_takes_effect_as_printed(tmp_path):
+    """The doctor has nothing to add to it; what of the user's is not here (data, model) is a note."""
+    (command,) = re.findall(r"^python -m verl.trainer.main_ppo (?:.*\\\n)*.*", (ROOT / "README.md").read_text(), re.M)
+    words = shlex.split(command.replace("\\\n", " "))
+    done = subprocess.run(
+        [sys.executable, "-m", "rl_plugins.cli", "doctor", "--host", "verl", "--", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=NEVER,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0 and done.stdout.endswith("No problem found.\n"), done.stdout[-2000:] + done.stderr
+
+
 def test_files_named_in_the_readme_exist():
     text = (ROOT / "README.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):

@@ -106,9 +106,8 @@ def readme(text: str) -> str:
     found = cards(plugins())
     lines = []
     for key, problem in PROBLEMS.items():
-        names = [card for card in found if key in card.found.problems]
-        shown = ", ".join(f"[`{c.name}`](docs/methods.md#{c.name})" for c in names[:4])
-        more = f", and {len(names) - 4} more" if len(names) > 4 else ""
-        lines.append(f"[{problem.title}](docs/choose.md#{slug(problem.title)}): {shown}{more}")
+        names = [card.name for card in found if key in card.found.problems]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines.append(f"[{problem.title}](docs/choose.md#{slug(problem.title)}): {_names(tuple(names[:3]))}{more}")
     before, after = text.split(README_START)[0], text.split(README_END)[1]
     return f"{before}{README_START}\n\n{bullets(lines)}\n\n{README_END}{after}"

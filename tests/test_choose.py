@@ -1,0 +1,129 @@
+"""Cards, exclusions, configs to copy, and the pages made from them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from rl_plugins.commands import catalog
+from rl_plugins.commands.info import info
+from rl_plugins.commands.pages.methods import slug
+from rl_plugins.commands.pairs import conflicts, excluded
+from rl_plugins.commands.usage import usage_of
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Bundle
+from rl_plugins.problems import PROBLEMS
+from rl_plugins.runtime.stack import build_stack
+
+ROOT = Path(__file__).parents[1]
+CARDS = {card.name: card for card in catalog.cards(catalog.plugins())}
+
+
+def test_every_built_in_method_has_what_the_chooser_shows():
+    anchors = {
+        slug(line.lstrip("# ")) for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line[:1] == "#"
+    }
+    for name, card in CARDS.items():
+        assert card.does and len(card.does) <= 100 and card.does[0].isupper() and card.does[-1] != ".", name
+        assert card.found.problems and set(card.found.problems) <= set(PROBLEMS), name
+        assert card.cost and card.avoid_when and card.hosts, name
+        assert {m.where for m in card.measured} <= anchors, name
+        assert set(card.found.goes_with) <= set(CARDS) - {name}, name
+
+
+def test_the_page_shows_every_method_under_its_problems():
+    text = (ROOT / "docs" / "choose.md").read_text()
+    sections = dict(zip(*[iter(re.split(r"^## (.*)$", text, flags=re.M)[1:])] * 2, strict=True))
+    for name, card in CARDS.items():
+        for key in card.found.problems:
+            part = sections[PROBLEMS[key].title]
+            assert f"- [`{name}`](methods.md#{name}) {card.does}." in part, name
+    assert "nobody measured it yet" in text and "better: " in text and "worse: " in text and "not told apart: " in text
+    links = re.findall(r"\]\(#([^)]+)\)", text)
+    assert set(links) <= {slug(title) for title in sections} and len(links) >= len(PROBLEMS)
+
+
+def test_exclusions_are_those_of_the_stack():
+    """Computed ones are refused when a run names both; a pair of which nothing is said is built."""
+    classes = [card.found for card in CARDS.values() if not isinstance(card.found, Bundle)]
+    found = conflicts(classes)
+    params = {cls.name: dict(cls.example_params) for cls in classes}
+    for a, b in itertools.combinations(sorted(params), 2):
+        reasons = [r for r, names in excluded(found, [a]).items() if b in names]
+        try:
+            build_stack([a, b], {a: params[a], b: params[b]})
+            refused = False
+        except ConfigError:
+            refused = True
+        assert not refused or reasons, (a, b)
+        if any(r.startswith("Both decide") for r in reasons):
+            assert refused, (a, b)
+    reasons = excluded(found, ["gdpo"])
+    assert "mc_grpo" in reasons["Both decide `advantages`, and only one can."]
+    text = info(CARDS["gdpo"].found)
+    assert re.search(r"Excludes\n  - .*\bmc_grpo\b.*: Both decide `advantages`", text)
+
+
+def test_what_goes_together_is_not_excluded():
+    classes = [card.found for card in CARDS.values() if not isinstance(card.found, Bundle)]
+    found = conflicts(classes)
+    for name, card in CARDS.items():
+        against = {n for names in excluded(found, [p.name for p in card.parts]).values() for n in names}
+        for other in card.found.goes_with:
+            assert not against & {p.name for p in CARDS[other].parts}, (name, other)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("name", sorted(CARDS))
+def test_the_config_that_info_shows_takes_effect_in_trl(name):
+    """Whole: nothing that the method needs is missing in it, but for rewards, columns and a model of the user's."""
+    import trl
+
+    from rl_plugins.trl import GRPOConfig, facts
+    from rl_plugins.trl.compat import Seams
+
+    usage = usage_of(CARDS[name].found)
+    if "trl" not in usage.hosts:
+        pytest.skip("not served by TRL")
+
+    class Rows(list):
+        column_names: tuple[str, ...] = ()
+
+    stack = build_stack(list(usage.methods), usage.params)
+    data = Rows([{}] * 4096)
+    data.column_names = ("prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:")))
+    options = {k: v for k, v in usage.options["trl"].items() if k not in ("use_vllm", "deepspeed", "bf16")}
+    size = int(options.get("num_generations", 8)) * 64
+    args = GRPOConfig(
+        use_cpu=True,
+        bf16=False,
+        methods=list(usage.methods),
+        method_params={k: dict(v) for k, v in usage.params.items()},
+        **{"per_device_train_batch_size": size, **options},
+    )
+    facts.check(stack, facts.KnownRun(args, data, len(data), ("correct", "format")), Seams.of(trl.GRPOTrainer))
+
+
+def test_gigpo_is_shown_with_a_loop_that_plays_the_turns():
+    text = info(CARDS["gigpo"].found)
+    assert "methods: [turn_control, gigpo]" in text
+    assert "a column `turns`" not in info(CARDS["turn_control"].found)
+
+
+def test_tables_of_the_pages_are_whole():
+    """Every row of a table has as many cells as its head, also where a default has a line break."""
+    for page in (ROOT / "docs").glob("*.md"):
+        head, inside = 0, False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if line.startswith("```"):
+                inside = not inside
+            if inside or not line.startswith("|"):
+                head = 0
+                continue
+            assert line.rstrip().endswith("|"), (page.name, number)
+            cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", lambda m: m[0].replace("|", ""), line)))
+            head = head or cells
+            assert cells == head, (page.name, number)

@@ -1,0 +1,122 @@
+"""`rl-plugins suggest` on described runs: what it finds, what it proposes, and what it says it cannot tell."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rl_plugins.cli import app
+from rl_plugins.commands import suggest
+from rl_plugins.problems import PROBLEMS
+from rl_plugins.runtime.stack import build_stack
+
+
+def answer(*arguments: str, status: int = 0, given: str | None = None) -> str:
+    result = CliRunner().invoke(app, ["suggest", *arguments], input=given)
+    assert result.exit_code == status, (result.output, result.exception)
+    return result.stderr if status == 2 else result.stdout
+
+
+def trl_log(folder, **series):
+    """A trainer_state.json of twenty steps; a pair is the value of the first and the last step."""
+    usual = {
+        "frac_reward_zero_std": 0.1,
+        "completions/mean_length": 200,
+        "completions/max_length": 500,
+        "completions/clipped_ratio": 0.01,
+        "rewards/correct/std": 0.5,
+        "entropy": (0.6, 0.5),
+        "clip_ratio/region_mean": 0.0,
+        "epoch": (0.1, 1),
+        **series,
+    }
+    rows = []
+    for step in range(20):
+        row = {"step": step}
+        for name, value in usual.items():
+            first, last = value if isinstance(value, tuple) else (value, value)
+            row[name] = first + (last - first) * step / 19
+        rows.append(row)
+    (folder / "checkpoint-20").mkdir(parents=True)
+    (folder / "checkpoint-20" / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    return folder
+
+
+def verl_log(folder, **series):
+    usual = {"actor/entropy": 0.5, "response_length/mean": 300, "response_length/max": 700, "critic/score/mean": 0.4}
+    file = folder / "metrics.jsonl"
+    file.write_text("\n".join(json.dumps({"step": i, "data": {**usual, **series}}) for i in range(12)))
+    return file
+
+
+RUNS = [
+    # five sentences
+    ("half of my groups have equal rewards, all right or all wrong", None, "no_signal", {"vade", "dots"}),
+    ("GPUs wait for stragglers, a few very long completions", None, "long_tail", {"april", "arrol"}),
+    ("an agent with tool calls over many turns and one reward at the end", None, "agents", {"gigpo", "hgpo"}),
+    ("I have no verifier, only a judge that compares two answers", None, "no_verifier", {"brpo"}),
+    ("asynchronous training, rollouts are stale by several updates", None, "stale", {"decoupled_ppo", "vcpo"}),
+    # five logs
+    (trl_log, {"frac_reward_zero_std": 0.7}, "no_signal", {"vade", "dots"}),
+    (trl_log, {"rewards/points/std": 40, "rewards/format/std": 0.4}, "several_rewards", {"gdpo"}),
+    (trl_log, {"entropy": (0.9, 0.05)}, "exploration", {"mssr_shaping", "xrpo_novelty"}),
+    (verl_log, {"response_length/max": 4000}, "long_tail", {"april"}),
+    (verl_log, {"training/off_policy/trajectory_staleness/mean": 4}, "stale", {"decoupled_ppo", "minpro"}),
+]
+
+
+@pytest.mark.parametrize(("run", "values", "problem", "methods"), RUNS, ids=[f"{i}-{r[2]}" for i, r in enumerate(RUNS)])
+def test_a_described_run(run, values, problem, methods, tmp_path):
+    asked = (
+        ["--for", run]
+        if values is None
+        else ["--logs", str(run(tmp_path / "run" if run is trl_log else tmp_path, **values))]
+    )
+    found = json.loads(answer(*asked, "--json"))
+    assert found["problems"][0]["problem"] == problem
+    assert methods <= {m["name"] for m in found["problems"][0]["methods"]}
+    if values is not None:
+        assert [p["problem"] for p in found["problems"]] == [problem]  # and nothing else
+        assert found["host"] == ("verl" if run is verl_log else "trl")
+    ranks = [[m["verdict"] for m in method["measured"]] for method in found["problems"][0]["methods"]]
+    good = ["better" in r and "worse" not in r for r in ranks]
+    assert good == sorted(good, reverse=True)
+
+
+def test_logs_are_shown_with_numbers_thresholds_and_what_they_do_not_tell(tmp_path):
+    text = answer("--logs", str(trl_log(tmp_path / "run", frac_reward_zero_std=0.7)))
+    assert "share of groups of equal rewards (`frac_reward_zero_std`): 0.7 (a problem from 0.3)" in text
+    assert "longest over mean completion (`completions/max_length`): 2.5 (a problem from 4)" in text
+    told = text[text.index("Could not be told") :]
+    assert "No verifiable reward: no log shows it." in told and "Forgetting: the logs lack `kl`" in told
+    assert "Groups without signal" not in told
+
+
+def test_every_line_to_copy_builds(tmp_path):
+    for host in ("trl", "verl"):
+        for key in PROBLEMS:
+            for card in suggest._suggestion(key, (), host).methods:
+                assert host in card.hosts
+                usage = suggest.usage_of(card.found, paper=False)
+                assert build_stack(list(usage.methods), usage.params).names
+    found = json.loads(answer("--for", "tool calls", "--host", "verl", "--json"))
+    assert all("rl_plugins.methods=[" in m["use"] for p in found["problems"] for m in p["methods"])
+
+
+def test_questions_in_a_terminal(monkeypatch):
+    monkeypatch.setattr(suggest, "in_terminal", lambda: True)
+    text = answer(given="99\n3\nverl\n")
+    assert "Numbers go from 1 to" in text and "gdpo: " in text and '"+rl_plugins.methods=[gdpo]"' in text
+
+
+def test_what_cannot_be_answered(tmp_path):
+    assert "Say what you see" in answer(status=2)
+    assert "names no problem that is known" in answer("--for", "my cat is on the keyboard", status=2)
+    assert "does not exist" in answer("--logs", str(tmp_path / "none"), status=2)
+    assert "has no logs of a run" in answer("--logs", str(tmp_path), status=2)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    assert "holds no list of logged steps" in answer("--logs", str(tmp_path), status=2)
+    (tmp_path / "trainer_state.json").write_text("no json")
+    assert "cannot be read as JSON" in answer("--logs", str(tmp_path), status=2)
