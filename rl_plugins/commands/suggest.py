@@ -40,7 +40,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Advice:
     """What `suggest` found.
 
     Attributes:
@@ -66,7 +66,7 @@ def suggest(text: str | None, logs: Path | None, host: str | None, as_json: bool
     if logs is not None:
         answer = from_logs(read_logs(logs), host)
         if text is not None:
-            answer = Answer(
+            answer = Advice(
                 answer.host,
                 (*from_text(text, answer.host).suggestions, *answer.suggestions),
                 answer.read,
@@ -92,7 +92,7 @@ def known() -> str:
 # ---- three ways to a problem
 
 
-def from_text(text: str, host: str) -> Answer:
+def from_text(text: str, host: str) -> Advice:
     """The problems that a sentence speaks of.
 
     Raises:
@@ -104,7 +104,7 @@ def from_text(text: str, host: str) -> Answer:
         raise ConfigError(f"{text!r} names no problem that is known. {known()}")
     found = sorted((key for key in scores if scores[key][0] >= max(1, best - 1)), key=lambda key: -scores[key][0])
     evidence = {key: tuple(f"you say: {phrase}" for phrase in scores[key][1]) for key in found}
-    return Answer(host, tuple(_suggestion(key, evidence[key], host) for key in found))
+    return Advice(host, tuple(_suggestion(key, evidence[key], host) for key in found))
 
 
 def _score(text: str, phrases: Sequence[str]) -> tuple[int, list[str]]:
@@ -123,7 +123,7 @@ def _is_in(stem: str, words: Sequence[str]) -> bool:
     return stem in words or (len(stem) > 4 and bool(difflib.get_close_matches(stem, words, 1, 0.85)))
 
 
-def from_logs(logs: RunLogs, host: str | None) -> Answer:
+def from_logs(logs: RunLogs, host: str | None) -> Advice:
     """The problems that show in the logs of a run, the strongest first."""
     signs = signs_of(logs)
     host = host or logs.host
@@ -131,10 +131,10 @@ def from_logs(logs: RunLogs, host: str | None) -> Answer:
     for sign in sorted((s for s in signs if s.holds), key=lambda s: -s.strength):
         holding.setdefault(sign.problem, []).append(sign)
     found = tuple(_suggestion(key, tuple(s.text for s in held), host) for key, held in holding.items())
-    return Answer(host, found, tuple(s.text for s in signs if not s.holds), not_told(signs))
+    return Advice(host, found, tuple(s.text for s in signs if not s.holds), not_told(signs))
 
 
-def _from_questions(host: str | None) -> Answer:
+def _from_questions(host: str | None) -> Advice:
     import typer
 
     print("What do you see in your run?\n")
@@ -152,7 +152,7 @@ def _from_questions(host: str | None) -> Answer:
         print(f"Numbers go from 1 to {len(keys)}.")
     while host not in ("trl", "verl"):
         host = typer.prompt("Which trainer do you run: trl or verl", default="trl").strip().lower()
-    return Answer(host, tuple(_suggestion(key, (), host) for key in dict.fromkeys(chosen)))
+    return Advice(host, tuple(_suggestion(key, (), host) for key in dict.fromkeys(chosen)))
 
 
 def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
@@ -163,7 +163,7 @@ def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
 # ---- what is shown
 
 
-def shown(answer: Answer) -> str:
+def shown(answer: Advice) -> str:
     """The answer as text for a terminal."""
     parts = [_problem(s, answer.host) for s in answer.suggestions] or ["These logs show none of the known problems."]
     if answer.read:
@@ -205,7 +205,7 @@ def config_line(card: Card, host: str) -> str:
     return usage.flags() if host == "trl" else " ".join(usage.overrides(base=False))
 
 
-def plain(answer: Answer) -> dict[str, Any]:
+def plain(answer: Advice) -> dict[str, Any]:
     """The answer as plain data."""
     return {
         "host": answer.host,
