@@ -17,5 +17,6 @@ html_copy_source = False
 html_use_index = False
 html_show_sourcelink = False
 html_theme_options = {"top_of_page_buttons": []}
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
+pygments_style, pygments_dark_style = "tango", "github-dark"
 highlight_language = "none"
+suppress_warnings = ["misc.highlighting_failure"]  # blocks that are nearly Python

@@ -150,6 +150,7 @@ class Site:
                 chosen[title] += fitting
                 left = [page for page in left if page not in fitting]
         chosen[REST] += left
+        chosen["Start"].insert(0, "Overview <self>")
         for title, pages in chosen.items():
             if pages:
                 yield _toctree(title, pages)
@@ -241,7 +242,7 @@ class _Indented:
 
 
 def _measured(found: type[Method] | Bundle) -> Iterator[str]:
-    rows = [f"| {m.claim} | {m.verdict} | {m.numbers} | [{'section'}](evidence.md#{m.where}) |" for m in found.measured]
+    rows = [f"| {m.claim} | {m.verdict} | {m.numbers} | [evidence](evidence.md#{m.where}) |" for m in found.measured]
     if rows:
         yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])
     sections = [f"[{title}](evidence.md#{slug})" for title, slug in evidence_sections(found)]
