@@ -32,7 +32,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 NAVIGATION = {
     "Start": ["choose", "compare", "examples"],
     "Methods": ["methods", "evidence"],
-    "Guides": ["guides/*"],
+    "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
     "In depth": ["rollouts", "samplers", "staleness", "walkthrough", "architecture", "reference", "benchmarks"],
     "Project": ["patches/index", "patches/*", "contributing", "changelog"],
