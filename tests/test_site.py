@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from snowballstemmer import stemmer
 
+from rl_plugins.commands.usage import usage_of
 from rl_plugins.method import Bundle
 from rl_plugins.runtime import registry
 
@@ -109,7 +110,12 @@ def test_each_method_has_a_page(name: str, site: Path, read: dict[Path, Page]):
     page, found = read[site / "methods" / f"{name}.html"], registry.load(name)
     text = " ".join(page.text.split())
     assert found.paper.title in text and found.paper.url in page.links
-    assert f"rl-plugins trl grpo --config run.yaml --methods {name}" in text
+    usage = usage_of(found)
+    assert usage.hosts
+    if "trl" in usage.hosts:
+        assert f"rl-plugins trl grpo --config run.yaml {' '.join(usage.flags().split())}" in text
+    if "verl" in usage.hosts:
+        assert " ".join(usage.command().split()) in text
     figures = [target for target in page.loads if "_images/" in target]
     assert figures or "There is no figure for it." in text
     assert not figures or sum("-dark" in target for target in figures) * 2 == len(figures)

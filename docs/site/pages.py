@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from rl_plugins.commands import catalog
-from rl_plugins.commands.info import info
-from rl_plugins.commands.pages import methods
+from rl_plugins.commands.catalog import entries, plugins
+from rl_plugins.commands.pages.methods import section
+from rl_plugins.commands.usage import usage_of
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
 
@@ -35,7 +35,7 @@ NAVIGATION = {
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
     "In depth": ["rollouts", "samplers", "staleness", "walkthrough", "architecture", "reference", "benchmarks"],
-    "Project": ["patches/index", "patches/*", "contributing", "changelog"],
+    "Project": ["patches/index", "contributing", "changelog"],
 }
 REST = "In depth"
 
@@ -64,6 +64,8 @@ def write(out: Path) -> None:
     for name in site.methods:
         site.page(f"methods/{name}.md", site.moved(method_page(name), "docs/methods.md"))
     site.page("methods.md", _toctree("", [f"methods/{name}" for name in site.methods]), add=True)
+    issues = [page.removesuffix(".md") for page in site.pages.values() if page.startswith("patches/")]
+    site.page("patches/index.md", _toctree("", [f"/{page}" for page in issues if page != "patches/index"]), add=True)
     site.page("index.md", "\n\n".join(site.navigation()), add=True)
     site.show_files()
 
@@ -80,7 +82,7 @@ class Site:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.pages = dict(_pages())
-        self.methods = list(cards())
+        self.methods = list(built_in())
         self.shown: set[str] = set()
 
     def page(self, target: str, text: str, add: bool = False) -> None:
@@ -142,6 +144,7 @@ class Site:
 
     def navigation(self) -> Iterator[str]:
         left = [page.removesuffix(".md") for page in sorted(self.pages.values()) if page != "index.md"]
+        left = [page for page in left if page == "patches/index" or not page.startswith("patches/")]
         chosen: dict[str, list[str]] = {}
         for title, patterns in NAVIGATION.items():
             chosen[title] = []
@@ -175,38 +178,38 @@ def _pages() -> Iterator[tuple[str, str]]:
 
 @cache
 def built_in() -> dict[str, type[Method] | Bundle]:
-    """The methods and bundles that have a card, by name."""
-    return {name: registry.load(name) for name in cards()}
-
-
-@cache
-def cards() -> dict[str, str]:
-    """Method -> its part of `docs/methods.md`, without the heading, formulas and measurements."""
-    found = (card.found for card in catalog.cards(catalog.plugins()))
-    sections = {method.name: methods.section(method, whole=False) for method in sorted(found, key=lambda m: m.name)}
-    return {name: text.partition("\n\n")[2] for name, text in sections.items()}
-
-
-def told(name: str, title: str) -> str:
-    """One section of what `rl-plugins info` prints."""
-    lines = info(built_in()[name]).splitlines()
-    found = itertools.takewhile(lambda line: not line or line.startswith(" "), lines[lines.index(title) + 1 :])
-    return inspect.cleandoc("\n" + "\n".join(found)).strip()
+    """The methods and bundles of this package, by name."""
+    foreign = plugins()
+    return {entry.name: registry.load(entry.name, foreign) for entry in entries(foreign)}
 
 
 def method_page(name: str) -> str:
     """The page of a method or bundle: card, rule, what we measured with its figure, and how to use it. Links are those
     of `docs/methods.md`."""
     found = built_in()[name]
-    parts = [f"# {name}", cards()[name]]
+    parts = [f"# {name}", section(found, whole=False).split("\n\n", 1)[1]]
     if not isinstance(found, Bundle):
         first, _, rest = inspect.cleandoc(found.__doc__ or "").partition("\n\n")
         known = " ".join(first.split()) in " ".join(parts[1].split())
         parts += ["## The rule", rule(rest if known else f"{first}\n\n{rest}")]
     parts += ["## What we measured", *_measured(found)]
-    parts += ["## How to use it", rule(told(name, "How to use"))]
-    parts += ["## How to cite", _code(told(name, "How to cite"), "bibtex")]
+    parts += ["## How to use it", *_usage(found)]
+    parts += ["## How to cite", _code(found.paper.bibtex(name), "bibtex")]
     return "\n\n".join(parts)
+
+
+def _usage(found: type[Method] | Bundle) -> Iterator[str]:
+    usage = usage_of(found)
+    if found.paper_settings:
+        yield f"With host options of the paper: {_plain(', '.join(found.paper_settings))}."
+    yield from map(_plain, usage.notes)
+    if "trl" in usage.hosts:
+        yield "TRL, in the YAML config of a run:\n\n" + _code(usage.yaml(), "yaml")
+        yield "TRL, on the command line:\n\n" + _code(f"rl-plugins trl grpo --config run.yaml {usage.flags()}", "bash")
+        imports = "from rl_plugins.trl import GRPOConfig, GRPOTrainer"
+        yield "TRL, in Python:\n\n" + _code(f"{imports}\n\nargs = {usage.python()}", "python")
+    if "verl" in usage.hosts:
+        yield "verl:\n\n" + _code(usage.command(), "bash")
 
 
 def rule(doc: str) -> str:
