@@ -30,7 +30,7 @@ def test_first_python_example_runs_as_printed(tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "methods in effect" in done.stdout and "'rl_plugins/rows_generated': " in done.stdout.replace('"', "'")
+    assert "methods in effect" in done.stdout and "'rl_plugins/tokens_decoded': " in done.stdout.replace('"', "'")
 
 
 def test_the_readme_is_short():
