@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from waiting import NEVER
 
+from rl_plugins.commands.catalog import cards, plugins
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -121,3 +123,8 @@ def test_run_yaml_runs_on_a_laptop_as_it_is(tmp_path):
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"'gdpo/max_abs_advantage': '?[1-9]", done.stdout)) == 2  # gdpo acted in both steps
     assert (tmp_path / "laptop-run" / "out" / "checkpoint-2" / "rl_plugins").is_dir()
+
+
+def test_the_number_of_papers() -> None:
+    papers = {card.found.paper.arxiv for card in cards(plugins())}
+    assert f"Methods of {len(papers)} papers" in (ROOT / "README.md").read_text(encoding="utf-8")

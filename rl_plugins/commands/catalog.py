@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +171,12 @@ def cards(vetoed: Collection[str] = ()) -> list[Card]:
         with suppress(RLPluginsError):  # `list` says what is wrong with it
             out.append(card_of(registry.load(name, vetoed), vetoed))
     return sorted(out, key=lambda card: card.rank)
+
+
+def answering(problem: str, found: Iterable[Card]) -> list[Card]:
+    """The cards that name a problem: those that name it first come first, then by rank."""
+    named = [card for card in found if problem in card.found.problems]
+    return sorted(named, key=lambda card: (card.found.problems[0] != problem, card.rank))
 
 
 def hosts_of(cls: type[Method]) -> list[str]:

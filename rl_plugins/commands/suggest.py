@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.commands.catalog import Card, cards
+from rl_plugins.commands.catalog import Card, answering, cards
 from rl_plugins.commands.run_logs import RunLogs, read_logs
 from rl_plugins.commands.signs import Sign, not_told, signs_of
 from rl_plugins.commands.usage import usage_of
@@ -19,6 +19,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.problems import PROBLEMS
 
 MOST = 5  # methods shown per problem
+RESULTS = 3  # of ours, per method
 _NO_MEANING = frozenset(
     "a an and are as at be by do for from get has have in is it its my of on or our so that the to was with".split()  # noqa: SIM905
 )
@@ -156,8 +157,7 @@ def _from_questions(host: str | None) -> Advice:
 
 
 def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
-    fitting = [card for card in cards() if key in card.found.problems and host in card.hosts]
-    return Suggestion(key, evidence, tuple(fitting))
+    return Suggestion(key, evidence, tuple(card for card in answering(key, cards()) if host in card.hosts))
 
 
 # ---- what is shown
@@ -187,12 +187,15 @@ def _problem(suggestion: Suggestion, host: str) -> str:
 
 
 def _method(card: Card, host: str) -> list[str]:
-    results = [f"{m.verdict}: {m.claim}, {m.numbers}" for m in card.measured]
+    results = [f"{m.verdict}: {m.claim}, {m.numbers}" for m in card.measured[:RESULTS]]
+    if len(card.measured) > RESULTS:
+        results.append(f"{len(card.measured) - RESULTS} more in `rl-plugins info {card.name}`")
+    of_parts = f"see its parts: {', '.join(part.name for part in card.parts)}" if len(card.parts) > 1 else ""
     return [
         f"  {card.name}: {card.does}.",
         f"      measured: {'; '.join(results) or 'nobody measured it yet'}",
-        f"      not when: {card.avoid_when or '-'}",
-        f"      cost:     {card.cost or '-'}",
+        f"      not when: {of_parts or card.avoid_when or '-'}",
+        f"      cost:     {of_parts or card.cost or '-'}",
         f"      fidelity: {card.fidelity}",
         f"      use:      {config_line(card, host)}",
         "",

@@ -89,13 +89,13 @@ class Drive(Method):
         Measured(
             "all problems solved at equal rollouts, simulated",
             "worse",
-            "0.462 ± 0.059 against 0.601 ± 0.042 (uniform, 32 rollouts)",
+            "0.461 ± 0.061 against 0.618 ± 0.028 (uniform, 32 rollouts)",
             "drive-5-seeds",
         ),
         Measured(
             "hard problems solved at equal rollouts, simulated, `keep_unsolved: false`",
             "better",
-            "0.278 ± 0.084 against 0.055 ± 0.027 (uniform, 32 rollouts)",
+            "0.318 ± 0.085 against 0.000 ± 0.000 (uniform, 32 rollouts)",
             "drive-5-seeds",
         ),
         Measured(
