@@ -560,3 +560,8 @@ LONG = "long" * 10**5
 )
 def test_no_message_repeats_a_long_value(methods, params):
     assert len(refused(methods, params)) < 1500
+
+
+def test_a_class_in_methods_is_told_the_way_to_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"`my_module:Mine` names a class.*`rl-plugins new NAME`"):
+        registry.select(["my_module:Mine"])

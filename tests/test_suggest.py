@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from rl_plugins.cli import app
 from rl_plugins.commands import suggest
 from rl_plugins.problems import PROBLEMS
+from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
 
 
@@ -80,7 +81,9 @@ def test_a_described_run(run, values, problem, methods, tmp_path):
     if values is not None:
         assert [p["problem"] for p in found["problems"]] == [problem]  # and nothing else
         assert found["host"] == ("verl" if run is verl_log else "trl")
-    ranks = [[m["verdict"] for m in method["measured"]] for method in found["problems"][0]["methods"]]
+    made = [m for m in found["problems"][0]["methods"] if registry.load(m["name"]).problems[0] == problem]
+    assert made == found["problems"][0]["methods"][: len(made)]  # those made for the problem come first
+    ranks = [[m["verdict"] for m in method["measured"]] for method in made]
     good = ["better" in r and "worse" not in r for r in ranks]
     assert good == sorted(good, reverse=True)
 
@@ -120,3 +123,29 @@ def test_what_cannot_be_answered(tmp_path):
     assert "holds no list of logged steps" in answer("--logs", str(tmp_path), status=2)
     (tmp_path / "trainer_state.json").write_text("no json")
     assert "cannot be read as JSON" in answer("--logs", str(tmp_path), status=2)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "problem"),
+    [
+        ("one long completion holds up the whole batch", "long_tail"),
+        ("I have only 60 prompts", "few_prompts"),
+        ("the length penalty dwarfs accuracy", "several_rewards"),
+        ("the gradient is zero in most groups", "no_signal"),
+    ],
+)
+def test_everyday_words(sentence, problem):
+    found = json.loads(answer("--for", sentence, "--json"))
+    assert problem in [p["problem"] for p in found["problems"]][:2]
+
+
+def test_a_short_log_is_not_called_healthy(tmp_path):
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.1, "epoch": 0.1}]}))
+    assert "too short" in answer("--logs", str(file)) and "none of the known" not in answer("--logs", str(file))
+
+
+def test_what_needs_nothing_comes_first():
+    """Of methods made for a problem and measured alike, those without parameters that must be given."""
+    names = [m["name"] for m in json.loads(answer("--for", "zero variance", "--json"))["problems"][0]["methods"]]
+    assert names.index("vade") < names.index("dots")

@@ -135,12 +135,14 @@ class Card:
         return self.found.about if isinstance(self.found, Bundle) else self.found.use_when
 
     @property
-    def rank(self) -> tuple[int, int, str]:
-        """Measured better first, what did worse last, then fidelity, then the name."""
+    def rank(self) -> tuple[int, bool, int, str]:
+        """Measured better first, what did worse last; then what needs nothing to be given (a judge, embeddings), then
+        fidelity, then the name."""
         verdicts = {m.verdict for m in self.measured}
         good, bad = "better" in verdicts, "worse" in verdicts
         worst = max([list(FIDELITY).index(part.fidelity) for part in self.parts], default=0)
-        return (0 if good and not bad else 1 if good else 3 if bad else 2), worst, self.name
+        given = any(part.example_params for part in self.parts)
+        return (0 if good and not bad else 1 if good else 3 if bad else 2), given, worst, self.name
 
 
 def card_of(found: type[Method] | Bundle, vetoed: Collection[str] = ()) -> Card:

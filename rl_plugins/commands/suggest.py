@@ -165,7 +165,7 @@ def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
 
 def shown(answer: Advice) -> str:
     """The answer as text for a terminal."""
-    parts = [_problem(s, answer.host) for s in answer.suggestions] or ["These logs show none of the known problems."]
+    parts = [_problem(s, answer.host) for s in answer.suggestions] or [_nothing(answer)]
     if answer.read:
         parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in answer.read))
     if answer.not_told:
@@ -173,6 +173,12 @@ def shown(answer: Advice) -> str:
         parts.append("Could not be told from these logs\n" + "\n".join(lines))
     parts.append("`rl-plugins info NAME` explains one and has the paper's setting to copy.")
     return "\n\n".join(parts)
+
+
+def _nothing(answer: Advice) -> str:
+    if len(answer.not_told) > len(answer.read):
+        return "These logs are too short, or lack too many values: most problems could not be looked for."
+    return "These logs show none of the known problems."
 
 
 def _problem(suggestion: Suggestion, host: str) -> str:

@@ -201,6 +201,12 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
         if hidden:
             raise ConfigError(f"The method `{name}` comes from {hidden[0]}, which is vetoed. Lift the veto to use it.")
         known = all_names()
+        if ":" in name:
+            raise ConfigError(
+                f"`{shortened(name, 80)}` names a class. `methods` takes names, and a name comes from the entry point "
+                f"of an installed package, because every process of a run builds its own. `rl-plugins new NAME` writes "
+                f"such a package; install it with pip install -e, and give its name."
+            )
         raise ConfigError(
             f"There is no method `{shortened(name, 80)}`.{did_you_mean(name, known)} Known methods: "
             f"{', '.join(known) or 'none'}. `rl-plugins list` explains them."

@@ -34,8 +34,9 @@ def _wrong_advantages(method: type[Method], rollouts: Rollouts, advantages: Tens
     scored = (~torch.isnan(rollouts.reward) & (n > 1))[row_of_each(method, rollouts)]
     if advantages.shape == scored.shape and bool(torch.isnan(advantages[scored]).any()):
         yield (
-            "`advantages` gives NaN to rows that have a reward: unscorable rows (reward NaN) must stay out of "
-            "every statistic; those of `rollouts.groups` leave them out."
+            "`advantages` gives NaN to rows that have a reward. Two causes are frequent: 0 / 0 in a group of equal "
+            "rewards (add an epsilon to the divisor), and rows without a reward (NaN) in a statistic (those of "
+            "`rollouts.groups` leave them out)."
         )
 
 
