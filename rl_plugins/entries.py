@@ -25,12 +25,13 @@ class Entries(Sequence[T]):
         code: of the numbers as `array` has it ("q" int64, "b" int8, "d" float64); "": any objects.
     """
 
-    __slots__ = ("_end", "_length", "_seen", "_store")
+    __slots__ = ("_end", "_hashed", "_length", "_seen", "_store")
 
     def __init__(self, values: Iterable[T] = (), code: str = "") -> None:
         self._store: Any = array(code, values) if code else list(values)  # type: ignore[arg-type,type-var]
         self._length = len(self._store)
         self._seen: tuple[int, Any, Any] = (0, None, None)  # of how many the smallest and the largest are known
+        self._hashed: tuple[int, bytes, Any] = (0, b"", None)  # how many after what, and their hash
         self._end = bytearray(1)  # whoever pops it may append; popping is atomic, so threads need no lock
 
     @classmethod
@@ -59,7 +60,7 @@ class Entries(Sequence[T]):
         store.extend(new)
         grown: Entries[T] = object.__new__(Entries)
         grown._store, grown._length, grown._end = store, self._length + len(new), bytearray(1)
-        grown._seen = self._seen
+        grown._seen, grown._hashed = self._seen, self._hashed
         return grown
 
     def bounds(self) -> tuple[T, T]:
@@ -77,6 +78,17 @@ class Entries(Sequence[T]):
         if low is None:
             raise ValueError("no entries")
         return low, high
+
+    def hashed(self, start: Any, length: int) -> Any:
+        """A `hashlib` object of what `start` hashed and the first `length` numbers. What the sequences it grew from have
+        hashed after the same start is not hashed again."""
+        known, origin, found = self._hashed
+        if known > length or origin != start.digest():
+            known, found = 0, start
+        found = found.copy()
+        found.update(self._store[known:length].tobytes())
+        self._hashed = length, start.digest(), found.copy()
+        return found
 
     def tolist(self) -> list[T]:
         """The values as a list."""

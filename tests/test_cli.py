@@ -897,7 +897,7 @@ def test_a_dry_run_reports_as_many_processes_as_start(run, tmp_path):
     done = process("-m", "rl_plugins.cli", "trl", "grpo", "--config", config, "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert "on each of 1 process per" in found["micro-batches"]
-    logged = dict(re.findall(r"'rl_plugins/rows_(\w+)': '(\d+)'", done.stdout))
+    logged = dict(re.findall(r"'rl_plugins/rows_(generated|trained)': '(\d+)'", done.stdout))
     assert logged["generated"] == found["rows generated"]
 
 
@@ -999,6 +999,6 @@ def test_two_processes_of_another_launcher_do_what_the_dry_run_says(run, tmp_pat
         "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rl_plugins.trl.script", "--config", config
     )
     assert done.returncode == 0, done.stderr
-    logged = dict(re.findall(r"'rl_plugins/rows_(\w+)': '(\d+)'", done.stdout))
+    logged = dict(re.findall(r"'rl_plugins/rows_(generated|trained)': '(\d+)'", done.stdout))
     assert logged == {"generated": planned["rows generated"], "trained": planned["rows trained"].split()[0]}
     assert done.stdout.count("methods in effect") == 1

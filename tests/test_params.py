@@ -330,6 +330,7 @@ def test_the_description_names_type_default_range_and_help():
         "range": "> 0, < 1",
         "help": "added to the divisor",
         "only_if": "",
+        "example": "",
     }
     assert {n: r["type"] for n, r in rows.items()} == {
         "eps": "float",

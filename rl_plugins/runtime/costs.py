@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_plugins.entries import Entries
 from rl_plugins.errors import StateError, shown
 from rl_plugins.requests import Generated, Trajectory
 
@@ -150,21 +152,26 @@ class RowCount:
     """
 
     def __init__(self) -> None:
-        self._ends: Counter[bytes] = Counter()  # contexts at which a row ends and was not continued
+        self._ends: Counter[bytes] = Counter()  # contexts at which a row ends and was not continued, as hashes
 
     def count(self, trajectory: Trajectory, made: Sequence[Generated]) -> int:
         """New rows among `made`, the continuations of `trajectory`."""
-        context = np.concatenate([np.asarray(trajectory.prompt), np.asarray(trajectory.tokens)]).astype(np.int64)
-        start = context[: len(trajectory.prompt) + policy_made(trajectory)].tobytes()
+        prompt, tokens = Entries.of(trajectory.prompt, "q"), Entries.of(trajectory.tokens, "q")
+        before = prompt.hashed(hashlib.blake2b(digest_size=16), len(prompt))
+        start = tokens.hashed(before, policy_made(trajectory)).digest()
         continues = bool(made) and self._ends[start] > 0
         self._ends[start] -= continues
+        context = tokens.hashed(before, len(tokens))
         for one in made:
-            tokens = np.asarray(one.tokens, dtype=np.int64).tobytes()
-            self._ends[context.tobytes() + tokens if tokens else start] += 1
+            end = context.copy()
+            end.update(np.asarray(one.tokens, dtype=np.int64).tobytes())
+            self._ends[end.digest() if len(one.tokens) else start] += 1
         return len(made) - continues
 
 
 def policy_made(trajectory: Trajectory) -> int:
     """Tokens up to the last one that the policy made; 0 if it made none."""
-    made = np.flatnonzero(np.asarray(trajectory.versions) >= 0)
-    return int(made[-1]) + 1 if len(made) else 0
+    versions, end = trajectory.versions, len(trajectory.versions)
+    while end and versions[end - 1] < 0:
+        end -= 1
+    return end

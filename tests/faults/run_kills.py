@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"num_iterations": 2, "max_steps": 8},
     ),  # its last save is no save inside a batch
 }
-TIMES = ("time", "runtime", "_per_second")  # what is logged of them differs from run to run
+TIMES = ("time", "runtime", "_seconds", "_per_second")  # what is logged of them differs from run to run
 
 
 def trainer(folder: Path, name: str, callbacks: Any = None) -> Any:

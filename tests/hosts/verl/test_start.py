@@ -158,7 +158,7 @@ REFUSED = {
             "+rl_plugins.method_params.areal_admission.max_concurrent=8",
         ],
         "areal_admission",
-        "`max_concurrent` is 8, and verl has no limit",
+        "`max_concurrent` is 8, and verl limits the prompts in progress by num_warmup_batches only",
     ),
     "a reward nobody gives": (
         ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.rewards.accuracy=1"],
