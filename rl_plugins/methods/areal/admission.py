@@ -127,7 +127,7 @@ class ArealAdmission(Method):
         if run.host == "verl" and self.params.max_concurrent is not None:
             raise ConfigError(
                 f"`max_concurrent` is {self.params.max_concurrent}, and verl limits the prompts in progress by "
-                f"num_warmup_batches only. Remove it; the engine has its own limit  "
+                f"num_warmup_batches only. Remove it; the engine has its own limit "
                 f"(actor_rollout_ref.rollout.max_num_seqs)."
             )
 
