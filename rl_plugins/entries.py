@@ -80,8 +80,8 @@ class Entries(Sequence[T]):
         return low, high
 
     def hashed(self, start: Any, length: int) -> Any:
-        """A `hashlib` object of what `start` hashed and the first `length` numbers. What the sequences it grew from have
-        hashed after the same start is not hashed again."""
+        """A `hashlib` object of what `start` hashed and of the first `length` numbers. What the sequences it grew from
+        have hashed after the same start is not hashed again."""
         known, origin, found = self._hashed
         if known > length or origin != start.digest():
             known, found = 0, start
