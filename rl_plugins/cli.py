@@ -25,7 +25,7 @@ class _Commands(TyperGroup):
 
 _LOOK = {"rich_markup_mode": None, "no_args_is_help": True, "add_completion": False}
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)  # type: ignore[arg-type]
-trl_app = typer.Typer(help="Run TRL with methods.", **_LOOK)  # type: ignore[arg-type]
+trl_app = typer.Typer(help="Run TRL with methods, or with a loss for supervised training.", **_LOOK)  # type: ignore[arg-type]
 app.add_typer(trl_app, name="trl")
 
 
@@ -140,6 +140,65 @@ def train_adapter(
     from rl_plugins.commands.train_adapter import train
 
     train(embeddings, rates, out, references, epochs, hidden, seed)
+
+
+class _Weights(enum.StrEnum):
+    equal = "equal"
+    sce = "sce"
+
+
+@app.command()
+def fuse(
+    base: Annotated[Path, typer.Argument(help="Model folder that all experts were trained from.")],
+    experts: Annotated[
+        list[str],
+        typer.Argument(metavar="EXPERT...", help="Model folders, or NAME=FOLDER. The name is part of the seed."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder that is written. It must not exist, or be empty.")],
+    normalize: Annotated[
+        bool, typer.Option(help="Make the L2 norms of the experts' deltas equal, tensor by tensor [inferred].")
+    ] = True,
+    keep: Annotated[float, typer.Option(help="Probability that an element survives the dropout [inferred].")] = 0.9,
+    select_topk: Annotated[
+        float, typer.Option(help="Share of elements that stay, by variance over experts; 1 is all [inferred].")
+    ] = 1.0,
+    erase: Annotated[bool, typer.Option(help="Drop signs against the majority, element by element.")] = True,
+    weights: Annotated[
+        _Weights, typer.Option(help="Weights of the experts: equal, or SCE's, by mean square [inferred].")
+    ] = _Weights.equal,
+    seed: Annotated[int, typer.Option(help="Seed of the dropout.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+) -> None:
+    """Fuse experts that were trained from one base into one model (DORA, arXiv 2509.18883).
+
+    \b
+    What an expert learned is its delta: expert - base. The steps for every tensor:
+      1. Normalize: deltas of all experts get the same size.
+      2. Dropout: each element survives with probability --keep and is divided by it (DARE).
+      3. Select: elements on which the experts agree are dropped, with --select-topk below 1 (SCE).
+      4. Erase: elements whose sign is not that of the sum over experts are dropped (SCE).
+      5. Combine: base + weighted mean of the deltas that survived.
+
+    The paper names steps 1, 2 and 4. It does not state what is marked [inferred]; these values are ours.
+
+    Folders hold safetensors files as `save_pretrained` writes them, sharded or not. Memory holds one tensor per expert
+    in float32, and one more with --select-topk below 1. The same seed and names give the same bytes. Dtype, files,
+    config and tokenizer are those of the base. Tensors of integers are copied from the base.
+
+    \b
+    Look first, then fuse:
+      rl-plugins fuse sft math=runs/math code=runs/code --out fused --dry-run
+      rl-plugins fuse sft math=runs/math code=runs/code --out fused
+
+    \b
+    The plain mean of the experts:
+      rl-plugins fuse sft math=runs/math code=runs/code --out mean --no-normalize --keep 1 --no-erase
+    """
+    from rl_plugins.commands.fuse import fuse_folders
+    from rl_plugins.fusion import FusionRule
+
+    rule = FusionRule(normalize, keep, select_topk, erase, weights.value, seed)
+    fuse_folders(base, experts, out, rule, dry_run)
 
 
 @app.command()
@@ -290,6 +349,51 @@ def compare(
 
 
 @app.command()
+def scale(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG | -- OVERRIDES...",
+            help="YAML config of `trl grpo`; with --host verl a YAML file, a file with the command, or overrides.",
+            show_default=False,
+        ),
+    ] = None,
+    by: Annotated[int, typer.Option("--by", min=1, help="Factor on the samples per batch.")] = 2,
+    host: Annotated[_Host, _HOST] = _Host.trl,
+    out: Annotated[Path | None, typer.Option(help="File of the new config.", show_default="stdout")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", "--world_size", min=1, help="Number of processes, if not those of this machine."),
+    ] = None,
+) -> None:
+    """Write the config of a run with more samples per batch, and say what changed and why.
+
+    Use it before a run whose reward would stop rising, or to go on from a checkpoint's weights with larger batches. The
+    recipe is that of arXiv 2603.06009: the mini-batch, the learning rate, the epochs and the clip range stay, so the
+    number of optimizer steps per batch grows. Do not raise the learning rate with the batch. What the host counts in
+    batches (length of the run, intervals, verl's schedule) is divided, so that it still counts the same samples. A
+    batch must be a whole number of mini-batches.
+
+    \b
+    A run of TRL; the table goes to stdout, or to stderr where the config goes to stdout:
+      rl-plugins scale run.yaml --by 4 --out larger.yaml
+      rl-plugins trl grpo --config larger.yaml --dry-run
+
+    \b
+    A run of verl, by its overrides or a file:
+      rl-plugins scale --host verl --by 4 --out larger.txt -- data.train_batch_size=64 ...
+      rl-plugins scale command.txt --host verl --by 4 --out larger.txt
+      xargs -a larger.txt python -m verl.trainer.main_ppo
+
+    The method `ppo_million` logs how many samples a run has per unit of KL: `rl-plugins info ppo_million`.
+    """
+    from rl_plugins.commands.scale import scale as scaled
+
+    scaled(words or [], by, host.value, out, force, world_size)
+
+
+@app.command()
 def export(
     method: Annotated[str, typer.Argument(help="Method, e.g. mc_grpo.")],
     host: Annotated[_Host, typer.Option(help="Host that gets the contribution.")],
@@ -343,6 +447,14 @@ def grpo(ctx: typer.Context) -> None:
     from rl_plugins.trl.script import launch
 
     raise typer.Exit(launch(argv))
+
+
+@trl_app.command(context_settings=_ANYTHING)
+def sft(ctx: typer.Context) -> None:
+    """Run `trl sft`; adds --loss_type otr and its --otr_* options."""
+    from rl_plugins.trl.script import SFT, launch
+
+    raise typer.Exit(launch(ctx.args, SFT))
 
 
 if __name__ == "__main__":

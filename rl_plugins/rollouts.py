@@ -257,6 +257,8 @@ class Run:
         chat: tokenizer and chat template of the policy: texts of other sources become token ids with them. In `start`
             only; None before the model is there.
         rows_per_update: rows per optimizer step of all processes, if every row is trained; None if not known.
+        buffered: the host takes batches out of a buffer that counts groups, so a plan has as many groups as it was
+            given (verl's asynchronous modes).
     """
 
     host: str
@@ -272,6 +274,7 @@ class Run:
     fingerprint: str = ""
     chat: Chat | None = None
     rows_per_update: int | None = None
+    buffered: bool = False
 
 
 # ---- after generation

@@ -295,20 +295,9 @@ class ChatEndpoint:
             raise ConfigError("An endpoint is called with httpx, which is not installed: pip install httpx.") from None
         if not re.match("https?://.", url):
             raise ConfigError(f"The endpoint is {shown(url)}; it must be a URL such as http://localhost:8000/v1.")
-        headers = {}
-        if api_key_env:
-            key = os.environ.get(api_key_env, "").strip()  # a file often ends with a line break
-            if not key:
-                raise ConfigError(f"The environment variable {api_key_env}, which should hold the key, is not set.")
-            if not (key.isascii() and key.isprintable()):  # without the key, which messages must not repeat
-                raise ConfigError(
-                    f"The environment variable {api_key_env} holds characters that no key has (a line break, or "
-                    f"letters beyond ASCII). Set it to the key alone."
-                )
-            headers["Authorization"] = f"Bearer {key}"
         self.url = f"{url.rstrip('/')}/chat/completions"
         self.options = {"model": model, "temperature": temperature, "max_tokens": max_tokens}
-        self._client = httpx.Client(headers=headers, timeout=timeout)  # may be used from several threads
+        self._client = httpx.Client(headers=bearer(api_key_env), timeout=timeout)  # may be used from several threads
 
     def __call__(self, content: str, **options: Any) -> str:
         """The reply to a user message with this content; empty if the server gives none.
@@ -331,6 +320,25 @@ class ChatEndpoint:
             return str(reply.json()["choices"][0]["message"]["content"] or "")
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise ValueError(f"{self.url} gave no chat completion: {shortened(reply.text)}.") from None
+
+
+def bearer(key_env: str) -> dict[str, str]:
+    """Headers of a request with the key of an environment variable; none without a variable.
+
+    Raises:
+        ConfigError: the variable is not set, or holds what is no key.
+    """
+    if not key_env:
+        return {}
+    key = os.environ.get(key_env, "").strip()  # a file often ends with a line break
+    if not key:
+        raise ConfigError(f"The environment variable {key_env}, which should hold the key, is not set.")
+    if not (key.isascii() and key.isprintable()):  # without the key, which messages must not repeat
+        raise ConfigError(
+            f"The environment variable {key_env} holds characters that no key has (a line break, or letters beyond "
+            f"ASCII). Set it to the key alone."
+        )
+    return {"Authorization": f"Bearer {key}"}
 
 
 Reply = Literal["marked", "json", "last"]

@@ -49,7 +49,7 @@ def test_the_page_shows_every_method_under_its_problems():
 def test_exclusions_are_those_of_the_stack():
     """Computed ones are refused when a run names both; a pair of which nothing is said is built."""
     classes = [card.found for card in CARDS.values() if not isinstance(card.found, Bundle)]
-    found = conflicts(classes)
+    found = conflicts(tuple(classes))
     params = {cls.name: dict(cls.example_params) for cls in classes}
     for a, b in itertools.combinations(sorted(params), 2):
         reasons = [r for r, names in excluded(found, [a]).items() if b in names]
@@ -69,7 +69,7 @@ def test_exclusions_are_those_of_the_stack():
 
 def test_what_goes_together_is_not_excluded():
     classes = [card.found for card in CARDS.values() if not isinstance(card.found, Bundle)]
-    found = conflicts(classes)
+    found = conflicts(tuple(classes))
     for name, card in CARDS.items():
         against = {n for names in excluded(found, [p.name for p in card.parts]).values() for n in names}
         for other, why in card.found.goes_with.items():
@@ -93,7 +93,7 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
         column_names: tuple[str, ...] = ()
 
     stack = build_stack(list(usage.methods), usage.params)
-    data = Rows([{}] * 4096)
+    data = Rows([{"prompt": "1 + 1 ="}] * 4096)
     data.column_names = ("prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:")))
     options = {k: v for k, v in usage.options["trl"].items() if k not in ("use_vllm", "deepspeed", "bf16")}
     size = int(options.get("num_generations", 8)) * 64

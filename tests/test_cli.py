@@ -240,7 +240,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         if isinstance(found, Bundle):
             continue
         stack = build_stack(name, {name: dict(found.example_params)})
-        data = Rows([{}] * 512)
+        data = Rows([{"prompt": "1 + 1 ="}] * 512)
         data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
         rows = {"per_device_train_batch_size": 512}  # room for the rows of every agent
         args = GRPOConfig(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo", **rows)

@@ -23,7 +23,7 @@ from rl_plugins.errors import ConfigError, RLPluginsError
 def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
     """Logs as a trainer writes them: `values[label][seed]` is a list of rewards, `tokens[label]` tokens per step."""
     for run in comparison.runs:
-        run.folder.mkdir(parents=True)
+        run.folder.mkdir(parents=True, exist_ok=True)
         label, rewards = run.arm.label, values[run.arm.label][run.seed]
         lines = [{"step": 0, "max_steps": steps, "seconds": 0.0, "started": 1.0}]
         for i, v in enumerate(rewards, 1):
@@ -47,9 +47,9 @@ def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
 
 
 def plan(tmp_path, methods=("mc_grpo",), seeds=(0, 1, 2), extra=(), **kwargs):
-    (tmp_path / "run.yaml").write_text("max_steps: 10\n")
-    host = Trl(tmp_path / "run.yaml", tuple(extra))
-    return make_plan(host, parse_arms(methods, "grpo"), seeds, tmp_path / "out", **kwargs)
+    return make_plan(
+        Trl("max_steps: 10\n", tuple(extra)), parse_arms(methods, "grpo"), seeds, tmp_path / "out", **kwargs
+    )
 
 
 def test_every_arm_gets_every_seed_and_the_same_config(tmp_path):
@@ -58,7 +58,7 @@ def test_every_arm_gets_every_seed_and_the_same_config(tmp_path):
         (a, s) for s in (0, 1, 2) for a in ("grpo", "mc_grpo", "vade+mc_grpo")
     ]
     arguments = list(c.runs[2].arguments)
-    assert arguments[:4] == ["--config", str(tmp_path / "run.yaml"), "--lr", "1"]
+    assert arguments[:4] == ["--config", str(c.runs[2].folder / "config.yaml"), "--lr", "1"]
     assert arguments[arguments.index("--methods") + 1 :] == ["vade", "mc_grpo"]
     assert json.loads(arguments[arguments.index("--method_params") + 1]) == {"mc_grpo": {"mad_eps": 0.5}}
     assert list(c.runs[0].arguments)[-1] == "" and '"mc_grpo"' not in " ".join(c.runs[0].arguments)
@@ -228,12 +228,16 @@ def test_a_single_function_is_not_shown_twice(tmp_path):
 
 def test_collapsed_arms_are_called_that(tmp_path):
     c = plan(tmp_path, ["mc_grpo", "gdpo"])
-    zero = {s: [0.3, 0.1, *[0.0] * 8] for s in c.seeds}
-    fake_logs(c, {**rising(c), "grpo": zero, "mc_grpo": zero})
+    zero = {s: [0.3, 0.1, *[0.0] * 28] for s in c.seeds}
+    up = {s: [0.1 * i + 0.01 * s for i in range(1, 31)] for s in c.seeds}
+    fake_logs(c, {"grpo": zero, "mc_grpo": zero, "gdpo": up})
     text = report.text(report.summarize(c, ["reward"]))
     assert "grpo has collapsed in 3 of 3 runs" in text and "gdpo has collapsed" not in text
     assert "- mc_grpo, reward, in training: 0.000 ± 0.000, both have collapsed." in text
-    assert "told apart" not in text and "- gdpo, reward, in training: 1.010 ± 0.025, more than chance" in text
+    assert "told apart" not in text and "- gdpo, reward, in training: 2.910 ± 0.025, more than chance" in text
+    short = {label: {s: values[:8] for s, values in of.items()} for label, of in (("grpo", zero), ("mc_grpo", zero))}
+    fake_logs(c, {**short, "gdpo": {s: up[s][:8] for s in c.seeds}})
+    assert "collapsed" not in report.text(report.summarize(c, ["reward"])), "six equal values may be chance"
 
 
 def test_the_curves_are_a_page_wide_and_come_in_light_and_dark(tmp_path):
@@ -251,9 +255,83 @@ def test_a_run_of_another_config_is_not_finished(tmp_path):
     c.runs[0].folder.mkdir(parents=True)
     (c.runs[0].folder / "finished.json").write_text(json.dumps({"fingerprint": c.runs[0].fingerprint}))
     assert is_finished(c.runs[0]) and is_finished(plan(tmp_path, seeds=[0]).runs[0])
-    (tmp_path / "run.yaml").write_text("max_steps: 11\n")
-    changed = make_plan(Trl(tmp_path / "run.yaml"), c.arms, [0], tmp_path / "out")
+    changed = make_plan(Trl("max_steps: 11\n"), c.arms, [0], tmp_path / "out")
     assert not is_finished(changed.runs[0])
+    again = make_plan(Trl("max_steps: 11\n"), c.arms, [0], tmp_path / "out", launcher=["accelerate", "launch"])
+    assert again.runs[0].fingerprint != changed.runs[0].fingerprint
+
+
+def test_runs_start_from_the_config_as_it_was_planned(tmp_path, monkeypatch):
+    """The user edits the file while the first of two runs trains; the second starts from the text of the plan."""
+    import dataclasses
+
+    from rl_plugins.commands import compare
+
+    (tmp_path / "run.yaml").write_text("max_steps: 10\n")
+    (tmp_path / "edits.py").write_text(
+        "import pathlib, sys\n"
+        "config = pathlib.Path(sys.argv[sys.argv.index('--config') + 1])\n"
+        "(config.parent / 'read').write_text(config.read_text())\n"
+        f"pathlib.Path({str(tmp_path / 'run.yaml')!r}).write_text('max_steps: 11')\n"
+    )
+    planned = []
+    monkeypatch.setattr(compare, "run", lambda comparison, *args: planned.append(comparison))
+    command = ["compare", str(tmp_path / "run.yaml"), "vade", "--seeds", "1", "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    runs = tuple(dataclasses.replace(run, worker="edits") for run in planned[0].runs)
+    run_all(dataclasses.replace(planned[0], runs=runs), jobs=1, environment={"PYTHONPATH": str(tmp_path)})
+    assert [(run.folder / "read").read_text() for run in runs] == ["max_steps: 10\n"] * 2
+
+
+def test_two_commands_do_not_share_a_folder(tmp_path):
+    from filelock import FileLock
+
+    c = plan(tmp_path, seeds=[0])
+    c.out.mkdir()
+    with FileLock(c.out / "lock"), pytest.raises(RLPluginsError, match="Another command is comparing in"):
+        run_all(c, jobs=1)
+
+
+def test_an_evaluation_costs_what_the_run_had_cost_at_its_step():
+    """Evaluated every step, costs logged every third: its cost is read in proportion, not that of the log before."""
+    lines = [{"step": 0, "eval_reward": 0.0}, {"step": 1, "eval_reward": 1.0}, {"step": 2, "eval_reward": 2.0}]
+    lines += [{"step": 3, "reward": 0.5, "rl_plugins/tokens_decoded": 300.0}, {"step": 3, "eval_reward": 3.0}]
+    lines += [{"step": 5, "eval_reward": 5.0}, {"step": 6, "reward": 0.5, "rl_plugins/tokens_decoded": 900.0}]
+    lines += [{"step": 7, "eval_reward": 7.0}]
+    assert costs.Course.of(lines).series("eval_reward", "tokens_decoded") == [
+        (0, 0), (100, 1), (200, 2), (300, 3), (700, 5), (900, 7)
+    ]  # fmt: skip
+
+
+def test_parameters_of_the_parts_of_a_bundle(tmp_path):
+    c = plan(tmp_path, ["dots_rr"], seeds=[0], method_params={"dots": {"embeddings": "a:b"}})
+    assert '{"dots": {"embeddings": "a:b"}}' in c.runs[1].arguments
+
+
+def test_arms_are_paired_by_seed_where_one_has_no_log(tmp_path):
+    c = plan(tmp_path)
+    fake_logs(c, rising(c))
+    next(r for r in c.runs if r.arm.label == "mc_grpo" and r.seed == 1).log_file.unlink()
+    difference = report.summarize(c, ["reward"])["arms"]["mc_grpo"]["metrics"]["reward"]["difference"]
+    assert difference["values"] == [0.0, 0.0]
+
+
+def test_a_value_that_no_run_logged_is_named_with_those_that_are(tmp_path):
+    c = plan(tmp_path, seeds=[0])
+    fake_logs(c, {"grpo": {0: [0.1] * 10}, "mc_grpo": {0: [0.2] * 10}})
+    with pytest.raises(ConfigError, match="No run has logged rewrad.*one of eval_reward, reward"):
+        report.summarize(c, ["rewrad"])
+    summary = report.write(c, ["reward"])
+    json.loads((c.out / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert math.isnan(summary["arms"]["grpo"]["metrics"]["reward"]["half"])
+
+
+def test_small_numbers_keep_their_digits():
+    assert str(report.Interval(1e-4, 3e-4, 3)) == "0.000100 ± 0.000300"
+    assert str(report.Interval(5e-17, 3e-17, 3)) == "0.000 ± 0.000"  # rounding of equal values
+    assert (
+        str(report.Interval(82.5, 0.25, 3)) == "82.500 ± 0.250" and str(report.Interval(0.0, 0.0, 3)) == "0.000 ± 0.000"
+    )
 
 
 def test_a_line_being_written_is_left_out(tmp_path):
@@ -270,8 +348,70 @@ def test_options_behind_the_methods_go_to_trl(tmp_path):
     result = CliRunner().invoke(app, [*command, "--dry-run"])
     runs = [line for line in result.output.splitlines() if " seed 0 (to run): " in line]
     assert [run.split()[0] for run in runs] == ["grpo", "vade", "mc_grpo"]
-    assert "This command sets `--seed`, `--output_dir`, `--methods` and `--method_params`" in result.output
+    assert (
+        "This command sets `--seed`, `--output_dir`, `--count_costs`, `--methods` and `--method_params`"
+        in result.output
+    )
     assert all(" --learning_rate 1e-6 --seed 0 " in run for run in runs)
+
+
+def dry(tmp_path, config, *words):
+    (tmp_path / "run.yaml").write_text(config)
+    result = CliRunner().invoke(app, ["compare", str(tmp_path / "run.yaml"), *words, "--seeds", "1", "--dry-run"])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_parameters_of_the_config_reach_their_arms(tmp_path):
+    """Those of the command win, one by one; those of a method that no arm names stay out."""
+    config = "method_params: {mc_grpo: {mad_eps: 0.5, advantage_clip: 1.0}, gdpo: {}}\n"
+    text = dry(tmp_path, config, "--method-params", '{"mc_grpo": {"advantage_clip": 3.0}}', "vade", "mc_grpo")
+    grpo, vade, mc_grpo = (line for line in text.splitlines() if "(to run)" in line)
+    assert " --method_params '{}'" in grpo and " --method_params '{}'" in vade
+    assert """ --method_params '{"mc_grpo": {"mad_eps": 0.5, "advantage_clip": 3.0}}'""" in mc_grpo
+    option = "--method_params={mc_grpo: {mad_eps: 0.25}}"  # TRL's spelling, behind the methods
+    last = dry(tmp_path, config, "mc_grpo", option).splitlines()[-1]
+    assert last.count("--method_params") == 1 and '{"mad_eps": 0.25, "advantage_clip": 1.0}' in last
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "evaluates"),
+    [
+        ("max_steps: 10\n", [], False),
+        ("eval_strategy: no\n", [], False),
+        ("eval_strategy: 'no'\n", [], False),
+        ("eval_strategy: steps\n", [], True),
+        ("eval_strategy: no\n", ["--eval_strategy", "steps"], True),
+        ("eval_strategy: steps\n", ["--eval_strategy=no"], False),
+    ],
+)
+def test_whether_a_run_evaluates(tmp_path, config, options, evaluates):
+    assert ("Set eval_strategy and a test split" in dry(tmp_path, config, "vade", *options)) == (not evaluates)
+
+
+def test_an_arm_without_a_method_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"The arm '\+' names no method"):
+        plan(tmp_path, ["+"])
+
+
+def test_a_budget_below_one_second_is_told(tmp_path):
+    c = plan(tmp_path, seeds=[0])
+    fake_logs(c, {"grpo": {0: [0.5]}, "mc_grpo": {0: [0.6]}}, tokens={"grpo": 100, "mc_grpo": 100})
+    text = report.text(report.summarize(c, ["reward"], currency="engine_seconds"))
+    assert "Budget: 0.5 engine time (s) per run" in text and "| engine time (s) | 0.5 | 0.5 |" in text
+
+
+def test_no_link_to_curves_that_are_not_there(tmp_path):
+    """A value that only one of two runs of each arm logged has no curve."""
+    c = plan(tmp_path, seeds=[0, 1])
+    fake_logs(c, rising(c))
+    assert report.write(c, ["reward"])["files"] == ["curves.png", "curves-dark.png", "report.md", "summary.json"]
+    assert "![curves](curves.png)" in (c.out / "report.md").read_text()
+    for run in c.runs[:2]:
+        with run.log_file.open("a") as f:
+            f.write('{"step": 10, "max_steps": 10, "seconds": 10.0, "kl": 0.1}\n')
+    assert report.write(c, ["kl"])["files"] == ["report.md", "summary.json"]
+    assert "curves" not in (c.out / "report.md").read_text() and not list(c.out.glob("*.png"))
 
 
 @pytest.mark.host
@@ -285,8 +425,7 @@ def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     data = settings.write_data(tmp_path / "data")
     values = settings.config(tmp_path / "policy", data, ["mc_grpo"], long=False)
     values |= {"max_steps": 2, "eval_strategy": "no", "eval_on_start": False, "per_device_train_batch_size": 32}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    c = make_plan(Trl(tmp_path / "run.yaml"), parse_arms(["mc_grpo"], "grpo"), [0], tmp_path / "out")
+    c = make_plan(Trl(yaml.safe_dump(values)), parse_arms(["mc_grpo"], "grpo"), [0], tmp_path / "out")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     run_all(c, jobs=2, environment=environment)
     logs = {r.arm.label: read_log(r) for r in c.runs}
@@ -295,8 +434,9 @@ def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     assert all(is_finished(r) for r in c.runs)
     assert run_all(c, jobs=2) < 2.0
 
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "num_generations": 3}))
-    broken = make_plan(Trl(tmp_path / "run.yaml"), parse_arms([], "grpo"), [1], tmp_path / "out")
+    broken = make_plan(
+        Trl(yaml.safe_dump({**values, "num_generations": 3})), parse_arms([], "grpo"), [1], tmp_path / "out"
+    )
     with pytest.raises(RLPluginsError, match=r"(?s)grpo with seed 1 failed .*must be divisible by num_generations"):
         run_all(broken, jobs=1, environment=environment)
     assert not is_finished(broken.runs[0]) and is_finished(c.runs[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,19 +37,18 @@ BASELINE = [
     '"val-aux/num_turns/mean":2.0}}',
     '{"step":1,"data":{"critic/score/mean":0.3645833432674408,"critic/score/max":1.0,"timing_s/step":1.5,'
     '"perf/total_num_tokens":1752,"generated/reward":0.3645833333333333,"generated/frac_reward_zero_std":0.5833333333,'
-    '"generated/rewards/exact/mean":0.3645833333333333,"generated/num_tokens":1752}}',
+    '"generated/rewards/exact/mean":0.3645833333333333}}',
     '{"step":2,"data":{"critic/score/mean":0.4,"timing_s/step":1.25,"timing_s/testing":21.0,'
     '"perf/total_num_tokens":1700,"generated/reward":0.4,"generated/frac_reward_zero_std":0.5,'
-    '"generated/rewards/exact/mean":0.4,"generated/num_tokens":3452,"val-aux/digit_lists/exact/mean@1":0.471875}}',
+    '"generated/rewards/exact/mean":0.4,"val-aux/digit_lists/exact/mean@1":0.471875}}',
 ]
 VADE = [
     '{"step":0,"data":{"val-core/digit_lists/reward/mean@1":0.328125,"val-aux/digit_lists/exact/mean@1":0.328125}}',
     '{"step":1,"data":{"critic/score/mean":0.5,"rewards/exact/mean":0.375,"timing_s/step":1.0,'
     '"rl_plugins/frac_reward_zero_std":0.25,"rl_plugins/reward_generated":0.375,"perf/total_num_tokens":1700,'
-    '"generated/reward":0.375,"generated/frac_reward_zero_std":0.5,"generated/rewards/exact/mean":0.375,'
-    '"generated/num_tokens":2000}}',
+    '"generated/reward":0.375,"generated/frac_reward_zero_std":0.5,"generated/rewards/exact/mean":0.375}}',
     '{"step":2,"data":{"critic/score/mean":0.5,"rewards/exact/mean":0.375,"timing_s/step":1.0,'
-    '"rl_plugins/frac_reward_zero_std":0.25,"rl_plugins/reward_generated":0.375,"generated/num_tokens":4000,'
+    '"rl_plugins/frac_reward_zero_std":0.25,"rl_plugins/reward_generated":0.375,'
     '"val-aux/digit_lists/exact/mean@1":0.571875}}',
 ]
 
@@ -62,32 +62,28 @@ def lines(stored):
 
 def test_a_log_of_verl_gets_the_names_of_the_report():
     first, step, last = lines(BASELINE)
-    assert first["step"] == 0 and first["max_steps"] == 2 and first["seconds"] == 0.0 and first["num_tokens"] == 0
+    assert first["step"] == 0 and first["max_steps"] == 2 and first["seconds"] == 0.0
     assert first["eval_reward"] == first["eval_rewards/exact/mean"] == 0.328125
     assert first["eval_rewards/digits/mean"] == pytest.approx(0.69664, abs=1e-5)
     assert not any("num_turns" in name for name in first if name.startswith("eval_"))
     assert step["reward"] == pytest.approx(0.36458, abs=1e-5) and step["rewards/exact/mean"] == step["reward"]
     assert step["frac_reward_zero_std"] == pytest.approx(0.58333, abs=1e-5) and "eval_reward" not in step
-    assert last["seconds"] == 2.75 and last["num_tokens"] == 3452  # of training, not of the evaluation's 21 s
+    assert last["seconds"] == 2.75  # of training, not of the evaluation's 21 s
     assert last["val-aux/digit_lists/exact/mean@1"] == last["eval_rewards/exact/mean"] == 0.471875
     assert step["critic/score/max"] == 1.0  # verl's own names stay
 
 
 def test_what_a_method_generated_and_kept():
-    _, step, last = lines(VADE)
+    _, step, _ = lines(VADE)
     assert step["reward"] == 0.375 and step["critic/score/mean"] == 0.5  # of all that was generated
     assert step["frac_reward_zero_std"] == 0.25  # of what was kept
-    assert last["num_tokens"] == 4000
 
 
-def test_a_log_without_our_buffer_counts_trained_tokens():
-    records = [
-        {"step": s, "data": {"perf/total_num_tokens": 100, "timing_s/step": 2, "critic/score/mean": None}}
-        for s in (1, 2)
-    ]
+def test_a_log_without_our_buffer():
+    records = [{"step": s, "data": {"timing_s/step": 2, "critic/score/mean": None}} for s in (1, 2)]
     records[1]["data"] |= {"val-core/a/acc/mean@4": 0.5, "val-core/b/x/acc/mean@4": 1.0, "val-core/b/x/acc/best@4": 9}
     _, last = translate(records, None)
-    assert last["num_tokens"] == 200 and last["seconds"] == 4 and last["max_steps"] is None
+    assert last["seconds"] == 4 and last["max_steps"] is None
     assert last["eval_rewards/acc/mean"] == 0.75 and "frac_reward_zero_std" not in last  # mean over the data sources
 
 
@@ -119,6 +115,28 @@ def test_what_the_buffer_watches():
     )
 
 
+def test_rows_without_a_reward_or_a_part_are_left_out():
+    from rl_plugins.compare.verl_buffer import watched
+
+    nan = float("nan")
+    answers = [
+        {"brief": nan, "code": None},
+        {"brief": 0.5, "exact": 1.0, "code": None},
+        {"brief": None},
+        {"brief": 1.0},
+    ]
+    values = watched(["a", "a", "b", "b"], [1.0, 1.0, nan, 0.0], answers)
+    assert values == pytest.approx(
+        {
+            "generated/reward": 2 / 3,
+            "generated/frac_reward_zero_std": 1.0,
+            "generated/rewards/brief/mean": 0.75,
+            "generated/rewards/exact/mean": 1.0,
+        }
+    )
+    assert watched(["a"], [nan], [{"brief": nan}]) == {}
+
+
 def test_the_buffer_is_one_that_verl_builds(monkeypatch):
     """In verl's slot, with verl's arguments; batches of the evaluation are left alone."""
     import torch
@@ -134,9 +152,7 @@ def test_the_buffer_is_one_that_verl_builds(monkeypatch):
     buffer = trainer._build_replay_buffer()
     assert type(buffer).__name__ == "WatchedReplayBuffer" and buffer.poll_interval == 0.2
 
-    batch = KVBatchMeta(
-        partition_id="train", keys=["u_0_0", "u_1_0", "v_0_0"], tags=[{"seq_len": n} for n in (5, 6, 7)]
-    )
+    batch = KVBatchMeta(partition_id="train", keys=["u_0_0", "u_1_0", "v_0_0"], tags=[{}] * 3)
     rows = {
         "rm_scores": torch.nested.as_nested_tensor(
             [torch.tensor([0.0, s]) for s in (1.0, 0.0, 1.0)], layout=torch.jagged
@@ -147,8 +163,7 @@ def test_the_buffer_is_one_that_verl_builds(monkeypatch):
     monkeypatch.setattr(verl_buffer.ReplayBuffer, "sample", lambda self, **kwargs: (batch, {"host": 1.0}))
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda keys, partition_id, select_fields: rows)
     _, metrics = buffer.sample(1, "train", 2)
-    _, again = buffer.sample(2, "train", 2)
-    assert metrics["host"] == 1.0 and metrics["generated/num_tokens"] == 18 and again["generated/num_tokens"] == 36
+    assert metrics["host"] == 1.0 and metrics["generated/reward"] == pytest.approx(2 / 3)
     assert metrics["generated/frac_reward_zero_std"] == pytest.approx(1 / 3)
     assert buffer.sample(2, "val", 2)[1] == {"host": 1.0}
 
@@ -223,6 +238,34 @@ def test_the_users_mode_and_sampler_stay(tmp_path):
         host = Verl.of(overrides)
         sampler = compose(host.arguments(arms[0], 0, tmp_path, {})).trainer.v1.sampler.custom_sampler
         assert not host.watched and sampler.name == ("Mine" if overrides is own else None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["+rl_plugins.method_params.mc_grpo.mad_eps=0.5", "+rl_plugins.method_params.mc_grpo.advantage_clip=1.0"],
+        ["+rl_plugins={method_params: {mc_grpo: {mad_eps: 0.5, advantage_clip: 1.0}}}"],
+    ],
+)
+def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
+    """Those of --method-params win; an arm that does not name the method would refuse them."""
+    words = ["--seeds", "1", "--method-params", '{"mc_grpo": {"advantage_clip": 3.0}}', "gdpo", "mc_grpo"]
+    code, text = plan_of("compare", "--host", "verl", "--out", str(tmp_path), *words, "--", *given)
+    lines = [line.partition("(to run): ")[2] for line in text.splitlines() if "(to run)" in line]
+    settings = [read_settings(compose(shlex.split(line))) for line in lines]
+    params = {"mc_grpo": {"mad_eps": 0.5, "advantage_clip": 3.0}}
+    assert code == 0 and [s.method_params for s in settings] == [{}, {}, params]
+
+
+def test_a_baseline_that_trains_another_reward_is_told(tmp_path):
+    """verl alone knows `score` only; what methods make of its parts is said, unless every arm has methods."""
+    given = ["+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1"]
+    words = ["compare", "--host", "verl", "--out", str(tmp_path), "--seeds", "1"]
+    said = "trains verl's own reward, the `score` of the reward function. The others train 1 correct"
+    code, text = plan_of(*words, "mc_grpo", "--", *given)
+    assert code == 0 and f"{said} + 0.1 brief (rl_plugins.rewards)." in text
+    assert said not in plan_of(*words, "mc_grpo", "--", "data.train_batch_size=8")[1]
+    assert said not in plan_of(*words, "mc_grpo", "--vs", "vade", "--", *given)[1]
 
 
 @pytest.mark.parametrize(

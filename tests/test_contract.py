@@ -42,6 +42,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "linear_ts": {"column": "domain"},
     "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
     "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},
+    "swarm_sapo": {"exchange": "memory://contract", "node": "me", "external_groups": 2},
     "training_free_grpo": {
         "llm": lambda text: '<Experiences>a: b</Experiences> ```json\n[{"operation": "ADD", "content": "a: b"}]\n```'
     },

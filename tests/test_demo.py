@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rl_plugins import cli
+from rl_plugins.commands import compare, demo
 from rl_plugins.compare.costs import CURRENCIES
 from rl_plugins.demo import headline, rewards, settings
 
@@ -18,17 +19,30 @@ def dry(*words):
     return result.exit_code, result.output
 
 
-def test_the_default_demo_is_the_headline(tmp_path):
+@pytest.fixture
+def config(monkeypatch):
+    """The config of the runs of the last demo that was planned."""
+    planned = []
+
+    def run(comparison, *args, **kwargs):
+        planned.append(comparison)
+        compare.run(comparison, *args, **kwargs)
+
+    monkeypatch.setattr(demo, "run", run)
+    return lambda: yaml.safe_load(planned[-1].runs[0].config)
+
+
+def test_the_default_demo_is_the_headline(tmp_path, config):
     code, text = dry("demo", "--out", str(tmp_path))
     runs = [line for line in text.splitlines() if "(to run)" in line]
     assert code == 0 and [r.split()[0] for r in runs] == ["grpo", "gdpo", "grpo_weighted"] * 3
     assert [" --methods gdpo" in r for r in runs] == [False, True, False] * 3
     assert [" --reward_weights 0.01 1 " in r for r in runs] == [False, False, True] * 3
-    values = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    values = config()
     assert values["reward_funcs"] == [f"rl_plugins.demo.rewards.{n}" for n in ("points", "mark")]
     assert values["reward_weights"] == [1.0, 1.0] and values["num_generations"] == 8
     assert values["scale_rewards"] == "group" and values["multi_objective_aggregation"] == "sum_then_normalize"
-    assert f"`{tmp_path / 'run.yaml'}`" in text and "`reward_weights` 0.01 and 1" in text
+    assert f"`{tmp_path}/runs/*/config.yaml`" in text and "`reward_weights` 0.01 and 1" in text
     assert dry("demo", "--vs", "vade")[0] == 2
 
 
@@ -58,10 +72,21 @@ def test_the_rewards_of_the_headline_differ_in_size():
         (["mc_grpo"], "`mc_grpo` runs with advantage_clip=3.0.", ("beta", 0.0)),
     ],
 )
-def test_what_the_demo_sets_is_printed(tmp_path, methods, printed, value):
+def test_what_the_demo_sets_is_printed(tmp_path, config, methods, printed, value):
     code, text = dry("demo", *methods, "--out", str(tmp_path))
     assert code == 0 and printed in text
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text())[value[0]] == value[1]
+    assert config()[value[0]] == value[1]
+
+
+@pytest.mark.parametrize(
+    ("host", "names"), [("trl", ["aepo", "dars_b", "dots_rr", "best_perm"]), ("verl", ["dars_b", "best_perm"])]
+)
+def test_bundles_and_methods_with_parameters_are_shown(tmp_path, host, names):
+    """Parameters of a bundle's parts, and those of the demo in place of the example's. Nothing is written."""
+    for name in names:
+        code, text = dry("demo", name, "--host", host, "--seeds", "1", "--out", str(tmp_path))
+        assert code == 0 and text.count("(to run)") == 2, text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reasons_are_complete(tmp_path):
@@ -92,8 +117,6 @@ def test_engine_time_of_runs_that_share_the_machine_is_said_to_vary(tmp_path):
 @pytest.mark.parametrize("words", [["demo"], ["demo", "vade"], ["compare", "no-such.yaml", "vade"]])
 def test_without_matplotlib_nothing_is_trained(words, tmp_path, monkeypatch):
     from importlib.util import find_spec
-
-    from rl_plugins.commands import compare
 
     monkeypatch.setattr(
         compare.importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)

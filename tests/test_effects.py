@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from methods.swarm import Letters, Memory, package, send
 from test_contract import BUILT_IN, PARAMS, PREPARE
 
 from rl_plugins.agents import Observation
@@ -92,6 +93,26 @@ def several_rewards(names: Sequence[str]) -> Callable[[Any], Any]:
     return prepare
 
 
+def cut_off(r: Any) -> Any:
+    """Truncated rows, some of them loops of period 1 or 2, of mixed versions, with gradings that failed."""
+    n = len(r)
+    ends = [[5, 5, 5, 5], [5, 6, 5, 6], [5, 6, 7, 8], [5, 6, 7, 7]]
+    ids = r.token_ids
+    if ids is not None:
+        completion = [torch.tensor([*c.tolist(), *ends[i % 4]]) for i, c in enumerate(ids.completion)]
+        observed = [torch.cat([o, torch.ones(4, dtype=torch.bool)]) for o in ids.observed]
+        r = r.replace(token_ids=type(ids)(ids.prompt, tuple(completion), tuple(observed)))
+    accuracy = torch.tensor([float(draw(i, 3) < 0.5) for i in range(n)], dtype=torch.float64)
+    return r.replace(
+        truncated=torch.tensor([draw(i, 1) < 0.7 for i in range(n)]),
+        newest_version=r.version + torch.tensor([int(draw(i, 2) < 0.3) for i in range(n)]),
+        rewards=torch.stack([accuracy, r.reward], 1),
+        reward_names=("accuracy", "other"),
+        reward_weights=torch.ones(2).double(),
+        meta={**r.meta, "broken": [draw(i, 4) < 0.3 for i in range(n)]},
+    )
+
+
 def tool_texts(r: Any) -> Any:
     def text(i: int, g: int) -> str:
         parts = [f"<tool_response>{'Error' if draw(i, g, k) < 0.5 else 'fine'}</tool_response>" for k in range(i % 4)]
@@ -149,6 +170,22 @@ def advice(question: str) -> str:
         {"option": "merge", "merged_from": ["C0"]},
     ]
     return f"<Experiences>{text}</Experiences> ```json\n{json.dumps(operations)}\n```"
+
+
+def swarm(files: int) -> Callable[[str], Any]:
+    """An exchange in which two others have left questions of different length, so many each."""
+
+    def opened(exchange: str) -> Memory:
+        found = Memory()
+        for sender in ("ann", "bob"):
+            made = [
+                package(f"{sender} {exchange}{'?' * 5 * k}", str(k), ("7", "8" * k, "7", "9" * 9))
+                for k in range(1, files)
+            ]
+            send(found, sender, *made)
+        return found
+
+    return opened
 
 
 NOWHERE = "http://127.0.0.1:9/v1"
@@ -211,6 +248,12 @@ CASES: dict[str, Case] = {
     ),
     # generated weights are close to 1
     "decoupled_ppo": Case(values={"lower": [1.02]}, settings=({"upper": 1.05}, {"upper": 1.1, "level": "sequence"})),
+    "dora_data": Case(
+        World(prepare=cut_off, n=8),
+        {"accuracy": ["accuracy"], "failed_column": ["broken"], "loop_tokens": [2, 3], "loop_period": [1]},
+        ({}, {"loop_tokens": 4, "loop_period": 2}, {"truncated": "mask_unscored", "loop_tokens": 4, "loop_period": 2}),
+    ),
+    "dora_loss": Case(settings=({}, {"neg_high": 1.2}, {"weight_cap": 1.05}), elsewhere=("mu",)),
     "dots": Case(
         World(),
         {"embeddings": [lambda data: [[math.cos(3.0 * i + j) for j in range(4)] for i in range(16)]], "adapter": []},
@@ -236,6 +279,8 @@ CASES: dict[str, Case] = {
         {"logprob_top_k": 5, "confidence_top_k": 2, "entropy_high": 0.9, "entropy_low": 0.3}
         | {"branch_threshold": 1.5, "min_depth": 1, "alpha": 0.5, "max_branches": 5},
     ),
+    # a first batch has no corridor but its own
+    "epo": Case(settings=({}, {"include_current": True, "kl": 0.9, "kr": 1.1})),
     "fission_grpo": Case(
         World(
             prepare=lambda r: several_rewards(THREE)(
@@ -288,6 +333,8 @@ CASES: dict[str, Case] = {
         {"parse": [lambda text: [text, text] if "call" in text else []]},
         params={"parse": lambda text: [text] if "call" in text else []},
     ),
+    # their effect is on updates, whose KL generated batches do not have
+    "ppo_million": Case(elsewhere=("window", "test", "alpha", "kl_share", "factor", "max_cuts")),
     "rtv_pdr": Case(
         World(model=writes("Best: 1", "Best: 2", "1 or 2", "aa"), max_tokens=100),
         {
@@ -315,6 +362,15 @@ CASES: dict[str, Case] = {
         ({}, {"min_correct": 9}, {"success_threshold": 2.0, "prm": last_is_worst}),
         {"prm": lambda messages, steps, columns: [draw(s) for s in steps], "separator": ";", "min_prefix": 0.1}
         | {"min_step": 1},
+    ),
+    "swarm_sapo": Case(
+        World(facts={"chat": Letters()}),
+        {"accept": [lambda found: "ann" in found["prompt"]], "transport": [swarm(1)], "sender_quota": [2]}
+        | {"max_characters": [45], "max_prompt_tokens": [45], "inbox_groups": [3], "max_age": [0], "spare_groups": [0]}
+        | {"exchange": ["memory://other"], "key_env": ["PATH"]},
+        ({}, {"sender_quota": 2}, {"external_groups": 1}),
+        {**PARAMS["swarm_sapo"], "transport": swarm(8)},
+        elsewhere=("key_env",),  # of an endpoint, which is not in these worlds
     ),
     "training_free_grpo": Case(
         World(),

@@ -60,6 +60,17 @@ def test_every_export_is_of_a_method_and_complete(tmp_path: Path) -> None:
             assert any(Path(f.path).name.startswith("test_") for f in written)
 
 
+def test_exports_are_formatted_as_their_host_is(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if ruff is None:
+        pytest.skip("needs ruff")
+    for host, method, columns in (("trl", "mc_grpo", 119), ("verl", "aepo_clip", 120)):
+        assert run(method, "--host", host, "--into", str(tmp_path / host)).exit_code == 0
+        command = [ruff, "format", "--isolated", "--line-length", str(columns), "--diff", str(tmp_path / host)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
 def test_into_a_checkout(tmp_path: Path) -> None:
     """Files are new, lists of the host get their lines once, a second time changes nothing, a changed file is kept."""
     toctree = tmp_path / "docs" / "source" / "_toctree.yml"

@@ -43,15 +43,17 @@ CONTRACT = {
     "method",
 }
 AUTHORS = {"contract", "agents", "services", "evidence", "thompson", "priors"}
-ADAPTER = {*AUTHORS, "runtime"}
+ADAPTER = {*AUTHORS, "runtime", "supervised"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
     "services": {"contract", "runtime.threads"},  # calls that may hang are limited in one place
     "evidence": {"contract"},
+    "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
-    "runtime": {"contract", "runtime"},
+    "supervised": {"contract", "supervised"},
+    "runtime": {"contract", "runtime", "supervised"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
     "trl": {*ADAPTER, "trl"},
     "verl": {*ADAPTER, "verl"},
@@ -59,8 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": {"contract", "runtime", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
     # one command trains what one method loads
-    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots"},
-    "cli": {"contract", "runtime", "commands", "compare", "demo", "testing", "trl", "verl"},
+    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots", "fusion"},
+    "cli": {"contract", "runtime", "commands", "fusion", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},
     "turns": {"agents"},

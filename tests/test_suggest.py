@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from rl_plugins.cli import app
 from rl_plugins.commands import suggest
+from rl_plugins.commands.signs import Sign
 from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
@@ -92,9 +93,47 @@ def test_logs_are_shown_with_numbers_thresholds_and_what_they_do_not_tell(tmp_pa
     text = answer("--logs", str(trl_log(tmp_path / "run", frac_reward_zero_std=0.7)))
     assert "share of groups of equal rewards (`frac_reward_zero_std`): 0.7 (a problem from 0.3)" in text
     assert "longest over mean completion (`completions/max_length`): 2.5 (a problem from 4)" in text
+    assert Sign("exploration", "entropy", 0.6, 0.5, below=True).text == "entropy: 0.6 (a problem up to 0.5)"
+    file = tmp_path / "run" / "checkpoint-20" / "trainer_state.json"
+    assert text.startswith(f"Read {file}: 20 logged steps of trl. The thresholds below are rules of thumb.")
     told = text[text.index("Could not be told") :]
     assert "No verifiable reward: no log shows it." in told and "Forgetting: the logs lack `kl`" in told
     assert "Groups without signal" not in told
+
+
+def test_a_problem_that_is_said_and_seen_is_listed_once(tmp_path):
+    logs = str(trl_log(tmp_path / "run", frac_reward_zero_std=0.7, entropy=(0.9, 0.05)))
+    found = json.loads(answer("--logs", logs, "--for", "half of my groups have equal rewards", "--json"))
+    assert [p["problem"] for p in found["problems"]] == ["no_signal", "exploration"]
+    said, seen = found["problems"][0]["evidence"]
+    assert said.startswith("you say: ") and "0.7 (a problem from 0.3)" in seen
+    assert found["logs"]["steps"] == 20
+
+
+@pytest.mark.parametrize(
+    ("weights", "ratio", "how"),
+    [
+        ({"points": 1, "format": 1, "watched": 0}, 100, "with their weights"),
+        ({"points": 0.01, "format": 1, "watched": 0}, 1, "with their weights"),
+        ({"points": 0, "format": 1, "watched": 0}, None, None),  # one that is trained
+        ({"points": 1, "format": 1, "watched": None}, 1000, "before weights"),  # the sum is of something else, too
+    ],
+)
+def test_rewards_are_compared_as_they_are_trained(tmp_path, weights, ratio, how):
+    """TRL logs the weighted sum, so its logs tell the weights; a function of weight 0 is watched, not trained."""
+    means = {name: (0.1 * k, 0.5 + k * k) for k, name in enumerate(weights)}
+    stds = {f"rewards/{name}/std": s for name, s in zip(weights, (40, 0.4, 0.04), strict=True)}
+    rows, folder = 20, trl_log(tmp_path / "run", **stds, **{"rewards/correct/std": 0.0})
+    file = folder / "checkpoint-20" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    for step, row in enumerate(state["log_history"]):
+        row |= {
+            f"rewards/{n}/mean": a + (b - a) * (step / rows) ** (k + 1) for k, (n, (a, b)) in enumerate(means.items())
+        }
+        row["reward"] = sum(row[f"rewards/{n}/mean"] * (step if w is None else w) for n, w in weights.items())
+    file.write_text(json.dumps(state))
+    text = answer("--logs", str(file))
+    assert (f"`, {how}: {ratio:.3g} (a problem from 3)" in text) if ratio else ("over that of" not in text)
 
 
 def test_every_line_to_copy_builds(tmp_path):
@@ -149,3 +188,16 @@ def test_what_needs_nothing_comes_first():
     """Of methods made for a problem and measured alike, those without parameters that must be given."""
     names = [m["name"] for m in json.loads(answer("--for", "zero variance", "--json"))["problems"][0]["methods"]]
     assert names.index("vade") < names.index("dots")
+
+
+def test_a_sentence_that_says_nothing_is_asked_again(monkeypatch):
+    monkeypatch.setattr(suggest, "in_terminal", lambda: True)
+    text = answer("--host", "trl", given="qwerty zxcvb\nhalf of my groups have equal rewards\n")
+    assert "Groups without signal" in text and "vade" in text
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path):
+    file = verl_log(tmp_path, **{"response_length/max": 4000})
+    with file.open("a") as f:
+        f.write('\n{"step": 12, "data": {"actor/ent')
+    assert json.loads(answer("--logs", str(file), "--json"))["problems"][0]["problem"] == "long_tail"

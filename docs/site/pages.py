@@ -34,7 +34,16 @@ NAVIGATION = {
     "Methods": ["methods", "evidence"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
-    "In depth": ["rollouts", "samplers", "staleness", "walkthrough", "architecture", "reference", "benchmarks"],
+    "In depth": [
+        "rollouts",
+        "samplers",
+        "staleness",
+        "supervised",
+        "walkthrough",
+        "architecture",
+        "reference",
+        "benchmarks",
+    ],
     "Project": ["patches/index", "contributing", "changelog"],
 }
 REST = "In depth"

@@ -52,10 +52,9 @@ def compare(
         note: the first line of the report.
     """
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / "run.yaml"
-    file.write_text(yaml.safe_dump({**CONFIG, "max_steps": args.steps, **config}, sort_keys=False))
+    host = Trl(yaml.safe_dump({**CONFIG, "max_steps": args.steps, **config}, sort_keys=False))
     plans = [
-        make_plan(Trl(file), [Arm(label, tuple(methods))], range(args.seeds), args.out, params)
+        make_plan(host, [Arm(label, tuple(methods))], range(args.seeds), args.out, params)
         for label, (methods, params) in arms.items()
     ]
     runs = [run for of_seed in zip(*(plan.runs for plan in plans), strict=True) for run in of_seed]

@@ -30,12 +30,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("evidence-results/headline"))
     options = parser.parse_args()
-    data, config = options.out / "data", options.out / "run.yaml"
+    data = options.out / "data"
     settings.write_data(data)
-    config.write_text(yaml.safe_dump(headline.config(load_policy(), data.absolute(), long=False)))
-    plan = make_plan(
-        Trl(config.absolute()), [*headline.ARMS, HOST_ONLY], options.seeds, options.out, notes=headline.NOTES
-    )
+    config = yaml.safe_dump(headline.config(load_policy(), data.absolute(), long=False))
+    plan = make_plan(Trl(config), [*headline.ARMS, HOST_ONLY], options.seeds, options.out, notes=headline.NOTES)
     seconds = run_all(plan, options.jobs, watch="rewards/mark/mean", environment=settings.environment(options.out))
     print(report.text(report.write(plan, headline.METRICS, seconds, headline.LABELS)))
     held_out = {name: headline.LABELS[name] for name in headline.METRICS[:2]}

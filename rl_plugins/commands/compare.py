@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import re
 import shlex
@@ -57,11 +58,30 @@ def compare(
     methods, extra = _split(words[1:], r"-.*")
     arms = parse_arms(_named(methods), baseline)
     values = read_yaml(config, f"The config {config}") or {}
-    held_out = str(values.get("eval_strategy", "no")) != "no"
-    host = Trl(config.absolute(), tuple(extra))
+    held_out = _option("eval_strategy", values, extra) not in ("no", False, None)  # YAML reads a bare no as false
+    host = Trl(config.read_text(), tuple(extra))
     notes = _notes(arms, host.sets, held_out, "eval_strategy and a test split") + timing_notes(currency, jobs)
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, parse_method_params(method_params), notes)
-    run(comparison, metrics, jobs, currency, dry_run, launcher=shlex.split(launcher))
+    params = _params(arms, parse_method_params(values.get("method_params")), method_params)
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes, shlex.split(launcher))
+    run(comparison, metrics, jobs, currency, dry_run)
+
+
+def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
+    """An option of TRL: the last one on the command line, else that of the config."""
+    given = values.get(name)
+    for word, behind in itertools.zip_longest(extra, extra[1:], fillvalue=""):
+        if word.partition("=")[0] == f"--{name}":
+            given = word.partition("=")[2] if "=" in word else behind
+    return given
+
+
+def _params(
+    arms: Sequence[Arm], of_config: Mapping[str, Mapping[str, Any]], given: str | None
+) -> dict[str, dict[str, Any]]:
+    """Parameters of the config for the methods of the arms, and those of the command, which win."""
+    ours = parse_method_params(given)
+    named = {name for arm in arms for name in select(arm.methods).classes}
+    return {n: {**of_config.get(n, {}), **ours.get(n, {})} for n in [*of_config, *ours] if n in named or n in ours}
 
 
 def compare_verl(
@@ -87,7 +107,14 @@ def compare_verl(
     arms = parse_arms(_named(methods), baseline)
     host = Verl.of(read_command(command))
     notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, parse_method_params(method_params), notes)
+    if host.rewards and any(not arm.methods for arm in arms):
+        parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
+        notes.append(
+            f"An arm without methods trains verl's own reward, the `score` of the reward function. The others train "
+            f"{parts} (rl_plugins.rewards). The arms are comparable if `score` is that sum."
+        )
+    params = _params(arms, host.method_params, method_params)
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
     run(comparison, metrics, 1, currency, dry_run)
 
 
@@ -141,7 +168,6 @@ def run(
     currency: str,
     dry_run: bool,
     *,
-    launcher: Sequence[str] = (),
     console: Console | None = None,
     watch: str = "reward",
     environment: Mapping[str, str] | None = None,
@@ -171,11 +197,10 @@ def run(
             )
         return
     costs.require(comparison, currency)
-    seconds = run_all(comparison, jobs, launcher, watch, console, dict(environment or {}))
+    seconds = run_all(comparison, jobs, watch, console, dict(environment or {}))
     summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, currency)
-    console.print(Markdown(report.text({**summary, "notes": []}).replace("![curves](curves.png)", "")))
-    files = "curves.png, curves-dark.png, report.md, summary.json"
-    console.print(f"{comparison.out}{os.sep}{files} ({seconds:.0f} s)", highlight=False)
+    console.print(Markdown(report.text({**summary, "notes": []})))
+    console.print(f"{comparison.out}{os.sep}{', '.join(summary['files'])} ({seconds:.0f} s)", highlight=False)
 
 
 def _hooks(methods: Sequence[str]) -> set[str]:

@@ -17,7 +17,7 @@ from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
 
 TOY = "A toy: it shows that the method acts and what it does here, not what it does on a large model."
-SETS = "Settings of every run: `{}`. Each run also gets its seed, folder, methods and their parameters."
+SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, folder, methods and their parameters."
 
 
 def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool) -> None:
@@ -26,14 +26,13 @@ def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_ru
     from rl_plugins.demo.policy import policy_path
 
     need_plots()
-    data, config, console = out / "data", out / "run.yaml", Console()
+    data, console = out / "data", Console()
     values = headline.config(policy_path().absolute(), data.absolute(), long)
-    _write(config, values)
     if not dry_run:
         _warm_start(console)
         settings.write_data(data)
-    notes = [*headline.NOTES, _size(values), SETS.format(config), TOY, *timing_notes(currency, jobs)]
-    comparison = make_plan(Trl(config.absolute()), headline.ARMS, parse_seeds(seeds), out, notes=notes)
+    notes = [*headline.NOTES, _size(values), SETS.format(out), TOY, *timing_notes(currency, jobs)]
+    comparison = make_plan(_host(values), headline.ARMS, parse_seeds(seeds), out, notes=notes)
     run(
         comparison,
         headline.METRICS,
@@ -61,9 +60,8 @@ def demo(
     if agents.needed(names):
         _agents(arms, seeds, out, jobs, long, currency, dry_run, console)
         return
-    data, config = out / "data", out / "run.yaml"
+    data = out / "data"
     values = settings.config(policy_path().absolute(), data.absolute(), names, long)
-    _write(config, values)
     if not dry_run:
         _warm_start(console)
         settings.write_data(data)
@@ -73,11 +71,11 @@ def demo(
         f"{_rewarded(values['reward_weights'])}. {_size(values)}",
         *settings.reasons(names),
         *_method_notes(params),
-        SETS.format(config),
+        SETS.format(out),
         TOY,
         *timing_notes(currency, jobs),
     ]
-    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(_host(values), arms, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         settings.metrics(values),
@@ -108,9 +106,8 @@ def _agents(
     arms = agents.with_loop(arms)
     names = _names(arms)
     environment = agents.environment_of(names)
-    data, config = out / "data", out / "run.yaml"
+    data = out / "data"
     values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
-    _write(config, values)
     if not dry_run:
         _warm_start(console, lambda progress: load_agent_policy(environment, progress=progress))
         agents.write_data(data, environment)
@@ -119,11 +116,11 @@ def _agents(
         f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. "
         f"{_size(values)} {arms[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
         *_method_notes(params),
-        SETS.format(config),
+        SETS.format(out),
         TOY,
         *timing_notes(currency, jobs),
     ]
-    comparison = make_plan(Trl(config.absolute()), arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(_host(values), arms, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         agents.METRICS,
@@ -163,9 +160,9 @@ def demo_verl(
         f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
         f"of sorting digits, reward {_rewarded(verl_data.reward_weights(names))}. Every run trains {steps} steps of "
         f"{verl_data.PROMPTS * verl_data.SAMPLES} rollouts, {verl_data.SAMPLES} per prompt.",
-        f"{baseline} is verl's own trainer `sync`, a method runs in `rl_plugins_sync`. In both the replay buffer is "
-        f"asked every 0.2 s instead of verl's 2 s. Seconds are those of the training steps, without start-up and "
-        f"evaluation.",
+        f"Every arm runs in the trainer `rl_plugins_sync`; for {baseline} it hands everything on to verl and only "
+        f"counts what it costs. The replay buffer is asked every 0.2 s instead of verl's 2 s. Seconds are those of the "
+        f"training steps, without start-up and evaluation.",
         *verl_data.reasons(names),
         *_method_notes(params),
         f"Settings of every run: `{out / 'runs'}/*/command.json`.",
@@ -205,9 +202,8 @@ def _names(arms: Sequence[Arm]) -> list[str]:
     return list(dict.fromkeys(name for arm in arms for name in arm.methods))
 
 
-def _write(config: Path, values: Mapping[str, Any]) -> None:
-    config.parent.mkdir(parents=True, exist_ok=True)
-    config.write_text(yaml.safe_dump(dict(values), sort_keys=False))
+def _host(values: Mapping[str, Any]) -> Trl:
+    return Trl(yaml.safe_dump(dict(values), sort_keys=False))
 
 
 def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -9,11 +9,11 @@ the authors' vectors and on random input, and a run on the released host.
 from __future__ import annotations
 
 import json
-import pprint
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rl_plugins
 from rl_plugins.errors import ConfigError
@@ -22,6 +22,7 @@ from rl_plugins.runtime import registry
 
 FOLDER = Path(rl_plugins.__file__).parent / "exports"
 EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"
+LINE = 119  # columns of TRL; verl has 120
 VERL = "0.9.1"  # the release the recipes were run on
 NEXT = {
     "trl": (
@@ -91,11 +92,23 @@ def _values(cls: type[Method], source: Path) -> dict[str, str]:
         "url": paper.url,
         "code": paper.code or "",
         "commit": vectors["commit"],
-        "vectors": pprint.pformat(vectors["cases"], width=110, compact=True, sort_dicts=False).replace("'", '"'),
+        "vectors": _literal(vectors["cases"], len("AUTHORS_VECTORS = ")),
         "bibtex": paper.bibtex(cls.name),
         "measured": _measured(cls),
         "verl": VERL,
     }
+
+
+def _literal(value: Any, before: int, indent: str = "") -> str:
+    """A list or mapping as `ruff format` leaves it: in one line if it fits behind `before` characters."""
+    flat = repr(value).replace("'", '"')
+    if before + len(flat) + 1 <= LINE or not isinstance(value, (list, dict)):
+        return flat
+    named = [(f'"{k}": ', v) for k, v in value.items()] if isinstance(value, dict) else [("", v) for v in value]
+    inner = indent + "    "
+    lines = [f"{inner}{name}{_literal(part, len(inner + name), inner)},\n" for name, part in named]
+    first, last = "{}" if isinstance(value, dict) else "[]"
+    return f"{first}\n{''.join(lines)}{indent}{last}"
 
 
 def _measured(cls: type[Method]) -> str:
@@ -129,6 +142,8 @@ def export(method: str, host: str, into: Path, force: bool, dry_run: bool) -> No
     Raises:
         ConfigError: no such export, or files with another text are there and `force` is not given.
     """
+    if into.exists() and not into.is_dir():
+        raise ConfigError(f"--into {into} is a file. Give a folder: a checkout of the host, or a new one.")
     files = plan(method, host, into)
     changed = [f.path for f in files if f.state == "differs"]
     if changed and not force and not dry_run:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from rl_plugins.commands.catalog import FIDELITY, Card, card_of, entries, hosts_of, needs_of, preset_text
+from rl_plugins import supervised
+from rl_plugins.commands.catalog import FIDELITY, Card, card_of, hosts_of, needs_of, preset_text
 from rl_plugins.commands.pairs import conflicts, excluded
 from rl_plugins.commands.usage import Usage, usage_of
+from rl_plugins.errors import RLPluginsError
 from rl_plugins.method import NO_PAPER, Bundle, Measured, Method, Paper
 from rl_plugins.params import describe_params
 from rl_plugins.problems import PROBLEMS
@@ -21,7 +24,27 @@ def print_info(name: str) -> None:
     Raises:
         ConfigError: no such name, or it cannot be used.
     """
-    print(info(registry.load(name)))
+    print(info_of_loss(supervised.card_of(name)) if name in supervised.LOSSES else info(registry.load(name)))
+
+
+def info_of_loss(card: supervised.SupervisedLoss) -> str:
+    """The text of `rl-plugins info` of a loss for supervised trainers."""
+    start = "\n".join(f"{host}: {command}" for host, command in card.start.items())
+    sections = [
+        ("What", card.about),
+        ("Use it when", card.use_when),
+        ("Not when", card.avoid_when),
+        ("What it costs", card.cost),
+        ("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."),
+        ("Parameters", "\n".join(_parameter(row, None) for row in describe_params(card.params))),
+        ("Where paper and code differ", _listed(card.disagreements)),
+        ("Fidelity", f"{card.fidelity}: {FIDELITY[card.fidelity]}."),
+        ("How to start", f"It is no method: `methods` does not take it. docs/supervised.md shows both hosts.\n{start}"),
+        ("Source", _source(card.paper)),
+        ("How to cite", card.paper.bibtex(card.name)),
+    ]
+    head = f"{card.name}: {card.paper.title}\n{card.does}."
+    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
 
 
 def info(found: type[Method] | Bundle) -> str:
@@ -64,8 +87,11 @@ def measured_text(measured: Measured) -> str:
 
 def _excludes(card: Card) -> Iterator[str]:
     """Built-in and installed methods that cannot run beside this one."""
-    classes = [registry.load(e.name) for e in entries() if e.kind == "method"]
-    found = conflicts([cls for cls in classes if not isinstance(cls, Bundle)])
+    classes = []
+    for name in registry.all_names():
+        with suppress(RLPluginsError):  # `list` says what is wrong with it
+            classes.append(registry.load(name))
+    found = conflicts(tuple(cls for cls in classes if not isinstance(cls, Bundle)))
     for reason, names in excluded(found, [part.name for part in card.parts]).items():
         yield f"{', '.join(names)}: {reason}"
 

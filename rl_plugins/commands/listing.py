@@ -11,6 +11,7 @@ from rich.table import Table
 
 from rl_plugins.commands.catalog import Entry, entries
 from rl_plugins.problems import PROBLEMS
+from rl_plugins.supervised import LOSSES
 
 
 def print_list(as_json: bool = False, hooks: bool = False) -> None:
@@ -35,6 +36,7 @@ def print_list(as_json: bool = False, hooks: bool = False) -> None:
             console.print(f"  {e.name}: {e.problem}", markup=False, highlight=False)
         console.print()
     print("Use: `methods: [name, name]` in the config of a run. `rl-plugins info NAME` explains one.")
+    print(f"For supervised trainers, outside of `methods`: {', '.join(LOSSES)}. See docs/supervised.md.")
     if not hooks:
         print("`rl-plugins suggest` finds the methods for your run. `rl-plugins list --hooks` shows what each changes.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rl_plugins.commands.catalog import HOSTS, example_of
 from rl_plugins.errors import ConfigError
@@ -33,7 +34,8 @@ class Conflict:
         return self.second if name in self.first else self.first if name in self.second else ()
 
 
-def conflicts(classes: Sequence[type[Method]]) -> list[Conflict]:
+@lru_cache(maxsize=2)  # a thousand pairs and more are built, and a page asks once for every method
+def conflicts(classes: tuple[type[Method], ...]) -> tuple[Conflict, ...]:
     """Every conflict between two of these methods with the parameters they must be given, grouped by the reason.
 
     What one run lacks for one method is no conflict, so a host is assumed that offers everything.
@@ -44,7 +46,7 @@ def conflicts(classes: Sequence[type[Method]]) -> list[Conflict]:
         for reason, pair in _refusals(a, b):
             found.setdefault(reason, set()).add(pair)
     excluding = {frozenset(pair) for pairs in found.values() for pair in pairs}
-    return [c for reason, pairs in found.items() for c in _grouped(reason, pairs, excluding)]
+    return tuple(c for reason, pairs in found.items() for c in _grouped(reason, pairs, excluding))
 
 
 def _refusals(a: Method, b: Method) -> Iterator[tuple[str, tuple[str, str]]]:

@@ -16,6 +16,8 @@ FILES = (
     "trainer_state.json (TRL), log.jsonl (`rl-plugins compare`), .jsonl of verl's file logger, or TensorBoard events"
 )
 
+BESIDE = ("step", "max_steps", "seconds", "started", "epoch")  # values that an evaluation is logged with
+
 
 @dataclass(frozen=True)
 class RunLogs:
@@ -30,6 +32,12 @@ class RunLogs:
     file: Path
     host: str
     series: Mapping[str, tuple[float, ...]]
+
+    @property
+    def steps(self) -> int:
+        """Logged steps: the most that one of the values has, without those that stand beside evaluations, too."""
+        of_training = [len(values) for name, values in self.series.items() if name not in BESIDE]
+        return max(of_training, default=0)
 
     def mean(self, name: str) -> float | None:
         """Mean over all logged steps; None if the run has no such value."""
@@ -86,7 +94,9 @@ def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
             rows = json.loads(text)
             rows = rows.get("log_history") if isinstance(rows, dict) else rows
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            lines = [line for line in text.splitlines(keepends=True) if line.strip()]
+            whole = lines if text.endswith("\n") else lines[:-1]  # a run in progress is still writing the last one
+            rows = [json.loads(line) for line in (whole or lines)]
     except ValueError as e:
         raise ConfigError(f"{file} cannot be read as JSON: {shortened(e)}. Give {FILES}.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -36,7 +36,7 @@ class Sign:
 
     @property
     def text(self) -> str:
-        return f"{self.what}: {self.value:.3g} (a problem {'to' if self.below else 'from'} {self.threshold:g})"
+        return f"{self.what}: {self.value:.3g} (a problem {'up to' if self.below else 'from'} {self.threshold:g})"
 
 
 # What a problem needs in the logs, said where the logs lack it; of the others no log of a host tells.
@@ -93,10 +93,34 @@ def _length(logs: RunLogs) -> Iterator[Sign]:
 
 def _rewards(logs: RunLogs) -> Iterator[Sign]:
     stds = {n: v for n in logs.series if n.startswith("rewards/") and n.endswith("/std") if (v := logs.mean(n))}
+    weights = _weights(logs, [n.removesuffix("std") + "mean" for n in stds])
+    if weights is not None:
+        stds = {n: v * abs(w) for (n, v), w in zip(stds.items(), weights, strict=True)}
+        stds = {n: v for n, v in stds.items() if v > 1e-4 * max(stds.values())}  # a weight of 0 is one to watch only
     if len(stds) >= 2:
         large, small = max(stds, key=lambda n: stds[n]), min(stds, key=lambda n: stds[n])
-        what = f"standard deviation of `{large}` over that of `{small}`, before weights"
+        how = "before weights" if weights is None else "with their weights"
+        what = f"standard deviation of `{large}` over that of `{small}`, {how}"
         yield Sign("several_rewards", what, stds[large] / stds[small], 3)
+
+
+def _weights(logs: RunLogs, means: list[str]) -> list[float] | None:
+    """Weights of reward functions, read from the logs: TRL logs the mean of each and the mean of their weighted sum.
+
+    None where the logs do not determine them: too few steps, means that move together, completions without a reward.
+    """
+    import numpy as np
+
+    columns = [logs.series.get(name, ()) for name in means]
+    total = logs.series.get("reward", ())
+    if not means or len(total) < len(means) + 2 or any(len(column) != len(total) for column in columns):
+        return None
+    x, y = np.array(columns).T, np.array(total)
+    size = np.abs(x).max(axis=0) + 1e-12
+    found, _, rank, _ = np.linalg.lstsq(x / size, y, rcond=1e-6)
+    if rank < len(means) or np.abs(x / size @ found - y).max() > 1e-4 * np.abs(y).max():
+        return None
+    return [float(w) for w in found / size]
 
 
 def _agents(logs: RunLogs) -> Iterator[Sign]:

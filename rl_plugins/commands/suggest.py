@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ class Advice:
 
     Attributes:
         host: whose config lines are shown.
+        source: the logs that were read; None without logs.
         read: values of the logs in which no problem shows.
         not_told: problem -> why the logs say nothing of it.
     """
 
     host: str
     suggestions: tuple[Suggestion, ...]
+    source: RunLogs | None = None
     read: tuple[str, ...] = ()
     not_told: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,17 +69,22 @@ def suggest(text: str | None, logs: Path | None, host: str | None, as_json: bool
     if logs is not None:
         answer = from_logs(read_logs(logs), host)
         if text is not None:
-            answer = Advice(
-                answer.host,
-                (*from_text(text, answer.host).suggestions, *answer.suggestions),
-                answer.read,
-                answer.not_told,
-            )
+            said = from_text(text, answer.host)
+            answer = replace(answer, suggestions=_joined([*said.suggestions, *answer.suggestions]))
     elif text is not None:
         answer = from_text(text, host or "trl")
     else:
         answer = _from_questions(host)
     print(json.dumps(plain(answer), indent=2) if as_json else shown(answer))
+
+
+def _joined(suggestions: Sequence[Suggestion]) -> tuple[Suggestion, ...]:
+    """Every problem once, with all that points to it."""
+    found: dict[str, Suggestion] = {}
+    for s in suggestions:
+        before = found.get(s.problem)
+        found[s.problem] = replace(s, evidence=before.evidence + s.evidence) if before else s
+    return tuple(found.values())
 
 
 def in_terminal() -> bool:
@@ -132,7 +139,7 @@ def from_logs(logs: RunLogs, host: str | None) -> Advice:
     for sign in sorted((s for s in signs if s.holds), key=lambda s: -s.strength):
         holding.setdefault(sign.problem, []).append(sign)
     found = tuple(_suggestion(key, tuple(s.text for s in held), host) for key, held in holding.items())
-    return Advice(host, found, tuple(s.text for s in signs if not s.holds), not_told(signs))
+    return Advice(host, found, logs, tuple(s.text for s in signs if not s.holds), not_told(signs))
 
 
 def _from_questions(host: str | None) -> Advice:
@@ -145,8 +152,12 @@ def _from_questions(host: str | None) -> Advice:
     while True:
         given = typer.prompt("\nNumbers, or a sentence")
         if not re.fullmatch(r"[\d\s,]+", given):
-            chosen = [s.problem for s in from_text(given, "trl").suggestions]
-            break
+            try:
+                chosen = [s.problem for s in from_text(given, "trl").suggestions]
+                break
+            except ConfigError as e:
+                print(e)
+                continue
         chosen = [keys[int(n) - 1] for n in re.findall(r"\d+", given) if 1 <= int(n) <= len(keys)]
         if chosen:
             break
@@ -165,7 +176,8 @@ def _suggestion(key: str, evidence: tuple[str, ...], host: str) -> Suggestion:
 
 def shown(answer: Advice) -> str:
     """The answer as text for a terminal."""
-    parts = [_problem(s, answer.host) for s in answer.suggestions] or [_nothing(answer)]
+    parts = [_read(answer.source)] if answer.source else []
+    parts += [_problem(s, answer.host) for s in answer.suggestions] or [_nothing(answer)]
     if answer.read:
         parts.append("No problem in\n" + "\n".join(f"  - {text}" for text in answer.read))
     if answer.not_told:
@@ -173,6 +185,11 @@ def shown(answer: Advice) -> str:
         parts.append("Could not be told from these logs\n" + "\n".join(lines))
     parts.append("`rl-plugins info NAME` explains one and has the paper's setting to copy.")
     return "\n\n".join(parts)
+
+
+def _read(logs: RunLogs) -> str:
+    """What was read, because a folder may hold several logs, and what the thresholds are worth."""
+    return f"Read {logs.file}: {logs.steps} logged steps of {logs.host}. The thresholds below are rules of thumb."
 
 
 def _nothing(answer: Advice) -> str:
@@ -218,6 +235,7 @@ def plain(answer: Advice) -> dict[str, Any]:
     """The answer as plain data."""
     return {
         "host": answer.host,
+        "logs": None if answer.source is None else {"file": str(answer.source.file), "steps": answer.source.steps},
         "problems": [
             {
                 "problem": s.problem,

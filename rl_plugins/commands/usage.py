@@ -20,7 +20,7 @@ _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
     "several_rewards": {"verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}},
     "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
 }
-# A whole line of verl, so that the doctor finds nothing missing in it. {DATA} and {MODEL} are the user's.
+# A whole line of verl, so that the doctor finds nothing missing in it. Files and model stand for the user's own.
 VERL_BASE: dict[str, Any] = {
     "data.train_files": "train.parquet",
     "data.val_files": "test.parquet",

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from rl_plugins.compare.plan import Comparison, PlannedRun
 from rl_plugins.compare.runs import is_finished, read_log
 from rl_plugins.errors import ConfigError
@@ -64,14 +66,19 @@ class Course:
 
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]]) -> Course:
-        """A total that a line leaves out, as those of evaluations do, is that of the line before."""
-        known = {key: any(name in line for line in lines) for key, (name, _) in COSTS.items()}
-        so_far = {key: 0.0 if known[key] else math.nan for key in COSTS}
-        costs = []
-        for line in lines:
-            so_far = so_far | {key: float(line[name]) for key, (name, _) in COSTS.items() if name in line}
-            costs.append(so_far)
-        return cls(tuple(lines), tuple(costs))
+        """A total that a line leaves out, as those of evaluations do, is read at its step between the totals before and
+        after, in proportion; behind the last one it is that."""
+        totals: dict[str, list[float]] = {}
+        for key, (name, _) in COSTS.items():
+            known = [(float(line["step"]), float(line[name])) for line in lines if name in line]
+            if known:
+                steps, values = zip((0.0, 0.0), *known, strict=True)
+                read = np.interp([float(line["step"]) for line in lines], steps, values)
+                totals[key] = [float(line.get(name, at)) for line, at in zip(lines, read, strict=True)]
+            else:
+                totals[key] = [math.nan] * len(lines)
+        costs = tuple({key: values[i] for key, values in totals.items()} for i in range(len(lines)))
+        return cls(tuple(lines), costs)
 
     @property
     def total(self) -> Mapping[str, float]:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rl_plugins import __version__
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime import registry
 
 LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
+CONFIG = "config.yaml"  # of a run, in its folder
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class PlannedRun:
     folder: Path
     worker: str  # see Host
     arguments: tuple[str, ...]
-    config: str  # text of the files the arguments name
+    config: str  # text of the config that the arguments name, as it was when the run was planned
+
+    launcher: tuple[str, ...] = ()  # command before the module, e.g. ("accelerate", "launch")
 
     @property
     def log_file(self) -> Path:
@@ -47,8 +51,15 @@ class PlannedRun:
 
     @property
     def fingerprint(self) -> str:
-        """Tells whether a finished run in the folder is this one."""
-        return hashlib.sha256(json.dumps([self.arguments, self.config]).encode()).hexdigest()[:16]
+        """Tells whether a finished run in the folder is this one. Files that the config names (data, rewards, models)
+        are not part of it."""
+        told = [self.arguments, self.config, self.launcher, __version__]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+    def write_config(self) -> None:
+        """The config as a file of the run's folder, so that the user's own can change while others run."""
+        if self.config:
+            (self.folder / CONFIG).write_text(self.config)
 
 
 class Host(Protocol):
@@ -59,7 +70,7 @@ class Host(Protocol):
             named by RL_PLUGINS_LOG_FILE, as lines of JSON with "step", "max_steps" (None: not known), "seconds" of
             training so far, and values by name, with the totals of :mod:`rl_plugins.compare.costs`. Ended by SIGTERM
             it ends all of its processes.
-        config: text of the files that arguments name.
+        config: text that becomes `config.yaml` in the folder of every run; empty: the arguments are everything.
         sets: what `arguments` replaces or adds in the user's run, for the report.
     """
 
@@ -109,6 +120,8 @@ def parse_arms(methods: Sequence[str], baseline: str) -> tuple[Arm, ...]:
     arms = []
     for text in [baseline, *methods]:
         names = [] if text in registry.BASELINES else [n for n in text.split("+") if n]
+        if not names and text not in registry.BASELINES:
+            raise ConfigError(f"The arm {text!r} names no method. Write mc_grpo, or vade+mc_grpo for both in one arm.")
         registry.select(names)
         arms.append(Arm(text, tuple(names)))
     labels = [a.label for a in arms]
@@ -124,6 +137,7 @@ def make_plan(
     out: Path,
     method_params: Mapping[str, Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
+    launcher: Sequence[str] = (),
 ) -> Comparison:
     """The runs of every arm with every seed.
 
@@ -131,15 +145,16 @@ def make_plan(
         ConfigError: parameters for a method that no arm names, or that do not fit the method.
     """
     params = {k: dict(v) for k, v in (method_params or {}).items()}
-    idle = set(params) - {n for a in arms for n in a.methods}
+    parts = {arm.label: tuple(registry.select(arm.methods).classes) for arm in arms}  # of bundles, too
+    idle = set(params) - {n for names in parts.values() for n in names}
     if idle:
         raise ConfigError(f"Parameters are given for {', '.join(sorted(idle))}, which no arm names. Remove them.")
     runs = []
     for seed in seeds:
         for arm in arms:
             folder = out / "runs" / f"{arm.label}-seed{seed}"
-            mine = {n: params[n] for n in arm.methods if n in params}
+            mine = {n: params[n] for n in parts[arm.label] if n in params}
             registry.select(arm.methods, mine)
-            arguments = host.arguments(arm, seed, folder, mine)
-            runs.append(PlannedRun(arm, seed, folder, host.worker, tuple(arguments), host.config))
+            arguments = tuple(host.arguments(arm, seed, folder, mine))
+            runs.append(PlannedRun(arm, seed, folder, host.worker, arguments, host.config, tuple(launcher)))
     return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

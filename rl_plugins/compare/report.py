@@ -14,6 +14,7 @@ import numpy as np
 
 from rl_plugins.compare.costs import COSTS, Course, Cut
 from rl_plugins.compare.plan import Comparison
+from rl_plugins.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Interval:
         return cls(float(x.mean()), float(half), len(x))
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
+        largest = max((abs(x) for x in (self.mean, self.half) if math.isfinite(x)), default=0.0)
+        places = max(3, 2 - math.floor(math.log10(largest))) if largest > 1e-9 else 3  # 3 digits of small numbers
+        return f"{self.mean:.{places}f}" + ("" if math.isnan(self.half) else f" ± {self.half:.{places}f}")
 
 
 EVALUATIONS = ("eval_", "val-")  # how names of values of an evaluation begin, in TRL and in verl
@@ -95,10 +98,11 @@ def ends(course: Course, name: str, currency: str, budget: float) -> float:
 
 
 def is_flat(course: Course, name: str, currency: str, budget: float) -> bool:
-    """Whether a value was the same in the last tenth of the budget, three times at least: nothing is learned there."""
+    """Whether a value was the same in the last tenth of the budget, ten times at least, so that equal values are no
+    chance: nothing is learned there."""
     values = [value for cost, value in course.series(name, currency) if cost <= budget]
-    late = values[-max(3, round(LAST * len(values))) :]
-    return len(late) >= 3 and max(late) == min(late)
+    late = values[-max(10, round(LAST * len(values))) :]
+    return len(late) >= 10 and max(late) == min(late)
 
 
 def summarize(
@@ -120,10 +124,17 @@ def summarize(
         ConfigError: a run has not logged the currency.
     """
     budget = Cut.read(comparison, currency)
+    _logged_by_some(budget, metrics)
     arms: dict[str, Any] = {}
     for arm in comparison.arms:
-        entry: dict[str, Any] = {"methods": list(arm.methods), "options": list(arm.options), "metrics": {}}
         runs = budget.runs_of(arm.label)
+        seeds = [s for s in budget.of if (arm.label, s) in budget.courses]
+        entry: dict[str, Any] = {
+            "methods": list(arm.methods),
+            "options": list(arm.options),
+            "seeds": seeds,
+            "metrics": {},
+        }
         for name in metrics:
             end = [ends(course, name, currency, b) for course, b in runs]
             if not end or any(map(math.isnan, end)):
@@ -142,9 +153,11 @@ def summarize(
             continue
         for name, value in entry["metrics"].items():
             if name in base["metrics"]:
-                paired = np.subtract(value["end"], base["metrics"][name]["end"])
-                difference = Interval.of(paired.tolist())
-                value["difference"] = {"values": paired.tolist(), "mean": difference.mean, "half": difference.half}
+                theirs = dict(zip(base["seeds"], base["metrics"][name]["end"], strict=True))
+                mine = zip(entry["seeds"], value["end"], strict=True)
+                paired = [end - theirs[seed] for seed, end in mine if seed in theirs]
+                difference = Interval.of(paired)
+                value["difference"] = {"values": paired, "mean": difference.mean, "half": difference.half}
     return {
         "baseline": comparison.arms[0].label,
         "seeds": list(comparison.seeds),
@@ -157,6 +170,18 @@ def summarize(
     }
 
 
+def _logged_by_some(cut: Cut, metrics: Sequence[str]) -> None:
+    """Raises ConfigError for a metric that no run has logged."""
+    logged = {name for course in cut.courses.values() for line in course.lines for name in line}
+    unknown = [name for name in metrics if name not in logged]
+    if logged and unknown:
+        names = ", ".join(sorted(logged - {"step", "max_steps", "seconds", "started"}))
+        raise ConfigError(
+            f"No run has logged {', '.join(unknown)}. The runs are kept: give the same command with --metric and one "
+            f"of {names}."
+        )
+
+
 def write(
     comparison: Comparison,
     metrics: Sequence[str],
@@ -164,13 +189,24 @@ def write(
     labels: Mapping[str, str] | None = None,
     currency: str = "steps",
 ) -> dict[str, Any]:
-    """Writes `summary.json`, `report.md`, `curves.png` and `curves-dark.png` into the comparison's folder."""
+    """Writes `summary.json` and `report.md` into the comparison's folder, and `curves.png` and `curves-dark.png` if
+    there is a curve to draw; `summary["files"]` names what was written."""
     summary = summarize(comparison, metrics, seconds, labels, currency)
     comparison.out.mkdir(parents=True, exist_ok=True)
-    (comparison.out / "summary.json").write_text(json.dumps(summary, indent=1))
-    (comparison.out / "report.md").write_text(text(summary))
-    draw(comparison, summary["labels"], comparison.out / "curves.png", currency)
+    curves = draw(comparison, summary["labels"], comparison.out / "curves.png", currency)
+    summary["files"] = [*(file.name for file in curves), "report.md", "summary.json"]
+    (comparison.out / "summary.json").write_text(json.dumps(_without_nan(summary), indent=1, allow_nan=False))
+    (comparison.out / "report.md").write_text(text(summary) + ("\n![curves](curves.png)\n" if curves else ""))
     return summary
+
+
+def _without_nan(value: Any) -> Any:
+    """null for NaN, which JSON does not know: the interval of one seed."""
+    if isinstance(value, dict):
+        return {k: _without_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(v) for v in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def text(summary: dict[str, Any]) -> str:
@@ -198,7 +234,7 @@ def text(summary: dict[str, Any]) -> str:
         for m in shown:
             if "difference" in arms[label]["metrics"].get(m, {}):
                 lines.append(f"- {label}, {labels[m]}: {_verdict(arms[label], arms[base], m)}")
-    return "\n".join([*lines, "", "![curves](curves.png)", ""])
+    return "\n".join([*lines, ""])
 
 
 def _budget(summary: dict[str, Any]) -> list[str]:
@@ -212,8 +248,8 @@ def _budget(summary: dict[str, Any]) -> list[str]:
             if arm["steps_in_all"]
         }
         lines.append(
-            f"Budget: {np.mean(of):,.0f} {COSTS[currency][1]} per run, the most that every arm reached with the same "
-            f"seed. Every arm is read there."
+            f"Budget: {_cost(of, currency)} {COSTS[currency][1]} per run, the most that every arm reached with the "
+            f"same seed. Every arm is read there."
         )
         short = {label: pair for label, pair in cut.items() if pair[0] < pair[1]}
         if short:
@@ -233,7 +269,8 @@ def _budget(summary: dict[str, Any]) -> list[str]:
 def _cost(values: Sequence[float] | None, key: str) -> str:
     if not values:
         return "not counted"
-    return f"{np.mean(values):,.1f}" if "seconds" in key else f"{np.mean(values):,.0f}"
+    mean = float(np.mean(values))
+    return f"{mean:,.0f}" if "seconds" not in key else f"{mean:,.1f}" if mean >= 1 else f"{mean:.2g}"
 
 
 def _collapse(label: str, arm: dict[str, Any]) -> str:
@@ -288,15 +325,21 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currency: str = "steps") -> None:
-    """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more."""
+def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currency: str = "steps") -> list[Path]:
+    """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more.
+
+    Returns:
+        The files, light and dark; none if no arm has a curve. Then older ones are removed.
+    """
     from rl_plugins.compare import figures
 
     budget = Cut.read(comparison, currency)
     found = {m: {a.label: curve(budget.runs_of(a.label), m, currency) for a in comparison.arms} for m in metrics}
     found = {m: c for m, c in found.items() if any(v is not None for v in c.values())}
     if not found:
-        return
+        for old in (file, file.with_stem(f"{file.stem}-dark")):
+            old.unlink(missing_ok=True)
+        return []
 
     def drawn() -> Any:
         figure, axes = figures.panels(len(found))
@@ -318,4 +361,4 @@ def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currenc
         figures.name_lines(figure)
         return figure
 
-    figures.save(file, drawn)
+    return [*figures.save(file, drawn)]

@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
@@ -53,7 +53,6 @@ def read_log(run: PlannedRun) -> list[dict[str, Any]]:
 def run_all(
     comparison: Comparison,
     jobs: int,
-    launcher: Sequence[str] = (),
     watch: str = "reward",
     console: Console | None = None,
     environment: dict[str, str] | None = None,
@@ -62,15 +61,26 @@ def run_all(
 
     Args:
         jobs: processes at a time.
-        launcher: command before the module, e.g. ("accelerate", "launch"); default this Python.
         watch: the logged value shown next to the bars.
 
     Returns:
         Seconds it took.
 
     Raises:
-        RLPluginsError: a run failed; the others are stopped, finished ones stay.
+        RLPluginsError: a run failed; the others are stopped, finished ones stay. Or another command is at work in the
+            comparison's folder.
     """
+    comparison.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(comparison.out / "lock", timeout=0):
+            return _run_all(comparison, jobs, watch, console or Console(), environment or {})
+    except Timeout:
+        raise RLPluginsError(
+            f"Another command is comparing in {comparison.out}. Wait for its end, or give another folder with --out."
+        ) from None
+
+
+def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, environment: dict[str, str]) -> float:
     start = time.monotonic()
     waiting = [r for r in comparison.runs if not is_finished(r)]
     columns = (
@@ -80,7 +90,6 @@ def run_all(
         TimeElapsedColumn(),
         TextColumn("{task.fields[value]}"),
     )
-    console = console or Console()
     running: list[_Running] = []
     with Progress(*columns, console=console) as progress:
         for run in comparison.runs:
@@ -89,7 +98,7 @@ def run_all(
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
-                    running.append(_begin(waiting.pop(0), launcher, progress, environment or {}))
+                    running.append(_begin(waiting.pop(0), progress, environment))
                 time.sleep(0.3)
                 for r in list(running):
                     _show(r, progress, watch)
@@ -104,11 +113,12 @@ def run_all(
     return time.monotonic() - start
 
 
-def _begin(run: PlannedRun, launcher: Sequence[str], progress: Progress, environment: dict[str, str]) -> _Running:
+def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> _Running:
     shutil.rmtree(run.folder, ignore_errors=True)
     run.folder.mkdir(parents=True)
+    run.write_config()
     output = (run.folder / "output.txt").open("wb")
-    command = [*(launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
+    command = [*(run.launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
     (run.folder / "command.json").write_text(json.dumps(command, indent=1))
     environ = {**os.environ, **environment, LOG_VARIABLE: str(run.log_file)}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)

@@ -8,26 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.compare.plan import Arm
+from rl_plugins.compare.plan import CONFIG, Arm
 
 
 @dataclass(frozen=True)
 class Trl:
-    """A YAML config, and options that follow it on the command line."""
+    """Text of a YAML config, and options that follow it on the command line."""
 
-    file: Path
+    config: str
     extra: tuple[str, ...] = ()
     worker = "rl_plugins.compare.trl_worker"
-    sets = "`--seed`, `--output_dir`, `--methods` and `--method_params`"
-
-    @property
-    def config(self) -> str:
-        return self.file.read_text()
+    sets = "`--seed`, `--output_dir`, `--count_costs`, `--methods` and `--method_params`"
 
     def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return [
             "--config",
-            str(self.file),
+            str(folder.absolute() / CONFIG),
             *self.extra,
             *arm.options,
             "--seed",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ class Verl:
         loggers: of the run, with verl's file logger.
         watched: whether the replay buffer may be ours, see :mod:`rl_plugins.compare.verl_buffer`.
         evaluates: whether the run evaluates on held-out prompts.
+        rewards: weights that methods give parts of the reward, see `Settings.rewards`.
+        method_params: method -> parameter -> value.
     """
 
     overrides: tuple[str, ...]
@@ -36,6 +38,8 @@ class Verl:
     loggers: tuple[str, ...]
     watched: bool
     evaluates: bool
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    method_params: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     worker = "rl_plugins.compare.verl_worker"
     config = ""
 
@@ -52,6 +56,7 @@ class Verl:
             *(["trainer.v1.sampler.custom_sampler"] if self.watched else []),
             "rl_plugins.methods",
             "rl_plugins.method_params",
+            "rl_plugins.count_costs",
         ]
         return ", ".join(f"`{name}`" for name in names)
 
@@ -64,7 +69,7 @@ class Verl:
         """
         from omegaconf import OmegaConf
 
-        from rl_plugins.verl.config import MODES, compose
+        from rl_plugins.verl.config import MODES, compose, read_settings
 
         config = compose(overrides)
         given = config.trainer.v1.trainer_mode
@@ -79,6 +84,9 @@ class Verl:
                 f"The overrides name rl_plugins.methods={list(config.rl_plugins.methods)}. Here methods are arguments "
                 f"before the overrides, each an arm of its own: remove them from the overrides."
             )
+        OmegaConf.update(config, "rl_plugins.count_costs", True, force_add=True)  # a node, as every arm has
+        settings = read_settings(config)
+        assert settings is not None
         sampler, loggers = config.trainer.v1.sampler, config.trainer.logger
         loggers = [loggers] if isinstance(loggers, str) else list(loggers)
         return cls(
@@ -90,6 +98,8 @@ class Verl:
             and not sampler.sync_refill_failed_groups
             and not config.algorithm.filter_groups.enable,
             evaluates=config.trainer.test_freq > 0,
+            rewards=settings.rewards,
+            method_params=settings.method_params,
         )
 
     def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -109,12 +119,10 @@ class Verl:
         if self.watched:
             mine["trainer.v1.sampler.custom_sampler.path"] = "pkg://rl_plugins.compare.verl_buffer"
             mine["trainer.v1.sampler.custom_sampler.name"] = "WatchedReplayBuffer"
-        given = self.overrides
-        if arm.methods:
-            if params:  # JSON in one string, because hydra has no notation for every value
-                mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
-        else:  # verl alone, counted
-            given = tuple(line for line in given if _key(line).partition(".")[0] != "rl_plugins")
+        ours = "rl_plugins.method_params" if arm.methods else "rl_plugins"  # without methods: verl alone, counted
+        given = [line for line in self.overrides if not f"{_key(line)}.".startswith(f"{ours}.")]
+        if arm.methods:  # JSON in one string, because hydra has no notation for every value
+            mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
         added = [f"{'' if name.startswith('hydra.') else '++'}{name}={value}" for name, value in mine.items()]
         return [*(line for line in given if _key(line) not in mine), *added]
 

@@ -5,6 +5,7 @@ It stands in verl's own slot `trainer.v1.sampler.custom_sampler` and runs in the
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -20,12 +21,12 @@ class WatchedReplayBuffer(ReplayBuffer):
 
     - generated/reward, generated/rewards/<part>/mean: of the score, and of each number the reward function answers with
     - generated/frac_reward_zero_std: share of rollouts in groups of equal scores
-    - generated/num_tokens: of prompts and completions since the start of the run
+
+    A row without a reward, or without a part (NaN or None), is left out of the mean of it.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs, poll_interval=POLL_INTERVAL)
-        self.tokens = 0
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         batch, metrics = super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
@@ -35,20 +36,20 @@ class WatchedReplayBuffer(ReplayBuffer):
             )
             scores = [float(row.sum()) for row in rows["rm_scores"]]
             answers = [getattr(row, "data", row).get("reward_extra_info", {}) for row in rows["extra_fields"]]
-            self.tokens += sum(tag["seq_len"] for tag in batch.tags)
             metrics |= watched([key.split("_")[0] for key in batch.keys], scores, answers)
-            metrics["generated/num_tokens"] = self.tokens
         return batch, metrics
 
 
 def watched(groups: list[str], scores: list[float], answers: list[dict[str, Any]]) -> dict[str, float]:
     """The metrics of rollouts, given the group and score of each and what the reward function said of it."""
     of: dict[str, list[float]] = defaultdict(list)
-    for group, score in zip(groups, scores, strict=True):
-        of[group].append(score)
-    flat = sum(len(s) for s in of.values() if max(s) == min(s))
-    values = {"generated/reward": sum(scores) / len(scores), "generated/frac_reward_zero_std": flat / len(scores)}
-    for name, first in answers[0].items():
-        if isinstance(first, (int, float)) and all(name in a for a in answers):
-            values[f"generated/rewards/{name}/mean"] = sum(float(a[name]) for a in answers) / len(answers)
-    return values
+    parts: dict[str, list[float]] = defaultdict(list)
+    for group, score, answer in zip(groups, scores, answers, strict=True):
+        for values, number in [(of[group], score), *((parts[name], value) for name, value in answer.items())]:
+            if isinstance(number, (int, float)) and not math.isnan(number):
+                values.append(float(number))
+    rated = [score for of_group in of.values() for score in of_group]
+    flat = sum(len(s) for s in of.values() if s and max(s) == min(s))
+    means = {"generated/reward": rated} | {f"generated/rewards/{name}/mean": values for name, values in parts.items()}
+    share = {"generated/frac_reward_zero_std": flat / len(rated)} if rated else {}
+    return share | {name: sum(values) / len(values) for name, values in means.items() if values}

@@ -92,17 +92,15 @@ def translate(records: Iterable[dict[str, Any]], max_steps: int | None) -> Itera
     Every value keeps verl's name. Beside it stand those that a report of TRL has:
 
     - seconds: of training steps, without start-up and evaluation
-    - num_tokens: of what was generated if the replay buffer is watched, else of what was trained
     - eval_rewards/<part>/mean: a part of the reward on held-out prompts, mean over the data sources
     - eval_reward: the same of the reward
     - reward, rewards/<part>/mean: of everything that was generated
     - frac_reward_zero_std: of what methods kept of it
     """
-    seconds, tokens = 0.0, 0.0
+    seconds = 0.0
     for record in records:
         data = record["data"]
         seconds += data.get("timing_s/step", 0.0)
-        tokens = data.get("generated/num_tokens", tokens + data.get("perf/total_num_tokens", 0.0))
         line = {name.removeprefix("generated/"): value for name, value in data.items()}
         if "rl_plugins/frac_reward_zero_std" in data:
             line["frac_reward_zero_std"] = data["rl_plugins/frac_reward_zero_std"]
@@ -116,7 +114,7 @@ def translate(records: Iterable[dict[str, Any]], max_steps: int | None) -> Itera
         line |= {f"eval_rewards/{part}/mean": mean for part, mean in means.items()}
         if "reward" in means:
             line["eval_reward"] = means["reward"]
-        line |= {"step": record["step"], "max_steps": max_steps, "seconds": seconds, "num_tokens": tokens}
+        line |= {"step": record["step"], "max_steps": max_steps, "seconds": seconds}
         yield line
 
 

@@ -150,7 +150,7 @@ def _needs(names: Iterable[str]) -> set[str]:
         if isinstance(loaded, Bundle):
             found |= _needs(loaded.parts)
         else:
-            params = {**loaded.example_params, **DEMO_PARAMS.get(name, {})}
+            params = DEMO_PARAMS.get(name, loaded.example_params)
             found |= set(loaded(build_params(loaded.Params, params, name)).needs)
     return found
 

@@ -106,7 +106,7 @@ class Drive(Method):
         ),
         Measured(
             "right answers on hard held-out prompts, TRL, same number of rollouts",
-            "not told apart",
+            "worse",
             "0.179 ± 0.030 against 0.217 ± 0.018 (GRPO)",
             "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
         ),

@@ -84,7 +84,7 @@ class Gdpo(Method):
         ),
         Measured(
             "progress on the small reward, both of equal size",
-            "not told apart",
+            "better",
             "83.8 ± 0.1 % against 83.4 ± 0.3 (GRPO)",
             "gdpo-10-seeds",
         ),

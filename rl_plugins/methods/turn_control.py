@@ -98,7 +98,7 @@ class TurnControl(Method):
         ),
         Measured(
             "tasks solved by an agent that ignores reminders, 75th percentile as limit",
-            "not told apart",
+            "worse",
             "84 ± 12 % against 99 ± 3 (unlimited)",
             "turn_control-cleaner-3-seeds",
         ),

@@ -13,9 +13,10 @@ import json
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -24,6 +25,7 @@ from rl_plugins.method import HOOKS, NO_PAPER, Bundle, Fidelity, Idle, Method, P
 from rl_plugins.params import MethodParams, build_params, declaration_problems
 from rl_plugins.renamed import check_signals
 from rl_plugins.runtime.config_text import read_json_or_yaml
+from rl_plugins.supervised import not_a_method
 
 ENTRY_POINT_GROUP = "rl_plugins.methods"
 VETO_VARIABLE = "RL_PLUGINS_VETO"
@@ -187,6 +189,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
     """
     if name in BASELINES:
         raise ConfigError(f"`{name}` is the host's own algorithm, not a method: leave `methods` empty to run it alone.")
+    if elsewhere := not_a_method(name):
+        raise ConfigError(elsewhere)
     environment = {v.strip() for v in os.environ.get(VETO_VARIABLE, "").split(",") if v.strip()}
     if name in environment:
         raise ConfigError(
@@ -457,6 +461,19 @@ def _member(stem: str, name: str) -> Any:
 
 
 def _entry_points() -> Any:
+    """What is installed now: read anew when a folder of `sys.path` has changed, for it takes reading every package."""
+    return _read_entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
+
+
+def _changed(folder: str) -> int:
+    try:
+        return os.stat(folder or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _read_entry_points(folders: tuple[tuple[str, int], ...]) -> Any:
     from importlib.metadata import entry_points
 
     return entry_points(group=ENTRY_POINT_GROUP)

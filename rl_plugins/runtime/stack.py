@@ -118,7 +118,8 @@ class MethodStack(Context):
         self.metrics = Metrics()
         self.idle_batches: dict[str, int] = {}
         self._warned: set[str] = set()
-        self.claims = {hook: [m for m in methods if hook in m.claims()] for hook in HOOKS}
+        claims = [(m, m.claims()) for m in methods]
+        self.claims = {hook: [m for m, claimed in claims if hook in claimed] for hook in HOOKS}
         for hook, claimants in self.claims.items():
             if HOOKS[hook].kind == "exclusive":
                 _only_one(claimants, f"`{hook}`", self.bundle_of)

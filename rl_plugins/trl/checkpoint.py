@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rl_plugins.errors import ConfigError, StateError
+from rl_plugins.rollouts import Run
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import resume, save_run
@@ -28,11 +29,11 @@ from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.prompts import has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
-from rl_plugins.trl.saved import begin, is_marked, mark, skip_passes
+from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
 
 
-class MethodsCallback(TrainerCallback):
-    """Comes after TRL's own flow callback, so it sees whether TRL wants to save.
+class RunCallback(TrainerCallback):
+    """What a run with methods needs in every trainer: state in its checkpoints, and what belongs to an optimizer step.
 
     Args:
         trainer: whose methods they are.
@@ -44,48 +45,33 @@ class MethodsCallback(TrainerCallback):
         idle: nothing is trained in it, so the optimizer gets no gradient; of zeros AdamW would still move the weights.
     """
 
-    def __init__(self, trainer: Trainer, fingerprint: str) -> None:
+    def __init__(self, trainer: Any, fingerprint: str) -> None:
         self.trainer, self.fingerprint = trainer, fingerprint
         self.resume_from: str | None = None
         self.lr_scale, self.idle = 1.0, False
-        self._started = self._save_waits = False
-        self._boundary_state: dict[str, Any] = {}
+        self._started = False
         self._lr: list[Any] = []
         self._hooks: list[Any] = []  # on the optimizer
         self._skipped = SkippedSteps()
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, train_dataloader: Any = None, **kwargs: Any
-    ) -> None:
-        """`start` on the driver once, then the state of the checkpoint and its place in the dataset."""
+    def run(self) -> Run:
+        """What methods are told of the run when it starts."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """`start` on the driver, once, however often training begins."""
+        if self._started:
+            return
         t = self.trainer
-        self._watch(optimizer)
-        if not self._started:
-            known = known_of(t)
-            if known.size is not None and (problem := too_few_prompts(t.args, known.size)):
-                raise ConfigError(problem)
-            rows = t.accelerator.unwrap_model(t.model).config.get_text_config().vocab_size  # some have no text
-            t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
-            t.methods.check(run_of(known))  # again: now the reward functions of environments are known, too
-            run = dataclasses.replace(run_of(known), fingerprint=self.fingerprint, chat=chat_of(t))
-            on_driver(t.accelerator, lambda: t.methods.start(run))
-            self._started = True
-        if self.resume_from is not None:
-            self._read_state(self.resume_from)
-            self._find_place(train_dataloader)
+        rows = t.accelerator.unwrap_model(t.model).config.get_text_config().vocab_size  # some have no text
+        t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
+        run = self.run()
+        t.methods.check(run)  # again: now the reward functions of environments are known, too
+        run = dataclasses.replace(run, fingerprint=self.fingerprint, chat=chat_of(t))
+        on_driver(t.accelerator, lambda: t.methods.start(run))
+        self._started = True
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._log_update()
-        if self.at_boundary:
-            control.should_save = control.should_save or self._save_waits
-            self._save_waits = False
-        elif control.should_save and not control.should_training_stop:
-            control.should_save, self._save_waits = False, True
-        elif control.should_training_stop and self._save_waits:
-            control.should_save, self._save_waits = True, False
-        return control
-
-    def _log_update(self) -> None:
+    def log_update(self) -> None:
         """What was logged in the update place, over micro-batches and ranks, as one value per optimizer step; and what
         the step cost here."""
         t = self.trainer
@@ -99,7 +85,7 @@ class MethodsCallback(TrainerCallback):
     # A factor on the learning rate of one optimizer step; the schedule itself stays untouched. It is put in where the
     # optimizer itself steps, because DeepSpeed steps it at the end of the backward pass, and its schedule with it.
 
-    def _watch(self, optimizer: Any) -> None:
+    def watch(self, optimizer: Any) -> None:
         """The optimizer below accelerate's and DeepSpeed's wrappers; once, however often training begins."""
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
@@ -141,18 +127,6 @@ class MethodsCallback(TrainerCallback):
 
     # ---- state
 
-    @property
-    def at_boundary(self) -> bool:
-        """Whether every update of the last generation batch is done."""
-        t = self.trainer
-        return t._step % (t.args.steps_per_generation * t.num_iterations) == 0
-
-    def batch_begins(self) -> None:
-        """Remembers the state, if a last save may need it."""
-        t = self.trainer
-        if t.args.steps_per_generation * t.num_iterations > t.args.gradient_accumulation_steps:
-            self._boundary_state = self._state()
-
     def is_checkpoint(self, folder: str | None) -> bool:
         """Whether TRL makes a checkpoint of this folder; it saves the model alone elsewhere."""
         return (
@@ -168,19 +142,80 @@ class MethodsCallback(TrainerCallback):
     def write_state(self, checkpoint: str) -> None:
         """Writes the methods' state into a checkpoint that has the model: after it, so that there is no folder that has
         our state only, and before the file that TRL writes last."""
-        t = self.trainer
         if self._writes:
-            inside = not self.at_boundary
-            content = self._boundary_state if inside else self._state()
-            save_run(checkpoint, content, t.state.global_step, inside_generation_batch=inside)
+            content, notes = self.content()
+            save_run(checkpoint, content, self.trainer.state.global_step, **notes)
 
-    def _state(self) -> dict[str, Any]:
-        return {**self.trainer.methods.state_dict(self.fingerprint), NOTE: self.trainer.costs.plain()}
+    def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state to save now, and notes beside it."""
+        raise NotImplementedError
 
     @property
     def _writes(self) -> bool:
         """Only the driver has the state."""
         return bool(self.trainer.args.should_save and self.trainer.accelerator.is_main_process)
+
+
+class MethodsCallback(RunCallback):
+    """Comes after TRL's own flow callback, so it sees whether TRL wants to save.
+
+    Args:
+        trainer, fingerprint: see `RunCallback`.
+    """
+
+    def __init__(self, trainer: Trainer, fingerprint: str) -> None:
+        super().__init__(trainer, fingerprint)
+        self._save_waits = False
+        self._boundary_state: dict[str, Any] = {}
+
+    def run(self) -> Run:
+        return run_of(known_of(self.trainer))
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """`start` on the driver once, then the state of the checkpoint and its place in the dataset."""
+        self.watch(optimizer)
+        if not self._started:
+            known = known_of(self.trainer)
+            if known.size is not None and (problem := too_few_prompts(self.trainer.args, known.size)):
+                raise ConfigError(problem)
+        self.start()
+        if self.resume_from is not None:
+            self._read_state(self.resume_from)
+            self._find_place(train_dataloader)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.log_update()
+        if self.at_boundary:
+            control.should_save = control.should_save or self._save_waits
+            self._save_waits = False
+        elif control.should_save and not control.should_training_stop:
+            control.should_save, self._save_waits = False, True
+        elif control.should_training_stop and self._save_waits:
+            control.should_save, self._save_waits = True, False
+        return control
+
+    # ---- state
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether every update of the last generation batch is done."""
+        t = self.trainer
+        return t._step % (t.args.steps_per_generation * t.num_iterations) == 0
+
+    def batch_begins(self) -> None:
+        """Remembers the state, if a last save may need it."""
+        t = self.trainer
+        if t.args.steps_per_generation * t.num_iterations > t.args.gradient_accumulation_steps:
+            self._boundary_state = self._state()
+
+    def content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        inside = not self.at_boundary
+        return (self._boundary_state if inside else self._state()), {"inside_generation_batch": inside}
+
+    def _state(self) -> dict[str, Any]:
+        return {**self.trainer.methods.state_dict(self.fingerprint), NOTE: self.trainer.costs.plain()}
 
     def _read_state(self, checkpoint: str) -> None:
         """Takes over the state of a checkpoint, the same on every rank.
@@ -196,7 +231,7 @@ class MethodsCallback(TrainerCallback):
             batch = step * t.args.gradient_accumulation_steps // generate_every
             marked = is_marked(t.state)
             saved = resume(stack, checkpoint, fingerprint=self.fingerprint, step=step, batch=batch, with_methods=marked)
-            t.costs = Costs.of_checkpoint(saved)
+            t.costs = Costs.of_checkpoint(saved or noted_costs(t.state))
             return stack.batch, stack.extra_prompts
 
         stack.batch, stack.extra_prompts = on_driver(t.accelerator, read)

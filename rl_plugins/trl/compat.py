@@ -17,6 +17,9 @@ TESTED = ((1, 16), (1, 17))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
 
 _TRAINER = "trl.trainer.grpo_trainer:GRPOTrainer"
+_ASYNC = "trl.experimental.async_grpo"
+ASYNC_TRAINER = f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer"
+_SFT = "trl.trainer.sft_trainer:SFTTrainer"
 
 PINNED = (
     Pinned(
@@ -78,6 +81,45 @@ PINNED = (
     Pinned(_TRAINER, "get_train_dataloader", (), "overridden: rows with their number"),
     Pinned(_TRAINER, "train", ("resume_from_checkpoint",), "overridden: which checkpoint the state comes from"),
     Pinned(_TRAINER, "save_model", ("output_dir",), "overridden: TRL writes each checkpoint with it first"),
+    Pinned(ASYNC_TRAINER, "get_train_dataloader", (), "overridden: the driver stands before TRL's batcher in it"),
+    Pinned(ASYNC_TRAINER, "rollout_queue", None, "changed while the dataloader is made: its samples are seen whole"),
+    Pinned(ASYNC_TRAINER, "get_batch_samples", ("epoch_iterator", "num_batches", "device"), "overridden: one step"),
+    Pinned(ASYNC_TRAINER, "compute_loss", ("model", "inputs"), "overridden: the surrogate in it"),
+    Pinned(ASYNC_TRAINER, "model_version", None, "read: the number of the newest published weights"),
+    Pinned(
+        f"{_ASYNC}.async_grpo_trainer:FixedCountBatcher",
+        "__init__",
+        ("dataset", "num_processes", "microbatch_size"),
+        "called with the driver as its dataset",
+    ),
+    Pinned(f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout", "torch_call", ("examples",), "overridden: columns"),
+    Pinned(f"{_ASYNC}.packing", "_flash_attn", (), "replaced on a CPU"),
+    Pinned(f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker", "_loop_kwargs", None, "read: the first prompt"),
+    Pinned(f"{_ASYNC}.async_rollout_worker", "_AsyncRolloutLoop", None, "its way to score a group, for our worker"),
+    Pinned(
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop",
+        "_score_group",
+        ("group",),
+        "called: rewards and advantages of our worker's groups are TRL's own",
+    ),
+    Pinned(
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop", "_env_reward_types", None, "given to that: no environments"
+    ),
+    Pinned(
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop", "_provides_rollout_reward", None, "given to that: False"
+    ),
+    Pinned(
+        "trl.trainer.utils",
+        "_ChunkedLogProbFunction",
+        None,
+        "replaced while the loss of `otr` is computed: the fused head gives its loss instead of log-probs",
+    ),
+    Pinned("trl.trainer.utils", "_use_triton", ("device",), "replaced with it: the head hands over targets alone"),
+    Pinned(
+        _SFT, "get_batch_samples", ("epoch_iterator", "num_batches", "device"), "overridden: counts sequences for `otr`"
+    ),
+    Pinned(_SFT, "_metrics", None, "extended: what `otr` logs"),
+    Pinned(_SFT, "compute_loss", ("model", "inputs"), "overridden: the head is replaced in it"),
     Pinned(
         "transformers.generation.utils:GenerationMixin",
         "_supports_default_dynamic_cache",
@@ -111,13 +153,14 @@ def check_trl_version() -> None:
         )
 
 
-def moved_symbols(trainer_class: type | None = None) -> list[str]:
+def moved_symbols(trainer_class: type | None = None, owner: str = _TRAINER) -> list[str]:
     """What of the pinned names is gone or takes other parameters; empty if this host is as expected.
 
     Args:
         trainer_class: the trainer that is extended; None: TRL's own, and everything else that is used.
+        owner: the trainer of TRL that it is, as `Pinned.owner`.
     """
-    names = [p for p in PINNED if trainer_class is None or p.owner == _TRAINER]
+    names = [p for p in PINNED if trainer_class is None or p.owner == owner]
     return [text for p in names if (text := p.moved(trainer_class))]
 
 

@@ -75,16 +75,25 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
-        check_max_unrewarded_batches(self.max_unrewarded_batches, "max_unrewarded_batches")
-        self.methods = registry.parse_methods(self.methods)
-        self.method_params = registry.parse_method_params(self.method_params)
-        registry.select(self.methods, self.method_params)  # fail before anything expensive happens
+        read_methods(self)
         super().__post_init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "methods" and value:
             refuse_stock_trainers()
         super().__setattr__(name, value)
+
+
+def read_methods(config: Any) -> None:
+    """The words `methods`, `method_params` and `max_unrewarded_batches` of a config, as they are used from then on.
+
+    Raises:
+        ConfigError: see `GRPOConfig`; before anything expensive happens.
+    """
+    check_max_unrewarded_batches(config.max_unrewarded_batches, "max_unrewarded_batches")
+    config.methods = registry.parse_methods(config.methods)
+    config.method_params = registry.parse_method_params(config.method_params)
+    registry.select(config.methods, config.method_params)
 
 
 class RefuseStockTrainer(TrainerCallback):

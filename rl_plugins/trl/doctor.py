@@ -88,13 +88,9 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
 
 def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings) -> facts.KnownRun:
     """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
-    planned = type(
-        "GRPOConfig",
-        (GRPOConfig,),
-        {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
-    )
+    planned = planned_config(processes)
     try:
-        script_args, args, model_args, dataset_args = script.parse(argv, planned)
+        script_args, args, model_args, dataset_args = script.parse(argv, config=planned)
     except ValueError as e:
         if "bf16" not in str(e):
             raise
@@ -103,7 +99,7 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: b
             found.notes.append(text)
         else:
             found.problems.append(f"{text} Or give --world-size of another.")
-        script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], planned)
+        script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], config=planned)
     missing = _missing_packages(args, model_args, deepspeed)
     if elsewhere:
         found.notes.extend(missing)
@@ -121,6 +117,15 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: b
     names += tuple(_OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
     model = model_args.model_name_or_path or "the model"
     return facts.KnownRun(args, dataset, size, names, model=model, template=has_template(model))
+
+
+def planned_config(processes: int) -> type[GRPOConfig]:
+    """A config that believes in `processes` processes, without joining a process group or touching a device here."""
+    return type(
+        "GRPOConfig",
+        (GRPOConfig,),
+        {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
+    )
 
 
 _OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it

@@ -64,10 +64,13 @@ TRAINERS = (
         "GRPOTrainer with `scale_rewards='none'` times G/(G-1)",
         unchanged=True,
     ),
-    _no(
-        "experimental.async_grpo.async_grpo_trainer",
+    TrlTrainer(
+        "trl.experimental.async_grpo.async_grpo_trainer",
         "AsyncGRPOTrainer",
-        "a process of its own generates, scores and queues rows one by one; no place sees a whole batch to decide on",
+        "in `rl_plugins.trl.asynchronous`: all but those that decide what is generated",
+        "it has a mixin of its own, `rl_plugins.trl.asynchronous.AsyncMethodsMixin`, which decides on groups as they "
+        "leave the queue",
+        unchanged=True,
     ),
     _no(
         "experimental.a2po.a2po_trainer",

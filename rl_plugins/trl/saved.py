@@ -6,16 +6,21 @@ import json
 import logging
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rl_plugins.errors import StateError
+from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.state import FOLDER
 
 logger = logging.getLogger("rl_plugins")
+
+COUNTED = "rl_plugins_costs"  # name of the costs that a run without methods notes in TRL's own state
 
 _NUMBERED = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
@@ -101,6 +106,33 @@ def is_marked(state: Any) -> bool:
     note it carries on is of another step."""
     note = state.stateful_callbacks.get(FOLDER)
     return isinstance(note, dict) and note.get("attributes") == {"step": state.global_step}
+
+
+def note_costs(state: Any, costs: Costs) -> None:
+    """Notes in TRL's own state, which it saves, what a run without methods has cost at this step."""
+    attributes = {"step": state.global_step, NOTE: costs.plain()}
+    state.stateful_callbacks[COUNTED] = {"args": {}, "attributes": attributes}
+
+
+def noted_costs(state: Any) -> Mapping[str, Any] | None:
+    """What `note_costs` noted at the step of this state; None if the run did not count then."""
+    note = state.stateful_callbacks.get(COUNTED)
+    found = note.get("attributes") if isinstance(note, dict) else None
+    return found if isinstance(found, dict) and found.get("step") == state.global_step else None
+
+
+class CostsCallback(TrainerCallback):
+    """A run without methods that counts its costs: the totals go on from the checkpoint it resumes from."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:
+            noted = noted_costs(state)
+            if noted is None:
+                logger.warning("The checkpoint of step %d has no costs, so they count from 0.", state.global_step)
+            self.trainer.costs = Costs.of_checkpoint(noted)
 
 
 def skip_passes(loader: Any, passes: int, finished: bool) -> None:

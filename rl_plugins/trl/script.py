@@ -1,11 +1,13 @@
-"""`rl-plugins trl grpo`: TRL's own GRPO script with our config and trainer, launched by accelerate as `trl grpo` is.
+"""`rl-plugins trl grpo` and `trl sft`: TRL's own scripts with our configs and trainers, launched by accelerate.
 
-The same script runs under any other launcher: `accelerate launch -m rl_plugins.trl.script --config run.yaml`.
+The same scripts run under any other launcher: `accelerate launch -m rl_plugins.trl.script --config run.yaml` (GRPO),
+and `-m rl_plugins.trl.sft` (SFT).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import subprocess
@@ -17,16 +19,37 @@ from typing import Any
 
 import torch
 import trl
-from trl.scripts import grpo
 
 from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean, shortened, shown
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.trainer import GRPOTrainer
 
-MODULE = "rl_plugins.trl.script"
+
+@dataclass(frozen=True)
+class Script:
+    """One of TRL's scripts, as we run it.
+
+    Args:
+        name: of the subcommand, and of the module in `trl.scripts`.
+        module: of ours that a launcher starts.
+        config, arguments: "module:class" of the config of training, and of TRL's arguments of the script.
+    """
+
+    name: str
+    module: str
+    config: str
+    arguments: str
+
+    def run(self, *parsed: Any) -> None:
+        importlib.import_module(f"trl.scripts.{self.name}").main(*parsed)
+
+
+GRPO = Script(
+    "grpo", "rl_plugins.trl.script", "rl_plugins.trl.config:GRPOConfig", "trl.scripts.grpo:GRPOScriptArguments"
+)
+SFT = Script("sft", "rl_plugins.trl.sft", "rl_plugins.trl.sft:SFTConfig", "trl:ScriptArguments")
 # What other tools and scripts call an option of `trl grpo`.
 _CALLED = {
     "model": "model_name_or_path",
@@ -65,17 +88,18 @@ class Arguments:
 
 
 class Parser(trl.TrlParser):
-    """TRL's parser of `trl grpo`, with our config."""
+    """TRL's parser of a script, with our config or another one."""
 
-    def __init__(self, config: type = GRPOConfig) -> None:
-        types = (grpo.GRPOScriptArguments, config, trl.ModelConfig, trl.DatasetMixtureConfig)
-        super().__init__(types, prog="rl-plugins trl grpo")
+    def __init__(self, script: Script = GRPO, config: type | None = None) -> None:
+        self.script = script
+        types = (_class(script.arguments), config or _class(script.config), trl.ModelConfig, trl.DatasetMixtureConfig)
+        super().__init__(types, prog=f"rl-plugins trl {script.name}")
 
     def error(self, message: str) -> None:
-        _refuse(message)
+        _refuse(message, self.script)
 
 
-def sort_arguments(argv: Sequence[str]) -> Arguments:
+def sort_arguments(argv: Sequence[str], script: Script = GRPO) -> Arguments:
     """Tells the arguments of the script from those of `accelerate launch`, without building a config (which would
     check batch sizes against the one process that runs here).
 
@@ -85,7 +109,7 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
         ConfigError: an argument or a key of the config file that neither knows, or a value that cannot be read.
     """
     argv = [part for a in argv for part in (a.split("=", 1) if a.startswith("--config=") else [a])]
-    parser = Parser()
+    parser = Parser(script)
     of_file = parser.set_defaults_with_config(**_config_file(argv))
     at = argv.index("--config") if "--config" in argv else len(argv)
     namespace, rest = parser.parse_known_args([*argv[:at], *argv[at + 2 :]])
@@ -96,26 +120,26 @@ def sort_arguments(argv: Sequence[str]) -> Arguments:
     for argument in [*rest, *of_file]:
         name = argument.split("=", 1)[0]
         if argument.startswith("-") and name not in launch:
-            _unknown(name, known, in_file=argument in of_file)
+            _unknown(name, known, argument in of_file, script)
     if rest and not rest[0].startswith("-"):
         raise ConfigError(f"The argument {shown(rest[0])} belongs to no option. Write `--option value`.")
     return Arguments(
         script=_without(argv, rest),
         launch=rest,
         launch_of_file=_launch_arguments(of_file, launch),
-        methods=namespace.methods,
-        method_params=namespace.method_params,
+        methods=getattr(namespace, "methods", None),
+        method_params=getattr(namespace, "method_params", None),
     )
 
 
-def parse(argv: Sequence[str], config: type = GRPOConfig) -> tuple[Any, Any, Any, Any]:
-    """Arguments of the script, of training (a `config`), of the model and of the dataset."""
-    parsed = Parser(config).parse_args_and_config(list(argv), fail_with_unknown_args=False)
+def parse(argv: Sequence[str], config: type | None = None, script: Script = GRPO) -> tuple[Any, Any, Any, Any]:
+    """Arguments of the script, of training (a `config`, or that of the script), of the model and of the dataset."""
+    parsed = Parser(script, config).parse_args_and_config(list(argv), fail_with_unknown_args=False)
     script_args, training_args, model_args, dataset_args = parsed
     return script_args, training_args, model_args, dataset_args
 
 
-def launch(argv: Sequence[str]) -> int:
+def launch(argv: Sequence[str], script: Script = GRPO) -> int:
     """Starts the script in as many processes as `accelerate launch` makes of the arguments and its config.
 
     Returns:
@@ -127,10 +151,10 @@ def launch(argv: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    arguments = sort_arguments(argv)
+    arguments = sort_arguments(argv, script)
     build_stack(arguments.methods, arguments.method_params)
     try:
-        launch_command(_launch_namespace(arguments))
+        launch_command(_launch_namespace(arguments, script))
     except subprocess.CalledProcessError as e:
         return _status(e.returncode)
     except ChildFailedError as e:
@@ -139,21 +163,33 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Trains in this process, one of those a launcher has started.
+    """Trains with GRPO in this process, one of those a launcher has started.
+
+    Raises:
+        ConfigError: see `run_script`.
+    """
+    run_script(GRPO, argv, lambda args: {"GRPOTrainer": GRPOTrainer} if args.methods or args.count_costs else {})
+
+
+def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any], dict[str, type]]) -> None:
+    """Runs one of TRL's scripts in this process.
+
+    Args:
+        ours: the parsed config -> name in `trl` -> our trainer that stands there while the script runs.
 
     Raises:
         ConfigError: an argument that nobody knows, or one of `accelerate launch` (which comes before the `-m`).
     """
-    arguments = sort_arguments(argv)
+    arguments = sort_arguments(argv, script)
     if arguments.launch:
         raise ConfigError(
             f"`{' '.join(arguments.launch)}` is for `accelerate launch`, which comes first: accelerate launch "
-            f"{' '.join(arguments.launch)} -m {MODULE} ..."
+            f"{' '.join(arguments.launch)} -m {script.module} ..."
         )
-    parsed = parse(arguments.script)
-    ours = parsed[1].methods or parsed[1].count_costs
-    with changed(trl, GRPOTrainer=GRPOTrainer) if ours else contextlib.nullcontext():
-        grpo.main(*parsed)
+    parsed = parse(arguments.script, script=script)
+    trainers = ours(parsed[1])
+    with changed(trl, **trainers) if trainers else contextlib.nullcontext():
+        script.run(*parsed)
     if torch.distributed.is_initialized():  # without this gloo sometimes aborts a process that is done ("terminate ..")
         torch.distributed.destroy_process_group()
 
@@ -183,7 +219,7 @@ def planned_launch(arguments: Arguments) -> Launch:
     log = logging.getLogger(accelerate_launch.__name__)  # it lists every default it takes
     with changed(accelerate_launch, **launchers), changed(log, disabled=True):
         try:
-            accelerate_launch.launch_command(_launch_namespace(arguments))
+            accelerate_launch.launch_command(_launch_namespace(arguments, GRPO))
         except (ValueError, OSError) as e:
             raise ConfigError(f"`accelerate launch` refuses its options: {shown(str(e))}") from None
     ((name, options),) = called
@@ -228,17 +264,23 @@ def _launch_arguments(of_file: Sequence[str], options: dict[str, bool]) -> list[
     return out
 
 
-def _launch_namespace(arguments: Arguments) -> Any:
+def _class(path: str) -> type:
+    module, _, name = path.partition(":")
+    found: type = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _launch_namespace(arguments: Arguments, script: Script) -> Any:
     from accelerate.commands.launch import launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
     parser = launch_command_parser()
-    parser.error = _refuse
+    parser.error = lambda message: _refuse(message, script)
     try:
         options = resolve_accelerate_config_argument(arguments.launch_of_file + arguments.launch)
     except ValueError as e:
         raise ConfigError(str(e)) from None
-    return parser.parse_args([*options, "--module", MODULE, *arguments.script])
+    return parser.parse_args([*options, "--module", script.module, *arguments.script])
 
 
 def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
@@ -252,29 +294,33 @@ def _without(argv: Sequence[str], rest: Sequence[str]) -> list[str]:
     return out
 
 
-def _unknown(name: str, known: set[str], in_file: bool) -> None:
+def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> None:
     name = shortened(name, 80)
     bare = name.lstrip("-")
     what = f"The config file has the key `{bare}`" if in_file else f"The command line has the option `{name}`"
     meant = _CALLED.get(bare.replace("-", "_"))
-    hint = f" Did you mean `{meant}`?" if meant else did_you_mean(bare, known)
-    if not in_file and not name.startswith("--"):
+    hint = f" Did you mean `{meant}`?" if meant in known else did_you_mean(bare, known)
+    if bare in ("methods", "method_params", "method-params"):
+        hint = " Methods act on rollouts; `rl-plugins trl grpo` takes them."
+    elif not in_file and not name.startswith("--"):
         hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
     raise ConfigError(
-        f"{what}, which neither `trl grpo` nor `accelerate launch` knows.{hint} `rl-plugins trl grpo --help` lists the "
-        f"options of a run, `accelerate launch --help` those of the launcher."
+        f"{what}, which neither `trl {script.name}` nor `accelerate launch` knows.{hint} `rl-plugins trl {script.name} "
+        f"--help` lists the options of a run, `accelerate launch --help` those of the launcher."
     )
 
 
-def _refuse(message: str) -> None:
-    raise ConfigError(f"The arguments cannot be read: {shortened(message, 300)}. See `rl-plugins trl grpo --help`.")
+def _refuse(message: str, script: Script) -> None:
+    raise ConfigError(
+        f"The arguments cannot be read: {shortened(message, 300)}. See `rl-plugins trl {script.name} --help`."
+    )
 
 
 def _status(code: int) -> int:
     return code if code > 0 else 1  # a signal that ended a process is negative
 
 
-def main() -> None:
+def main_of(run: Callable[[Sequence[str]], None]) -> None:
     """One process of a run: an error of rl-plugins is one paragraph and status 2, any other keeps its traceback."""
     try:
         run(sys.argv[1:])
@@ -282,6 +328,11 @@ def main() -> None:
         rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"rl-plugins{rank}: {e}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def main() -> None:
+    """The script of `rl-plugins trl grpo`."""
+    main_of(run)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.seconds import SECONDS
-from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, MethodStack, build_stack
+from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.trl import costs, facts, hosts, logs, loss
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
@@ -29,12 +29,11 @@ from rl_plugins.trl.generation import GenerationBatch
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
 from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.ranks import on_driver
-from rl_plugins.trl.saved import resume_from
+from rl_plugins.trl.saved import CostsCallback, note_costs
+from rl_plugins.trl.stateful import StatefulMixin
 
-_Host: Any = object  # for the type checker: whatever trainer the mixin is put before
 
-
-class MethodsMixin(_Host):
+class MethodsMixin(StatefulMixin):
     """Adds methods to a trainer of TRL that is a GRPOTrainer: `class Mine(MethodsMixin, TheirTrainer)`.
 
     With `methods: []` every override only calls `super()`, whatever trainer of TRL it stands before.
@@ -49,7 +48,6 @@ class MethodsMixin(_Host):
             effect or not be exact, and for trainers that serve no methods.
     """
 
-    methods = MethodStack([])
     loss_like: ClassVar[str | None] = None
     train_dataset: Any
     _generation_batch: GenerationBatch | None = None
@@ -77,6 +75,8 @@ class MethodsMixin(_Host):
                     f"The config names methods, and the constructor of {type(self).__name__} did not hand it to "
                     f"that of trl.GRPOTrainer, so nothing of it could be checked. Pass it on as `args`."
                 )
+            if self._counts_costs:
+                self.add_callback(CostsCallback(self))
             return
         self.add_callback(self._methods_callback)
         if self.aux_loss_enabled and facts.droppers(self.methods):
@@ -159,26 +159,10 @@ class MethodsMixin(_Host):
                 f"processed_logprobs."
             )
 
-    # ---- save, resume
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self.methods:
-            ranks = self.accelerator.num_processes
-            found = on_driver(
-                self.accelerator, lambda: resume_from(self.args.output_dir, resume_from_checkpoint, ranks)
-            )
-            self._methods_callback.resume_from = found
-            resume_from_checkpoint = found or resume_from_checkpoint
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if not self.methods or not self._methods_callback.is_checkpoint(output_dir):
-            super().save_model(output_dir, *args, **kwargs)
-            return
-        assert output_dir is not None
-        self._methods_callback.save_begins(output_dir)
-        super().save_model(output_dir, *args, **kwargs)
-        self._methods_callback.write_state(output_dir)
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        if self._counts_costs and not self.methods:
+            note_costs(self.state, self.costs)
+        super().save_model(*args, **kwargs)
 
     # ---- prompts
 
@@ -268,12 +252,6 @@ class MethodsMixin(_Host):
             return batch.decide_in_host(advantages)
 
     # ---- one optimizer step
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = super().training_step(*args, **kwargs)
-        if self.methods:
-            self._methods_callback.check_gradient()
-        return result
 
     def compute_loss(self, model: Any, inputs: HostBatch, *args: Any, **kwargs: Any) -> Any:
         host = super().compute_loss

@@ -149,7 +149,21 @@ CHANGES: tuple[Change, ...] = (
         "cpu/names.py, cpu/platform.py",
     ),
     Change(
-        "`initialize_global_process_group_ray`: asks for gloo once",
+        "`verl.trainer.sft_trainer.SFTTrainer`: ours, in the processes of one command",
+        "`run_sft` takes its trainer from there",
+        "`python -m rl_plugins.verl.otr`",
+        "none",
+        "otr.main",
+    ),
+    Change(
+        "`TrainingWorker` of that trainer: the loss, and `train_batch`, which marks the batch first",
+        "two flags make the engine hand its logits to the loss",
+        "`python -m rl_plugins.verl.otr`",
+        "none",
+        "otr.OtrSFTTrainer",
+    ),
+    Change(
+        "`initialize_global_process_group_ray`, and that of the SFT trainer without `_ray`: they ask for gloo once",
         "torch refuses to have it twice",
         CPU,
         "V13",

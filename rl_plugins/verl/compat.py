@@ -23,6 +23,7 @@ ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"
 _V1, _LOOP = "verl.trainer.ppo.v1", "verl.experimental.agent_loop.agent_loop"
 _TRAINER, _WORKER = f"{_V1}.trainer_base:PPOTrainer", f"{_V1}.agent_loop_tq:AgentLoopWorkerTQ"
 _BATCH = ("batch", "metrics")
+_FSDP = "verl.workers.engine.fsdp.transformer_impl"
 
 PINNED: tuple[Pinned, ...] = (
     Pinned(_TRAINER, "fit", ("agent_loop_manager",), "workers confirm the methods and get the loss"),
@@ -80,6 +81,9 @@ PINNED: tuple[Pinned, ...] = (
     Pinned("verl.workers.rollout.base", "_ROLLOUT_REGISTRY", None, "hf_cpu: nothing public registers an adapter"),
     Pinned("verl.workers.rollout.replica:RolloutReplica", "_server_handle", None, "hf_cpu: what a replica must set"),
     Pinned("verl.workers.rollout.replica:RolloutReplica", "_server_address", None, "hf_cpu: what a replica must set"),
+    Pinned("verl.trainer.sft_trainer:SFTTrainer", "training_client", None, "`otr`: gets the loss and marks batches"),
+    Pinned(_FSDP, "distillation_use_topk", None, "`otr`: a flag on the batch; the engine hands its logits to the loss"),
+    Pinned(_FSDP, "distillation_only", None, "`otr`: likewise; log-probs are not computed"),
     Pinned("transformers.configuration_utils", "_attn_implementation", None, "V14: what the critic is told to use"),
 )
 

@@ -111,6 +111,7 @@ class Known:
             total_batches=batches,
             max_completion_length=self.read("data.max_response_length"),
             rows_per_update=self.read.rows_per_update,
+            buffered=self.read.mode != "sync",
         )
 
     def plan(self, stack: MethodStack, proposal: Sequence[int]) -> Plan:

@@ -1,13 +1,17 @@
-"""Which checkpoint verl would resume from."""
+"""Which checkpoint verl would resume from, and what a run without methods leaves in one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_plugins.errors import StateError, shown
+from rl_plugins.runtime.costs import NOTE, Costs
+from rl_plugins.runtime.state import load_state, save_state
 
 TRACKER = "latest_checkpointed_iteration.txt"  # verl's last act of a save
+COUNTED = "rl_plugins_costs"  # folder in a checkpoint, with the costs that a run without methods counted
 
 
 def check_tracker(config: Any) -> None:
@@ -41,3 +45,18 @@ def check_tracker(config: Any) -> None:
         f"{tracker} {problem}. {there} Write the step to resume from into the file, or start anew with "
         f"trainer.resume_mode=disable. Nothing was trained or overwritten."
     )
+
+
+def save_costs(checkpoint: str, costs: Costs) -> None:
+    """Writes what a run without methods has cost into a checkpoint folder. It is no state of methods, which has a
+    folder of its own."""
+    save_state(Path(checkpoint) / COUNTED, {NOTE: costs.plain()})
+
+
+def saved_costs(checkpoint: str) -> Mapping[str, Any] | None:
+    """What `save_costs` wrote; None if the run did not count.
+
+    Raises:
+        StateError: it is damaged.
+    """
+    return load_state(Path(checkpoint) / COUNTED)

@@ -51,6 +51,7 @@ from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
+from rl_plugins.verl.saved import save_costs, saved_costs
 
 SUM_PI_SQUARED = "calculate_sum_pi_squared"  # of verl's engine
 POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short batch
@@ -106,6 +107,8 @@ class MethodsTrainer(host.Trainer):
             self.methods.start(replace(self.known().run(), fingerprint=self._fingerprint, chat=chat))
             if self.global_steps:
                 self._load_state()
+        elif self._counts_costs and self.global_steps:
+            self.costs = Costs.of_checkpoint(saved_costs(self._resumed_from))
         super().on_init_end()
 
     def known(self) -> Known:
@@ -144,20 +147,30 @@ class MethodsTrainer(host.Trainer):
 
     # ---- state
 
-    def _load_state(self) -> None:
+    @property
+    def _checkpoint(self) -> str:
+        """Folder of the checkpoint of this step."""
+        return os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
+
+    @property
+    def _resumed_from(self) -> str:
         trainer = self.config.trainer
-        folder = os.path.join(trainer.default_local_dir, f"global_step_{self.global_steps}")
-        folder = trainer.resume_from_path if trainer.resume_mode == "resume_path" else folder
-        batch = self.global_steps * self.parameter_sync_step
-        saved = resume(self.methods, folder, fingerprint=self._fingerprint, step=self.global_steps, batch=batch)
-        self.costs = Costs.of_checkpoint(saved)
+        return str(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint
+
+    def _load_state(self) -> None:
+        folder, step = self._resumed_from, self.global_steps
+        batch = step * self.parameter_sync_step
+        saved = resume(self.methods, folder, fingerprint=self._fingerprint, step=step, batch=batch)
+        self.costs = Costs.of_checkpoint(saved or saved_costs(folder))
 
     def _save_checkpoint(self) -> None:
-        if self.methods:  # first: verl's last act is the tracker file that makes the checkpoint findable
-            folder = os.path.join(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}")
-            os.makedirs(folder, exist_ok=True)
+        # first: verl's last act is the tracker file that makes the checkpoint findable
+        if self.methods:
+            os.makedirs(self._checkpoint, exist_ok=True)
             state = self.methods.state_dict(self._fingerprint)
-            save_run(folder, state, self.global_steps, **{NOTE: self._counted().plain()})
+            save_run(self._checkpoint, state, self.global_steps, **{NOTE: self._counted().plain()})
+        elif self._counts_costs:
+            save_costs(self._checkpoint, self._counted())
         super()._save_checkpoint()
 
     # ---- what is generated

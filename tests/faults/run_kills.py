@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hos
 import torch
 from damage import plain
 from harness import make, policy, weights
+from swarm_packages import fill
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -41,6 +42,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "vade, mc_grpo": (["vade", "mc_grpo"], {"save_steps": 2}),
     "grpo_roc": (["grpo_roc"], {}),
     "v0_5": (["v0_5"], {}),
+    "swarm_sapo": (["swarm_sapo"], {}),
     "april": (["april"], {"method_params": {"april": {"over_sampling": 1.5}}, "max_completion_length": 12}),
     "vade, two iterations": (
         ["vade"],
@@ -52,6 +54,10 @@ TIMES = ("time", "runtime", "_seconds", "_per_second")  # what is logged of them
 
 def trainer(folder: Path, name: str, callbacks: Any = None) -> Any:
     methods, options = RUNS[name]
+    if name == "swarm_sapo":
+        if not (folder / "swarm").exists():
+            fill(folder, 40)
+        options = {"method_params": {"swarm_sapo": {"exchange": str(folder / "swarm"), "node": "me"}}}
     settings = dict(
         max_steps=STEPS,
         save_strategy="steps",

@@ -27,6 +27,7 @@ TRL_VERSION = "1.16.0"
 CONTROLS = {
     "test_everything_kept_is_the_default",
     "test_the_default_changes_nothing",
+    "test_the_name_of_a_cuda_device_is_still_asked_for",
 }  # what the patches' tests show to be unchanged
 STAND_INS = {"trl_conftest.py": "conftest.py", "trl_testing_utils.py": "testing_utils.py"}
 LOSS_TYPES = ["grpo", "sapo", "dr_grpo", "luspo", "dapo"]
@@ -75,8 +76,8 @@ def stock(patched_trl: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run(tree)
 
 
-def test_there_are_five_patches() -> None:
-    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11"]
+def test_the_patches_are_those_of_the_page() -> None:
+    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11", "T12", "T13"]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=mails.number)

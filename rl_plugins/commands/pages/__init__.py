@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.commands.guides import with_code
-from rl_plugins.commands.pages import choose, methods, source
+from rl_plugins.commands.pages import choose, losses, methods, source
 from rl_plugins.commands.reference import reference_page
 from rl_plugins.errors import ConfigError
 
@@ -15,6 +15,7 @@ from rl_plugins.errors import ConfigError
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.page(),
     "docs/choose.md": lambda _: choose.page(),
+    "docs/supervised.md": losses.with_cards,
     "docs/architecture.md": source.with_map,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl.md": partial(source.with_changes, "verl"),

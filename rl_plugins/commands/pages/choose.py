@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rl_plugins.commands.catalog import FIDELITY, Card, answering, cards, plugins
 from rl_plugins.commands.pages.methods import bullets, measured, slug
@@ -19,8 +19,8 @@ questions, from a sentence, or from the logs of a run; `rl-plugins info NAME` ha
 
 In a group the methods made for the problem come first, then those for which it is a side effect. Within each, methods
 that we measured to be better come first, those that were worse in a measurement of ours last, then fidelity decides.
-"Better", "worse" and "not told apart" are of the method against its comparison at the 95 % interval, on the small
-policies and simulations of [docs/evidence.md](evidence.md), and only of what is named.
+"Better", "worse" and "not told apart" are of the method against its comparison, at the 95 % interval where one is
+given, on the small policies and simulations of [docs/evidence.md](evidence.md), and only of what is named.
 """
 
 
@@ -33,7 +33,7 @@ def page() -> str:
     text.append(_fidelity())
     text.append("## Combinations that make sense\n\n" + _together(found))
     classes = [card.found for card in sorted(found, key=lambda card: card.name)]
-    excluding = conflicts([cls for cls in classes if not isinstance(cls, Bundle)])
+    excluding = conflicts(tuple(cls for cls in classes if not isinstance(cls, Bundle)))
     text.append("## Combinations that exclude each other\n\n" + _apart(excluding))
     return "\n\n".join(text) + "\n"
 
@@ -69,7 +69,7 @@ def _together(found: list[Card]) -> str:
     return bullets(pairs.values()) if pairs else "None is known."
 
 
-def _apart(found: list[Conflict]) -> str:
+def _apart(found: Sequence[Conflict]) -> str:
     intro = (
         "Computed: every pair of methods was built and checked as a run checks it, with the parameters that must be "
         "given and defaults for the others. Every other pair can run together in a run that has what both need. A "
@@ -78,7 +78,7 @@ def _apart(found: list[Conflict]) -> str:
     return intro + "\n\n".join(_conflicts(found))
 
 
-def _conflicts(found: list[Conflict]) -> Iterator[str]:
+def _conflicts(found: Sequence[Conflict]) -> Iterator[str]:
     for reason in dict.fromkeys(c.reason for c in found):
         groups = [c for c in found if c.reason == reason]
         if not groups[0].second:
@@ -108,7 +108,11 @@ def readme(text: str) -> str:
     lines = []
     for key, problem in PROBLEMS.items():
         names = [card.name for card in answering(key, found)]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        lines.append(f"[{problem.title}](docs/choose.md#{slug(problem.title)}): {_names(tuple(names[:3]))}{more}")
+        for some in (3, 2):  # a line has at most 120 columns
+            more = f" and {len(names) - some} more" if len(names) > some else ""
+            line = f"[{problem.title}](docs/choose.md#{slug(problem.title)}): {_names(tuple(names[:some]))}{more}"
+            if len(line) <= 118:
+                break
+        lines.append(line)
     before, after = text.split(README_START)[0], text.split(README_END)[1]
     return f"{before}{README_START}\n\n{bullets(lines)}\n\n{README_END}{after}"

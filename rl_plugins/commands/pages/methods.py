@@ -10,7 +10,7 @@ from itertools import groupby
 from rl_plugins.commands.catalog import FIDELITY, card_of, entries, needs_of, plugins, preset_text
 from rl_plugins.commands.info import meaning, options_text
 from rl_plugins.method import Bundle, Measured, Method
-from rl_plugins.params import describe_params
+from rl_plugins.params import MethodParams, describe_params
 from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
 
@@ -79,10 +79,16 @@ def _details(cls: type[Method]) -> Iterable[str]:
         yield "**Needs:** " + "; ".join(needed) + "."
     if options := options_text(cls.host_options):
         yield "**Host options it sets:**\n\n" + bullets(options)
-    if rows := [_row(r) for r in describe_params(cls.Params)]:
-        yield table(["parameter", "default", "type", "range", "meaning"], rows)
+    if describe_params(cls.Params):
+        yield parameter_table(cls.Params)
     if cls.disagreements:
         yield "**Where paper and code differ:**\n\n" + bullets(cls.disagreements)
+
+
+def parameter_table(params: type[MethodParams]) -> str:
+    """Name, default, type, range and meaning of every parameter."""
+    rows = [_row(r) for r in describe_params(params)]
+    return table(["parameter", "default", "type", "range", "meaning"], rows)
 
 
 def _row(r: Mapping[str, str]) -> list[str]:
@@ -94,8 +100,13 @@ def _row(r: Mapping[str, str]) -> list[str]:
 
 def description(cls: type[Method]) -> str:
     """The docstring of a method as Markdown, formulas as blocks of code; what it raises is left to `info`."""
+    return with_formulas(inspect.cleandoc(cls.__doc__ or ""))
+
+
+def with_formulas(text: str) -> str:
+    """A description as Markdown, formulas as blocks of code."""
     out: list[tuple[bool, str]] = []  # whether it is code
-    for block in inspect.cleandoc(cls.__doc__ or "").split("\n\n"):
+    for block in text.split("\n\n"):
         if block.startswith("Raises:"):
             continue
         for code, lines in groupby(block.splitlines(), key=lambda line: line.startswith("    ")):

@@ -80,10 +80,10 @@ LAYERS = {
         "method params rollouts requests entries groups losses estimators problems errors renamed"
     ),
     "For methods: turns, judges, memory of prompts": "agents services evidence thompson priors environments turns",
-    "One paper each": "methods",
+    "One paper each": "methods supervised",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
-    "Tools": "testing simulation compare demo commands cli",
+    "Tools": "testing simulation fusion compare demo commands cli",
 }
 
 

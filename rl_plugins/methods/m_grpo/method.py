@@ -86,7 +86,7 @@ class MGrpo(Method):
         ),
         Measured(
             "queries done, simulated, aligned to 4",
-            "not told apart",
+            "worse",
             "57.5 ± 3.5 % against 63.2 ± 2.2 (not aligned)",
             "ui_s1-m_grpo-3-seeds",
         ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from typing import Any
 
 from rl_plugins.verl.imports import after_import
@@ -36,7 +37,13 @@ def one_backend(module: Any) -> None:
     def initialize_global_process_group_ray(timeout_second: Any = None, backend: Any = None) -> Any:
         return original(timeout_second=timeout_second, backend=backend or "cpu:gloo")
 
+    def initialize_global_process_group(timeout_second: Any = 36000) -> tuple[int, ...]:
+        """That of the SFT trainer, which gives no way to name a backend."""
+        initialize_global_process_group_ray(timeout_second)
+        return tuple(int(os.environ[name]) for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"))
+
     module.initialize_global_process_group_ray = initialize_global_process_group_ray
+    module.initialize_global_process_group = initialize_global_process_group
 
 
 def unpinned_offload(module: Any) -> None:

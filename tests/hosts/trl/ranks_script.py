@@ -2,8 +2,9 @@
 
 MODE shards the training through accelerate: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
 options], ..]. Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and
-trains once more from that checkpoint; "rows" is the size of the dataset; "evaluate" evaluates every so many steps. The
-main rank writes {name: {weights, decisions, logs, resumed, ..}}.
+trains once more from that checkpoint; "rows" is the size of the dataset; "evaluate" evaluates every so many steps;
+"swarm" puts so many packages of another node into an exchange. The main rank writes {name: {weights, decisions, logs,
+resumed, ..}}.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import probes
 import torch
 from harness import WORLD, history, make, policy, stub_sampling, weights
+from swarm_packages import fill
 from torch.distributed.tensor import DTensor
 
 from rl_plugins.demo.tasks import build_dataset
@@ -64,8 +66,13 @@ LOGGED = (
     "softmax/groups",
     "rl_plugins/staleness_mean",
     "minpro/weight_mean",
+    "ppo_million/kl",
+    "ppo_million/lr_scale",
     "clip_ratio/region_mean",
     "talk/talked",
+    "epo/covered",
+    "epo/within",
+    "epo/penalty",
     "learning_rate",
     "eval_reward",
     "eval_completions/mean_length",
@@ -90,7 +97,11 @@ def kind(trainer):
 
 def run(folder, name, methods, options):
     options = {"output_dir": str(folder / f"out-{name}"), **options}
-    real, resume, evaluate, rows = (options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows"))
+    real, resume, evaluate, rows, swarm = (options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows", "swarm"))
+    if swarm:
+        if os.environ.get("RANK", "0") == "0":
+            fill(folder / name, swarm)
+        options["method_params"] = {"swarm_sapo": {"exchange": str(folder / name / "swarm"), "node": "me"}}
     if rows:
         options["dataset"] = build_dataset(rows, seed=1)
     if resume:

@@ -118,6 +118,27 @@ def test_evaluation_is_not_counted(tmp_path):
     assert last(old)["rows_made"] == 32 == last(again)["rows_made"] - 32
 
 
+def test_a_counted_run_without_methods_goes_on_from_its_checkpoint(tmp_path, caplog):
+    """As itself, and with methods. A checkpoint of a run that did not count has no totals, not even older ones."""
+    options: dict[str, Any] = dict(per_device_train_batch_size=16, save_strategy="steps", save_steps=1)
+    trainer = make(tmp_path, [], count_costs=True, **options)
+    trainer.train()
+    before = last(trainer)
+    assert before["rows_made"] == 32
+    first, second = (str(tmp_path / "out" / f"checkpoint-{n}") for n in (1, 2))
+    again = make(tmp_path, [], count_costs=True, **options)
+    again.train(resume_from_checkpoint=first)
+    assert all(last(again)[name] == before[name] for name in NAMES if name != "engine_seconds")
+    methods = make(tmp_path, ["mc_grpo"], **options)
+    methods.train(resume_from_checkpoint=first)
+    assert last(methods)["rows_made"] == 16 + 18 and last(methods)["rows_trained_total"] == 32  # 2 leave as pivots
+    make(tmp_path, [], **options).train(resume_from_checkpoint=first)  # writes checkpoint-2, and counts nothing
+    later = make(tmp_path, [], count_costs=True, max_steps=3, **options)
+    later.train(resume_from_checkpoint=second)
+    assert last(later)["rows_made"] == 16
+    assert caplog.messages.count("The checkpoint of step 2 has no costs, so they count from 0.") == 1
+
+
 @pytest.mark.parametrize("methods", [["noop"], []], ids=["noop", "trl"])
 def test_a_rollout_func_is_counted_by_what_it_calls_or_answers(tmp_path, methods):
     def own(prompts: Any, trainer: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_runs import QUEUE, SHARDED, check_sharded, launch, resumed_alike, same
+from rank_runs import CORRIDOR, QUEUE, SHARDED, check_sharded, launch, resumed_alike, same
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
 
@@ -15,6 +15,7 @@ REAL = {"real": True, "max_completion_length": 130}
 PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
 REPLAY = {**OFF, "max_steps": 6, "resume": 4, "method_params": {"rollout_replay": {"start_batch": 1}}}
 SEEDS = {"max_steps": 3, "learning_rate": 0.05, "method_params": {"xrpo_seeds": {"second_round": False}}}
+CUTS = {"action": "shrink", "window": 4, "alpha": 1e-6, "kl_share": 0.0}  # whatever the reward, a plateau
 STAGES = {"sizes": [1.0, 6], "batches": [1], "rollouts": [8, 16], "max_tokens": [14, 6]}
 CASES = [
     ["probing", ["probing"], dict(max_steps=2, learning_rate=0.05)],
@@ -25,6 +26,7 @@ CASES = [
     ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
     ["filter", ["filter", "ppo"], OFF],
     ["softmax", ["softmax"], OFF],
+    ["million", ["ppo_million"], {**OFF, "max_steps": 12, "method_params": {"ppo_million": CUTS}}],
     ["uneven", ["uneven"], ROWS],
     ["over first", ["over"], ROWS],
     ["over last", ["over"], {**ROWS, "method_params": {"over": {"first": False}}, "num_iterations": 2}],
@@ -37,10 +39,11 @@ CASES = [
     ["rows", ["rows"], ROWS],
     ["labels", ["labels"], ROWS],
     ["zero", ["zero"], ROWS],
-    ["walk", ["walk"], {**ROWS, **REAL, "method_params": {"walk": {"greedy": True, "uneven": True}}}],
+    ["walk", ["walk", "epo"], {**ROWS, **REAL, "method_params": CORRIDOR}],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
     ["passes", ["mc_grpo"], {**PASSES, "resume": 4}],
     ["replay", ["rollout_replay", "minpro"], REPLAY],
+    ["swarm", ["swarm_sapo"], dict(max_steps=4, learning_rate=0.05, resume=2, swarm=24)],
 ]
 
 
@@ -61,7 +64,13 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         resumed_alike(run["passes"], batches=2)
         resumed_alike(run["drive"], batches=1)  # in the middle of a phase
         resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
+        resumed_alike(run["swarm"], batches=2)  # so does the inbox
+        assert [int((d["prompt"] < 0).sum()) for d in run["swarm"]["decisions"]] == [64, 64, 64, 0]
     assert results["replay"]["logs"]["rl_plugins/staleness_mean"][-1] > 0
+    million = results["million"]["logs"]
+    assert min(million["ppo_million/kl"][1::2]) > 0 and million["ppo_million/lr_scale"] == [1.0] * 10 + [0.5] * 2
+    corridor = results["walk"]["logs"]
+    assert corridor["epo/covered"] == [0, 1] and corridor["epo/within"][0] == 1 > corridor["epo/within"][1] > 0
     uneven = results["uneven"]["decisions"][0]["trained"]
     assert uneven[:32].sum() == 8 and uneven[32:].sum() == 32
     over = results["over first"]["decisions"][0]["trained"]

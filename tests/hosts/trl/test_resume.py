@@ -10,7 +10,7 @@ import signal
 import probes
 import pytest
 import torch
-from harness import make, weights
+from harness import history, make, weights
 from transformers import TrainerCallback
 from waiting import NEVER
 
@@ -19,6 +19,8 @@ from rl_plugins.errors import StateError
 from rl_plugins.runtime.state import load_state, save_state
 
 pytestmark = pytest.mark.host
+
+CORRIDOR = {"epo": {"corridor": "batch", "entropy_coeff": 0.1, "kl": 0.95, "kr": 1.05}}
 
 
 class Kill(TrainerCallback):
@@ -45,6 +47,11 @@ def trainer(folder, methods=("counter",), **options):
     return make(folder, list(methods), **{**defaults, **options})
 
 
+def train_and_kill(folder, kill, options):
+    probes.register()
+    trainer(folder, callbacks=[Kill(kill)], **options).train()
+
+
 def checkpoints(folder):
     return sorted(int(p.name.split("-")[1]) for p in (folder / "out").glob("checkpoint-*"))
 
@@ -53,7 +60,7 @@ def checkpoints(folder):
     ("options", "kill", "saved", "resumed_from"),
     [
         ({}, 5, [3], 3),
-        (dict(num_iterations=2), 5, [4], 4),
+        (dict(num_iterations=2, methods=("counter", "epo"), method_params=CORRIDOR), 5, [4], 4),
         (dict(steps_per_generation=2, gradient_accumulation_steps=1, per_device_train_batch_size=16), 7, [4, 6], 6),
     ],
 )
@@ -63,9 +70,8 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
     a = trainer(whole, **options)
     a.train()
 
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: trainer(killed, callbacks=[Kill(kill)], **options).train()
-    )
+    # not forked: a lock that a thread of this process holds at that moment would stay held in the child
+    child = multiprocessing.get_context("spawn").Process(target=train_and_kill, args=(killed, kill, options))
     child.start()
     child.join(NEVER)
     assert child.exitcode == -signal.SIGKILL
@@ -77,6 +83,10 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
     assert state_a["stream"] == state_b["stream"] and state_a["steps"] == state_b["steps"]
     assert torch.equal(state_a["seen"], state_b["seen"])
     assert torch.equal(weights(a), weights(b))
+    for one, other in zip(a.methods.methods[1:], b.methods.methods[1:], strict=True):  # the corridor's history
+        assert one.state["count"].tolist() == other.state["count"].tolist() == [4]
+        assert torch.equal(one.state["sum"], other.state["sum"])
+        assert min(history(a, "epo/within")) < 0.9
     assert not any(p.suffix in (".pt", ".pkl", ".bin") for p in (killed / "out").glob("checkpoint-*/rl_plugins/*"))
 
 

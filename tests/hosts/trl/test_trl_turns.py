@@ -17,6 +17,7 @@ from harness import history, make, score, weights
 from rl_plugins.agents import Observation
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.methods.epo import NO_BOUND, Epo
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.trl import generation as module
 from rl_plugins.trl.environments import as_tools
@@ -250,3 +251,47 @@ def first_digit(response: str, expert: str, columns: Any) -> tuple[bool, float]:
 
 def often(text: str) -> list[str]:
     return [text[:3]] if text and text[0] in "0123456789=?+" else []
+
+
+def test_epo_keeps_the_entropy_of_each_turn_in_its_corridor(tmp_path, monkeypatch):
+    """Two batches: the first is the history of the second. The gradient goes through TRL's own entropies."""
+    found: list[Any] = []
+    regularize = Epo.regularize
+
+    def watched(self: Any, terms: Any) -> Any:
+        gradients: list[Any] = []
+        terms.entropies.register_hook(gradients.append)
+        found.append((terms, gradients))
+        return regularize(self, terms)
+
+    monkeypatch.setattr(Epo, "regularize", watched)
+    trainer = make(
+        tmp_path,
+        ["turn_control", "epo"],
+        reward=won,
+        max_completion_length=60,
+        method_params={
+            "turn_control": {"environment": Walk, "strategy": "unlimited", "turn_tokens": 3},
+            "epo": {"entropy_coeff": 0.2, "kl": 0.999, "kr": 1.001},
+        },
+    )
+    (first, tokens), (second, later) = decisions_of(trainer)
+    number = first.rollouts.turns.turn[tokens.turn]
+    mean = {s: tokens.entropies[number == s].double().mean() for s in set(number.tolist())}
+    assert len(mean) > 3
+    of_later = second.rollouts.turns.turn[later.turn].tolist()
+    wanted = torch.tensor([0.999 * mean[s] if s in mean else -NO_BOUND for s in of_later])
+    torch.testing.assert_close(second.token_columns["epo_low"].double(), wanted.double(), rtol=1e-6, atol=0)
+    again = torch.tensor(of_later)
+    total = [float(m) + float(later.entropies[again == s].double().mean()) for s, m in mean.items() if s in of_later]
+    state = trainer.methods.methods[1].state
+    assert state["sum"][[s for s in mean if s in of_later]].tolist() == pytest.approx(total, rel=1e-6)
+    assert state["count"].tolist() == [(s in mean) + (s in of_later) for s in range(len(state["count"]))]
+
+    assert len(found) == 2 and history(trainer, "epo/covered")[0] == 0
+    for terms, gradients in found:  # the last is that of the loss
+        live, h = terms.mask > 0, terms.entropies.detach()
+        slope = (h > terms.columns["epo_high"]).double() - (h < terms.columns["epo_low"]).double()
+        wanted_gradient = torch.where(live, 0.2 * (2 * slope - 1) / live.sum(), 0.0)
+        torch.testing.assert_close(gradients[-1].double(), wanted_gradient, rtol=1e-5, atol=1e-9)
+    assert bool(slope[live].any()) and 0 < history(trainer, "epo/within")[1] < 1

@@ -237,6 +237,13 @@ def finished(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
     return run
 
 
+def broken(folder: Path, overrides: Sequence[str], **kwargs: Any) -> Run:
+    """A run that an error ends. A rank or a trainer that waited for one that is gone would wait for ever."""
+    run = start(folder, overrides, **kwargs)
+    assert run.wait() != 0, run.log[-3000:]
+    return run
+
+
 def check_costs(killed: Run, resumed: Run, step: int, last: int) -> None:
     """Costs of a run that was killed and went on from `step`: nothing of what its servers did until then is lost, and
     nothing is counted twice."""

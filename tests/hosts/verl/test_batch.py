@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,17 @@ from transfer_queue import KVBatchMeta
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.costs import Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.state import load_state
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decisions, Selected, Settled, clean_padding, logprob_multiple, whole_group_order
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.prompts import COLUMN, MADE, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
+from rl_plugins.verl.saved import saved_costs
 from rl_plugins.verl.trainer import MethodsSync
 
 pytestmark = pytest.mark.host
@@ -457,6 +461,37 @@ def test_plans_that_cannot_be_served(row: PlanRow, overrides: list[str], error: 
     number_rows(dataset)
     with pytest.raises(error, match=message):
         PromptBatches(dataset, config(*overrides)).build([row])
+
+
+def test_a_counted_run_without_methods_goes_on_from_its_checkpoint(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its totals are beside verl's files before verl's own save begins, and are no state of methods."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+    costs, begun = Costs(tokens_decoded=7, engine_seconds=0.5, rows_made=2), []
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: begun.append(saved_costs(self._checkpoint)))
+    monkeypatch.setattr(PPOTrainerSync, "on_init_end", lambda self: None)
+
+    def trainer() -> Any:
+        made = object.__new__(MethodsSync)
+        made.config, made.methods = config(f"trainer.default_local_dir={tmp_path}"), MethodStack([])
+        made.global_steps = 3
+        made._counts_costs, made.costs = True, Costs()
+        made._meters = SimpleNamespace(take=lambda: costs)
+        return made
+
+    trainer()._save_checkpoint()
+    assert begun == [{"costs": costs.plain()}] and load_state(tmp_path / "global_step_3") is None
+    resumed = trainer()
+    resumed.on_init_end()
+    assert resumed.costs == costs
+    for changed, value in (("global_steps", 4), ("_counts_costs", False)):
+        other = trainer()
+        setattr(other, changed, value)
+        other.on_init_end()
+        assert other.costs == Costs()
 
 
 def test_given_completions_are_of_published_weights() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import COSTS, PROMPTS, SAMPLES, STALENESS, Run, finished, start
+from runs import COSTS, PROMPTS, SAMPLES, STALENESS, Run, broken, finished
 from test_runs import reference, rows_of
 
 from rl_plugins.demo.policy import build_tokenizer, load_policy
@@ -33,7 +33,7 @@ METHODS = [
     "rtv_pdr+watch",
     "training_free_grpo+watch",
     "recorded+ui_s1_rollout+ui_s1+watch",
-    "latr+watch",  # last: verl validates after the last step, and it does not act there
+    "latr+watch",
 ]
 LADDER = "'verl_programs:Ladder'"
 PARAMS = [
@@ -92,17 +92,18 @@ REWARD = [
 
 @pytest.fixture(scope="module")
 def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return finished(
+    """The last batch ends it: a program raises."""
+    return broken(
         tmp_path_factory.mktemp("verl") / "programs",
         [
             *REWARD,
-            f"+carousel=[{','.join(PLACES + METHODS)}]",
+            f"+carousel=[{','.join([*PLACES, *METHODS, 'failing'])}]",
             "+rl_plugins.methods=[watch,ladder]",
             "+carousel_params.mc_grpo.mad_eps=0.1",
             "+carousel_params.steep.first=0",
             *(f"+carousel_params.{p}" for p in PARAMS),
             "actor_rollout_ref.actor.calculate_entropy=True",
-            f"trainer.total_training_steps={len(PLACES + METHODS)}",
+            f"trainer.total_training_steps={len(PLACES + METHODS) + 1}",
             f"trainer.test_freq={len(PLACES)}",
             "data.val_max_samples=4",
             "actor_rollout_ref.rollout.val_kwargs.n=3",
@@ -448,17 +449,12 @@ def test_gradients_of_methods_are_those_of_plain_torch(carousel: Run) -> None:
 # ---- other runs
 
 
-def test_a_program_that_raises_ends_the_run(tmp_path: Path) -> None:
-    run = start(tmp_path / "run", [*REWARD, "+rl_plugins.methods=[failing]", "trainer.total_training_steps=3"])
-    try:
-        run.wait_for("plan", step=2)
-        code = run.process.wait(300)  # verl itself would wait for its rollouts for ever
-    finally:
-        run.clean_up()
-    assert code != 0
-    assert "Method `failing` failed in `rollout`: ValueError: the program gave up" in run.log
-    assert 'raise ValueError("the program gave up")' in run.log, "the traceback"
-    assert "Remove `failing` from `methods` to go on without it." in run.log
+def test_a_program_that_raises_ends_the_run(carousel: Run) -> None:
+    """verl itself would wait for its rollouts for ever."""
+    assert "Method `failing` failed in `rollout`: ValueError: the program gave up" in carousel.log
+    assert 'raise ValueError("the program gave up")' in carousel.log, "the traceback"
+    assert "Remove `failing` from `methods` to go on without it." in carousel.log
+    assert carousel.of("stepped")[-1]["step"] == len(PLACES + METHODS), "the step before it was whole"
 
 
 def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ that were trained.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
-from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, check_costs, check_groups, finished, start
+from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, broken, check_costs, check_groups, finished, start
 
 sys.path.insert(0, str(PROBES))
 
@@ -32,7 +33,11 @@ from sampler_checks import (
 )
 
 from rl_plugins.demo.policy import build_tokenizer
+from rl_plugins.demo.tasks import build_rows
+from rl_plugins.demo.verl_data import SOURCE
 from rl_plugins.groups import Groups
+from rl_plugins.methods.swarm_sapo import Folder, Package
+from rl_plugins.methods.swarm_sapo.packages import sender_of, written_files
 
 pytestmark = pytest.mark.host
 
@@ -83,7 +88,8 @@ SAMPLER_PARAMS = [
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
-ALL = PLACES + SAMPLERS + FURTHER
+SWARM = ["swarm_sapo+watch"]
+ALL = PLACES + SAMPLERS + FURTHER + SWARM
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -91,25 +97,32 @@ COMMON = [
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]
 # Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
-TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch"]
+TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million"]
 RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd", "decoupled_ppo", "vcpo"]
 
 
 @pytest.fixture(scope="module")
 def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return finished(
-        tmp_path_factory.mktemp("verl") / "carousel",
+    """The last batch ends it: a hook raises on the driver."""
+    folder = tmp_path_factory.mktemp("verl")
+    for name, data in foreign_files().items():
+        Folder(folder / "swarm").put(name, data)
+    return broken(
+        folder / "carousel",
         [
             *COMMON,
-            f"+carousel=[{','.join(ALL)}]",
+            f"+carousel=[{','.join([*ALL, 'boom'])}]",
             "+rl_plugins.methods=[mc_grpo]",
             "+carousel_params.brpo.judge='verl_probes:judge'",
             "+carousel_params.drpo.reward=exact",
+            f"+carousel_params.swarm_sapo.exchange={folder / 'swarm'}",
+            "+carousel_params.swarm_sapo.node=me",
+            "+carousel_params.swarm_sapo.external_weight=0.5",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
             "actor_rollout_ref.actor.kl_loss_coef=0.0",
             *(f"+carousel_params.{p}" for p in SAMPLER_PARAMS),
             "data.max_prompt_length=96",
-            f"trainer.total_training_steps={len(ALL)}",
+            f"trainer.total_training_steps={len(ALL) + 1}",
         ],
         trainer="carousel",
         RL_PLUGINS_TEST_DUMP="1",
@@ -117,20 +130,39 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
 
 
+def foreign_files() -> dict[str, bytes]:
+    """Packages of another node, in the columns of the demo: the right answer, and wrong ones. Two groups have equal
+    rewards; one answer is cut off."""
+    packages = []
+    for i, row in enumerate(build_rows(12, seed=7)):
+        answer, task = row["answer"], row["task"]
+        completions = [f"={answer}", *(f"={answer[:-1]}{k}" for k in range(7))] if i > 1 else [f"={answer}"] * SAMPLES
+        columns = {
+            "data_source": SOURCE,
+            "ability": task,
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"index": 1000 + i, "split": "train", "level": row["level"], "answer": answer},
+        }
+        packages.append(Package(row["prompt"], columns, tuple(completions), (*[True] * 7, i % 2 == 0)))
+    return written_files("other", 0, packages, 10**6)
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens."""
-    return finished(
+    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens. The last batch ends it:
+    a hook raises on one rank."""
+    return broken(
         tmp_path_factory.mktemp("verl") / "ranks",
         [
             *COMMON,
-            f"+carousel=[{','.join(RANK_PLACES + 2 * TWICE)}]",
+            f"+carousel=[{','.join([*RANK_PLACES, *2 * TWICE, 'boom'])}]",
+            "+carousel_params.boom.where=rank1",
             "+rl_plugins.methods=[mc_grpo]",
             "+carousel_params.fission_grpo.role=user",
             "+carousel_params.fission_grpo.message='verl_programs:complaint'",
             "+carousel_params.fission_grpo.error_threshold=0.5",
             "data.max_prompt_length=64",
-            f"trainer.total_training_steps={len(RANK_PLACES + 2 * TWICE)}",
+            f"trainer.total_training_steps={len(RANK_PLACES + 2 * TWICE) + 1}",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -163,7 +195,7 @@ def test_mc_grpo_leaves_the_pivot_out(carousel: Run) -> None:
 
 
 def test_vade_chooses_other_prompts_than_the_loader(carousel: Run) -> None:
-    plans = carousel.of("plan")
+    plans = carousel.of("plan")[: len(ALL)]
     decided = carousel.of("decided")
     for plan, d in zip(plans, decided, strict=True):
         assert sorted(set(plan["prompts"])) == sorted(set(d["prompts"])), plan["step"]
@@ -454,6 +486,39 @@ def test_drive_changes_prompts_rollouts_and_length_within_a_run(carousel: Run) -
     assert (logged["drive/phase"], logged["drive/set"], logged["drive/outside"]) == (1, 6, 0)
 
 
+def test_swarm_sapo_trains_groups_of_another_node_as_they_were_sent(carousel: Run) -> None:
+    """Its questions and columns, too: the reward function here reads the answer that was sent."""
+    d, tokens, logged = sampler(carousel, "swarm_sapo")
+    rollouts, step = d.rollouts, place(carousel, "swarm_sapo+watch")
+    sent = [json.loads(line) for data in foreign_files().values() for line in data.splitlines()]
+    by_text = {tuple(line["completions"]): line for line in sent}
+    foreign, forced = rollouts.prompt_index < 0, Groups(tokens.row, count=len(rollouts)).mean(tokens.forced.double())
+    assert torch.equal(forced[rollouts.kept], foreign[rollouts.kept].double()), "nobody sampled them here"
+    assert int(foreign.sum()) == 8 * SAMPLES and int(d.trained.sum()) == 64, "four of eight candidates, four own"
+    asked, end = trained_prompts(carousel, "swarm_sapo"), build_tokenizer().eos_token
+    for group in rollouts.group[foreign].unique().tolist():
+        rows = (rollouts.group == group).nonzero()[:, 0].tolist()
+        line = by_text[tuple(rollouts.text[i] for i in rows)]
+        answer = line["columns"]["reward_model"]["ground_truth"]
+        assert any(line["prompt"][0]["content"] in text for text in asked) == bool(d.trained[rows].any())
+        assert rollouts.rewards[rows, 0].tolist() == [float(rollouts.text[i][1:] == answer) for i in rows]
+        assert [rollouts.raw_text[i].endswith(end) for i in rows] == line["finished"]
+        same = len(set(rollouts.reward[rows].tolist())) == 1
+        assert not (same and bool(d.trained[rows].any()))
+    kept = d.trained & foreign
+    assert int(kept.sum()) == 4 * SAMPLES and step["padding"] == 0
+    expected = centered(d, deviation(1e-6)) * torch.where(foreign[d.trained], 0.5, 1.0)
+    torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
+    assert logged["swarm_sapo/candidates"] == 8 and logged["swarm_sapo/arrived"] == 12
+    assert logged["swarm_sapo/external"] == 0.5 and logged["swarm_sapo/published"] == 4
+    folder = Folder(carousel.folder.parent / "swarm")
+    (own,) = [folder.get(name, 10**6) for name in folder.names() if sender_of(name) == "me"]
+    published = [json.loads(line) for line in own.splitlines()]
+    first = rollouts.text[:SAMPLES]
+    assert len(published) == 4 and published[0]["completions"] == first
+    assert set(published[0]["columns"]) == set(sent[0]["columns"])
+
+
 def test_metrics_of_hooks_and_of_everything_generated(carousel: Run) -> None:
     for number, (names, step) in enumerate(zip(ALL, carousel.steps(), strict=True), 1):
         logged, d = carousel.metrics(number), step["decision"]
@@ -612,11 +677,47 @@ def test_fission_turns_errors_into_prompts(ranks: Run) -> None:
 
 
 def test_clips_act_in_the_second_update(ranks: Run) -> None:
-    for place, name in zip(TWICE, ("echo_clip", "aepo_clip"), strict=True):
+    for place, name in zip(TWICE, ("echo_clip", "aepo_clip", "ppo_million"), strict=True):
         updates = [u for u in ranks.updates() if u["methods"] == place.split("+")]
         assert len(updates) == 4 and all(u["grad_norm"] > 0 for u in updates)
         logged = ranks.metrics(len(RANK_PLACES) + 1 + TWICE.index(place))
         assert any(f"{name}/" in key for key in logged), sorted(logged)
+
+
+def test_ppo_million_measures_the_second_update(ranks: Run) -> None:
+    """verl's mean over the two optimizer steps of a batch: 0 in the first one, k3 of the old policy in the second."""
+    parts = [[u for u in ranks.updates(rank) if u["methods"] == ["ppo_million"]] for rank in (0, 1)]
+    kl = []
+    for step in zip(*parts, strict=True):
+        norm, _ = reference(list(step))
+        assert step[0]["grad_norm"] == pytest.approx(norm, rel=2e-4), "the term of 0 leaves verl's own loss"
+        kl.append(mean_k3(step))
+    first, second = len(RANK_PLACES + TWICE), len(RANK_PLACES + 2 * TWICE)
+    logged = [ranks.metrics(n)["actor/ppo_million/kl"] for n in (first, second)]
+    assert len(kl) == 4 and min(kl[1], kl[3]) > 1e-7
+    assert logged == pytest.approx([(kl[0] + kl[1]) / 2, (kl[2] + kl[3]) / 2], rel=1e-2, abs=1e-9)
+    ratio = ranks.metrics(second)["ppo_million/samples_per_nat"]
+    assert ratio == pytest.approx(ranks.metrics(first)["ppo_million/samples"] / logged[0], rel=1e-6)
+
+
+def mean_k3(parts: Any) -> float:
+    """Over the trained tokens of an optimizer step of all ranks, by plain torch in float64."""
+    from rl_plugins.demo.policy import build_model
+
+    model = build_model(0).double()
+    model.load_state_dict(parts[0]["weights"])
+    total, tokens = 0.0, 0
+    for p in parts:
+        for i in range(len(p["rows"]["responses"])):
+            row = {k: v[i] for k, v in p["rows"].items()}
+            if float(row["rl_plugins_real"].sum()) > 0:
+                prompt, response = row["prompts"], row["responses"]
+                with torch.no_grad():
+                    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                d = logits.gather(1, response[:, None])[:, 0] - row["old_log_probs"].double()
+                mask = row["response_mask"].bool()
+                total, tokens = total + float((d.expm1() - d)[mask].sum()), tokens + int(mask.sum())
+    return total / tokens
 
 
 def test_steps_do_not_cut_groups(ranks: Run) -> None:
@@ -625,6 +726,24 @@ def test_steps_do_not_cut_groups(ranks: Run) -> None:
         if parts[0]["methods"] == ["softmax"]:
             group = [int(g) for p in parts for g in p["rows"]["rl_plugins_group"]]
             assert sorted(group.count(g) for g in set(group)) == [SAMPLES] * (PROMPTS // 2)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("carousel", "Method `boom` failed in `observe`: ValueError: the driver hook went wrong"),
+        ("ranks", "Method `boom` failed in `regularize`: ValueError: the loss hook went wrong"),
+    ],
+)
+def test_a_hook_that_raises_ends_the_run(name: str, message: str, request: pytest.FixtureRequest) -> None:
+    """With its traceback, the method's name and the way to do without it; on one rank of two as on the driver."""
+    run: Run = request.getfixturevalue(name)
+    assert message in run.log and "raise ValueError(" in run.log
+    assert "Remove `boom` from `methods` to go on without it." in run.log
+    assert run.of("step")[-1]["step"] == run.of("stepped")[-1]["step"] + 1, "the step before it was whole"
 
 
 # ---- asynchronous modes

@@ -48,7 +48,9 @@ def rows(policy):
 # ---- verl's own loss
 
 
-@pytest.mark.parametrize(("methods", "how"), [((), "token-mean"), *[(("noop",), how) for how in MODES]])
+@pytest.mark.parametrize(
+    ("methods", "how"), [((), "token-mean"), *[(("noop",), how) for how in MODES], (("ppo_million",), "token-mean")]
+)
 def test_without_hooks_in_the_update_it_is_verls_loss(engine, rows, methods, how):
     case = Case(rows, actor=mode(how, **EXTRAS), entropy=True, weighted=True, steps=2, optimizer="AdamW")
     stock = engine.train(case.but(marked=False))
@@ -549,3 +551,21 @@ def test_vcpo(engine, rows, policy, params):
     assert result.methods["vcpo/lr_scale"] == pytest.approx(scale, rel=1e-4)
     assert result.rates == [pytest.approx(0.1 * scale, rel=1e-4)] and result.rate == 0.1
     assert result.methods["vcpo/truncated"] == pytest.approx(sum(x > 8 for x in w) / len(w))
+
+
+def test_ppo_million(engine, rows, policy):
+    """k3 and the clip share in a float64 loop over the rows that are trained; two cuts by 3 in the rate of the step."""
+    batch = filled([r.but(row_columns={"ppo_million_cuts": 2.0}) for r in with_gaps(rows[:14])], 16)
+    params = {"ppo_million": {"action": "shrink", "factor": 3.0, "clip_high": 0.3}}
+    result = engine.train(Case(batch, ("ppo_million",), params=params, lr=0.9))
+    kl, outside = [], 0
+    for r in (r for r in batch if r.real):
+        for lp, old, adv, m in zip(live(policy, r)[0].tolist(), r.old.tolist(), r.advantages, r.mask, strict=True):
+            if m:
+                kl.append(math.exp(lp - old) - 1 - (lp - old))
+                outside += math.exp(lp - old) > 1.3 if adv > 0 else math.exp(lp - old) < 0.8 if adv < 0 else 0
+    assert result.methods["ppo_million/kl"] == pytest.approx(sum(kl) / len(kl), rel=1e-4) and sum(kl) > 1
+    assert result.methods["ppo_million/clipped"] == pytest.approx(outside / len(kl), rel=1e-6) and outside
+    assert result.rates == [pytest.approx(0.1)] and result.rate == 0.9
+    plain = engine.train(Case(batch, ("noop",), lr=0.1))
+    assert torch.equal(result.gradients[0], plain.gradients[0]), "the term of 0"

@@ -12,6 +12,8 @@ from reference import EXTRAS, MODES, load, make_rows, mode, relative, same_gradi
 
 pytestmark = [pytest.mark.host, pytest.mark.ranks]
 
+EPO = {"entropy_coeff": 0.1, "corridor": "batch"}
+
 
 @pytest.fixture(scope="module")
 def two(policy_folder):
@@ -27,6 +29,13 @@ def rows(two, engine, policy_folder):
     rows = [r.but(group=i // 8) for i, r in enumerate(rows)]
     nothing = [padding(rows[0], prompt=3 + 9 * i) for i in range(4)]
     return [*nothing[:2], rows[1], *nothing[2:3], *rows[4:12], *nothing]
+
+
+def corridor(i, n):
+    """Columns of `epo`: all entropies are outside of the bounds of the first turn, and inside those of the second."""
+    turn = (torch.arange(n) >= n // 2).float()
+    bounds = {"epo_low": 2.0 * (1 - turn), "epo_high": 2.5 + 6.5 * turn, "epo_turn": turn}
+    return {"token_columns": bounds, "row_columns": {"epo_phase": 1.0 + i % 2}}
 
 
 def same(two, one, ranks):
@@ -57,6 +66,12 @@ def same(two, one, ranks):
             dict(params={"decoupled_ppo": {"level": "sequence", "upper": 1.1}}),
         ),
         (("vcpo",), "token-mean", dict(epochs=2)),
+        (("epo",), "token-mean", dict(epochs=2, entropy=True, params={"epo": EPO})),
+        (
+            ("vanilla", "epo"),
+            "seq-mean-token-mean",
+            dict(tokens=40, entropy=True, params={"epo": {**EPO, "mode": "seq"}}),
+        ),
         (("weighted",), "seq-mean-token-mean", {}),
         (("ledger", "vanilla"), "seq-mean-token-mean", dict(params={"ledger": {"lr_scale": 0.5}})),
     ],
@@ -67,12 +82,17 @@ def test_two_ranks_are_one(two, engine, rows, methods, how, more):
     if methods == ("vcpo",):
         rewards = {"vcpo_scored": 1.0, "vcpo_reward": 0.0}
         rows = [r.but(row_columns={**rewards, "vcpo_reward": i % 3 - 1.0}) for i, r in enumerate(rows)]
+    if "epo" in methods:
+        actor["entropy_coeff"] = 0.0
+        rows = [r.but(**corridor(i, len(r.response))) for i, r in enumerate(rows)]
     case = Case(rows, methods, actor=actor, steps=2, lr=0.003, micro=2, **more)
     ranks, one = two.train_all(case), engine.train(case)
     same(ranks, one, 2 * case.epochs)
     if methods == ("vcpo",):  # one effective sample size of both ranks
         assert ranks[0].rates == ranks[1].rates == pytest.approx(one.rates, rel=1e-6) and max(one.rates) < 0.003
         assert ranks[0].rate == ranks[1].rate == 0.003
+    if "epo" in methods:
+        assert 0 < one.methods["epo/within"] < 1 and one.methods["epo/penalty"] > 0
     if "ledger" in methods:
         for a, b, c in zip(one.seen, ranks[0].seen, ranks[1].seen, strict=True):
             for name in ("length", "group", "logprobs", "old_logprobs", "rollout_logprobs"):

@@ -32,6 +32,7 @@ def _carousel(module: object) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
     from rl_plugins.verl import loss, trainer
+    from rl_plugins.verl.config import chat_of
 
     def waiting_prompts() -> dict:
         """Groups that were begun and are not trained yet, with their tags."""
@@ -151,8 +152,9 @@ def _carousel(module: object) -> None:
                 self._places.append(known[place])
 
         def on_init_end(self):
+            chat = chat_of(self.tokenizer, (self.tokenizer.eos_token_id,))
             for stack in {id(stack): stack for _, stack in self._places}.values():
-                stack.start(self.known().run())
+                stack.start(dataclasses.replace(self.known().run(), chat=chat))
             super().on_init_end()
 
         def on_step_begin(self):

@@ -174,7 +174,7 @@ class Sleepy(Program):
 
 
 class Failing(Program):
-    """Raises for one prompt of the second step."""
+    """Raises for one prompt of a later step than the first."""
 
     name = "failing"
 
@@ -183,7 +183,7 @@ class Failing(Program):
 
     def rollout(self, prompt):
         made = yield Generate(prompt.start(), n=prompt.n, max_tokens=4)
-        if prompt.batch == 1 and prompt.payload == 1:
+        if prompt.batch > 0 and prompt.payload == prompt.batch:
             raise ValueError("the program gave up")
         return [prompt.start().add(g) for g in made]
 

@@ -1,0 +1,349 @@
+"""EPO (arXiv 2509.22576): an entropy bonus with a corridor around the mean entropy of the batches before."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import MethodError
+from rl_plugins.groups import Groups
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import MethodParams, above, param
+from rl_plugins.rollouts import Rollouts, Run, Shape, Terms, Tokens
+
+NO_BOUND = 1e30  # a bound that no entropy reaches; columns are finite in float32
+_ON = {"entropy_coeff": above(0)}
+_SMOOTHED = {**_ON, "smooth_coeff": above(0), "rho": (None, above(0))}
+
+
+class Epo(Method):
+    """Adds an entropy bonus to any policy loss, and a penalty where the entropy leaves a corridor around its history.
+
+    H is the entropy of the policy at a token, s the turn the token belongs to, k the batch:
+
+        e_k[s]   = mean of H over the trained tokens of turn s in batch k, before its update
+        ref[s]   = mean of e_j[s] over the batches j < k in which turn s occurred      # `window`: the latest of them
+        low, high = kl ref[s], kr ref[s]
+
+        relu       p = rho g_k (relu(low - H) + relu(H - high))
+        indicator  p = rho g_k if H <= low or H >= high, else 0                        # as released: no gradient
+
+        term of a token = -entropy_coeff (H - smooth_coeff p)                          # averaged as the host's loss
+
+    With `mode: seq` p is computed of the mean of H over the row's trained tokens in the turn, in place of H, and every
+    one of these tokens gets it. With `corridor: batch` all tokens count as turn 0, so no turns are needed.
+
+    Phase weight g_k, with K = `phase_batches` and m = K // 2:
+
+        none   1
+        code   1 - 0.2 (1 - exp(-2 k / m)) while k <= m, then 0.8 exp(-3 (min(k, K) - m) / (K - m))
+        paper  1 + exp(-phase_rate min(k, K) / (phase_middle K))
+
+    In relu mode the derivative of the term with respect to H is -entropy_coeff (1 - smooth_coeff rho g) above the
+    corridor and -entropy_coeff (1 + smooth_coeff rho g) below it. So the upper bound brakes only if
+    smooth_coeff rho g > 1. That is why `rho` is 2 in this mode; at the released 0.1 entropy above the corridor is still
+    pushed up, only 10 % less.
+
+    Symbols: H (rows, time) in nats, with gradient, of the current policy; bounds, p and term are float32 or better.
+    History and phase are those of the driver, counted once per generation batch, however many optimizer steps follow.
+
+    Special cases: a turn without history, or before `gate_turn`, has no corridor: only the bonus acts. So has all of
+    the first batch, unless `include_current`. kl = 0 is no lower bound, kr = inf no upper one. Tokens that are not
+    trained count nowhere. Turns are counted from 0 in every rollout; a rollout that is shorter than others says nothing
+    of their later turns.
+
+    State: per turn the sum of e and the number of batches; with a `window` e of its batches.
+
+    Logs: `entropy`, mean before the update over the tokens of the batch; `covered`, share of them with a corridor;
+    `phase`, g; over the tokens of the update `within`, share with low < H < high, and `penalty`, mean of p.
+
+    Raises:
+        ConfigError: a parameter out of range, or an entropy bonus of the host in addition to this one.
+        MethodError: `corridor: turn` and a batch without turns.
+
+    Source: arXiv 2509.22576; WujiangXu/EPO at 5b6fa98e, verl/workers/actor/dp_actor.py. The relu form and the paper's
+    phase weight are from others' notes on the second version of the paper.
+    """
+
+    name = "epo"
+    paper = Paper(
+        "2509.22576",
+        "EPO: Entropy-regularized Policy Optimization for LLM Agents Reinforcement Learning",
+        "Wujiang Xu and Wentian Zhao and Zhenting Wang and Yu-Jhe Li and Can Jin and Mingyu Jin and Kai Mei and "
+        "Kun Wan and Dimitris N. Metaxas",
+        2025,
+        "WujiangXu/EPO",
+    )
+    fidelity = "paper"
+    does = "Adds an entropy bonus, and keeps each turn's entropy in a corridor around its history"
+    problems = ("exploration", "agents")
+    goes_with = {
+        "turn_control": "Plays the turns whose entropies are kept in the corridor.",
+        "gigpo": "Credits the turns by state, while the corridor keeps their entropy from drifting.",
+    }
+    use_when = (
+        "An agent plays many turns for one reward at the end, and the policy's entropy collapses early or swings "
+        "from batch to batch."
+    )
+    avoid_when = (
+        "Entropy has to fall fast: the corridor follows the mean of all batches so far, so it slows every change. "
+        "Set a `window` if the history is long."
+    )
+    cost = (
+        "No extra rollouts. Needs the entropy of the policy before the update at every token: in TRL one extra forward "
+        "pass per batch, in verl none. In the loss the host computes the entropy with gradient."
+    )
+    disagreements = (
+        "The paper was read through two notes on its second version, and the authors' code, not in full.",
+        "The released penalty is an indicator: it has no gradient, so training is that of the plain entropy bonus. "
+        "The default `smoothing: relu` is the second version's form, which acts; `indicator` is the code.",
+        "The code gives rho = 0.1 (0.05 for ScienceWorld). In relu mode the upper bound brakes only above 1, so the "
+        "default there is 2 (ours).",
+        "The paper's reference is the mean of the steps before; the code's includes the current one "
+        "(`include_current: true`).",
+        "The code pads the history of a short batch with zeros on the left, so turns get the reference of others, and "
+        "a turn never seen the corridor [0, 0]. Here turns are found by their number, and a turn never seen has no "
+        "corridor.",
+        "The code applies the penalty to a micro-batch if any of its rows is of turn 25 or later (max_step // 2). Here "
+        "`gate_turn` decides for each turn, and its default 0 is no gate, as in the paper.",
+        "The code's mean over a row and its share within the corridor count padding; here only trained tokens count.",
+        "The code's phase weight falls from 1 to 0.04 over 150 epochs, the paper's text says that stabilization grows, "
+        "and the published formula falls from 2 to 1.2. Which is meant is not established: the default is no weight, "
+        "and a negative `phase_rate` makes the formula grow.",
+        "The bounds are 0.8 and 1.2 in the code's configs, 0 and 2 in its README, and 0.5 and 1.5 in its scripts and "
+        "in others' notes on the paper; the defaults are the last.",
+    )
+    host_options = {
+        "trl": {"entropy_coef": 0.0, "use_adaptive_entropy": False},
+        "verl": {"actor_rollout_ref.actor.entropy_coeff": 0},
+    }
+    idle = (
+        Idle(
+            {"covered": 0},
+            "no token has a corridor, so this is the plain entropy bonus. Lower `gate_turn`, or look at whether "
+            "rollouts of different batches have the same turns.",
+        ),
+    )
+    paper_settings = {
+        "trl": {"learning_rate": 3e-6},
+        "verl": {"actor_rollout_ref.actor.optim.lr": 3e-6},
+    }
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        entropy_coeff: float = param(0.001, "coefficient of the entropy bonus and of the penalty", ge=0)
+        smooth_coeff: float = param(1.0, "coefficient of the penalty, relative to the bonus", ge=0, only_if=_ON)
+        smoothing: Literal["relu", "indicator"] = param(
+            "relu", "penalty outside of the corridor: the distance to it, or a constant without gradient", only_if=_ON
+        )
+        rho: float | None = param(
+            None,
+            "factor of the penalty; none: 2 with relu, 0.1 (the authors' code) with indicator",
+            ge=0,
+            only_if={**_ON, "smooth_coeff": above(0)},
+        )
+        corridor: Literal["turn", "batch"] = param(
+            "turn", "tokens that share a corridor: those of the same turn, or all of the batch", only_if=_SMOOTHED
+        )
+        kl: float = param(0.5, "lower bound over the reference; 0: no lower bound", ge=0, lt=1, only_if=_SMOOTHED)
+        kr: float = param(
+            1.5, "upper bound over the reference; inf: no upper bound", gt=1, allow_inf=True, only_if=_SMOOTHED
+        )
+        mode: Literal["token", "seq"] = param(
+            "token", "entropy that is compared with the bounds: of the token, or the row's mean", only_if=_SMOOTHED
+        )
+        window: int | None = param(
+            None, "number of latest batches in the reference; none: all", ge=1, only_if=_SMOOTHED
+        )
+        include_current: bool = param(
+            False, "the batch itself counts in its reference (the authors' code)", only_if=_SMOOTHED
+        )
+        gate_turn: int = param(
+            0,
+            "first turn with a corridor, counted from 0 (the authors' code: 25)",
+            ge=0,
+            only_if={**_SMOOTHED, "corridor": "turn"},
+        )
+        phase: Literal["none", "code", "paper"] = param("none", "weight of the penalty over the run", only_if=_SMOOTHED)
+        phase_batches: int | None = param(
+            None,
+            "length K of the schedule in batches; none: the run's (the authors' code: 150)",
+            ge=1,
+            only_if={**_SMOOTHED, "phase": ("code", "paper")},
+        )
+        phase_rate: float = param(
+            1.0,
+            "rate of the paper's weight; a negative one makes it grow",
+            ge=-5,
+            le=5,
+            only_if={**_SMOOTHED, "phase": "paper"},
+        )
+        phase_middle: float = param(
+            0.6,
+            "share of the run after which the rate has acted once",
+            ge=0.1,
+            le=1,
+            only_if={**_SMOOTHED, "phase": "paper"},
+        )
+
+        @property
+        def factor(self) -> float:
+            """rho as used."""
+            return (2.0 if self.smoothing == "relu" else 0.1) if self.rho is None else self.rho
+
+        @property
+        def smoothed(self) -> bool:
+            """Whether there is a penalty at all."""
+            return self.entropy_coeff > 0 and self.smooth_coeff > 0 and self.factor > 0
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({"tokens", "entropies", "current_entropies"})
+        if self.params.smoothed and self.params.corridor == "turn":
+            self.needs |= {"turns"}
+        none = torch.zeros(0, dtype=torch.float64)
+        self.state = {"sum": none, "count": none.clone(), "recent": none.reshape(0, 0)}
+
+    # ---- the driver: history, corridor and phase
+
+    def start(self, run: Run) -> None:
+        self._batches = max(1, run.total_batches)
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
+        p = self.params
+        assert tokens.entropies is not None  # in `needs`
+        counted = tokens.keep & torch.isfinite(tokens.entropies)
+        entropies = torch.where(counted, tokens.entropies.double(), torch.nan)
+        self.log("entropy", entropies.nanmean(), weight=counted.sum())
+        if not p.smoothed:
+            return Shape()
+        turn = self._turns(rollouts, tokens)
+        turns = max(int(turn.max()) + 1 if len(turn) else 0, len(self.state["sum"]), self.state["recent"].shape[1])
+        reference = self._reference(turns)
+        self._remember(Groups(turn, count=turns).mean(entropies))
+        if p.include_current:
+            reference = self._reference(turns)
+        reference[: p.gate_turn] = torch.nan
+        low, high = corridor(reference, p.kl, p.kr)
+        self.log("covered", (~torch.isnan(reference))[turn][counted].double().mean(), weight=counted.sum())
+        columns = {"epo_low": low[turn], "epo_high": high[turn]}
+        if p.mode == "seq":
+            columns["epo_turn"] = turn.double()
+        weight = phase_weight(p.phase, rollouts.batch, p.phase_batches or self._batches, p.phase_rate, p.phase_middle)
+        self.log("phase", weight)
+        rows = torch.full((len(rollouts),), weight, dtype=torch.float64)
+        return Shape(token_columns=columns, row_columns={"epo_phase": rows})
+
+    def _turns(self, rollouts: Rollouts, tokens: Tokens) -> Tensor:
+        """(tokens,) int64 number of the turn inside its rollout; 0 with one corridor for all."""
+        if self.params.corridor == "batch":
+            return torch.zeros_like(tokens.row)
+        if rollouts.turns is None or tokens.turn is None:
+            raise MethodError(
+                "`corridor: turn` needs turns, and this batch has none. Use tools, an environment or a method that "
+                "plays turns (turn_control), or set `corridor: batch`."
+            )
+        return rollouts.turns.turn[tokens.turn]
+
+    def _reference(self, turns: int) -> Tensor:
+        """(turns,) float64 mean of the history, NaN for a turn without one."""
+        if self.params.window is None:
+            total, count = (_wider(self.state[name], turns, 0.0) for name in ("sum", "count"))
+            return total / count  # 0 / 0 is NaN
+        return torch.nanmean(_wider(self.state["recent"], turns, torch.nan), dim=0)
+
+    def _remember(self, means: Tensor) -> None:
+        """Adds a batch: (turns,) mean entropies, NaN for a turn that did not occur."""
+        turns, state = len(means), self.state
+        if self.params.window is None:
+            total, count = (_wider(state[name], turns, 0.0) for name in ("sum", "count"))
+            occurred = ~torch.isnan(means)
+            self.state = {**state, "sum": total + means.nan_to_num(nan=0.0), "count": count + occurred.double()}
+            return
+        rows = torch.cat([_wider(state["recent"], turns, torch.nan), means[None]])
+        self.state = {**state, "recent": rows[-self.params.window :].clone()}
+
+    # ---- the loss
+
+    def regularize(self, terms: Terms) -> Tensor:
+        p, valid = self.params, terms.mask > 0
+        assert terms.entropies is not None  # in `needs`
+        entropies = terms.entropies.to(torch.promote_types(terms.entropies.dtype, torch.float32))
+        entropies = torch.where(valid, entropies, 0.0)
+        if not p.smoothed:
+            return -p.entropy_coeff * entropies
+        low, high = (torch.where(valid, terms.columns[f"epo_{name}"], 0.0) for name in ("low", "high"))
+        compared = entropies
+        if p.mode == "seq":
+            compared = mean_of_turn(entropies, valid, terms.columns["epo_turn"])
+        within = (low < compared) & (compared < high)
+        if p.smoothing == "relu":
+            outside = torch.relu(low - compared) + torch.relu(compared - high)
+        else:
+            outside = (~within).to(entropies)
+        penalty = torch.where(valid, p.factor * terms.columns["epo_phase"] * outside, 0.0)
+        self._log(penalty, within & valid, valid)
+        return -p.entropy_coeff * (entropies - p.smooth_coeff * penalty)
+
+    def _log(self, penalty: Tensor, within: Tensor, valid: Tensor) -> None:
+        tokens = valid.sum()  # as weight, so that micro-batches of any size combine to the mean over all tokens
+        self.log("within", within.sum() / tokens, weight=tokens)
+        self.log("penalty", penalty.detach().sum() / tokens, weight=tokens)
+
+
+def corridor(reference: Tensor, kl: float, kr: float) -> tuple[Tensor, Tensor]:
+    """Lower and upper bound of the entropy.
+
+    Args:
+        reference: (n,) nats, at least 0; NaN: no corridor.
+        kl, kr: bounds over the reference; 0 and infinity are no bound.
+
+    Returns:
+        Two (n,) tensors; a bound that is not there is -1e30 or 1e30.
+    """
+    low = kl * reference if kl > 0 else torch.full_like(reference, -NO_BOUND)
+    high = kr * reference if math.isfinite(kr) else torch.full_like(reference, NO_BOUND)
+    return low.nan_to_num(nan=-NO_BOUND), high.nan_to_num(nan=NO_BOUND).clamp(max=NO_BOUND)
+
+
+def mean_of_turn(values: Tensor, valid: Tensor, turn: Tensor) -> Tensor:
+    """(rows, time) the mean of the valid values of the same row and turn; 0 where a token is not valid.
+
+    Args:
+        values: (rows, time), with gradient.
+        valid: (rows, time) bool.
+        turn: (rows, time) number of the turn; not read where a token is not valid.
+    """
+    number = torch.where(valid, turn, 0.0).long()
+    size = values.new_zeros(len(values), int(number.max()) + 1 if number.numel() else 1)
+    count = size.scatter_add(1, number, valid.to(values))
+    total = size.scatter_add(1, number, torch.where(valid, values, 0.0))
+    return torch.where(valid, (total / count.clamp(min=1)).gather(1, number), 0.0)
+
+
+def phase_weight(phase: str, batch: int, batches: int, rate: float = 1.0, middle: float = 0.6) -> float:
+    """The weight g of the penalty in a batch.
+
+    Args:
+        phase: "none", "code" or "paper".
+        batch: from 0.
+        batches: length of the schedule, at least 1.
+        rate, middle: of the paper's weight.
+    """
+    k, half = min(batch, batches), batches // 2
+    if phase == "none":
+        return 1.0
+    if phase == "paper":
+        return 1.0 + math.exp(-rate * k / (middle * batches))
+    if k <= half:
+        return 1.0 - 0.2 * (1.0 - math.exp(-2.0 * k / max(half, 1)))
+    return 0.8 * math.exp(-3.0 * (k - half) / (batches - half))
+
+
+def _wider(values: Tensor, turns: int, fill: float) -> Tensor:
+    """`values` with further entries in the last dimension."""
+    return torch.nn.functional.pad(values, (0, turns - values.shape[-1]), value=fill)

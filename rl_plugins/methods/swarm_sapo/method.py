@@ -1,0 +1,562 @@
+"""SAPO, swarm sampling policy optimization (arXiv 2509.08721): nodes train on rollouts that others share as text."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, shown
+from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.methods.swarm_sapo.choice import chosen
+from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
+from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
+from rl_plugins.methods.swarm_sapo.packages import (
+    NODE,
+    SAMPLES,
+    Package,
+    PackageLimits,
+    Refused,
+    Schema,
+    plain,
+    read_package,
+    read_packages,
+    sender_of,
+    written_files,
+)
+from rl_plugins.params import GIVEN, Is, MethodParams, above, param
+from rl_plugins.requests import Chat
+from rl_plugins.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins.services import media_of
+
+TAKES = {"external_groups": above(0)}
+OVER_HTTP = Is("an HTTP URL", lambda value: str(value).startswith(("http://", "https://")))
+
+
+class SwarmSapo(Method):
+    """Swarm sampling policy optimization: a node trains on own groups and on groups that other nodes share as text.
+
+    It is not the Soft Adaptive Policy Optimization that TRL and verl call `sapo`. In each generation batch:
+
+        read      packages of others that are new in the exchange
+        I         own groups: the first prompts of the plan, G rollouts each
+        C         candidates: external_groups + spare_groups packages, drawn uniformly without replacement
+        score     the completions of C with the rewards of this run; those of the sender are not even sent
+        keep      the first J = external_groups candidates whose rewards differ      (`select_by: uniform`)
+        train     I + J groups; A = (R - mean) / std per group, the host's
+        publish   prompt, columns and completions of the own groups
+
+    `select_by: sample` keeps the first J of any rewards (rl-swarm). `total_reward` is the released selection of genrl:
+    f is the place of the first total that is not 0, the totals are sorted, the first f leave, the last J stay. With
+    `external_weight` w the advantages of external groups are w A.
+
+    A package is a prompt, its dataset columns and G completions as text. The text is tokenized again with the tokenizer
+    of this run. No token of it was sampled here, so its tokens are forced: they are trained as if the policy had made
+    them, with old log-probs of the own policy, and the ratio is 1 in the first update. Corrections that need a sampling
+    probability are refused.
+
+    The exchange is a directory, a URL that fsspec opens, or an HTTP endpoint; `transport` takes another one. No node
+    waits for others. An exchange that fails or is empty leaves the own data only. It costs at most `timeout` seconds
+    for reading and as much for writing, and a node tries it less often after each failure.
+
+    Foreign data are not trusted. A file and its texts have limits of size, the id must be the hash of the question, and
+    prompt and columns must have the kinds of values that the own dataset has. A completion whose tokens give another
+    text (special tokens, unknown characters) is refused. Reward functions must bear any such values; `accept` may check
+    more. Senders are not authenticated: give write access to those you trust not to flood the exchange. Prompts and
+    columns of your dataset leave this node.
+
+    Symbols: G rollouts per group, I and J groups per batch; R, A (rows,) float64. The paper's round is a batch here.
+
+    Special cases: with fewer than J packages all of them are taken, and own prompts fill the batch. If fewer than J
+    candidates are kept, the batch is short of these groups. A candidate with a NaN reward is never kept. A package that
+    was scored is not drawn again. A newer package of the same sender and question replaces the older one. Packages of
+    the own node name are not read. In verl's asynchronous modes there are exactly J candidates. Rollouts of several
+    rows or turns are not published. Refills of a batch that is not full take no package. J = 0 trains as without the
+    method, and still publishes.
+
+    State: the packages that wait, as text, and the names of files read and written. A resumed run goes on with them.
+
+    Logs: `arrived` and `rejected`, packages read; `inbox`, packages that wait; `candidates`; `constant`, share of them
+    with equal rewards; `external`, share of the trained rows; `external_reward`, mean of the candidates; `published`,
+    own groups; `failed`, calls of the exchange.
+
+    Raises:
+        ConfigError: a parameter out of range; no `exchange` or `node`; prompts with images; a dataset column that is no
+            plain data; not fewer external groups than prompts of a batch.
+
+    Source: arXiv 2509.08721; `transplant_trees` in src/genrl/examples/rgym/data.py of gensyn-ai/genrl.
+    """
+
+    name = "swarm_sapo"
+    paper = Paper(
+        "2509.08721",
+        "Sharing is Caring: Efficient LM Post-Training with Collective RL Experience Sharing",
+        "Jeffrey Amico and Gabriel Passamani Andrade and John Donaghy and Ben Fielding and Tristin Forbus and Harry "
+        "Grieve and Semih Kara and Jari Kolehmainen and Yihua Lou and Christopher Nies and Edward Phillip Flores "
+        "Nuño and Diogo Ortega and Shikhar Rastogi and Austin Virts and Matthew J. Wright",
+        2025,
+        code="gensyn-ai/genrl",
+    )
+    fidelity = "paper"
+    does = "Trains on rollouts that other nodes share as text, next to its own"
+    problems = ("no_signal", "exploration")
+    measured = (
+        Measured(
+            "cumulative reward of eight nodes, 4 own and 4 external groups, simulated",
+            "better",
+            "28.2 ± 0.6 against 18.5 ± 0.6 (no sharing)",
+            "swarm_sapo-5-seeds",
+        ),
+        Measured(
+            "cumulative reward with 2 own and 6 external groups against 4 and 4, simulated",
+            "not told apart",
+            "29.3 ± 0.8 against 28.2 ± 0.6",
+            "swarm_sapo-5-seeds",
+        ),
+        Measured(
+            "cumulative reward with the paper's rule against a draw from all groups, simulated",
+            "better",
+            "28.2 ± 0.6 against 22.6 ± 1.5",
+            "swarm_sapo-5-seeds",
+        ),
+    )
+    use_when = "Several runs train on similar tasks, and some of them solve prompts that others never solve."
+    avoid_when = (
+        "Only one run trains, your prompts must stay private, or people whom you do not trust can write to the "
+        "exchange."
+    )
+    cost = (
+        "Saves the generation of `external_groups` groups per batch, and scores the rollouts of `spare_groups` further "
+        "ones. Reading and writing the exchange takes at most `timeout` seconds each."
+    )
+    disagreements = (
+        "The paper was read through its abstract, summaries and both code repositories; its Algorithm 1 was not read.",
+        "The paper was read through its abstract and summaries; Algorithm 1 was not readable. That rule (drop groups "
+        "of equal rewards, draw J uniformly) is the default.",
+        "The released code differs from the paper and from itself: genrl keeps the groups of largest total reward, "
+        "with an index fault that also keeps wrong ones (`select_by: total_reward`); rl-swarm draws from all "
+        "(`select_by: sample`). Groups that are all right have no gradient, so neither is the default.",
+        "The paper scores everything others shared. Here `spare_groups` candidates more than J are scored.",
+        "`max_age`, quotas, limits and `external_weight` are ours. Released configs have G 2 or 3 and J 2 or 5.",
+        "The epsilon of the standard deviation is the host's (1e-4 in TRL, 1e-6 in verl; 1e-8 in the authors' code).",
+    )
+    example_params = {"exchange": "/shared/swarm", "node": "node_1"}
+    idle = (
+        Idle(
+            {"external": 0},
+            "no external group was trained. Either nobody shares (swarm_sapo/inbox is 0), packages do not fit this run "
+            "(swarm_sapo/rejected; the reasons are in a warning), or all candidates have equal rewards "
+            "(swarm_sapo/constant).",
+        ),
+    )
+    paper_settings = {
+        "trl": {
+            "num_generations": 8,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "beta": 0.0,
+            "loss_type": "dapo",
+        },
+        "verl": {
+            "actor_rollout_ref.rollout.n": 8,
+            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+            "actor_rollout_ref.actor.use_kl_loss": False,
+        },
+    }
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        exchange: str = param("", "directory, URL of fsspec (s3://bucket/swarm) or HTTP URL of the exchange; required")
+        node: str = param("", "name of this node, another one than those of all others; required")
+        external_groups: int = param(4, "J, groups of others per batch, of 8 in the paper; 0: only publish", ge=0)
+        spare_groups: int | None = param(
+            None,
+            "number of candidates scored beyond J; none: J, and 0 in verl's asynchronous modes (ours)",
+            ge=0,
+            only_if=TAKES,
+        )
+        select_by: Literal["uniform", "sample", "total_reward"] = param(
+            "uniform",
+            "rule for the candidates: any with unequal rewards (paper), any (rl-swarm), or largest total (genrl)",
+            only_if=TAKES,
+        )
+        external_weight: float = param(
+            1.0, "factor on the advantages of external groups; 1: as own ones (ours)", ge=0, only_if=TAKES
+        )
+        max_age: int | None = param(
+            4, "largest number of batches that a package waits; none: no limit (ours)", ge=0, only_if=TAKES
+        )
+        publish_groups: int | None = param(
+            None, "most own groups that are published per batch; none: all, as in the code", ge=0
+        )
+        sender_quota: int = param(64, "most packages of a sender that wait (ours)", ge=1, only_if=TAKES)
+        inbox_groups: int = param(512, "most packages that wait; the oldest leave (ours)", ge=1, only_if=TAKES)
+        max_characters: int = param(
+            20_000, "most characters of a completion, and of prompt and columns (ours)", ge=1, only_if=TAKES
+        )
+        max_prompt_tokens: int = param(2048, "most tokens of a foreign prompt (ours)", ge=1, only_if=TAKES)
+        max_file_bytes: int = param(4_000_000, "most bytes of a file that is read or written (ours)", ge=1000)
+        keep_files: int = param(64, "number of own files that stay in the exchange (ours)", ge=1)
+        accept: Callable[..., Any] | None = param(
+            None,
+            "function accept(package) that says whether a question with `prompt`, `columns` and `completions` is "
+            "usable, for example my_tasks:parses; none: all that fit",
+            only_if=TAKES,
+        )
+        timeout: float = param(10.0, "time limit of one reading or writing of the exchange, in seconds (ours)", gt=0)
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        key_env: str = param(
+            "", "environment variable with the key of an HTTP endpoint; empty: no key", only_if={"exchange": OVER_HTTP}
+        )
+        transport: Callable[..., Any] | None = param(
+            None,
+            "function transport(exchange) that returns an object with put, names, get and remove, for example "
+            "my_swarm:Bucket; none: by the form of `exchange`",
+            only_if={"exchange": GIVEN},
+        )
+
+        def check(self) -> None:
+            if self.node and not NODE.fullmatch(self.node):
+                raise ConfigError(
+                    f"`node` is {shown(self.node)}; it must be 1 to 64 letters, digits, `_` or `-`, and not begin with "
+                    f"`-`."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        if not p.exchange or not p.node:
+            missing = "exchange" if not p.exchange else "node"
+            raise ConfigError(
+                f"Method `{self.name}` needs `{missing}`. Give the place where nodes exchange packages and the name of "
+                f"this one: method_params.{self.name}: {{exchange: /shared/swarm, node: node_1}}."
+            )
+        self.needs = frozenset({"text", "prompt_index", f"column:{p.prompt_column}"})
+        if p.external_weight != 1:
+            self.needs = self.needs | {"tokens"}
+        self.forces_tokens = p.external_groups > 0
+        self.min_group_size = 2 if p.external_groups else 1
+        self._spare = 0
+        self._group_size = 0
+        self._longest = 0
+        self._dataset: Any = None
+        self._chat: Chat | None = None
+        self._schema: Schema | None = None
+        self._mail: Mailbox | None = None
+        self._told: set[str] = set()
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if media := media_of(run):
+            raise ConfigError(
+                f"The prompts have {media}, and an exchange carries text alone. Remove `{self.name}`, or the column."
+            )
+        if run.buffered and p.spare_groups and p.external_groups:
+            raise ConfigError(
+                f"`spare_groups` is {p.spare_groups}, and this mode takes batches out of a buffer that counts groups, "
+                f"so there are exactly `external_groups` candidates. Remove spare_groups, or use a synchronous mode."
+            )
+        if p.transport is None:
+            open_exchange(p.exchange, p.key_env)
+        _schema(run, p.prompt_column)
+
+    def start(self, run: Run) -> None:
+        p = self.params
+        self._group_size, self._longest = run.group_size, run.max_completion_length
+        self._spare = p.external_groups if p.spare_groups is None else p.spare_groups
+        if run.buffered or p.external_groups == 0:
+            self._spare = 0
+        self._dataset, self._chat = run.dataset, run.chat
+        self._schema = _schema(run, p.prompt_column)
+        exchange: Exchange = p.transport(p.exchange) if p.transport else open_exchange(p.exchange, p.key_env)
+        self._mail = Mailbox(exchange, p.node, p.timeout, p.max_file_bytes, p.sender_quota)
+        self.state = {"inbox": [], "seen": [], "own": []}
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        j, size = self.params.external_groups, run.group_size
+        if j and j >= budget.prompts[0]:
+            raise ConfigError(
+                f"`external_groups` is {j}, and a batch has {budget.prompts[0]} prompts; at least one must be the own. "
+                f"Make `external_groups` smaller, or the batch larger."
+            )
+        spare = 0 if run.buffered or not j else j if self.params.spare_groups is None else self.params.spare_groups
+        return budget.replace(
+            prompts=(budget.prompts[0], budget.prompts[1] + spare),
+            generated=(budget.generated[0], budget.generated[1] + spare * size),
+            trained=(max(0, budget.trained[0] - j * size), budget.trained[1]),
+        )
+
+    # ---- before generation
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Puts packages in the place of the last prompts."""
+        j = self.params.external_groups
+        fills = bool(plan.rows) and min(row.group for row in plan.rows) > 0  # further prompts of a batch not full
+        if j == 0 or fills or self._chat is None:
+            return None
+        self._receive(plan.batch)
+        own = [i for i, row in enumerate(plan.rows) if row.n and row.prompt_index >= 0 and not row.given]
+        most = min(j, len({plan.rows[i].group for i in own}) - 1)
+        candidates = self._candidates(plan.batch, most + self._spare) if most > 0 else []
+        if not candidates:
+            return None
+        rows, taken = list(plan.rows), min(most, len(candidates))
+        room, gone = plan.trained - taken * plan.group_size, list[int]()
+        while own and sum(row.n for row in rows) > room:
+            gone.append(rows.pop(own.pop()).group)
+        left, free = {row.group for row in rows}, max(row.group for row in plan.rows) + 1
+        numbers = [g for g in dict.fromkeys(reversed(gone)) if g not in left]
+        numbers += range(free, free + len(candidates))
+        mark = int(self.rng("mark").integers(2**53))  # tells this plan from others
+        for place, (package, given) in enumerate(candidates):
+            kept = place < taken
+            columns = {**package.columns, self.params.prompt_column: package.prompt}
+            payload = {self.name: [mark, place, taken]}
+            n, spare = (plan.group_size, 0) if kept else (0, plan.group_size)
+            rows.append(PlanRow(-1, numbers[place], n, spare, edit=columns, given=given, payload=payload))
+        return plan.replace(rows=tuple(rows))
+
+    def _receive(self, batch: int) -> None:
+        """Reads what is new into the inbox, as far as limits and quotas allow."""
+        assert self._mail is not None and self._schema is not None  # since `start`
+        if self._mail.resting(batch):
+            return
+        p, state = self.params, self.state
+        found = self._mail.look(batch, state["seen"])
+        self._note(found.error, "read")
+        inbox = {(entry["sender"], entry["id"]): entry for entry in state["inbox"]}
+        refused, arrived = Counter[str](), 0
+        for name, data in found.files.items():
+            packages, bad = read_packages(data, self._schema, PackageLimits(p.max_characters, self._group_size))
+            refused += bad
+            for package in packages:
+                if not self._accepted(package):
+                    refused["`accept` says no"] += 1
+                    continue
+                entry = {"sender": sender_of(name), "id": package.id, "line": package.line(), "arrived": batch}
+                inbox[entry["sender"], entry["id"]] = entry
+                arrived += 1
+        refused["a file is too long or not whole"] += len(found.refused)
+        refused = +refused
+        if refused:
+            self.warn(f"packages of others are refused: {', '.join(sorted(refused))}.")
+        state["inbox"] = _within(inbox.values(), p.sender_quota, p.inbox_groups)
+        if found.listed is not None:
+            listed = set(found.listed)
+            state["seen"] = sorted({*state["seen"], *found.files, *found.refused} & listed)
+        self.log("arrived", arrived, "sum")
+        self.log("rejected", refused.total(), "sum")
+
+    def _accepted(self, package: Package) -> bool:
+        accept = self.params.accept
+        if accept is None:
+            return True
+        fields = {"prompt": package.prompt, "columns": dict(package.columns), "completions": list(package.completions)}
+        try:
+            return bool(accept(fields))
+        except Exception as e:
+            self.warn(f"`accept` failed with {type(e).__name__}, so the package is refused.")
+            return False
+
+    def _candidates(self, batch: int, most: int) -> list[tuple[Package, tuple[Completion, ...]]]:
+        """Packages and their completions as tokens, at most so many, which leave the inbox: in the order drawn, or as
+        they are listed (`total_reward`)."""
+        p, state = self.params, self.state
+        inbox = [e for e in state["inbox"] if p.max_age is None or batch - e["arrived"] <= p.max_age]
+        found: dict[int, tuple[Package, tuple[Completion, ...]]] = {}
+        gone, refused = set(), set()
+        for i in self.rng("draw").permutation(len(inbox)).tolist():
+            if len(found) == most:
+                break
+            gone.add(i)
+            try:
+                found[i] = self._tokenized(inbox[i]["line"])
+            except Refused as e:
+                refused.add(str(e))
+        if refused:
+            self.warn(f"packages of others are refused: {', '.join(sorted(refused))}.")
+        state["inbox"] = [e for i, e in enumerate(inbox) if i not in gone]
+        self.log("rejected", len(gone) - len(found), "sum")
+        return [found[i] for i in (sorted(found) if p.select_by == "total_reward" else found)]
+
+    def _tokenized(self, line: str) -> tuple[Package, tuple[Completion, ...]]:
+        """A package of the inbox as this run reads it.
+
+        Raises:
+            Refused: it does not fit, or its tokens would give another text.
+        """
+        p, chat = self.params, self._chat
+        assert chat is not None and self._schema is not None
+        package = read_package(line, self._schema, PackageLimits(p.max_characters, self._group_size))
+        try:
+            messages = package.prompt if isinstance(package.prompt, list) else None
+            prompt = chat.encode(package.prompt) if messages is None else chat.prompt(messages)
+            texts = [m["content"] for m in messages or () if isinstance(m.get("content"), str)]
+            tokens = [chat.encode(text) for text in package.completions]
+            same = all(_same(text, chat.decode(chat.encode(text))) for text in texts) and all(
+                _same(text, chat.decode(t)) for text, t in zip(package.completions, tokens, strict=True)
+            )
+        except Exception as e:  # whatever a tokenizer or a template says of the text
+            raise Refused(f"the tokenizer or the chat template fails ({type(e).__name__})") from e
+        if not same:
+            raise Refused("the tokens give another text")
+        ends = [chat.eos[:1] if done else () for done in package.finished]
+        tokens = [(*t, *end) for t, end in zip(tokens, ends, strict=True)]
+        if len(prompt) > p.max_prompt_tokens:
+            raise Refused("the prompt has too many tokens")
+        if not all(0 < len(t) <= self._longest for t in tokens):
+            raise Refused("a completion has no token, or too many")
+        return package, tuple(Completion(t) for t in tokens)
+
+    # ---- after it
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        """Keeps the candidates that are chosen by their rewards here."""
+        keep = torch.ones(len(rollouts), dtype=torch.bool)
+        plans: dict[int, dict[int, list[int]]] = {}
+        most: dict[int, int] = {}
+        for row, mark in _marks(rollouts):
+            plans.setdefault(mark[0], {}).setdefault(mark[1], []).append(row)
+            most[mark[0]] = mark[2]
+            keep[row] = False
+        rewards: list[list[float]] = []
+        stays = rollouts.kept.tolist()
+        for number, places in plans.items():
+            groups = [places[place] for place in sorted(places)]
+            scored = [[float(rollouts.reward[row]) for row in rows if stays[row]] for rows in groups]
+            rewards += scored
+            for i in chosen(scored, most[number], self.params.select_by):
+                keep[groups[i]] = True
+        if rewards:
+            self._report(rewards)
+        return keep
+
+    def _report(self, rewards: Sequence[Sequence[float]]) -> None:
+        self.log("candidates", len(rewards), "sum")
+        constant = sum(len(set(group)) < 2 for group in rewards)
+        self.log("constant", constant / len(rewards), weight=len(rewards))
+        known = [r for group in rewards for r in group if not math.isnan(r)]
+        if known:
+            self.log("external_reward", sum(known) / len(known), weight=len(known))
+
+    def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
+        """Weighs external groups."""
+        weight = self.params.external_weight
+        if weight == 1:
+            return None
+        factor = torch.ones(len(rollouts), dtype=torch.float64)
+        for row, _ in _marks(rollouts):
+            factor[row] = weight
+        return Shape(advantages=tokens.advantages * factor[tokens.row])
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        """Publishes the own groups."""
+        p, foreign = self.params, torch.zeros(len(rollouts), dtype=torch.bool)
+        for row, _ in _marks(rollouts):
+            foreign[row] = True
+        if p.external_groups:
+            if bool(rollouts.kept.any()):
+                self.log("external", foreign[rollouts.kept].double().mean())
+            self.log("inbox", len(self.state["inbox"]))
+        if p.publish_groups == 0:
+            return
+        packages = list(self._own(rollouts, foreign))
+        if p.publish_groups is not None and len(packages) > p.publish_groups:
+            few = self.rng("publish").choice(len(packages), p.publish_groups, replace=False)
+            packages = [packages[i] for i in sorted(few.tolist())]
+        self._publish(rollouts.batch, packages)
+
+    def _own(self, rollouts: Rollouts, foreign: Tensor) -> Iterator[Package]:
+        """A package of every group that the policy answered in one row each."""
+        assert rollouts.text is not None and self._schema is not None  # in `needs`, since `start`
+        one = rollouts.groups.max(rollouts.index.double()) == 0
+        if rollouts.turns is not None:
+            one = torch.zeros_like(one)
+        if not bool(one.all()):
+            self.warn("rollouts of several rows or turns are not published, because they are more than one completion.")
+        prompts = rollouts.meta[self.params.prompt_column]
+        known = (rollouts.prompt_index >= 0) & ~foreign
+        for group in one.nonzero()[:, 0].tolist():
+            rows = (known & (rollouts.groups.index == group)).nonzero()[:, 0].tolist()
+            if not rows:
+                continue
+            columns = self._dataset[int(rollouts.prompt_index[rows[0]])]
+            yield Package(
+                plain(prompts[rows[0]]),
+                {name: plain(columns[name]) for name in self._schema.columns},
+                tuple(rollouts.text[row] for row in rows),
+                tuple(not bool(rollouts.truncated[row]) for row in rows),
+            )
+
+    def _publish(self, batch: int, packages: Sequence[Package]) -> None:
+        assert self._mail is not None
+        p, state = self.params, self.state
+        if not packages or self._mail.resting(batch):
+            return
+        files = written_files(p.node, batch, packages, p.max_file_bytes)
+        own = [*(n for n in state["own"] if n not in files), *files]
+        error = self._mail.deliver(batch, files, own[: -p.keep_files])
+        self._note(error, "written")
+        if not error:
+            state["own"] = own[-p.keep_files :]
+            self.log("published", len(packages), "sum")
+
+    def _note(self, error: str, what: str) -> None:
+        self.log("failed", int(bool(error)), "sum")
+        if error and what not in self._told:  # the text of an error may be another one each time
+            self._told.add(what)
+            self.warn(f"the exchange cannot be {what}, so training goes on with own data: {error}")
+
+
+def _schema(run: Run, prompt: str) -> Schema:
+    """What the own dataset looks like.
+
+    Raises:
+        ConfigError: a column that no exchange can carry.
+    """
+    rows = [dict(run.dataset[i]) for i in range(min(run.dataset_size or 0, SAMPLES))] if run.dataset is not None else []
+    first = rows[0] if rows else {}
+    made = ("raw_prompt", "dummy_tensor", "index", "tools_kwargs", "interaction_kwargs")  # what verl adds to a row
+    left_out = {prompt, *(made if "raw_prompt" in first else ())}
+    columns = [c for c in first if c not in left_out and (c in run.columns or not run.columns)]
+    for name in columns:
+        try:
+            Package("", {name: [plain(row[name]) for row in rows]}, (), ()).line()
+        except ValueError as e:
+            raise ConfigError(
+                f"The dataset column `{name}` cannot be exchanged as JSON ({e}). Remove it from the dataset, or make "
+                f"it text or numbers."
+            ) from None
+    return Schema(rows, prompt, columns)
+
+
+def _within(entries: Any, per_sender: int, most: int) -> list[dict[str, Any]]:
+    """The newest entries of each sender, and of all of them, in their order."""
+    left: Counter[str] = Counter()
+    listed = list(entries)
+    stays = set[int]()
+    for i in sorted(range(len(listed)), key=lambda i: listed[i]["arrived"])[::-1]:
+        left[listed[i]["sender"]] += 1
+        if left[listed[i]["sender"]] <= per_sender and len(stays) < most:
+            stays.add(i)
+    return [entry for i, entry in enumerate(listed) if i in stays]
+
+
+def _marks(rollouts: Rollouts) -> Iterator[tuple[int, Sequence[int]]]:
+    """Rows of candidates, each with the number of its plan, its place there, and how many of it may stay."""
+    for row, payload in enumerate(rollouts.payload or ()):
+        mark = payload.get(SwarmSapo.name) if isinstance(payload, Mapping) else None
+        if mark is not None:
+            yield row, mark
+
+
+def _same(a: str, b: str) -> bool:
+    """Whether two texts are equal but for spaces around them and for how characters are composed."""
+    return unicodedata.normalize("NFC", a).strip() == unicodedata.normalize("NFC", b).strip()

@@ -1,0 +1,45 @@
+"""What every trainer with methods does around a checkpoint and an optimizer step, whichever trainer of TRL it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.trl.ranks import on_driver
+from rl_plugins.trl.saved import resume_from
+
+_Host: Any = object  # for the type checker: whatever trainer the mixin is put before
+
+
+class StatefulMixin(_Host):
+    """State inside the checkpoint, and a finite gradient. Without methods every override only calls `super()`."""
+
+    methods = MethodStack([])
+    _methods_callback: Any
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self.methods:
+            ranks = self.accelerator.num_processes
+            found = on_driver(
+                self.accelerator, lambda: resume_from(self.args.output_dir, resume_from_checkpoint, ranks)
+            )
+            self._methods_callback.resume_from = found
+            resume_from_checkpoint = found or resume_from_checkpoint
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if not self.methods or not self._methods_callback.is_checkpoint(output_dir):
+            super().save_model(output_dir, *args, **kwargs)
+            return
+        assert output_dir is not None
+        self._methods_callback.save_begins(output_dir)
+        super().save_model(output_dir, *args, **kwargs)
+        self._methods_callback.write_state(output_dir)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = super().training_step(*args, **kwargs)
+        if self.methods:
+            self._methods_callback.check_gradient()
+        return result
