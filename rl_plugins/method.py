@@ -225,6 +225,8 @@ class Method:
             weight would count twice.
         proximal_old_logprobs: its loss needs old log-probs of a policy of their own, at the start of the step; a host
             that uses the rollout log-probs in their place (verl's `bypass_mode`) is refused beside it.
+        generating_logprobs: its loss needs old log-probs by the weights that generated each token. A host that keeps
+            older weights computes them (`Run.keeps_versions`); elsewhere all old log-probs are of the newest weights.
         replays: its plans give completions that an older policy sampled, so updates are off-policy.
         forces_tokens: its rollouts train tokens that were not sampled in their place (argmax, grafted, given by another
             model), so no importance weight of the sampling policy exists for them; corrections that would need one are
@@ -265,6 +267,7 @@ class Method:
     rows_per_rollout: int = 1
     corrects_sampling: bool = False
     proximal_old_logprobs: bool = False
+    generating_logprobs: bool = False
     replays: bool = False
     forces_tokens: bool = False
     in_eval: ClassVar[Sequence[str]] = ()

@@ -259,6 +259,8 @@ class Run:
         rows_per_update: rows per optimizer step of all processes, if every row is trained; None if not known.
         buffered: the host takes batches out of a buffer that counts groups, so a plan has as many groups as it was
             given (verl's asynchronous modes).
+        keeps_versions: the host keeps older weights, so that old log-probs are of the weights that generated each token
+            where a method asks for that (`Method.generating_logprobs`; verl's `separate_async`).
     """
 
     host: str
@@ -275,6 +277,7 @@ class Run:
     chat: Chat | None = None
     rows_per_update: int | None = None
     buffered: bool = False
+    keeps_versions: bool = False
 
 
 # ---- after generation

@@ -25,6 +25,7 @@ SINGLE_TURN = "single_turn_agent"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
 CORRECTION = "algorithm.rollout_correction"
+MAX_VERSIONS = "trainer.v1.sampler.max_off_policy_threshold"
 EXACT_ENGINES = ("hf_cpu",)  # rollout.name whose log-probs are those of the trained weights
 TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
 
@@ -112,6 +113,7 @@ class Known:
             max_completion_length=self.read("data.max_response_length"),
             rows_per_update=self.read.rows_per_update,
             buffered=self.read.mode != "sync",
+            keeps_versions=self.read.mode == "separate_async",
         )
 
     def plan(self, stack: MethodStack, proposal: Sequence[int]) -> Plan:
@@ -426,6 +428,7 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"algorithm.use_kl_in_reward. Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove "
             f"the method."
         )
+    yield from _no_older_weights(stack, read)
     loss = read("actor_rollout_ref.actor.loss_agg_mode")
     factor = read("actor_rollout_ref.actor.loss_scale_factor")
     losing = ("plan", "select", "shape", "policy_loss", "regularize")
@@ -459,6 +462,31 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
                 "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
                 "call), after everything was started. Leave it True, or apply patches/verl/V1."
             )
+
+
+def _no_older_weights(stack: MethodStack, read: Reader) -> Iterator[str]:
+    """Why log-probs of the weights that generated each token cannot be had, where a method asks for them."""
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.generating_logprobs)
+    if not names:
+        return
+    why = f"{names} needs log-probs of the weights that generated each token"
+    if read.mode == "colocate_async":
+        yield (
+            f"{why}, and {read.mode} keeps no older weights. Use trainer.v1.trainer_mode=rl_plugins_separate_async "
+            f"or rl_plugins_sync."
+        )
+    if read.mode != "separate_async":
+        return
+    if read(MAX_VERSIONS) is None:
+        yield (
+            f"{why}, and {MAX_VERSIONS} is not set, so rows may be of any age and the workers would keep every "
+            f"version. Set it: as many copies of the weights are kept in CPU memory."
+        )
+    if read("actor_rollout_ref.actor.fsdp_config.param_offload", False):
+        yield (
+            f"{why}, and verl can copy and restore weights only while they are on the device. Set "
+            f"actor_rollout_ref.actor.fsdp_config.param_offload=False."
+        )
 
 
 def _names(stack: MethodStack, *hooks: str) -> str:

@@ -141,6 +141,7 @@ if TYPE_CHECKING:
         global_steps: int
         total_training_steps: int
         parameter_sync_step: int
+        local_trigger_step: int
 
         def __init__(self, config: Any) -> None: ...
         def fit(self, agent_loop_manager: AgentLoopManager) -> None: ...

@@ -243,6 +243,10 @@ def test_mu_version_is_refused_for_older_rows() -> None:
     for mu, rollouts in (("version", fresh), ("start", stale)):
         decision = one_step(start_stack(loss_method(mu=mu)), rollouts)
         assert decision.row_columns[COLUMN].tolist() == [1, 1, 1, 1]
+    kept = make_run(keeps_versions=True)
+    decision = one_step(start_stack(loss_method(mu="version"), run=kept), stale)
+    assert decision.row_columns[COLUMN].tolist() == [1, 1, 1, 1]
+    assert loss_method(mu="version").generating_logprobs and not loss_method().generating_logprobs
 
 
 # ---- data control

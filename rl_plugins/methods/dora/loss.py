@@ -13,7 +13,7 @@ from rl_plugins.errors import MethodError
 from rl_plugins.losses import LOG_RATIO_LIMIT, ppo_clip
 from rl_plugins.method import Method, Paper, SameAs
 from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
+from rl_plugins.rollouts import Rollouts, Run, Shape, Terms, Tokens
 
 PAPER = Paper(
     "2509.18883",
@@ -35,8 +35,10 @@ class DoraLoss(Method):
         J = 1 / (G T_max) sum of w f over the rows and tokens of a group,   loss = -mean of J over the prompts
 
     `mu` says which weights make lp^mu, the log-probs of the training engine. `start`: those at the start of the step,
-    the host's old log-probs. `version`: those that generated the row; the run ends if a row is of older weights,
-    because no host recomputes them yet. Where all rows are of the newest weights, the two are the same.
+    the host's old log-probs. `version`: those that generated the token. verl's `separate_async` keeps a copy of every
+    published version in CPU memory for that, and makes one forward pass per older version in the batch. No other mode
+    of a host does; there a row of older weights ends the run. Where all rows are of the newest weights, the two are
+    the same.
 
     Symbols: lp, lp^mu, lp^e (the engine's) log-probs in nats, A advantages, f, all (rows, time). G is the number of
     rows of the group that the batch trains; rows that the host or an advantage of 0 masked count. T_max is the host's
@@ -52,7 +54,7 @@ class DoraLoss(Method):
     clipped term is smaller), `clipfrac_negative` (e_neg_high acts).
 
     Raises:
-        MethodError: `mu: version` and a row that older weights generated.
+        MethodError: `mu: version` and a row that older weights generated, where the host keeps no older weights.
 
     Source: arXiv 2509.18883, equation 4. The authors published no training code. The golden case is verl's loss with
     the same constants.
@@ -83,8 +85,8 @@ class DoraLoss(Method):
         "The report gives no values for the bounds, for C and for T_max. The defaults (0.2, 0.28, 3, 2) are ours.",
         "The report does not say whether masked rows count in G. They do, as in the golden case.",
         "The report recomputes lp^mu with the version that generated (`mu: version`). `start` is the default, because "
-        "neither host keeps older weights for that pass; in verl's separate_async the old log-probs are those of the "
-        "weights published last.",
+        "only verl's separate_async keeps older weights for that pass; with `start` the old log-probs there are those "
+        "of the weights published last.",
     )
     host_options = {
         "trl": {"vllm_importance_sampling_correction": False, "loss_type": "dr_grpo"},
@@ -111,9 +113,19 @@ class DoraLoss(Method):
             "start", "weights whose log-probs are the centre: at the start of the step, or those that generated"
         )
 
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self._kept = False  # the host keeps older weights
+        self.generating_logprobs = self.params.mu == "version"
+        if self.generating_logprobs:
+            self.needs = self.needs | {"token_versions"}
+
+    def start(self, run: Run) -> None:
+        self._kept = run.keeps_versions
+
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         """The weight of every row that makes the mean over rows the mean over prompts."""
-        if self.params.mu == "version":
+        if self.params.mu == "version" and not self._kept:
             self._all_newest(rollouts)
         groups = rollouts.groups
         size = groups.rows(groups.size.double())
@@ -124,8 +136,9 @@ class DoraLoss(Method):
         if bool(stale.any()):
             raise MethodError(
                 f"`mu: version` needs log-probs of the weights that generated each row, and {int(stale.sum())} of "
-                f"{len(stale)} rows are up to {int(rollouts.staleness.max())} published weights old. No host "
-                f"recomputes them with older weights. Set method_params.dora_loss.mu=start, or train without staleness."
+                f"{len(stale)} rows are up to {int(rollouts.staleness.max())} published weights old. Only "
+                f"verl's separate_async keeps older weights. Set method_params.dora_loss.mu=start, or train without "
+                f"staleness."
             )
 
     def policy_loss(self, terms: Terms) -> Tensor:

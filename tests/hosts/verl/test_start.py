@@ -43,6 +43,9 @@ def config(*overrides: str, methods: str | None = "mc_grpo") -> Any:
     return compose([*FINE, *named, *overrides])
 
 
+VERSION = "+rl_plugins.method_params.dora_loss.mu=version"
+MAX_VERSIONS = "trainer.v1.sampler.max_off_policy_threshold"
+OFFLOAD = "actor_rollout_ref.actor.fsdp_config.param_offload"
 REFUSED = {
     "ignored by verl's own trainer": (
         ["trainer.v1.trainer_mode=sync"],
@@ -88,6 +91,21 @@ REFUSED = {
         ["trainer.v1.trainer_mode=rl_plugins_colocate_async", "+rl_plugins.method_params.brorl.ramp=[[1,8]]"],
         "brorl",
         "`brorl` decides how many rollouts",
+    ),
+    "no older weights": (
+        ["trainer.v1.trainer_mode=rl_plugins_colocate_async", VERSION],
+        "dora_loss",
+        "`dora_loss` needs log-probs of the weights that generated each token, and colocate_async keeps no older",
+    ),
+    "older weights without an end": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async", VERSION, MAX_VERSIONS + "=null"],
+        "dora_loss",
+        "max_off_policy_threshold is not set, so rows may be of any age",
+    ),
+    "older weights, offloaded": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async", VERSION, OFFLOAD + "=True"],
+        "dora_loss",
+        "Set actor_rollout_ref.actor.fsdp_config.param_offload=False",
     ),
     "filter": (["algorithm.filter_groups.enable=True"], "mc_grpo", "filter_groups.enable=False"),
     "critic": (["algorithm.adv_estimator=gae"], "mc_grpo", "critic"),

@@ -35,6 +35,7 @@ from rl_plugins.verl.client import with_versions
 from rl_plugins.verl.prompts import COLUMN, FORCED, UNKNOWN, VERSIONS, note_of, runs
 from rl_plugins.verl.rows import TOKEN_VERSION
 from rl_plugins.verl.trainer import MethodsSync
+from rl_plugins.verl.versions import Snapshots
 
 pytestmark = pytest.mark.host
 
@@ -322,3 +323,83 @@ def test_without_the_signal_nothing_is_read(queue: MemoryQueue) -> None:
 
 def test_runs() -> None:
     assert runs([3, 3, -1, 5]) == [[3, 2], [-1, 1], [5, 1]] and runs([]) == [] and runs([-1, -1]) == [[-1, 2]]
+
+
+class Workers:
+    """The weights are a number; the log-prob of a token is its id plus 100 times that number."""
+
+    def __init__(self, queue: MemoryQueue) -> None:
+        self.queue, self.weights, self.saved, self.most = queue, 0.0, {}, 0
+        self.passes: list[tuple[float, list[str]]] = []
+
+    def save_model_to_cpu(self, name: str) -> None:
+        self.saved[name] = self.weights
+        self.most = max(self.most, len(self.saved))
+
+    def restore_model_from_cpu(self, name: str) -> None:
+        self.weights = self.saved[name]
+
+    def clear_cpu_model(self, name: str) -> None:
+        del self.saved[name]
+
+    def compute_log_prob(self, batch: KVBatchMeta) -> None:
+        assert batch.extra_info["calculate_entropy"] is False and batch.extra_info["temperature"] == 0.5
+        self.passes.append((self.weights, list(batch.keys)))
+        for key in batch.keys:
+            row = self.queue.rows[key]
+            values = torch.cat([row["prompts"], row["responses"]]).float() + 100 * self.weights
+            row["log_probs"] = values.roll(-1)  # of a token at the place before it, as verl's engine gives them
+
+
+def test_old_log_probs_by_the_weights_that_generated_each_token(queue: MemoryQueue) -> None:
+    """Rows of one version, of several, of a lost one, and rows that fill the batch; passes of a multiple of 2 rows."""
+    workers = Workers(queue)
+    snapshots = Snapshots(workers, 3, 0.5)
+    for version in range(4):
+        workers.weights = float(version)
+        snapshots.keep(version)
+        snapshots.keep(version)  # the second batch of a step
+    assert len(workers.saved) == 3 and workers.most == 4
+    workers.weights = 3.5  # an optimizer step after the publication
+    versions = {"a": [3, 3], "b": [1, 1, 2], "c": [0, 3], "d": [2, 2, 2]}
+    masks = {"a": [1, 1], "b": [1, 0, 1], "c": [1, 1], "d": [1, 1, 0]}
+    for n, (key, mask) in enumerate({**masks, "padding": [1]}.items()):
+        response = 10 * n + torch.arange(len(mask))
+        row = {"prompts": torch.tensor([7, 8]), "responses": response, "response_mask": torch.tensor(mask)}
+        queue.put_rows({key: {**row, "old_log_probs": response + 300.0}})
+    batch = KVBatchMeta(
+        partition_id="train",
+        keys=[*masks, "padding"],
+        tags=[{}, {}, {}, {}, {"is_padding": True}],
+        extra_info={},
+    )
+    logged = snapshots.recompute(batch, {k: torch.tensor(v) for k, v in versions.items()}, 3, 2)
+    # what was only read keeps what it had; so does a token of version 0, which is no longer kept
+    expected = {"a": [300, 301], "b": [110, 311, 212], "c": [320, 321], "d": [230, 231, 332], "padding": [340]}
+    assert {k: queue.rows[k]["old_log_probs"].tolist() for k in expected} == expected
+    assert workers.passes == [(1.0, ["a", "b"]), (2.0, ["b", "d"])]
+    assert workers.weights == 3.5 and len(workers.saved) == 3 and workers.most == 4
+    assert logged.pop("rl_plugins/version_seconds") > 0
+    assert logged == {"rl_plugins/version_passes": 2.0, "rl_plugins/version_lost": pytest.approx(1 / 9)}
+
+
+def test_fresh_rows_need_no_pass(queue: MemoryQueue) -> None:
+    workers = Workers(queue)
+    snapshots = Snapshots(workers, 2, 0.5)
+    snapshots.keep(5)
+    queue.put_rows({"a": {"response_mask": torch.ones(2), "old_log_probs": torch.tensor([1.0, 2.0])}})
+    batch = KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info={})
+    logged = snapshots.recompute(batch, {"a": torch.tensor([5, 5])}, 5, 1)
+    assert not workers.passes and workers.most == 1 and logged["rl_plugins/version_passes"] == 0
+
+
+def test_the_trainer_gets_its_weights_back_when_a_pass_fails(queue: MemoryQueue) -> None:
+    workers = Workers(queue)
+    snapshots = Snapshots(workers, 2, 0.5)
+    snapshots.keep(0)
+    workers.weights = 1.0
+    queue.put_rows({"a": {"response_mask": torch.ones(2), "old_log_probs": torch.zeros(2)}})
+    batch = KVBatchMeta(partition_id="train", keys=["a"], tags=[{}], extra_info={})
+    with pytest.raises(KeyError, match="prompts"):
+        snapshots.recompute(batch, {"a": torch.tensor([0, 0])}, 1, 1)
+    assert workers.weights == 1.0 and list(workers.saved) == ["rl_plugins_version_0"]
