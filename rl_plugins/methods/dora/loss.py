@@ -76,7 +76,8 @@ class DoraLoss(Method):
     )
     cost = (
         "No extra rollouts. One forward pass for old log-probs, which verl makes in every batch and TRL where a batch "
-        "takes several optimizer steps, and in runs without vLLM."
+        "takes several optimizer steps, and in runs without vLLM. `mu: version` adds one per older version in a batch, "
+        "and keeps `max_off_policy_threshold` copies of the weights in CPU memory."
     )
     disagreements = (
         "What was read is the report itself, in full; its training code was not published.",
