@@ -7,6 +7,7 @@ that were trained.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -882,7 +883,7 @@ def check_generating_weights(run: Run) -> None:
                 change = max(change, float((first - second)[mask].abs().max()))
     assert older > 0 and change > 0.01, "of the newest weights they would be others"
     weights = [torch.cat([v.flatten() for v in update["weights"].values()]) for update in updates]
-    moved = [float((b - a).abs().max()) for a, b in zip(weights, weights[1:], strict=False)]
+    moved = [float((b - a).abs().max()) for a, b in itertools.pairwise(weights)]
     assert min(moved) > 1e-4, "an optimizer step moves the trainer's own weights"
     passes = [run.metrics(step)["rl_plugins/version_passes"] for step in (1, 2)]
     assert passes[0] == 0 and 0 < passes[1] <= 1 and run.metrics(2)["rl_plugins/version_lost"] == 0
