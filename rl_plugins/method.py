@@ -102,6 +102,7 @@ SIGNALS: dict[str, str] = {
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
+    "turn_limits": "agents that keep the turn limit of their plan row (`PlanRow.max_turns`)",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 

@@ -307,6 +307,7 @@ class Prompt:
         batch: generation batch, counted from 0.
         training: False in evaluation.
         reward_names: of the run's reward functions.
+        max_turns: most turns of an agent as the plan limits them; None: it does not. See `turns`.
         seed: of random numbers, see `rng`.
     """
 
@@ -322,7 +323,12 @@ class Prompt:
     batch: int = 0
     training: bool = True
     reward_names: tuple[str, ...] = ()
+    max_turns: int | None = None
     seed: str = ""
+
+    def turns(self, limit: int) -> int:
+        """Most turns of an agent: a method's own limit, or that of the plan if it is lower."""
+        return limit if self.max_turns is None else min(limit, self.max_turns)
 
     def start(self) -> Trajectory:
         """An empty trajectory: the prompt, and the prefix of the plan if there is one."""

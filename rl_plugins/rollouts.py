@@ -19,7 +19,7 @@ from rl_plugins.groups import Groups
 from rl_plugins.renamed import renamed
 
 if TYPE_CHECKING:
-    from rl_plugins.requests import Chat
+    from rl_plugins.requests import Chat, Turn
 
 Self = TypeVar("Self")
 
@@ -48,6 +48,9 @@ class Completion(Replaceable):
         versions: published weights that made each token, as in `Tokens.version`; None: it counts as made now.
         rewards: of each reward function by name, NaN where it gave none; it is then not scored again. None: it is.
         observed: of each token, True if it was only read (a tool's output): it is not trained. None: none was.
+        prompt: token ids before the completion; None: those of the plan row's prompt. An agent's environment may have
+            added its first observation to them.
+        turns: of an agent, in order, as in `Trajectory.turns`.
     """
 
     tokens: tuple[int, ...]
@@ -55,6 +58,8 @@ class Completion(Replaceable):
     versions: tuple[int, ...] | None = None
     rewards: Mapping[str, float] | None = None
     observed: tuple[bool, ...] | None = None
+    prompt: tuple[int, ...] | None = None
+    turns: tuple[Turn, ...] = ()
 
 
 @renamed(prompt="prompt_index")
@@ -70,6 +75,7 @@ class PlanRow(Replaceable):
         edit: dataset columns that replace those of the row (a prompt with a hint, say).
         prefix: token ids every completion of this row starts with. They are marked `forced`.
         max_tokens: completion length, at most the host's.
+        max_turns: turns of an agent, at most those of the method that plays it (signal "turn_limits").
         given: completions used instead of the first generated ones.
         payload: anything the method wants to find again in `rollouts.payload`.
     """
@@ -81,6 +87,7 @@ class PlanRow(Replaceable):
     edit: Mapping[str, Any] | None = None
     prefix: tuple[int, ...] = ()
     max_tokens: int | None = None
+    max_turns: int | None = None
     given: tuple[Completion, ...] = ()
     payload: Any = None
 

@@ -10,6 +10,7 @@ import torch
 from one_method import method, refused
 
 from rl_plugins.errors import MethodError
+from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow
 from rl_plugins.runtime.plan import admitted_prompts, check_rewards, check_versions, first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -247,6 +248,13 @@ ILLEGAL_ROWS = [
     (ROW.replace(prompt_index=-2, edit={"prompt": "x"}), "prompt -2 of a dataset"),
     (ROW.replace(prompt_index=-1), "a foreign prompt (-1) without columns in `edit`"),
     (ROW.replace(max_tokens=0), "max_tokens=0"),
+    (ROW.replace(max_turns=0), "max_turns=0"),
+    (ROW.replace(max_turns=1.5), "max_turns=1.5"),
+    (ROW.replace(given=(Completion((1, 2), prompt=()),)), "a given completion with an empty `prompt`"),
+    (ROW.replace(given=(Completion((1, 2), prompt=(-1,)),)), "the `prompt` of a given completion"),
+    (ROW.replace(given=(Completion((1, 2), turns=((0, 1),)),)), "must be a tuple of Turn"),
+    (ROW.replace(given=(Completion((1, 2), turns=(Turn(0, 3),)),)), "in order and within its 2 tokens"),
+    (ROW.replace(given=(Completion((1, 2), turns=(Turn(1, 2), Turn(0, 1))),)), "in order and within its 2 tokens"),
     ((0, 0, 1), "tuple instead of a PlanRow"),
     (None, "NoneType instead of a PlanRow"),
 ]

@@ -126,12 +126,12 @@ def play(
 ) -> Subprogram:
     """One rollout of an agent, as a program of its own. Returns its trajectory, with `meta` of `summary`.
 
-    It ends when the environment is done, after `max_turns`, or when nothing more fits: an observation that would leave
-    no room for an answer is not added.
+    It ends when the environment is done, after `max_turns` or the plan's limit, or when nothing more fits: an
+    observation that would leave no room for an answer is not added.
 
     Args:
         make: a new environment.
-        max_turns: of the agent.
+        max_turns: of the agent; the plan's limit holds if it is lower.
         timeout: seconds of one call of the environment.
         turn_tokens: most tokens of one turn.
         role: of the messages the environment's observations become.
@@ -142,7 +142,7 @@ def play(
         while True:
             trajectory = yield from generate(episode.trajectory, turn_tokens)
             episode = yield from act(prompt, episode, trajectory, timeout)
-            if episode.done or episode.turns >= max_turns:
+            if episode.done or episode.turns >= prompt.turns(max_turns):
                 break
             following = reply(prompt, episode, role=role)
             if not prompt.room(following.trajectory):

@@ -264,7 +264,7 @@ class Cleaner(Method):
                     stop = "error" if episode.broken else "done"
                 elif book.too_long:
                     stop = "length"
-                elif episode.turns >= p.max_turns:
+                elif episode.turns >= prompt.turns(p.max_turns):
                     stop = "limit"
                 else:
                     following = reply(prompt, episode, note, p.role)
@@ -297,7 +297,7 @@ class Cleaner(Method):
                 book.count(recovered=retries > 0)
                 return after, ""
             other = None
-            if self._may_repair(after, backup, retries, book):
+            if self._may_repair(prompt, after, backup, retries, book):
                 error = reply(prompt, after, role=self.params.role)
                 other, retries = yield from self._another_turn(prompt, error, retries, book)
             if other is None:
@@ -341,10 +341,10 @@ class Cleaner(Method):
         book.off |= book.attempts >= p.max_attempts
         return after, wrong, backup
 
-    def _may_repair(self, after: Episode, backup: Any, retries: int, book: _Book) -> bool:
+    def _may_repair(self, prompt: Prompt, after: Episode, backup: Any, retries: int, book: _Book) -> bool:
         p = self.params
         over = after.done and backup is None  # the failed call ended the episode, and there is no copy to go on with
-        return not (book.off or retries >= p.max_tool_retries or after.turns >= p.max_turns or over)
+        return not (book.off or retries >= p.max_tool_retries or after.turns >= prompt.turns(p.max_turns) or over)
 
     def _another_turn(
         self, prompt: Prompt, error: Episode, retries: int, book: _Book

@@ -375,7 +375,7 @@ class TurnControl(Method):
         p = self.params
         given = prompt.payload.get(self.name) if isinstance(prompt.payload, Mapping) else None
         limits = self._limits(given)
-        limit = limits["limit"]
+        limit, last = prompt.turns(limits["limit"]), prompt.turns(limits["last"])
         told = p.strategy != "unlimited" and (bool(given) or p.limit is not None)  # not while turns are calibrated
         granted = 0
         environment = p.environment()
@@ -397,7 +397,7 @@ class TurnControl(Method):
                     break
                 news = ""
                 if episode.turns >= limit:
-                    more = min(limits["extension"], limits["last"] - limit)  # 0 where no extension is left
+                    more = min(limits["extension"], last - limit)  # 0 where no extension is left
                     if not (more > 0 and (yield from self._extend(environment))):
                         stop = "extended_limit" if granted else "limit"
                         break

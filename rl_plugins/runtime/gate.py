@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError, shortened, shown
 from rl_plugins.method import Method
+from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Admission, Completion, Plan, PlanRow, PromptPool, Rollouts, Terms, Tokens, Update
 
 # Hosts compute in float32, whose largest number is 3.4e38. Of values up to this one a million squares can be summed.
@@ -213,6 +214,8 @@ def _row_problem(row: object, pool_size: int | None, vocabulary: int | None) -> 
         return "a foreign prompt (-1) without columns in `edit`"
     if row.max_tokens is not None and not (isinstance(row.max_tokens, Integral) and row.max_tokens >= 1):
         return f"max_tokens={shown(row.max_tokens)}, which must be a whole number of at least 1"
+    if row.max_turns is not None and not (isinstance(row.max_turns, Integral) and row.max_turns >= 1):
+        return f"max_turns={shown(row.max_turns)}, which must be a whole number of at least 1"
     problem = _tokens_problem("`prefix`", row.prefix, vocabulary)
     for completion in row.given:
         problem = problem or _given_problem(completion, vocabulary)
@@ -254,7 +257,21 @@ def _given_problem(completion: object, vocabulary: int | None) -> str | None:
         )
     ):
         return "`rewards` of a given completion must be finite numbers, or NaN, by name of the reward function"
-    return _tokens_problem("a given completion", completion.tokens, vocabulary)
+    problem = _turns_problem(completion)
+    if completion.prompt is not None:
+        problem = problem or ("" if completion.prompt else "a given completion with an empty `prompt`")
+        problem = problem or _tokens_problem("the `prompt` of a given completion", completion.prompt, vocabulary)
+    return problem or _tokens_problem("a given completion", completion.tokens, vocabulary)
+
+
+def _turns_problem(completion: Completion) -> str | None:
+    """Turns follow each other and lie inside of the completion."""
+    if not isinstance(completion.turns, Sequence) or not all(isinstance(t, Turn) for t in completion.turns):
+        return "`turns` of a given completion must be a tuple of Turn"
+    bounds = [0, *(x for t in completion.turns for x in (t.start, t.stop)), len(completion.tokens)]
+    if not all(isinstance(x, Integral) for x in bounds) or any(b < a for a, b in itertools.pairwise(bounds)):
+        return f"`turns` of a given completion must be in order and within its {len(completion.tokens)} tokens"
+    return None
 
 
 def _tokens_problem(what: str, tokens: Any, vocabulary: int | None) -> str | None:

@@ -133,7 +133,7 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
 
     Raises:
         MethodError: from a hook, or a method plans more than edits and payloads (with a rollout program in evaluation
-            also prefixes and token limits).
+            also prefixes and limits).
     """
     result = list(rows)
     program = bool(in_evaluation(stack, "rollout"))
@@ -141,7 +141,7 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
         size = max((r.n for r in result), default=1)
         asked = Plan(tuple(result), size, sum(r.n for r in result), batch=stack.batch)
         new = _chain_plan(stack, asked, [m]).rows
-        limits = any(r.prefix or r.max_tokens is not None for r in new) and not program
+        limits = any(r.prefix or r.max_tokens is not None or r.max_turns is not None for r in new) and not program
         asked_for = [(r.prompt_index, r.group, r.n, 0) for r in result]
         if [(r.prompt_index, r.group, r.n, r.spare) for r in new] != asked_for or limits:
             raise MethodError(f"Method `{m.name}` {_ONLY_EDITS}")
@@ -155,9 +155,9 @@ def evaluation_plan(stack: MethodStack, rows: Sequence[PlanRow]) -> list[PlanRow
 
 
 _ONLY_EDITS = (
-    "plans an evaluation in `plan` with other prompts or numbers of rollouts, given completions, prefixes or token "
-    "limits. In evaluation a plan may edit prompts and attach payloads (with a rollout program also prefixes and token "
-    "limits), nothing else."
+    "plans an evaluation in `plan` with other prompts or numbers of rollouts, given completions, prefixes or "
+    "limits. In evaluation a plan may edit prompts and attach payloads, and with a rollout program also give prefixes "
+    "and limits of tokens and turns."
 )
 
 

@@ -15,6 +15,10 @@ from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.stack import MethodStack
 
+NO_TURN_LIMITS = (
+    "no method of the run plays agents, and no host limits the turns of a prompt. Name one that does (turn_control)."
+)
+
 
 @dataclass(frozen=True)
 class HostFacts:

@@ -195,12 +195,13 @@ def given_trajectory(prompt: Prompt, given: Completion) -> Trajectory:
     kind = Kind.FORCED if given.logprobs is None else Kind.SAMPLED
     logprobs = given.logprobs or (UNKNOWN,) * n
     return Trajectory(
-        prompt.tokens,
+        prompt.tokens if given.prompt is None else given.prompt,
         given.tokens,
         tuple(int(Kind.OBSERVED if read else kind) for read in observed),
         tuple(UNKNOWN if read else p for p, read in zip(logprobs, observed, strict=True)),
         given.versions or (-1,) * n,
         "eos" if given.tokens[-1] in prompt.chat.eos else "length",
+        turns=tuple(given.turns),
         rewards=given.rewards,
     )
 

@@ -20,7 +20,7 @@ from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, preflight
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
@@ -416,6 +416,8 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
             "the run has neither tools nor an environment, so a completion is one turn. Give the trainer tools or an "
             "environment_factory, or name a method that plays one (turn_control)."
         )
+    if not stack.claims["rollout"]:
+        missing["turn_limits"] = NO_TURN_LIMITS
     truncations = {
         "top_p": (args.top_p, 1.0),
         "top_k": (args.top_k, 0),

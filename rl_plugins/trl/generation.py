@@ -169,6 +169,11 @@ class GenerationBatch:
                 f"The plan generates {generated} completions for a batch of {self.batch_rows} with images; rows "
                 f"of image batches cannot be added or cut yet. Remove the method that changes the plan."
             )
+        if not self.programs and any(c.turns or c.prompt is not None for p in special for c in p.given):
+            raise ConfigError(
+                "The plan gives completions with turns or a prompt of their own, which only a method that plays agents "
+                "(turn_control) can take here. Name one, or remove the method that plans them."
+            )
         for p in special:
             check_length(p, self.trainer.max_completion_length)
             check_rewards(p, self.trainer.reward_func_names)

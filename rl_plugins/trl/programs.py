@@ -82,6 +82,7 @@ def make_rollouts(
             batch=stack.batch,
             training=training,
             reward_names=tuple(trainer.reward_func_names),
+            max_turns=p.max_turns,
             seed=f"{stack.seed}|{method.name}|{p.group}",
         )
         for p, row, ids in zip(plan, rows, tokens, strict=True)

@@ -12,7 +12,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl.host import Output
-from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, UNKNOWN, VERSIONS, Given, Note, ranges, runs
+from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, TURNS, UNKNOWN, VERSIONS, Given, Note, ranges, runs
 
 if TYPE_CHECKING:
     from rl_plugins.verl.host import AgentLoop as SingleTurnAgentLoop
@@ -45,7 +45,7 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
 
     async def _without_engine(self, kwargs: dict[str, Any], given: Given, want_logprobs: bool) -> Output:
         """A completion of the plan: a sample, if its log-probs are given. With rewards it is not scored again."""
-        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        prompt_ids = list(given.get("prompt") or await self.ct_build_initial_tokens(list(kwargs["raw_prompt"])))
         tokens, logprobs, reward = list(given["tokens"]), given["logprobs"], given.get("reward")
         observed = given.get("observed") or [False] * len(tokens)
         versions = given.get("versions") or [published(kwargs)] * len(tokens)
@@ -66,6 +66,7 @@ class PlannedAgentLoop(SingleTurnAgentLoop):
                 "min_global_steps": min(made),
                 "max_global_steps": max(made),
                 VERSIONS: [runs(made)],
+                **({TURNS: turns} if (turns := given.get("turns")) else {}),
                 **({} if reward is None else {"reward_extra_info": dict(given.get("rewards") or {})}),
             },
         )

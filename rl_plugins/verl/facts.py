@@ -13,7 +13,7 @@ from rl_plugins.method import HOOKS, SameAs
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -332,6 +332,8 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
             "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
             f"({rollout}.agent.default_agent_loop), or name a method that plays one (turn_control)."
         )
+    if not stack.claimed("rollout"):
+        missing["turn_limits"] = NO_TURN_LIMITS
     truncations = {"top_p": 1.0, "top_k": -1}
     changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
     if changed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict
 
 from rl_plugins.entries import Entries
@@ -42,6 +43,8 @@ class Given(TypedDict):
     observed: NotRequired[Sequence[bool] | None]
     rewards: NotRequired[dict[str, float] | None]
     reward: NotRequired[float | None]
+    prompt: NotRequired[Sequence[int] | None]
+    turns: NotRequired[list[dict[str, Any]]]
 
 
 class Note(TypedDict):
@@ -54,7 +57,7 @@ class Note(TypedDict):
         round: of the plan.
         planned_at: generation batch in which it was planned.
         draw: number of the plan in that batch, from 1.
-        prompt_index, group, prefix, max_tokens, given, payload: of the plan row.
+        prompt_index, group, prefix, max_tokens, max_turns, given, payload: of the plan row.
     """
 
     prompt_index: int
@@ -66,6 +69,7 @@ class Note(TypedDict):
     max_tokens: int | None
     given: list[Given]
     payload: Any
+    max_turns: NotRequired[int | None]
     planned_at: NotRequired[int]
     draw: NotRequired[int]
 
@@ -280,6 +284,7 @@ def note_of(plan: PlanRow, wave: str, place: int, round_: int, weights: Mapping[
         "round": round_,
         "prefix": list(plan.prefix),
         "max_tokens": plan.max_tokens,
+        "max_turns": plan.max_turns,
         "given": [
             {
                 "tokens": Entries(c.tokens, "i"),
@@ -288,6 +293,8 @@ def note_of(plan: PlanRow, wave: str, place: int, round_: int, weights: Mapping[
                 "observed": None if c.observed is None else Entries(c.observed, "b"),
                 "rewards": None if c.rewards is None else dict(c.rewards),
                 "reward": None if c.rewards is None else weighted(c.rewards, weights),
+                "prompt": None if c.prompt is None else Entries(c.prompt, "i"),
+                "turns": [asdict(turn) for turn in c.turns],
             }
             for c in plan.given
         ],

@@ -133,6 +133,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
             batch=number,
             training=session.training,
             reward_names=tuple(session.rewards) or ("score",),
+            max_turns=told.get("max_turns"),
             # asynchronous modes plan several times in one batch, and these plans number their groups alike
             seed=f"{session.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
         )

@@ -247,7 +247,7 @@ class AepoRollout(Method):
         episode = yield from act(prompt, before, before.trajectory.add(made), p.timeout)
         first = entropy if chain.first is None else chain.first
         chain = replace(chain, episode=episode, entropy=entropy, first=first)
-        if episode.done or episode.turns >= p.max_turns:
+        if episode.done or episode.turns >= prompt.turns(p.max_turns):
             return chain, False
         following = reply(prompt, episode)
         if not prompt.room(following.trajectory):

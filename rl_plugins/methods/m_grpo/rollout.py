@@ -97,7 +97,7 @@ class MGrpoRollout(Method):
             called: Called = yield Call(p.parse or delegated, (text,), p.timeout, "`parse`")
             self.log("parse_failed", float(bool(called.error)))
             tasks = list(called.value or ())[: p.max_calls - len(subs)]
-            if not tasks or turns >= p.max_turns or made.finish != "eos":
+            if not tasks or turns >= prompt.turns(p.max_turns) or made.finish != "eos":
                 break
             contexts = [
                 Trajectory(chat.prompt([{"role": "user", "content": p.sub_prompt.replace("{task}", str(t))}]))

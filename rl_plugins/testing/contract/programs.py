@@ -161,6 +161,7 @@ def _prompt(row: PlanRow, dataset: StoredDataset, chat: Chat, batch: int, settin
         payload=row.payload,
         batch=batch,
         reward_names=("reward",),
+        max_turns=row.max_turns,
         seed=f"0|check|{row.group}",
     )
     return Prompt(**{**fields, **setting.prompt})

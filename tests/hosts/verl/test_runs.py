@@ -316,6 +316,8 @@ def test_a_stored_rollout_comes_back_as_it_was(carousel: Run) -> None:
     assert tokens.version[own].tolist() == [2, 2, 3, 5]
     assert (int(rollouts.version[40]), int(rollouts.newest_version[40]), rollouts.current_version) == (2, 5, now)
     assert rollouts.rewards[40].tolist() == [1.0, 0.25] and float(rollouts.reward[40]) == 1.125
+    assert rollouts.token_ids.prompt[40].tolist() == [12, 11, 10, 9], "its own, and no other row's"
+    assert all(p.tolist() != [12, 11, 10, 9] for i, p in enumerate(rollouts.token_ids.prompt) if i != 40)
     assert rollouts.token_ids.completion[40].tolist() == [7, 8, 9, 6, 1]
     assert rollouts.token_ids.observed[40].tolist() == [False, False, True, False, False]
     others = torch.arange(len(rollouts)) != 40

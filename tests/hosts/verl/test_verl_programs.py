@@ -162,7 +162,7 @@ def test_prompts_are_verls_own() -> None:
         yield []
         return []
 
-    note = note_of(PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20), "w", 0, 0)
+    note = note_of(PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20, max_turns=6), "w", 0, 0)
     assert made_by(program, None, n=3, **{COLUMN: note | {"planned_at": 7, "draw": 1}}) == []
     (prompt,) = seen
     assert TOKENIZER.decode(prompt.tokens) == "<user>a:12<asst>"
@@ -170,6 +170,7 @@ def test_prompts_are_verls_own() -> None:
     assert prompt.chat.reply([{"role": "user", "content": "9"}]) == prompt.chat.encode("<user>9<asst>")
     assert (prompt.n, prompt.max_tokens, prompt.max_context, prompt.batch) == (3, 20, 40, 7)
     assert (prompt.prefix, prompt.payload, prompt.training, prompt.seed) == ((9,), {"k": 1}, True, "0|scripted|5")
+    assert prompt.max_turns == 6 and prompt.turns(9) == 6 and prompt.turns(4) == 4
     assert prompt.columns["level"] == 3 and prompt.columns["x"] == 1, "extra_info before reward_model"
     assert prompt.columns["ground_truth"] == "7" and prompt.columns["prompt"] == COLUMNS["raw_prompt"]
     made_by(program, None, **{COLUMN: note | {"planned_at": 7, "draw": 2}})

@@ -309,6 +309,7 @@ def _methods():
                 versions=(2, 2, 0, 3, 5),
                 rewards={"exact": 1.0, "digits": 0.25},
                 observed=(False, False, True, False, False),
+                prompt=(12, 11, 10, 9),
             )
             rows[5] = rows[5].replace(given=(stored,))
             return plan.replace(rows=tuple(rows))
