@@ -253,6 +253,9 @@ CASES: dict[str, Case] = {
         {"accuracy": ["accuracy"], "failed_column": ["broken"], "loop_tokens": [2, 3], "loop_period": [1]},
         ({}, {"loop_tokens": 4, "loop_period": 2}, {"truncated": "mask_unscored", "loop_tokens": 4, "loop_period": 2}),
     ),
+    "dora_length": Case(
+        World(n=8), {"shares": [(0.3, 0.6, 1.0)], "window": [4]}, ({"window": 8}, {"window": 8, "shares": (0.1, 0.2)})
+    ),
     "dora_loss": Case(settings=({}, {"neg_high": 1.2}, {"weight_cap": 1.05}), elsewhere=("mu",)),
     "dots": Case(
         World(),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts" / "trl")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), str(TESTS), str(TESTS / "hosts" / "trl")]
 
+import processes
 import torch
 from damage import plain
 from harness import make, policy, weights
@@ -219,7 +220,7 @@ def kill_and_resume(folder: Path, name: str, known: Reference, rng: random.Rando
     out = folder / "out"
     while True:
         kind, moment = random_moment(rng, known)
-        process = multiprocessing.get_context("fork").Process(target=child, args=(folder, name, moment))
+        process = processes.clean().Process(target=child, args=(folder, name, moment))
         process.start()
         process.join(HANGS)
         if process.exitcode == 0:  # it was at its end before the moment came

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.method import Bundle
 from rl_plugins.methods.dora.data import DoraData, ends_in_loop
+from rl_plugins.methods.dora.length import DoraLength
 from rl_plugins.methods.dora.loss import PAPER, DoraLoss
 
 DORA = Bundle(
@@ -20,4 +21,4 @@ DORA = Bundle(
     problems=("stale", "no_signal"),
 )
 
-__all__ = ["DORA", "DoraData", "DoraLoss", "ends_in_loop"]
+__all__ = ["DORA", "DoraData", "DoraLength", "DoraLoss", "ends_in_loop"]

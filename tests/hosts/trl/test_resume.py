@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import signal
 
 import probes
+import processes
 import pytest
 import torch
 from harness import history, make, weights
@@ -70,8 +70,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
     a = trainer(whole, **options)
     a.train()
 
-    # not forked: a lock that a thread of this process holds at that moment would stay held in the child
-    child = multiprocessing.get_context("spawn").Process(target=train_and_kill, args=(killed, kill, options))
+    child = processes.clean().Process(target=train_and_kill, args=(killed, kill, options))
     child.start()
     child.join(NEVER)
     assert child.exitcode == -signal.SIGKILL
