@@ -18,7 +18,7 @@ from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 class DoraLength(Method):
     """Begins with a short response limit and raises it when the 90th percentile of the lengths comes near it.
 
-    With the limits L_0 < L_1 < .. , each a share of the host's completion length, at stage s:
+    With rising limits L_0, L_1 and so on, each a share of the host's completion length, at stage s:
 
         every planned row is cut at L_s tokens
         once `window` rollouts of stage s are there:   s = s + 1  if  percentile(length / L_s) >= threshold
