@@ -1,9 +1,9 @@
 """EPO (arXiv 2509.22576): does the penalty act, does it steady the entropy, and does it help an agent?
 
 A chain of 30 steps with one reward at its end. A tabular softmax policy picks one of 3 actions per step, one of them
-right; a rollout succeeds if at least 16 of its actions are right (2 % for the policy that guesses). A batch has 8 groups of
-8 rollouts, two optimizer steps of Adam with PPO's clip at 0.2, and GRPO's advantages. Every step is a turn, so each has
-its own corridor. The term, the history and the corridor are those of the method.
+right; a rollout succeeds if at least 16 of its actions are right (2 % for the policy that guesses). A batch has 8
+groups of 8 rollouts, two optimizer steps of Adam with PPO's clip at 0.2, and GRPO's advantages. Every step is a turn,
+so each has its own corridor. The term, the history and the corridor are those of the method.
 
 1. Without any entropy term, with the plain bonus, with the indicator (as released), and with relu at the default corridor
    of 0.5 to 1.5 and at a narrow one of 0.8 to 1.2, for three coefficients. Does the indicator end at the same weights as the plain bonus, bit for bit?

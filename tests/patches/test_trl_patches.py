@@ -77,7 +77,7 @@ def stock(patched_trl: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_patches_are_those_of_the_page() -> None:
-    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11", "T12", "T13"]
+    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11", "T12", "T13", "T14"]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=mails.number)

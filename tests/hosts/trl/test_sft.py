@@ -135,7 +135,7 @@ def test_padding_and_micro_batches_change_nothing(folder):
         one = trained(folder, otr_reduction=reduction, **OTR)
         for changes in (dict(gradient_accumulation_steps=8), dict(pad_to_multiple_of=40)):
             other = trained(folder, otr_reduction=reduction, **changes, **OTR)
-            assert (one - other).abs().max() < 1e-7, (reduction, changes)
+            assert (one - other).abs().max() < 1e-6, (reduction, changes)
     assert (one - trained(folder, **OTR)).abs().max() > 1e-5, "the reductions must differ"
 
 
