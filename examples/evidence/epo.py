@@ -5,8 +5,9 @@ right; a rollout succeeds if at least 16 of its actions are right (2 % for the p
 groups of 8 rollouts, two optimizer steps of Adam with PPO's clip at 0.2, and GRPO's advantages. Every step is a turn,
 so each has its own corridor. The term, the history and the corridor are those of the method.
 
-1. Without any entropy term, with the plain bonus, with the indicator (as released), and with relu at the default corridor
-   of 0.5 to 1.5 and at a narrow one of 0.8 to 1.2, for three coefficients. Does the indicator end at the same weights as the plain bonus, bit for bit?
+1. Without any entropy term, with the plain bonus, with the indicator (as released), and with relu at the default
+   corridor of 0.5 to 1.5 and at a narrow one of 0.8 to 1.2, for three coefficients. Does the indicator end at the same
+   weights as the plain bonus, bit for bit?
 2. Success of the last policy (exact), its entropy, and the spread of the entropy over training: the standard deviation
    over batches of the mean entropy, after a straight line is taken out, and the largest change between two batches.
 

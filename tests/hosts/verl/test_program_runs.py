@@ -23,7 +23,7 @@ pytestmark = pytest.mark.host
 PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
 PLACES += ["ladder+mc_grpo", "wasteful", "ladder"]
 METHODS = [
-    "turn_control+hgpo+watch",
+    "turn_control+hgpo+epo+watch",
     "cleaner+watch",
     "aepo_rollout+aepo_advantages+watch",
     "echo_labels+echo_tree+echo_shaping+watch",
@@ -44,6 +44,10 @@ PARAMS = [
     "latr.tau_rel=0.6",
     f"turn_control.environment={LADDER}",
     "turn_control.strategy=unlimited",
+    "epo.entropy_coeff=0.1",
+    "epo.include_current=true",
+    "epo.kl=0.95",
+    "epo.kr=1.05",
     "turn_control.turn_tokens=6",
     "cleaner.environment='verl_programs:Fussy'",
     "cleaner.marker='?'",
@@ -371,6 +375,21 @@ def test_turn_control_and_hgpo(carousel: Run) -> None:
     assert s["decision"].estimator == "hgpo"
     spread = [float(tokens.advantages[tokens.turn == k].std(unbiased=False)) for k in range(0, 192, 5)]
     assert max(spread) < 1e-9 and len(tokens.advantages.unique()) > 8, "one advantage per turn"
+
+
+def test_epo_has_a_corridor_per_turn(carousel: Run) -> None:
+    """Around the mean entropy of the turn; the gradient is that of plain torch."""
+    rollouts, tokens, logged, s = of(carousel, "epo")
+    turn = rollouts.turns.turn[tokens.turn]
+    for number in range(3):
+        mean = tokens.entropies[turn == number].double().mean()
+        low, high = (s["decision"].token_columns[f"epo_{name}"][turn == number] for name in ("low", "high"))
+        assert low.tolist() == pytest.approx([0.95 * float(mean)] * len(low), rel=1e-6)
+        assert high.tolist() == pytest.approx([1.05 * float(mean)] * len(high), rel=1e-6)
+    assert logged["epo/covered"] == 1 and 0 < logged["actor/epo/within"] < 1
+    (update,) = [u for u in carousel.updates() if "epo" in u["methods"]]
+    norm, rows = reference([update])
+    assert update["global_batch_size"] == rows == 64 and update["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_cleaner(carousel: Run) -> None:

@@ -98,7 +98,8 @@ COMMON = [
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]
 # Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
-TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million"]
+TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million", "epo"]
+EPO = {"corridor": "batch", "entropy_coeff": 0.1, "kl": 0.9, "kr": 1.1}
 RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd", "decoupled_ppo", "vcpo"]
 
 
@@ -159,6 +160,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"+carousel=[{','.join([*RANK_PLACES, *2 * TWICE, 'boom'])}]",
             "+carousel_params.boom.where=rank1",
             "+rl_plugins.methods=[mc_grpo]",
+            *(f"+carousel_params.epo.{k}={v}" for k, v in EPO.items()),
             "+carousel_params.fission_grpo.role=user",
             "+carousel_params.fission_grpo.message='verl_programs:complaint'",
             "+carousel_params.fission_grpo.error_threshold=0.5",
@@ -609,6 +611,12 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
         loss = aggregate(losses)
     if "corridor" in methods:
         loss = loss + aggregate([0.1 * (torch.relu(2.0 - h) + torch.relu(h - 2.5)) for _, _, h, _ in terms])
+    if "epo" in methods:
+        outside = []
+        for row, _, h, _ in terms:
+            low, high = (row[f"rl_plugins_token_column:epo_{name}"] for name in ("low", "high"))
+            outside.append(torch.relu(low - h) + torch.relu(h - high))
+        loss = loss - 0.1 * aggregate([h - 2.0 * x for (_, _, h, _), x in zip(terms, outside, strict=True)])
     loss.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
     return norm, len(rows)
@@ -680,11 +688,33 @@ def test_fission_turns_errors_into_prompts(ranks: Run) -> None:
 
 
 def test_clips_act_in_the_second_update(ranks: Run) -> None:
-    for place, name in zip(TWICE, ("echo_clip", "aepo_clip", "ppo_million"), strict=True):
+    for place, name in zip(TWICE, ("echo_clip", "aepo_clip", "ppo_million", "epo"), strict=True):
         updates = [u for u in ranks.updates() if u["methods"] == place.split("+")]
         assert len(updates) == 4 and all(u["grad_norm"] > 0 for u in updates)
         logged = ranks.metrics(len(RANK_PLACES) + 1 + TWICE.index(place))
         assert any(f"{name}/" in key for key in logged), sorted(logged)
+
+
+def test_epo_keeps_the_entropy_of_the_batch_before(ranks: Run) -> None:
+    """No corridor at the first visit; at the second one around the mean entropy of the first. Both ranks have it."""
+    parts = [[u for u in ranks.updates(rank) if u["methods"] == ["epo"]] for rank in (0, 1)]
+    visits = [len(RANK_PLACES) + 1 + TWICE.index("epo") + k * len(TWICE) for k in (0, 1)]
+    logged = [ranks.metrics(n) for n in visits]
+    assert [m["epo/covered"] for m in logged] == [0, 1]
+    bounds = [0.9 * logged[0]["epo/entropy"], 1.1 * logged[0]["epo/entropy"]]
+    for number, step in enumerate(zip(*parts, strict=True)):
+        norm, rows = reference(list(step))
+        assert step[0]["grad_norm"] == pytest.approx(norm, rel=2e-4) and step[0]["global_batch_size"] == rows
+        for name, bound in zip(("low", "high"), bounds, strict=True):
+            told = [
+                x[r["response_mask"].bool()]
+                for p in step
+                for r in ({k: v[i] for k, v in p["rows"].items()} for i in range(len(p["rows"]["responses"])))
+                for x in [r[f"rl_plugins_token_column:epo_{name}"]]
+            ]
+            told = torch.cat(told)
+            assert (told.abs() > 1e20).all() if number < 2 else told == pytest.approx(bound, rel=1e-4)
+    assert len(parts[0]) == 4 and 0 < logged[1]["actor/epo/within"] < 1 and logged[1]["actor/epo/penalty"] > 0
 
 
 def test_ppo_million_measures_the_second_update(ranks: Run) -> None:

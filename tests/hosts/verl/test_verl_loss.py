@@ -82,6 +82,21 @@ def test_own_surrogate_equals_verls(engine, rows, how, extras):
         assert relative(plain.gradients[0], stock.gradients[0]) > 1e-2, "the dual clip must have changed something"
 
 
+def test_dora_loss_equals_verls_loss_with_options(engine, rows):
+    """The three bounds are options of verl's PPO, the weight of the engine is its rollout correction, truncated."""
+    cap, bounds = 1.2, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5}
+    weighted = [r.but(weight=(r.old - r.rollout).exp().clamp(max=cap), row_columns={"dora_share": 1.0}) for r in rows]
+    case = Case(weighted, actor=mode("seq-mean-token-sum-norm", **bounds), weighted=True, steps=2, lr=0.01)
+    stock = engine.train(case)
+    params = {"dora_loss": {"neg_low": 0.1, "pos_high": 0.28, "neg_high": 1.5, "weight_cap": cap}}
+    ours = engine.train(case.but(methods=("dora_loss",), params=params, weighted=False))
+    same_gradients(ours, stock)
+    assert sum(ours.losses[0]) == pytest.approx(sum(stock.losses[0]), rel=1e-5)
+    assert stock.metrics["actor/pg_clipfrac"] > 0.1 and stock.metrics["actor/pg_clipfrac_lower"] > 0.01
+    other = engine.train(case.but(methods=("dora_loss",), params=params | {}, weighted=True))
+    assert relative(other.gradients[0], stock.gradients[0]) > 1e-2, "the weight counts once"
+
+
 # ---- what left
 
 

@@ -66,6 +66,7 @@ def same(two, one, ranks):
             dict(params={"decoupled_ppo": {"level": "sequence", "upper": 1.1}}),
         ),
         (("vcpo",), "token-mean", dict(epochs=2)),
+        (("dora_loss",), "seq-mean-token-sum-norm", dict(epochs=2)),
         (("epo",), "token-mean", dict(epochs=2, entropy=True, params={"epo": EPO})),
         (
             ("vanilla", "epo"),
@@ -82,6 +83,8 @@ def test_two_ranks_are_one(two, engine, rows, methods, how, more):
     if methods == ("vcpo",):
         rewards = {"vcpo_scored": 1.0, "vcpo_reward": 0.0}
         rows = [r.but(row_columns={**rewards, "vcpo_reward": i % 3 - 1.0}) for i, r in enumerate(rows)]
+    if methods == ("dora_loss",):
+        rows = [r.but(row_columns={"dora_share": 0.5 + i % 3}) for i, r in enumerate(rows)]
     if "epo" in methods:
         actor["entropy_coeff"] = 0.0
         rows = [r.but(**corridor(i, len(r.response))) for i, r in enumerate(rows)]
