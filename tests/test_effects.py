@@ -256,6 +256,7 @@ CASES: dict[str, Case] = {
     "dora_length": Case(
         World(n=8), {"shares": [(0.3, 0.6, 1.0)], "window": [4]}, ({"window": 8}, {"window": 8, "shares": (0.1, 0.2)})
     ),
+    "dora_reuse": Case(settings=({"spare_share": 1.0},), elsewhere=("max_staleness", "buffer_groups")),
     "dora_loss": Case(settings=({}, {"neg_high": 1.2}, {"weight_cap": 1.05}), elsewhere=("mu",)),
     "dots": Case(
         World(),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.rollouts import Rollouts, Run, Shape, Terms, Tokens
 
@@ -81,6 +81,26 @@ class Epo(Method):
     fidelity = "paper"
     does = "Adds an entropy bonus, and keeps each turn's entropy in a corridor around its history"
     problems = ("exploration", "agents")
+    measured = (
+        Measured(
+            "spread of the entropy over training, large learning rate, coefficient 0.01, simulated",
+            "better",
+            "0.099 ± 0.005 against 0.108 ± 0.007 (plain bonus); paired difference -0.0093 ± 0.0020",
+            "epo-20-seeds",
+        ),
+        Measured(
+            "success at the end, large learning rate, coefficient 0.01, minus plain bonus, simulated",
+            "not told apart",
+            "0.000 ± 0.003",
+            "epo-20-seeds",
+        ),
+        Measured(
+            "success at the end, large learning rate, coefficient 0.1, against no term, simulated",
+            "worse",
+            "0.907 ± 0.019 against 1.000 ± 0.000",
+            "epo-20-seeds",
+        ),
+    )
     goes_with = {
         "turn_control": "Plays the turns whose entropies are kept in the corridor.",
         "gigpo": "Credits the turns by state, while the corridor keeps their entropy from drifting.",

@@ -6,6 +6,7 @@ from rl_plugins.method import Bundle
 from rl_plugins.methods.dora.data import DoraData, ends_in_loop
 from rl_plugins.methods.dora.length import DoraLength
 from rl_plugins.methods.dora.loss import PAPER, DoraLoss
+from rl_plugins.methods.dora.reuse import DoraReuse
 
 DORA = Bundle(
     name="dora",
@@ -21,4 +22,4 @@ DORA = Bundle(
     problems=("stale", "no_signal"),
 )
 
-__all__ = ["DORA", "DoraData", "DoraLength", "DoraLoss", "ends_in_loop"]
+__all__ = ["DORA", "DoraData", "DoraLength", "DoraLoss", "DoraReuse", "ends_in_loop"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class RolloutReplay(Method):
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
     problems = ("long_tail", "few_prompts")
-    measured = (
+    measured: ClassVar[Sequence[Measured]] = (
         Measured(
             "expected reward after 2,560 rollouts, small learning rate, simulated, with correction",
             "better",
@@ -117,7 +117,7 @@ class RolloutReplay(Method):
         "`fresh_share` (0.5) times the rollouts. Memory and checkpoint: 16 bytes per stored token, at most twice "
         "that (34 MB for 512 groups of 8 rollouts of 512 tokens)."
     )
-    disagreements = (
+    disagreements: ClassVar[Sequence[str]] = (
         "The paper was read through notes made from the authors' code and its abstract, not in full.",
         "The authors drop groups whose mean reward is 0 or 1; here the rewards must differ, so that groups of other "
         "constant rewards leave too.",
@@ -207,7 +207,7 @@ class RolloutReplay(Method):
     def select(self, rollouts: Rollouts) -> Tensor:
         """Keeps everything, if the prompts of replayed groups are those their rollouts answered."""
         ids = rollouts.token_ids
-        for row, mark in enumerate(_marks(rollouts)):
+        for row, mark in enumerate(_marks(rollouts, self.name)):
             if mark is not None and ids is not None and _digest(ids.prompt[row]) != mark[0]:
                 raise MethodError(
                     f"prompt {int(rollouts.prompt_index[row])} is not the one that the stored rollouts answered, so "
@@ -220,7 +220,7 @@ class RolloutReplay(Method):
         p = self.params
         if p.fresh_share == 1:
             return
-        now, marks = rollouts.current_version, _marks(rollouts)
+        now, marks = rollouts.current_version, _marks(rollouts, self.name)
         replayed = torch.tensor([m is not None for m in marks], dtype=torch.bool) & rollouts.kept
         if bool(rollouts.kept.any()):
             self.log("replayed", replayed[rollouts.kept].double().mean())
@@ -311,8 +311,7 @@ class RolloutReplay(Method):
         rows, place = rows[order := torch.sort(groups.index, stable=True).indices], groups.index[order]
         storable = (groups.min(whole[fresh].double()) > 0) & (groups.size == self._group_size)
         stored = storable & (groups.max(reward) > groups.min(reward))
-        self.log("unstorable", (~storable).double().mean())
-        self.log("constant", (storable & ~stored).double().mean())
+        self._log_made(storable, stored)
         prompts = rollouts.prompt_index[rows]
 
         rows, place = rows[stored[place]], place[stored[place]]
@@ -337,16 +336,20 @@ class RolloutReplay(Method):
             stores=({"numbers": numbers, "logprobs": logprobs[where].clamp(max=0.0).nan_to_num(nan=0.0)},),
         ), prompts
 
+    def _log_made(self, storable: Tensor, stored: Tensor) -> None:
+        self.log("unstorable", (~storable).double().mean())
+        self.log("constant", (storable & ~stored).double().mean())
+
 
 def _listed(values: Tensor) -> tuple[Any, ...]:
     return tuple(values.numpy().tolist())  # torch's own takes several times as long
 
 
-def _marks(rollouts: Rollouts) -> list[Sequence[int] | None]:
+def _marks(rollouts: Rollouts, name: str) -> list[Sequence[int] | None]:
     """Of each row that was replayed, the digest of the prompt that it answered, and the weights that were expected to
     be trained when it was planned."""
     payload = rollouts.payload or [None] * len(rollouts)
-    return [p.get(RolloutReplay.name) if isinstance(p, Mapping) else None for p in payload]
+    return [p.get(name) if isinstance(p, Mapping) else None for p in payload]
 
 
 def _digest(prompt: Tensor) -> int:

@@ -725,7 +725,7 @@ def test_ppo_million_measures_the_second_update(ranks: Run) -> None:
         norm, _ = reference(list(step))
         assert step[0]["grad_norm"] == pytest.approx(norm, rel=2e-4), "the term of 0 leaves verl's own loss"
         kl.append(mean_k3(step))
-    first, second = len(RANK_PLACES + TWICE), len(RANK_PLACES + 2 * TWICE)
+    first, second = (len(RANK_PLACES) + 1 + TWICE.index("ppo_million") + k * len(TWICE) for k in (0, 1))
     logged = [ranks.metrics(n)["actor/ppo_million/kl"] for n in (first, second)]
     assert len(kl) == 4 and min(kl[1], kl[3]) > 1e-7
     assert logged == pytest.approx([(kl[0] + kl[1]) / 2, (kl[2] + kl[3]) / 2], rel=1e-2, abs=1e-9)

@@ -92,6 +92,11 @@ REFUSED = {
         "brorl",
         "`brorl` decides how many rollouts",
     ),
+    "more groups than a buffer holds": (
+        ["trainer.v1.trainer_mode=rl_plugins_colocate_async"],
+        "dora_reuse",
+        "`dora_reuse` generates more groups than a batch trains",
+    ),
     "no older weights": (
         ["trainer.v1.trainer_mode=rl_plugins_colocate_async", VERSION],
         "dora_loss",

@@ -45,3 +45,31 @@ def test_the_limit_rises_with_the_lengths(tmp_path: Path) -> None:
     resumed, rest = run(tmp_path / "parts", 4, resume=True)
     assert rest == LIMITS[2:] and resumed.methods.methods[0].state["stage"] == 2
     assert torch.equal(weights(whole), weights(resumed))
+
+
+def reusing(folder: Path, steps: int, resume: bool = False) -> Any:
+    folder.mkdir(exist_ok=True)
+    params = {"dora_reuse": {"spare_share": 0.5, "reuse_ratio": 0.25}}
+    options = dict(max_steps=steps, save_strategy="steps", save_steps=3, learning_rate=1e-3)
+    t = make(folder, ["dora_reuse", "dora_loss"], method_params=params, num_iterations=2, **options)
+    t.train(resume_from_checkpoint=resume)
+    return t
+
+
+def test_surplus_groups_are_trained_later(tmp_path: Path) -> None:
+    """Every batch holds 8 groups; 4 more are made. What is stored comes back, in a resumed run too."""
+    whole = reusing(tmp_path / "whole", 8)
+    logged = {
+        name: history(whole, f"dora_reuse/{name}")
+        for name in ("made", "reused", "trained", "no_signal", "stored", "dropped", "expired", "buffer")
+    }
+    assert logged["made"] == [12.0] * 4 and max(logged["reused"]) > 0 and max(logged["stored"]) > 0
+    before = 0.0
+    for k in range(4):
+        gone = sum(logged[name][k] for name in ("no_signal", "trained", "dropped", "expired", "buffer"))
+        assert logged["made"][k] + before == gone
+        assert logged["trained"][k] == min(8, 12 - logged["no_signal"][k] + logged["reused"][k])
+        before = logged["buffer"][k]
+    reusing(tmp_path / "parts", 4)
+    resumed = reusing(tmp_path / "parts", 8, resume=True)
+    assert torch.equal(weights(whole), weights(resumed))
