@@ -97,7 +97,7 @@ class Epo(Method):
         Measured(
             "success at the end, large learning rate, coefficient 0.1, against no term, simulated",
             "worse",
-            "0.907 ± 0.019 against 1.000 ± 0.000",
+            "0.907 ± 0.019 against 1.0000 ± 0.0000",
             "epo-20-seeds",
         ),
     )
