@@ -211,7 +211,7 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
         assert config.trainer.v1.sampler.custom_sampler.name == "WatchedReplayBuffer"
     counted = read_settings(grpo)
     assert grpo.trainer.v1.trainer_mode == "rl_plugins_sync" and not counted.methods and counted.count_costs
-    assert set(grpo.rl_plugins) == {"methods", "count_costs"}, "the baseline is verl alone, counted"
+    assert set(grpo.rl_plugins) == {"methods", "count_costs", "rewards"} and counted.rewards == {"exact": 1.0}
     assert both.trainer.v1.trainer_mode == "rl_plugins_sync"
     settings = read_settings(both)
     assert settings.methods == ("vade", "mc_grpo") and settings.rewards == {"exact": 1.0} and settings.seed == 4
@@ -257,15 +257,22 @@ def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
     assert code == 0 and [s.method_params for s in settings] == [{}, {}, params]
 
 
-def test_a_baseline_that_trains_another_reward_is_told(tmp_path):
-    """verl alone knows `score` only; what methods make of its parts is said, unless every arm has methods."""
+def test_every_arm_trains_the_same_sum_of_rewards(tmp_path):
+    """verl alone knows `score` only. However the weights are given, the baseline gets them, too."""
     given = ["+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1"]
     words = ["compare", "--host", "verl", "--out", str(tmp_path), "--seeds", "1"]
-    said = "trains verl's own reward, the `score` of the reward function. The others train 1 correct"
-    code, text = plan_of(*words, "mc_grpo", "--", *given)
-    assert code == 0 and f"{said} + 0.1 brief (rl_plugins.rewards)." in text
-    assert said not in plan_of(*words, "mc_grpo", "--", "data.train_batch_size=8")[1]
-    assert said not in plan_of(*words, "mc_grpo", "--vs", "vade", "--", *given)[1]
+    said = "All arms train 1 correct + 0.1 brief (rl_plugins.rewards), in place of the `score`"
+    as_node = ["+rl_plugins={rewards: {correct: 1, brief: 0.1}, method_params: {mc_grpo: {mad_eps: 0.5}}}"]
+    of_verl = ["+algorithm.gdpo_reward_keys=[correct,brief]", "+algorithm.gdpo_reward_weights=[1,0.1]"]
+    for overrides in (given, as_node, of_verl):
+        code, text = plan_of(*words, "mc_grpo", "--", *overrides)
+        lines = [line.partition("(to run): ")[2] for line in text.splitlines() if "(to run)" in line]
+        settings = [read_settings(compose(shlex.split(line))) for line in lines]
+        assert code == 0 and said in text
+        assert [(s.methods, s.rewards) for s in settings] == [
+            (methods, {"correct": 1.0, "brief": 0.1}) for methods in ((), ("mc_grpo",))
+        ]
+    assert "All arms train" not in plan_of(*words, "mc_grpo", "--", "data.train_batch_size=8")[1]
 
 
 @pytest.mark.parametrize(
@@ -405,7 +412,7 @@ def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
     ]
     for run in runs:
         assert "reward_kwargs.binary=True" in run and "actor_rollout_ref.actor.ppo_epochs=2" in run
-        assert ("+rl_plugins.rewards.exact=1.0" in run) == (not run.startswith("grpo"))
+        assert "+rl_plugins.rewards.exact=1.0" in run
     assert list(tmp_path.iterdir()) == []
     code, text = plan_of("demo", "--host", "verl", "mc_grpo", "--seeds", "1", "--out", str(tmp_path))
     assert "reward_kwargs.binary=False" in text and "ppo_epochs=2" not in text and '"advantage_clip": 3.0' in text

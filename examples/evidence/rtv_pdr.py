@@ -145,9 +145,12 @@ def main() -> None:
     for p in DIFFICULTY:
         found = {"one attempt": interval([solve(1, 1, p, 0.75, seed) for seed in seeds])}
         for accuracy in ACCURACY:
-            for name, waves in (("RTV", 1), ("RTV + PDR", 2)):
-                runs_ = [solve(waves, N, p, accuracy, seed) for seed in seeds]
-                found[f"{name}, judge {accuracy:g}"] = interval(runs_)
+            arms = {"RTV": (1, N), "RTV, 32 attempts": (1, 2 * N), "RTV + PDR": (2, N)}
+            runs_ = {a: [solve(waves, n, p, accuracy, seed) for seed in seeds] for a, (waves, n) in arms.items()}
+            found |= {f"{arm}, judge {accuracy:g}": interval(values) for arm, values in runs_.items()}
+            for arm in list(arms)[:2]:
+                gains = [b - a for a, b in zip(runs_[arm], runs_["RTV + PDR"], strict=True)]
+                found[f"RTV + PDR minus {arm}, judge {accuracy:g}"] = interval(gains)
         refinement[f"p = {p:g}"] = found
 
     constants = dict(candidates=N, trials=TRIALS, tasks=TASKS, seeds=args.seeds)
@@ -157,17 +160,17 @@ def main() -> None:
     for name, values in selection.items():
         cells = [f"{values[c]['mean']:.3f} +- {values[c]['ci95']:.3f}" for c in ("best", "quality")]
         print(f"{name:50s}" + "".join(f"{cell:>20s}" for cell in cells))
-    print(f"\n{'share of right answers':30s}" + "".join(f"{name:>20s}" for name in refinement))
+    print(f"\n{'share of right answers':45s}" + "".join(f"{name:>20s}" for name in refinement))
     for name in next(iter(refinement.values())):
         cells = [f"{found[name]['mean']:.3f} +- {found[name]['ci95']:.3f}" for found in refinement.values()]
-        print(f"{name:30s}" + "".join(f"{cell:>20s}" for cell in cells))
+        print(f"{name:45s}" + "".join(f"{cell:>20s}" for cell in cells))
 
 
 def plot(selection: dict[str, Any], refinement: dict[str, Any]) -> Figure:
     figure, (choice, wave) = panels(2, 3.0, columns=1)
     across(choice, selection, [found["best"] for found in selection.values()], "best of 16 selected (share of trials)")
     choice.set_title("Selection with 120 votes", loc="left")
-    arms = list(next(iter(refinement.values())))
+    arms = [arm for arm in next(iter(refinement.values())) if "minus" not in arm]
     grouped(wave, map(str, refinement), {arm: [found[arm] for found in refinement.values()] for arm in arms})
     wave.set_ylim(0, 1.05)
     title = "Tournament, alone and with a second wave"

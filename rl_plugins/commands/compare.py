@@ -107,12 +107,9 @@ def compare_verl(
     arms = parse_arms(_named(methods), baseline)
     host = Verl.of(read_command(command))
     notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
-    if host.rewards and any(not arm.methods for arm in arms):
+    if host.rewards:
         parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
-        notes.append(
-            f"An arm without methods trains verl's own reward, the `score` of the reward function. The others train "
-            f"{parts} (rl_plugins.rewards). The arms are comparable if `score` is that sum."
-        )
+        notes.append(f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function.")
     params = _params(arms, host.method_params, method_params)
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
     run(comparison, metrics, 1, currency, dry_run)

@@ -1,7 +1,7 @@
 """Runs of verl: `python -m verl.trainer.main_ppo` with the user's overrides.
 
 Every arm runs in the trainer of ours that follows the mode of verl, so that costs are counted alike. For the baseline
-it hands everything on to verl and only counts.
+it hands everything on to verl, counts, and weighs rewards as the other arms do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Verl:
         loggers: of the run, with verl's file logger.
         watched: whether the replay buffer may be ours, see :mod:`rl_plugins.compare.verl_buffer`.
         evaluates: whether the run evaluates on held-out prompts.
-        rewards: weights that methods give parts of the reward, see `Settings.rewards`.
+        rewards: weights of the parts of the reward, the same in every arm, see `Settings.rewards`.
         method_params: method -> parameter -> value.
     """
 
@@ -119,10 +119,12 @@ class Verl:
         if self.watched:
             mine["trainer.v1.sampler.custom_sampler.path"] = "pkg://rl_plugins.compare.verl_buffer"
             mine["trainer.v1.sampler.custom_sampler.name"] = "WatchedReplayBuffer"
-        ours = "rl_plugins.method_params" if arm.methods else "rl_plugins"  # without methods: verl alone, counted
+        ours = "rl_plugins.method_params" if arm.methods else "rl_plugins"  # without methods: verl, counted
         given = [line for line in self.overrides if not f"{_key(line)}.".startswith(f"{ours}.")]
         if arm.methods:  # JSON in one string, because hydra has no notation for every value
             mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
+        else:
+            mine |= {f"rl_plugins.rewards.{name}": weight for name, weight in self.rewards.items()}
         added = [f"{'' if name.startswith('hydra.') else '++'}{name}={value}" for name, value in mine.items()]
         return [*(line for line in given if _key(line) not in mine), *added]
 

@@ -24,8 +24,9 @@ from verl.workers.utils.padding import response_from_nested
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import Scale, batch_std, grpo_advantages
+from rl_plugins.groups import Groups
 from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.rollouts import Rollouts, weighted_reward
 from rl_plugins.runtime.decide import Decision, Selection, select_rows, settle
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
@@ -44,6 +45,7 @@ from rl_plugins.verl.rows import (
     TOKEN_COLUMNS,
     TOKEN_VERSION,
     Ragged,
+    components,
     flat,
     no_tokens,
     notes_of,
@@ -55,6 +57,8 @@ from rl_plugins.verl.rows import (
     split,
     token_versions,
 )
+
+FRAC_ZERO_STD = "rl_plugins/frac_reward_zero_std"
 
 
 @SECONDS.timed("gather")
@@ -228,10 +232,7 @@ class Decisions:
         reward = selection.rollouts.reward
         if not self.rewards and not selection.rewarded_by and not bool(torch.isnan(reward).any()):
             return
-        of = Ragged.of(rows["rm_scores"])
-        values = torch.zeros(int(of.offsets[-1]))
-        values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
-        put(batch, {"rm_scores": of.nested(values)})
+        _put_scores(batch, rows["rm_scores"], reward)
 
     def settle(self, batch: Batch, selected: Selected) -> Settled:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns.
@@ -365,12 +366,48 @@ class Decisions:
             values["rl_plugins/plan_lag"] = selected.lag
         inside = decision.rollouts.subset(decision.rollouts.kept)
         if len(inside):
-            spread = inside.groups.rows(torch.nan_to_num(inside.groups.std(inside.reward)))
-            values["rl_plugins/frac_reward_zero_std"] = float((spread == 0).double().mean())
+            values[FRAC_ZERO_STD] = _frac_zero_std(inside.groups, inside.reward)
         for name, reward in decision.rewarded_by.items():
             values[f"rewards/{name}/mean"] = float(torch.nanmean(reward))
             values[f"rewards/{name}/std"] = float(batch_std(reward))
         return values
+
+
+def weigh_rewards(batch: Batch, rewards: Mapping[str, float]) -> dict[str, float]:
+    """Makes verl compute with the weighted sum of named rewards in a run without methods, as runs with methods do.
+
+    Args:
+        batch: rows of verl's own, whose column `rm_scores` is written.
+        rewards: see `Settings`.
+
+    Returns:
+        Metrics of this reward, under the names that runs with methods use.
+
+    Raises:
+        ConfigError: the reward function does not answer with a key of `rewards`.
+    """
+    rows = fetch(batch, ["extra_fields", "rm_scores"])
+    each = components(plain(rows["extra_fields"]), rewards)
+    reward = weighted_reward(each, torch.tensor(list(rewards.values()), dtype=torch.float64))
+    _put_scores(batch, rows["rm_scores"], reward)
+    numbers: dict[str, int] = {}
+    uids = [split(key)[0] for key in batch.keys]
+    groups = Groups(torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in uids]))
+    return {"rl_plugins/reward_generated": float(torch.nanmean(reward)), FRAC_ZERO_STD: _frac_zero_std(groups, reward)}
+
+
+def _put_scores(batch: Batch, scores: Tensor, reward: Tensor) -> None:
+    """Writes (rows,) rewards to the last token of each row, 0 for a row without one; `scores` is the column so far."""
+    of = Ragged.of(scores)
+    values = torch.zeros(int(of.offsets[-1]))
+    values[of.offsets[1:] - 1] = torch.nan_to_num(reward, nan=0.0).float()
+    put(batch, {"rm_scores": of.nested(values)})
+
+
+def _frac_zero_std(groups: Groups, reward: Tensor) -> float:
+    """Share of rows in groups of equal rewards."""
+    spread = groups.rows(torch.nan_to_num(groups.std(reward)))
+    return float((spread == 0).double().mean())
 
 
 def keep_sum_squared_probs(batch: Batch) -> None:

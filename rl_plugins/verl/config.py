@@ -34,7 +34,7 @@ class Settings:
         methods: as named by the user.
         method_params: method -> parameter -> value.
         rewards: key of the reward function's answer -> weight: the reward functions that methods see. Their weighted
-            sum is then the reward, in place of "score".
+            sum is then the reward, in place of "score", with methods and without.
         max_unrewarded_batches: generation batches in a row in which no completion may have a reward (a service is
             down). They are skipped: no optimizer step, no hook after `rewards`. One more ends the run.
         seed: of the run (`data.seed`, 0 if it is not set).

@@ -177,7 +177,7 @@ def read_rollouts(
     responses = rows["responses"].unbind()
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     text = tokenizer.batch_decode(responses, skip_special_tokens=True) if needs & {"text", "messages"} else None
-    each = _components(extra, rewards) if rewards else score[:, None]
+    each = components(extra, rewards) if rewards else score[:, None]
     weights = torch.tensor(list(rewards.values()) or [1.0], dtype=torch.float64)
     return Rollouts(
         group=torch.tensor(group, dtype=torch.int64),
@@ -355,7 +355,16 @@ def _spread(runs: Sequence[Sequence[int]]) -> Tensor:
     return torch.repeat_interleave(values, counts)
 
 
-def _components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
+def components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
+    """(rows, len(rewards)) float64 parts of the reward of every row, NaN where its reward function gave none.
+
+    Args:
+        extra: `extra_fields` of the rows.
+        rewards: see `Settings`.
+
+    Raises:
+        ConfigError: the reward function never answers with a key of `rewards`.
+    """
     infos = [e.get("reward_extra_info", {}) for e in extra]
     for name in rewards:
         if not any(name in info for info in infos):

@@ -78,7 +78,8 @@ def serves_methods(trainer: Any) -> bool:
 
 
 def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> None:
-    """Raises ConfigError for methods that the trainer of this run would ignore, and for our trainer without methods."""
+    """Raises ConfigError for methods or weights of rewards that the trainer of this run would ignore, and for our
+    trainer without a list of methods."""
     from omegaconf import OmegaConf
 
     mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
@@ -98,10 +99,12 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
                 f"(`rl-plugins list` shows them; [] is the host alone), or use trainer.v1.trainer_mode={base}."
             )
         return
-    if settings.methods and not ours:
+    weights = OmegaConf.select(config, "rl_plugins.rewards")
+    if (settings.methods or weights) and not ours:
         suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
+        given = f"rl_plugins.methods=[{','.join(settings.methods)}]" if settings.methods else "rl_plugins.rewards"
         named = f"trainer.v1.trainer_mode={mode}" if v1 is not False else "trainer.use_v1=False"
         raise ConfigError(
-            f"rl_plugins.methods=[{','.join(settings.methods)}] is given, and {named} would ignore it. Set "
+            f"{given} is given, and {named} would ignore it. Set "
             f"trainer.v1.trainer_mode={suggestion}{'' if v1 is not False else ' and trainer.use_v1=True'}."
         )

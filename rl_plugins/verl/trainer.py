@@ -40,6 +40,7 @@ from rl_plugins.verl.batch import (
     is_padding,
     keep_sum_squared_probs,
     logprob_multiple,
+    weigh_rewards,
     whole_group_order,
 )
 from rl_plugins.verl.client import with_versions
@@ -59,7 +60,8 @@ POLL_INTERVAL = 0.2  # seconds; verl's 2.0 would be most of a short batch
 
 
 class MethodsTrainer(host.Trainer):
-    """Mixin over a trainer of verl. Without methods every override hands on to the host.
+    """Mixin over a trainer of verl. Without methods every override hands on to the host; only the weights of rewards,
+    where the config has some, act as with methods.
 
     Attributes:
         methods: the stack; the only copy of the methods' state.
@@ -325,6 +327,8 @@ class MethodsTrainer(host.Trainer):
     def _balance_batch(self, batch: host.Batch, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> host.Batch:
         self._settled = None
         if not self.methods:
+            if self.settings.rewards:
+                self._logged.append(weigh_rewards(batch, self.settings.rewards))
             return super()._balance_batch(batch, metrics, *args, **kwargs)
         with SECONDS.part("driver"):
             self._selected = self._decisions().select(batch)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,8 +42,19 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
-from rl_plugins.methods.swarm_sapo import Files, Folder, Http, Package, Schema, SwarmSapo, open_exchange, read_packages
+from rl_plugins.methods.swarm_sapo import (
+    Files,
+    Folder,
+    Http,
+    Package,
+    Schema,
+    SwarmSapo,
+    mailbox,
+    open_exchange,
+    read_packages,
+)
 from rl_plugins.methods.swarm_sapo.choice import by_total_reward, chosen
+from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
 from rl_plugins.methods.swarm_sapo.packages import PackageLimits, file_name, is_whole, sender_of, written_files
 from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.budget import budgets
@@ -599,6 +611,141 @@ def test_a_newer_package_replaces_the_older_one() -> None:
             (row.edit or {})["prompt"] + Letters().decode(row.given[0].tokens) for row in external(node.plan())
         )
         assert found == ["q6", "q7", "r7"]
+
+
+def waiting(node: Node) -> list[tuple[str, str]]:
+    """Question and first completion of each package that waits, after another look at the exchange."""
+    node.method._receive(node.stack.batch)
+    lines = [json.loads(entry["line"]) for entry in node.state["inbox"]]
+    return [(line["prompt"], line["completions"][0]) for line in lines]
+
+
+def test_files_beyond_the_quota_are_never_read() -> None:
+    """Of the files that one look finds, the newest `sender_quota` are read. The next look must not take the older ones
+    for new: they answer the same question, or fill the quota."""
+
+    class Watched(Memory):
+        def names(self) -> list[str]:
+            return super().names()[::-1]
+
+        def get(self, name: str, most: int) -> bytes:
+            asked.append(name.split(".")[1])
+            return super().get(name, most)
+
+    asked: list[str] = []
+    exchange = Watched()
+    for batch in range(5):
+        send(exchange, "flood", package("q", "7", [str(batch)] * 4), package(f"old{batch}"), batch=batch)
+    node = Node(exchange, sender_quota=2)
+    for _ in range(3):
+        assert waiting(node) == [("q", "4"), ("old4", "7")]
+    assert asked == ["00000003", "00000004"]
+    send(exchange, "flood", package("q", "7", ["9"] * 4), batch=5)
+    assert ("q", "9") in waiting(node), "a newer one still replaces it"
+
+
+def test_a_file_that_is_whole_late_replaces_nothing_newer() -> None:
+    exchange, old = Memory(), package("q", "7", ["1"] * 4).line().encode()
+    name = file_name("a", 0, old)
+    exchange.files[name] = old[:20]
+    send(exchange, "a", package("q", "7", ["2"] * 4), batch=1)
+    node = Node(exchange)
+    assert waiting(node) == [("q", "2")]
+    exchange.files[name] = old
+    assert waiting(node) == [("q", "2")] and name in node.state["seen"]
+
+
+def test_a_quota_prefers_what_was_sent_last() -> None:
+    """A question that is answered again has the age of its new answers, not the place of the old ones."""
+    exchange = Memory()
+    send(exchange, "a", package("q", "7", ["1"] * 4), package("r"), package("s"), batch=0)
+    send(exchange, "a", package("q", "7", ["2"] * 4), batch=1)
+    assert waiting(Node(exchange, sender_quota=2)) == [("q", "2"), ("s", "7")]
+
+
+def test_of_packages_of_one_batch_the_last_one_stays() -> None:
+    """Of one file the last line, of two files the one whose name is the last: the same on every run."""
+    exchange, texts = Memory(), ["1", "2", "3"]
+    (name,) = send(exchange, "a", *(package("q", "7", [t] * 4) for t in texts))
+    assert waiting(Node(exchange)) == [("q", "3")]
+    more = {n: t for t in texts for n in send(Memory(), "a", package("q", "7", [t] * 4))}
+    for order in (sorted(more), sorted(more)[::-1]):
+        files = Memory()
+        for n in order:
+            send(files, "a", package("q", "7", [more[n]] * 4))
+        assert waiting(Node(files)) == [("q", more[max(more)])]
+
+
+def test_of_all_senders_the_latest_arrivals_stay() -> None:
+    exchange = Memory()
+    send(exchange, "z", package("early"))
+    node = Node(exchange, inbox_groups=2)
+    assert waiting(node) == [("early", "7")]
+    send(exchange, "a", package("late1"))
+    send(exchange, "b", package("late2"))
+    node.method._receive(node.stack.batch + 1)
+    assert [json.loads(e["line"])["prompt"] for e in node.state["inbox"]] == ["late1", "late2"]
+
+
+def test_limits_are_inclusive() -> None:
+    """What is exactly as long as allowed is written, read and taken."""
+    (data,) = written_files("a", 0, [package("q", completions=["x" * 300] * 4)], 4000).values()
+    size = len(data)
+    two = [package(q, completions=["x" * 300] * 4) for q in "qr"]
+    assert len(written_files("a", 0, two[:1], size)) == 1 and not written_files("a", 0, two[:1], size - 1)
+    assert len(written_files("a", 0, two, 2 * size)) == 1 and len(written_files("a", 0, two, 2 * size - 1)) == 2
+    exchange = Memory({file_name("a", 0, data): data})
+    found = Mailbox(exchange, "me", 5.0, size, 9).look(0, ())
+    assert list(found.files.values()) == [data] and not found.refused
+    assert len(read(package(completions=["x" * 100] * 4).line())[0]) == 1
+
+
+def test_a_question_has_one_id_however_its_columns_are_ordered() -> None:
+    one = Package("q", {"a": 1, "b": {"c": 2, "d": 3}}, (), ())
+    assert one.id == Package("q", {"b": {"d": 3, "c": 2}, "a": 1}, (), ()).id != Package("q", {"a": 1}, (), ()).id
+
+
+def test_a_slow_exchange_is_read_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look begins no file near its time-out, so it is no failure, and the next one goes on."""
+
+    class Slow(Memory):
+        def get(self, name: str, most: int) -> bytes:
+            clock[0] += 3
+            return super().get(name, most)
+
+    clock, exchange = [0.0], Slow()
+    monkeypatch.setattr(mailbox, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    names = [n for i in range(6) for n in send(exchange, f"n{i}", package(f"q{i}"))]
+    mail = Mailbox(exchange, "me", 10.0, 10_000, 9)
+    first = mail.look(0, ())
+    assert list(first.files) == names[:3] and list(mail.look(1, first.files).files) == names[3:]
+
+
+def test_rests_after_failures() -> None:
+    exchange = Broken("raises")
+    mail, batch, rests = Mailbox(exchange, "me", 5.0, 1000, 9), 0, []
+    for _ in range(8):
+        assert mail.look(batch, ()).error
+        begin = batch
+        while mail.resting(batch):
+            batch += 1
+        rests.append(batch - begin)
+    assert rests == [2, 4, 8, 16, 32, 64, 64, 64]
+    exchange.how = ""
+    assert mail.look(batch, ()).error == ""
+    exchange.how = "raises"
+    assert mail.look(batch, ()).error and mail.resting(batch + 1) and not mail.resting(batch + 2), "counted anew"
+
+
+def test_a_file_that_was_gone_is_tried_anew() -> None:
+    data = package("q").line().encode()
+    name, exchange = file_name("a", 0, data), Memory()
+    mail = Mailbox(exchange, "me", 5.0, 1000, 9)
+    for _ in range(2):
+        exchange.files[name] = data[:20]
+        assert [mail.look(0, ()).refused for _ in range(2)] == [[], []]
+        exchange.files.clear()
+        mail.look(0, ())
 
 
 def test_quotas_keep_the_newest() -> None:

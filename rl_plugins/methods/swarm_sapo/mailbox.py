@@ -24,12 +24,14 @@ class Arrived:
         listed: names of files of others; None if it was not told.
         files: name -> bytes of those that were read, in the order of their names.
         refused: names of files that are not read again: too long, or never whole.
+        passed: names of files that are never read, because their sender has enough newer ones.
         error: why the look ended early; empty if it did not.
     """
 
     listed: list[str] | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
     error: str = ""
 
 
@@ -43,7 +45,7 @@ class Mailbox:
         node: the own name; files of it are not read.
         timeout: seconds that one look, or one delivery, may take.
         most: bytes of a file.
-        per_sender: files of one sender that are read in one look, the newest ones.
+        per_sender: files of one sender that are read in one look, the newest ones. The older ones are never read.
     """
 
     def __init__(self, exchange: Exchange, node: str, timeout: float, most: int, per_sender: int) -> None:
@@ -74,7 +76,7 @@ class Mailbox:
         found = Arrived()
         found.error = self._done(batch, lambda: self._look(found, set(seen)))
         files = found.files.copy()  # a look that takes too long still writes into its own
-        return Arrived(found.listed, dict(sorted(files.items())), list(found.refused), found.error)
+        return Arrived(found.listed, dict(sorted(files.items())), list(found.refused), list(found.passed), found.error)
 
     def deliver(self, batch: int, files: dict[str, bytes], old: Sequence[str]) -> str:
         """Writes files and removes old ones. Returns the error, or an empty text."""
@@ -97,6 +99,7 @@ class Mailbox:
         for name in names:
             if name not in seen:
                 of_sender.setdefault(sender_of(name), []).append(name)
+        found.passed += (n for group in of_sender.values() for n in group[: -self.per_sender])
         for name in (n for group in of_sender.values() for n in group[-self.per_sender :]):
             if time.monotonic() > end:
                 return

@@ -24,6 +24,7 @@ from rl_plugins.methods.swarm_sapo.packages import (
     PackageLimits,
     Refused,
     Schema,
+    batch_of,
     plain,
     read_package,
     read_packages,
@@ -75,10 +76,11 @@ class SwarmSapo(Method):
 
     Special cases: with fewer than J packages all of them are taken, and own prompts fill the batch. If fewer than J
     candidates are kept, the batch is short of these groups. A candidate with a NaN reward is never kept. A package that
-    was scored is not drawn again. A newer package of the same sender and question replaces the older one. Packages of
-    the own node name are not read. In verl's asynchronous modes there are exactly J candidates. Rollouts of several
-    rows or turns are not published. Refills of a batch that is not full take no package. J = 0 trains as without the
-    method, and still publishes.
+    was scored is not drawn again. A newer package of the same sender and question replaces the older one; the batch
+    number of the sender says which one is newer. A node that starts from zero needs a new name: its batches count
+    from 0 again. Packages of the own node name are not read. In verl's asynchronous modes there are exactly J
+    candidates. Rollouts of several rows or turns are not published. Refills of a batch that is not full take no
+    package. J = 0 trains as without the method, and still publishes.
 
     State: the packages that wait, as text, and the names of files read and written. A resumed run goes on with them.
 
@@ -116,7 +118,7 @@ class SwarmSapo(Method):
         Measured(
             "cumulative reward with 2 own and 6 external groups against 4 and 4, simulated",
             "not told apart",
-            "29.3 ± 0.8 against 28.2 ± 0.6",
+            "29.3 ± 0.8 against 28.2 ± 0.6, paired difference 1.1 ± 1.2",
             "swarm_sapo-5-seeds",
         ),
         Measured(
@@ -340,9 +342,12 @@ class SwarmSapo(Method):
                 if not self._accepted(package):
                     refused["`accept` says no"] += 1
                     continue
-                entry = {"sender": sender_of(name), "id": package.id, "line": package.line(), "arrived": batch}
-                inbox[entry["sender"], entry["id"]] = entry
                 arrived += 1
+                sender, sent = sender_of(name), batch_of(name)
+                waiting = inbox.get((sender, package.id))
+                if waiting is None or waiting["sent"] <= sent:  # a file can be whole later than a newer one
+                    entry = {"sender": sender, "id": package.id, "line": package.line(), "arrived": batch}
+                    inbox[sender, package.id] = {**entry, "sent": sent}
         refused["a file is too long or not whole"] += len(found.refused)
         refused = +refused
         if refused:
@@ -350,7 +355,7 @@ class SwarmSapo(Method):
         state["inbox"] = _within(inbox.values(), p.sender_quota, p.inbox_groups)
         if found.listed is not None:
             listed = set(found.listed)
-            state["seen"] = sorted({*state["seen"], *found.files, *found.refused} & listed)
+            state["seen"] = sorted({*state["seen"], *found.files, *found.refused, *found.passed} & listed)
         self.log("arrived", arrived, "sum")
         self.log("rejected", refused.total(), "sum")
 
@@ -538,14 +543,15 @@ def _schema(run: Run, prompt: str) -> Schema:
 
 
 def _within(entries: Any, per_sender: int, most: int) -> list[dict[str, Any]]:
-    """The newest entries of each sender, and of all of them, in their order."""
+    """What each sender sent last, and of that what arrived last, in their order."""
     left: Counter[str] = Counter()
     listed = list(entries)
-    stays = set[int]()
-    for i in sorted(range(len(listed)), key=lambda i: listed[i]["arrived"])[::-1]:
+    newest = list[int]()
+    for i in sorted(range(len(listed)), key=lambda i: listed[i]["sent"])[::-1]:
         left[listed[i]["sender"]] += 1
-        if left[listed[i]["sender"]] <= per_sender and len(stays) < most:
-            stays.add(i)
+        if left[listed[i]["sender"]] <= per_sender:
+            newest.append(i)
+    stays = set(sorted(newest, key=lambda i: (listed[i]["arrived"], i))[-most:])
     return [entry for i, entry in enumerate(listed) if i in stays]
 
 

@@ -183,6 +183,18 @@ def sender_of(name: Any) -> str | None:
     return found[1] if found else None
 
 
+def batch_of(name: str) -> int:
+    """The batch of its sender that a file is from. Of two packages, the one with the larger number is newer.
+
+    Raises:
+        ValueError: the file is none of ours.
+    """
+    found = _FILE.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{name} is no file of packages")
+    return int(found[2])
+
+
 def is_whole(name: str, data: bytes) -> bool:
     """Whether these are the bytes that the name tells of."""
     found = _FILE.fullmatch(name)

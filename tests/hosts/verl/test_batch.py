@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 import probes
 from memory_queue import MemoryQueue
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
@@ -515,6 +516,34 @@ def test_given_completions_must_not_be_lost() -> None:
     trainer._submitted["b"] = PlanRow(1, 1, 2, given=(Completion((1,)),))
     with pytest.raises(MethodError, match=r"lost completions that the plan gives for the prompts \[1\]"):
         trainer._count_missing(lost)
+
+
+def test_without_methods_the_weighted_sum_is_trained(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own trainer step sees the sum where runs with methods see it; without weights nothing is written."""
+    parts = {"a_0_0": (1.0, 0.0), "a_1_0": (0.0, None), "b_0_0": (0.5, 1.0), "b_1_0": (0.5, 1.0), "c_0_0": (None, None)}
+    rows = {
+        key: {"rm_scores": torch.tensor([0.0, 9.0]), "extra_fields": {"reward_extra_info": {"x": x, "y": y}}}
+        for key, (x, y) in parts.items()
+    }
+    seen: list[list[list[float]]] = []
+
+    def balance(self: Any, batch: KVBatchMeta, metrics: Any) -> KVBatchMeta:
+        seen.append([queue.rows[key]["rm_scores"].tolist() for key in batch.keys])
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_balance_batch", balance)
+    trainer = object.__new__(MethodsSync)
+    trainer.methods, trainer._logged = MethodStack([]), []
+    for rewards in ({}, {"x": 2.0, "y": 0.5}):
+        queue.put_rows({key: dict(row) for key, row in rows.items()})
+        trainer.settings = Settings((), rewards=rewards)
+        trainer._balance_batch(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{} for _ in rows]), {})
+    assert seen == [[[0, 9]] * 5, [[0, 2], [0, 0], [0, 1.5], [0, 1.5], [0, 0]]]
+    told = {"rl_plugins/reward_generated": 1.25, "rl_plugins/frac_reward_zero_std": 0.6}
+    assert trainer._logged == [pytest.approx(told)]
+    trainer.settings = Settings((), rewards={"z": 1.0})
+    with pytest.raises(ConfigError, match="rl_plugins.rewards names `z`, and the reward function answers with x, y"):
+        trainer._balance_batch(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{} for _ in rows]), {})
 
 
 def test_rounds_see_rewards_in_the_order_of_the_plan(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,11 @@ REFUSED = {
         "mc_grpo",
         "Set trainer.v1.trainer_mode=rl_plugins_separate_async",
     ),
+    "weights of rewards that verl ignores": (
+        ["trainer.v1.trainer_mode=sync", "+rl_plugins.rewards.a=1"],
+        "",
+        r"rl_plugins\.rewards is given, and trainer\.v1\.trainer_mode=sync would ignore it\. Set .*=rl_plugins_sync",
+    ),
     "legacy trainer": (["trainer.use_v1=False"], "mc_grpo", "use_v1=False would ignore it"),
     "trainer without methods": ([], None, r"Add \+rl_plugins.methods"),
     "unknown method": ([], "mc_grpoo", "mc_grpo"),
