@@ -35,6 +35,7 @@ class HostFacts:
             shows only in the first batch.
         importance_weights: host options that are on and weight tokens by the probability they were sampled with.
         sampling_probabilities: further ones that read that probability (a rejection of tokens, say).
+        weighs_old: the host's own loss weighs rollouts of older policies by the probability they were sampled with.
         rollout_as_old: the one by which rollout log-probs stand in for old ones; empty if it is off.
         options: the host's options as set by the user.
         defaults: the host's own defaults of the same options.
@@ -56,6 +57,7 @@ class HostFacts:
     importance_weights: Mapping[str, Any] = field(default_factory=dict)
     sampling_probabilities: Mapping[str, Any] = field(default_factory=dict)
     rollout_as_old: str = ""
+    weighs_old: bool = False
     run: Run | None = None
     group_option: str = ""
     batch_rows: int | None = None
@@ -107,7 +109,8 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     if problems:
         raise ConfigError("\n".join(problems))
     replaying = next((m.name for m in stack.methods if m.replays), None)
-    if replaying and not any(m.corrects_sampling for m in stack.methods) and not _weights_on(host, options):
+    weighed = host.weighs_old or any(m.corrects_sampling for m in stack.methods) or _weights_on(host, options)
+    if replaying and not weighed:
         stack.warn_once(
             f"`{replaying}` trains on rollouts of older policies, and nothing in this run weighs them: they are "
             f"trained as if they were fresh. Name a method whose loss corrects for that (decoupled_ppo, minpro, vcpo)."

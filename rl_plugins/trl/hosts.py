@@ -67,7 +67,7 @@ TRAINERS = (
     TrlTrainer(
         "trl.experimental.async_grpo.async_grpo_trainer",
         "AsyncGRPOTrainer",
-        "in `rl_plugins.trl.asynchronous`: all but those that decide what is generated",
+        "in `rl_plugins.trl.asynchronous`: all but those that decide what is generated, and some of these",
         "it has a mixin of its own, `rl_plugins.trl.asynchronous.AsyncMethodsMixin`, which decides on groups as they "
         "leave the queue",
         unchanged=True,

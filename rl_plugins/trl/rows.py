@@ -249,11 +249,11 @@ def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tenso
     """(tokens,) bool; None if no row has such tokens."""
     if not any(r.made is not None or r.plan is None or r.plan.given or r.plan.prefix for r in rows):
         return None
-    forced = torch.zeros(inside.shape, dtype=torch.bool)
+    found = torch.zeros(inside.shape, dtype=torch.bool)
     for k, (row, n) in enumerate(zip(rows, length.tolist(), strict=True)):
-        own = _forced(row, n)
-        forced[k, : len(own)] = own
-    return forced[inside]
+        own = forced(row, n)
+        found[k, : len(own)] = own
+    return found[inside]
 
 
 def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
@@ -265,8 +265,8 @@ def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Te
     return torch.where(inside.any(1), found, now)
 
 
-def _forced(row: Row, length: int) -> Tensor:
-    """Which tokens were put in the policy's place: of a given completion, of a prefix, by a program."""
+def forced(row: Row, length: int) -> Tensor:
+    """(tokens,) bool, those put in the policy's place: of a given completion, of a prefix, by a program."""
     assert row.plan is not None
     if row.made is not None:
         return torch.from_numpy(np.array(row.made.trajectory.kinds, np.int8) == int(Kind.FORCED))

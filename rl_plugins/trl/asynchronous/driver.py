@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.errors import ConfigError
+from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.decide import check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.plan import check_length, check_rewards, check_versions, first_plan
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
@@ -54,11 +56,44 @@ class Deciding(torch.utils.data.IterableDataset[dict[str, Any]]):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         source = iter(self.dataset)
         groups = rows_per_step(self.trainer.args) // self.trainer.args.num_generations
+        planned = self.trainer.methods.claimed("select_prompts", "plan")
         while True:
-            entries = [e for _ in range(groups) for e in self._group(source)]
+            self.trainer._methods_callback.batch_begins()
+            if planned:
+                entries = self._planned(source)
+            else:
+                entries = [e for _ in range(groups) for e in self._group(source)]
             with SECONDS.part("driver"):
                 rows = self._decided(entries)
             yield from rows
+
+    def _planned(self, source: Iterator[dict[str, Any]]) -> list[QueueEntry]:
+        """What the methods plan, made by our worker, which generates when it is asked."""
+        worker = self.trainer.rollout_worker
+        with SECONDS.part("driver"):
+            plan = self._plan(worker.proposal())
+        worker.make(plan)
+        return [self._next(source) for _ in range(worker.qsize())]
+
+    def _plan(self, proposal: Sequence[int]) -> tuple[PlanRow, ...]:
+        """The plan of the next optimizer step, from the prompts the worker would take.
+
+        Raises:
+            MethodError: see `first_plan`; a completion, prefix or version that cannot be.
+            ConfigError: completions with turns or a prompt of their own.
+        """
+        t, data = self.trainer, self.trainer.train_dataset
+        rows = first_plan(t.methods, proposal, t.args.num_generations, rows_per_step(t.args), len(data), data).rows
+        for p in rows:
+            if any(c.turns or c.prompt is not None for c in p.given):
+                raise ConfigError(
+                    "The plan gives completions with turns or a prompt of their own, and no method plays agents in "
+                    "TRL's asynchronous trainer. Remove the method that plans them, or use rl_plugins.trl.GRPOTrainer."
+                )
+            check_length(p, t.args.max_completion_length)
+            check_rewards(p, t.rollout_worker.reward_names)
+            check_versions(p, t.state.global_step // t.args.weight_sync_steps)
+        return rows
 
     def _group(self, source: Iterator[dict[str, Any]]) -> list[QueueEntry]:
         """The next complete group. One that lacks samples is left out: TRL threw them away, or its worker lost them."""
@@ -89,19 +124,21 @@ class Deciding(torch.utils.data.IterableDataset[dict[str, Any]]):
     def _decided(self, entries: list[QueueEntry]) -> list[dict[str, Any]]:
         t = self.trainer
         stack = t.methods
-        t._methods_callback.batch_begins()
         now = Now(t.model_version, t.state.global_step, stack.batch, t.args.weight_sync_steps)
         rollouts, tokens = seen(entries, stack, now, t.eos_token_ids, t)
         theirs = torch.tensor([e.sample.advantage for e in entries], dtype=torch.float64)
-        decision = decide(stack, rollouts, tokens, theirs, host_advantages, len(entries))
-        check_full(stack, decision, len(entries))
+        size = rows_per_step(t.args)
+        decision = decide(stack, rollouts, tokens, theirs, host_advantages, size)
+        check_full(stack, decision, size)
         trained = decision.rollouts.subset(decision.trained)
         logged = combine([stack.metrics.take()])
         logged |= staleness_metrics(trained.current_version - trained.newest_version, trained.staleness)
         look_for_idle(stack, decision, logged)
         logged["rl_plugins/rows_trained"] = float(decision.trained.sum())
+        if len(entries) != size:
+            logged["rl_plugins/rows_generated"] = float(len(entries))
         self.logged[rollouts.batch] = logged
-        return with_decision(entries, decision)
+        return with_decision(entries, decision, now, size)
 
 
 def host_advantages(rollouts: Rollouts) -> Tensor:

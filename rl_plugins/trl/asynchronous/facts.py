@@ -12,7 +12,7 @@ from trl.experimental import async_grpo
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import HOOKS
 from rl_plugins.rollouts import Run
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.asynchronous.config import AsyncGRPOConfig
 from rl_plugins.trl.asynchronous.worker import GenerateWorker
@@ -22,6 +22,8 @@ from rl_plugins.trl.prompts import has_numbers
 
 GENERATING = ("select_prompts", "plan", "admit", "rollout")
 """Hooks that decide what is generated."""
+PROGRAMS = ("admit", "rollout")
+"""Those of them that our own worker does not serve, either."""
 AS_OLD = "TRL's asynchronous trainer, whose old log-probs are those of the policy that sampled,"
 OPTIONS = {
     "vllm_importance_sampling_correction": False,
@@ -140,6 +142,12 @@ def _problems(stack: MethodStack, given: KnownAsync) -> list[str]:
             "its queue does not say which rows are of one rollout, so no group could be counted. Remove them, or use "
             "rl_plugins.trl.GRPOTrainer."
         )
+    problems += [
+        f"`{m.name}` generates in rounds, each planned with the rewards of the one before, and no worker of TRL's "
+        f"asynchronous trainer makes a batch in rounds. Use rl_plugins.trl.GRPOTrainer, or remove the method."
+        for m in stack.methods
+        if m.rounds
+    ]
     if not stack.claims["policy_loss"]:
         problems += [
             f"`{m.name}` holds the weight of the policy that sampled, and so does the ratio in the loss of TRL's "
@@ -153,13 +161,14 @@ def _problems(stack: MethodStack, given: KnownAsync) -> list[str]:
 
 def facts_of(stack: MethodStack, given: KnownAsync) -> HostFacts:
     """What this run offers."""
-    if given.ours:
-        why = "GenerateWorker generates the prompts of the dataset in their order, and nothing else"
+    if given.ours and given.size is not None:
+        why = "GenerateWorker makes a batch in one call of generate"
     elif given.worker is None:
         why = "TRL's rollout worker is a process of its own that walks the dataset and generates by itself"
     else:
         why = f"{type(given.worker).__name__} generates by itself"
-    missing_hooks = dict.fromkeys(GENERATING, f"{why}. Use rl_plugins.trl.GRPOTrainer, or remove the method.")
+    hooks = PROGRAMS if given.ours and given.size is not None else GENERATING
+    missing_hooks = dict.fromkeys(hooks, f"{why}. Use rl_plugins.trl.GRPOTrainer, or remove the method.")
     return HostFacts(
         name="trl",
         version=trl_version(),
@@ -173,6 +182,7 @@ def facts_of(stack: MethodStack, given: KnownAsync) -> HostFacts:
         run=run_of(given),
         group_option="num_generations",
         batch_rows=rows_per_step(given.args),
+        weighs_old=not stack.claims["policy_loss"],  # TRL's ratio is taken against the policy that sampled
     )
 
 
@@ -181,6 +191,7 @@ def _missing_signals(given: KnownAsync) -> dict[str, str]:
     before = "TRL's asynchronous trainer decides before any pass over the rollouts. Use rl_plugins.trl.GRPOTrainer."
     missing = {
         "engine": "no rollout program runs in TRL's asynchronous trainer.",
+        "turn_limits": NO_TURN_LIMITS,
         "turns": "samples in the queue of TRL's asynchronous trainer do not tell turns.",
         "ref_logprobs": "TRL's asynchronous trainer has no reference model.",
         "entropies": before,

@@ -22,7 +22,7 @@ from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.asynchronous.packing import LIVE, ROW, STEP, TOKEN
-from rl_plugins.trl.asynchronous.samples import GROUP, NEWEST, SAMPLED, VERSION
+from rl_plugins.trl.asynchronous.samples import GROUP, NEWEST, SAMPLED, VERSION, VERSIONS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.ranks import gather
 
@@ -104,7 +104,8 @@ class Flat:
             columns |= {k.removeprefix(kind): self.rows(k).to(logprobs)[:, None] for k in names}
         step = {k: inputs[STEP + k][0] for k in ("num_tokens", "num_rows", "current_version", "steps_since_published")}
         proximal = any(m.proximal_old_logprobs for m in trainer.methods.methods)
-        versions = self.rows(ROW + VERSION).long()[:, None].expand(self.shape)
+        of_tokens = columns.pop(VERSIONS, None)
+        versions = self.rows(ROW + VERSION)[:, None].expand(self.shape) if of_tokens is None else of_tokens
         return Terms(
             mask=self.mask,
             logprobs=logprobs,
@@ -116,7 +117,7 @@ class Flat:
             max_length=trainer.args.max_completion_length,
             rollout_logprobs=sampled if "rollout_logprobs" in needs else None,
             columns=columns,
-            versions=versions if "token_versions" in needs else None,
+            versions=versions.long() if "token_versions" in needs else None,
             current_version=int(step["current_version"]),
             steps_since_published=int(step["steps_since_published"]),
         )

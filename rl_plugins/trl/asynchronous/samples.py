@@ -14,11 +14,14 @@ from rl_plugins.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.trl.rows import Row, forced
 
 OWN = "rl_plugins"
 """Key of what is ours in a row of the queue."""
 GROUP, VERSION, NEWEST, SAMPLED = "_group", "_version", "_newest_version", "_rollout_logprobs"
 """Columns of ours, by names that no method's column has."""
+VERSIONS = "_versions"
+"""Likewise, of tokens: where given completions bring versions of their own."""
 REWARD = "rewards/"  # how TRL names the rewards of each function in the metrics of a sample
 
 
@@ -43,8 +46,15 @@ class QueueEntry:
         return mask & (torch.arange(len(mask)) > 0)
 
     @property
+    def planned(self) -> Row | None:
+        """Its row of the plan; None: TRL's own worker made it."""
+        return getattr(self.sample, "row", None)
+
+    @property
     def start(self) -> int:
         """Tokens of the prompt."""
+        if self.planned is not None:
+            return int(self.sample.start)
         mask = np.asarray(self.row["completion_mask"]) > 0
         return int(mask.argmax()) if mask.any() else len(mask)
 
@@ -91,13 +101,13 @@ def seen(
     needs = stack.needs
     masks = [e.trained for e in entries]
     starts = [e.start for e in entries]
-    group = torch.tensor([int(e.sample.group_id) for e in entries], dtype=torch.int64)
+    group = torch.tensor([_group(e) for e in entries], dtype=torch.int64)
     names = [k for k in entries[0].sample.metrics if k.startswith(REWARD)]
     rewards = torch.tensor(
         [[e.sample.metrics.get(k, float("nan")) for k in names] for e in entries], dtype=torch.float64
     ).reshape(len(entries), len(names))
     weights = torch.ones(len(names), dtype=torch.float64)
-    version = torch.tensor([now.version(e.sample.model_version) for e in entries], dtype=torch.int64)
+    versions = [token_versions(e, now) for e in entries]
     ids = [torch.from_numpy(np.asarray(e.row["input_ids"])).long() for e in entries]
     completions = [x[s:] for x, s in zip(ids, starts, strict=True)]
     read = [~m[s:] for m, s in zip(masks, starts, strict=True)]
@@ -122,7 +132,8 @@ def seen(
         length=torch.stack([m.sum() for m in masks]),
         truncated=torch.tensor([not len(c) or int(c[-1]) not in ends for c in completions]),
         kept=torch.ones(len(entries), dtype=torch.bool),
-        version=version,
+        version=torch.stack([v.min() for v in versions]),
+        newest_version=torch.stack([v.max() for v in versions]),
         current_version=now.current,
         steps_since_published=now.batch - now.current * now.every,
         token_ids=TokenIds(
@@ -136,7 +147,7 @@ def seen(
         raw_text=decoded("raw_text", True),
         messages=[e.sample.completion for e in entries] if "messages" in needs else None,
         meta=_columns(entries, stack, host.train_dataset),
-        payload=[None] * len(entries),
+        payload=[e.planned.plan.payload if e.planned and e.planned.plan else None for e in entries],
         batch=stack.batch,
     )
     if not stack.reads_tokens:
@@ -150,11 +161,35 @@ def seen(
         position=torch.cat([m.nonzero()[:, 0] - s for m, s in zip(masks, starts, strict=True)]),
         advantages=torch.zeros(len(row), dtype=torch.float64),
         keep=torch.ones(len(row), dtype=torch.bool),
-        forced=torch.zeros(len(row), dtype=torch.bool),
-        version=version[row] if "token_versions" in needs else None,
+        forced=torch.cat([_forced(e, m) for e, m in zip(entries, masks, strict=True)]),
+        version=torch.cat([v[:n] for v, n in zip(versions, rollouts.length.tolist(), strict=True)])
+        if "token_versions" in needs
+        else None,
         old_logprobs=sampled if "old_logprobs" in needs else None,
         rollout_logprobs=sampled.clone() if "rollout_logprobs" in needs else None,
     )
+
+
+def token_versions(entry: QueueEntry, now: Now) -> Tensor:
+    """(trained tokens,) in our count; one entry for a sample without any. A given completion may bring its own."""
+    trained, made = entry.trained[entry.start :], now.version(entry.sample.model_version)
+    own = entry.planned.versions if entry.planned else None
+    if own is None or not bool(trained.any()):
+        return torch.full((max(1, int(trained.sum())),), made)
+    return torch.tensor(own)[trained]
+
+
+def _forced(entry: QueueEntry, mask: Tensor) -> Tensor:
+    """(trained tokens,) bool, those that were put in the policy's place."""
+    own = mask[entry.start :]
+    if entry.planned is None:
+        return torch.zeros(int(own.sum()), dtype=torch.bool)
+    return forced(entry.planned, len(own))[own]
+
+
+def _group(entry: QueueEntry) -> int:
+    planned = entry.planned
+    return int(entry.sample.group_id if planned is None or planned.plan is None else planned.plan.group)
 
 
 def _numbers(group: Tensor) -> Tensor:
@@ -171,11 +206,12 @@ def _columns(entries: Sequence[QueueEntry], stack: MethodStack, dataset: Any) ->
     names = [n.partition(":")[2] for n in sorted(stack.needs) if n.startswith("column:")]
     if not names:
         return {}
-    known = {i: dataset[i] for i in dict.fromkeys(e.prompt_index for e in entries)}
+    known = {i: dataset[i] for i in dict.fromkeys(e.prompt_index for e in entries if e.planned is None)}
+    rows = [known[e.prompt_index] if e.planned is None else e.sample.columns for e in entries]
     for name in names:
-        if not any(name in row for row in known.values()):
+        if not any(name in row for row in rows):
             raise no_row_has(name, [m.name for m in stack.methods if f"column:{name}" in m.needs])
-    return {name: [known[e.prompt_index].get(name) for e in entries] for name in names}
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 @dataclass(frozen=True)
@@ -196,8 +232,13 @@ class Own:
     advantages: Tensor | None = field(default=None)  # of its tokens, where they differ
 
 
-def with_decision(entries: Sequence[QueueEntry], decision: Decision) -> list[dict[str, Any]]:
-    """The rows to pack, as many as there were: those that left are two tokens long, and none of them is trained."""
+def with_decision(entries: Sequence[QueueEntry], decision: Decision, now: Now, size: int) -> list[dict[str, Any]]:
+    """The rows to pack. Those that left are two tokens long, and none of them is trained.
+
+    Args:
+        size: rows of an optimizer step. If a plan made more, rows that left make room; if it made fewer, rows without a
+            trained token fill up.
+    """
     rollouts = decision.rollouts
     lengths = rollouts.length.tolist()
     split: dict[str, Sequence[Tensor]] = {
@@ -209,7 +250,11 @@ def with_decision(entries: Sequence[QueueEntry], decision: Decision) -> list[dic
         }.items()
         if values is not None
     }
-    columns = {name: torch.split(values.float(), lengths) for name, values in decision.token_columns.items()}
+    columns: dict[str, Sequence[Tensor]] = {
+        name: torch.split(values.float(), lengths) for name, values in decision.token_columns.items()
+    }
+    if any(e.planned is not None and e.planned.versions for e in entries):
+        columns[VERSIONS] = [token_versions(e, now)[:n] for e, n in zip(entries, lengths, strict=True)]
     tokens = int(rollouts.length[decision.trained].sum())
     if decision.keep_tokens is not None:
         tokens = int(decision.keep_tokens.sum())
@@ -227,20 +272,16 @@ def with_decision(entries: Sequence[QueueEntry], decision: Decision) -> list[dic
     }
     listed = {name: values.double().tolist() for name, values in of_rows.items()}
     trained, row_advantages = decision.trained.tolist(), decision.row_advantages.tolist()
-    out = []
+    out, surplus = [], len(entries) - size
     for i, entry in enumerate(entries):
+        if not trained[i] and surplus > 0:
+            surplus -= 1
+            continue
         row, mask = dict(entry.row), entry.trained
         row["metrics"] = _metrics(entry, decision, i)
         own = {name: values[i] for name, values in listed.items()}
         if not trained[i]:
-            row |= {
-                "input_ids": np.asarray(row["input_ids"])[:2],
-                "completion_mask": np.zeros(2, dtype=np.int64),
-                "old_log_probs": np.zeros(2, dtype=np.float32),
-                "advantage": 0.0,
-                OWN: Own(own, {}, numbers, live=False),
-            }
-            out.append(row)
+            out.append(_left(row, own, numbers))
             continue
 
         def whole(values: Tensor, mask: Tensor = mask) -> Tensor:
@@ -261,7 +302,19 @@ def with_decision(entries: Sequence[QueueEntry], decision: Decision) -> list[dic
             row["completion_mask"] = whole(split["keep"][i]).long().numpy()
         row[OWN] = Own(own, token, numbers, advantages=advantages)
         out.append(row)
-    return out
+    filler = _left({**out[0], "metrics": {}}, out[0][OWN].row, numbers)
+    return out + [filler] * (size - len(out))
+
+
+def _left(row: Mapping[str, Any], own: dict[str, float], numbers: dict[str, float]) -> dict[str, Any]:
+    return {
+        **row,
+        "input_ids": np.asarray(row["input_ids"])[:2],
+        "completion_mask": np.zeros(2, dtype=np.int64),
+        "old_log_probs": np.zeros(2, dtype=np.float32),
+        "advantage": 0.0,
+        OWN: Own(own, {}, numbers, live=False),
+    }
 
 
 def _metrics(entry: QueueEntry, decision: Decision, i: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ class AsyncMethodsMixin(StatefulMixin):
     def prompt_index_of(self, sample: Any) -> int:
         """The row of the dataset a sample is of; -1 if nobody says."""
         if isinstance(sample, Sample):
-            return sample.prompt_index
+            return -1 if sample.row.plan is None else sample.row.plan.prompt_index
         if not isinstance(self.rollout_worker, AsyncRolloutWorker) or not has_numbers(self.train_dataset):
             return -1
         first = self.rollout_worker._loop_kwargs["dataset_start_index"]

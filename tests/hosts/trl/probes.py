@@ -396,6 +396,21 @@ class Counter(Probe):
         self.state["stream"].append(rollouts.prompt_index[::8].tolist())
 
 
+class Walked(Probe):
+    """Keeps what it saw of every batch: prompts, numbers, versions."""
+
+    name = "walked"
+    needs = frozenset({"prompt_index"})
+
+    def start(self, run):
+        self.state = {"stream": [], "batches": [], "versions": []}
+
+    def observe(self, rollouts, tokens, stats):
+        self.state["stream"].append(rollouts.prompt_index[::8].tolist())
+        self.state["batches"].append(rollouts.batch)
+        self.state["versions"].append(int(rollouts.version[0]))
+
+
 class Boom(Probe):
     """Fails where it is told to."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import async_ranks_script
+import async_runs
+import processes
 import pytest
 import torch
 from async_runs import async_config, make_async
@@ -24,6 +28,7 @@ from waiting import NEVER
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.method import Method, Paper
+from rl_plugins.rollouts import Completion, PlanRow
 from rl_plugins.runtime.state import load_state
 from rl_plugins.testing.delayed import installed
 from rl_plugins.trl import MethodsMixin
@@ -329,6 +334,34 @@ def test_state_is_that_of_the_trained_batches(folder, monkeypatch):
         other.train(resume_from_checkpoint=str(output / "checkpoint-2"))
 
 
+def test_killed_and_resumed_with_the_state_of_trls_worker(tmp_path):
+    """SIGKILL after step 5; the last checkpoint is that of step 4. Its `rollout_state.json` and the state of the
+    method agree but for the one micro-batch that was read ahead: TRL leaves out its prompts. Then training goes on, and
+    versions go on where they were."""
+    child = processes.clean().Process(target=async_runs.train_and_kill, args=(tmp_path, 5))
+    child.start()
+    child.join(NEVER)
+    assert child.exitcode == -signal.SIGKILL
+    found = sorted(p.name for p in (tmp_path / "out").glob("checkpoint-*"))
+    assert found == ["checkpoint-2", "checkpoint-4"]
+    last = tmp_path / "out" / "checkpoint-4"
+    theirs, saved = json.loads((last / "rollout_state.json").read_text()), load_state(last)
+    walk = saved["methods"]["walked"]["state"]["stream"]
+    assert walk == [[4 * b + i for i in range(4)] for b in range(4)] and saved["batch"] == 4
+    assert theirs == {"prompt_index": walk[-1][-1] + 1 + 4, "model_version": 4 + 1}
+
+    again = async_runs.as_trls(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    state = again.methods.methods[0].state
+    assert state["stream"][:7] == walk + [[20 + 4 * b + i for i in range(4)] for b in range(3)]
+    assert state["batches"][:7] == list(range(7)) and again.state.global_step == 7
+    assert state["versions"][4:7] == [4, 4, 5]  # lag 1, counted anew from the weights of the checkpoint
+    assert history(again, "rl_plugins/staleness_mean")[4:] == [0, 1, 1]
+    assert again.model_version == 4 + 1 + 1 + 3  # one number more at the start of each process
+    saved = AutoModelForCausalLM.from_pretrained(last)
+    assert not torch.equal(torch.cat([p.detach().flatten() for p in saved.parameters()]), weights(again))
+
+
 def test_an_incomplete_group_is_left_out(folder, caplog):
     """A worker that loses a sample, and TRL's own way to throw old ones away."""
     trainer = make_async(folder, ["noop"], max_steps=1)
@@ -351,6 +384,181 @@ def test_an_error_of_a_hook_names_it(folder):
         trainer.train()
 
 
+# ---- plans, with our worker
+
+
+class Planned(Method):
+    """From the third batch on, everything that a plan may ask for at once."""
+
+    name = "planned"
+    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
+    fidelity = "paper"
+    needs = frozenset({"tokens", "token_ids", "token_versions", "text", "column:level", "rollout_logprobs"})
+    seen: ClassVar[list[Any]] = []
+    terms: ClassVar[list[Any]] = []
+    FOREIGN: ClassVar[dict[str, Any]] = {"prompt": [{"role": "user", "content": "d:12"}], "level": 99}
+    SAMPLED = Completion(
+        (7, 8, 9, 1), (-1.0, -2.0, -3.0, -4.0), (0, 0, 0, 1), {"score": 0.9}, (False, True, False, False)
+    )
+
+    def plan(self, plan):
+        if plan.batch < 2:
+            return None
+        rows = list(plan.rows)
+        rows[0] = rows[0].replace(given=(self.SAMPLED, Completion((6, 6, 1))))
+        rows[1] = rows[1].replace(prefix=(10, 11), payload={"hint": 2})
+        rows[2] = rows[2].replace(n=5, max_tokens=3)
+        rows[3] = PlanRow(-1, rows[3].group, 8, spare=6, edit=self.FOREIGN)
+        return plan.replace(rows=tuple(rows))
+
+    def select(self, rollouts):
+        return rollouts.rollout < 8
+
+    def observe(self, rollouts, tokens, stats):
+        self.seen.append((rollouts, tokens))
+
+    def regularize(self, terms):
+        self.terms.append(terms)
+        return 0 * terms.logprobs
+
+
+def test_a_plan_is_served_by_our_worker(folder, monkeypatch):
+    """Given completions, prefixes, limits, a foreign prompt and spare rollouts: what hooks see, and the third step
+    against a float64 loop. Of 35 rollouts 29 are trained, in a batch of 32."""
+    Planned.seen, Planned.terms = [], []
+    one = dict(per_device_train_batch_size=32, gradient_accumulation_steps=1)
+    with installed(Planned):
+        run = recorded(folder, ["planned"], monkeypatch, max_steps=3, **one)
+    rollouts, tokens = Planned.seen[2]
+    entries, data = run.entries[2], build_dataset(64, seed=1)
+    assert rollouts.group.tolist() == [0] * 8 + [1] * 8 + [2] * 5 + [3] * 14 and len(entries) == 35
+    assert rollouts.prompt_index.tolist() == [8] * 8 + [9] * 8 + [10] * 5 + [-1] * 14
+    assert rollouts.payload == [None] * 8 + [{"hint": 2}] * 8 + [None] * 19
+    assert (
+        rollouts.meta["level"] == [data[8]["level"]] * 8 + [data[9]["level"]] * 8 + [data[10]["level"]] * 5 + [99] * 14
+    )
+    ids, completions = rollouts.token_ids, [c.tolist() for c in rollouts.token_ids.completion]
+    assert completions[:2] == [[7, 8, 9, 1], [6, 6, 1]] and ids.observed[0].tolist() == [False, True, False, False]
+    assert all(c[:2] == [10, 11] and len(c) <= 10 for c in completions[8:16])
+    assert any(len(c) == 3 for c in completions[16:21]) and all(len(c) <= 3 for c in completions[16:21])
+    text = run.trainer.processing_class.apply_chat_template(
+        Planned.FOREIGN["prompt"], return_dict=False, add_generation_prompt=True
+    )
+    assert ids.prompt[21].tolist() == list(text)
+    scored = [0.9, *score(completion_ids=completions[1:])]
+    assert rollouts.reward.tolist() == pytest.approx(scored)
+    first = tokens.row == 0
+    assert tokens.position[first].tolist() == [0, 2, 3] and tokens.version[first].tolist() == [0, 0, 1]
+    assert tokens.rollout_logprobs[first].tolist() == [-1.0, -3.0, -4.0] and not bool(tokens.forced[first].any())
+    assert (int(rollouts.version[0]), int(rollouts.newest_version[0])) == (0, 1)
+    assert set(tokens.version[~first].tolist()) == {0}
+    forced = {(r, p) for r, p in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)}
+    forced = {rp for rp, f in zip(sorted(forced), tokens.forced.tolist(), strict=True) if f}
+    assert forced == {(1, 0), (1, 1), (1, 2)} | {(r, p) for r in range(8, 16) for p in (0, 1)}
+    assert history(run.trainer, "rl_plugins/rows_generated") == [35]
+    assert history(run.trainer, "rl_plugins/rows_trained") == [32, 32, 29]
+    versions = sorted(t for row in Planned.terms[2].versions.tolist() for t in row)
+    assert versions.count(1) == 1 and Planned.terms[2].mask.shape[0] == 29
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float64)
+
+    def logprobs(i):
+        whole = torch.tensor([ids.prompt[i].tolist() + completions[i]])
+        logp = model(whole).logits[0, len(ids.prompt[i]) - 1 : -1].log_softmax(-1)
+        return logp.gather(1, whole[0, len(ids.prompt[i]) :, None])[:, 0]
+
+    def load(weights):
+        model.load_state_dict({k: v.double() for k, v in weights.items()}, strict=False)
+
+    old = [torch.tensor(e.row["old_log_probs"][len(p) :]) for e, p in zip(entries, ids.prompt, strict=True)]
+    load(run.weights[0])  # the first weights made the batch, and so are the log-probs of what nobody sampled
+    with torch.no_grad():
+        for i in range(1, 35):
+            torch.testing.assert_close(old[i].double(), logprobs(i), rtol=1e-5, atol=1e-5)
+    load(run.weights[2])
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for g in range(4):
+        rows = [i for i in range(35) if int(rollouts.group[i]) == g and int(rollouts.rollout[i]) < 8]
+        rewards = torch.tensor([scored[i] for i in rows], dtype=torch.float64)
+        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-8)
+        for i, advantage in zip(rows, advantages.tolist(), strict=True):
+            keep = ~ids.observed[i]
+            total = total + clip(logprobs(i), old[i].double(), advantage)[keep].sum()
+            count += int(keep.sum())
+    (total / count).backward()
+    for key, parameter in model.named_parameters():
+        step = (run.weights[2][key] - run.weights[3][key]).double() / 0.1
+        torch.testing.assert_close(step, parameter.grad, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("methods", "made", "trained"), [(["small"], 30, 30), (["odd"], 34, 30), (["merged", "odd"], 30, 15)]
+)
+def test_groups_of_other_sizes(folder, methods, made, trained):
+    trainer = make_async(folder, methods, max_steps=2)
+    trainer.train()
+    assert history(trainer, "rl_plugins/rows_generated") == [made] * 2
+    assert history(trainer, "rl_plugins/rows_trained") == [trained] * 2
+
+
+def test_a_method_chooses_the_prompts(folder):
+    """Samples are of these prompts, and a resumed run chooses as the whole one did, although a batch further had been
+    planned when the checkpoint was made."""
+    Look.seen.clear()
+    output = folder / "chosen"
+    with installed(Look):
+        saves = dict(max_steps=3, save_strategy="steps", save_steps=2, output_dir=output)
+        trainer = make_async(folder, ["counter", "look"], **saves)
+        trainer.train()
+        stream = trainer.methods.methods[0].state["stream"]
+        taken = [list(dict.fromkeys(r.prompt_index.tolist())) for r, _ in Look.seen]
+        assert taken[:3] == stream[:3] and taken[0] != [0, 1, 2, 3]
+        data = build_dataset(64, seed=1)
+        assert [p for r, _ in Look.seen for p in r.meta["prompt"]] == [
+            data[i]["prompt"] for batch in taken for i in batch for _ in range(8)
+        ]
+        saved = load_state(output / "checkpoint-2")["methods"]["counter"]["state"]["stream"]
+        again = make_async(folder, ["counter", "look"], **saves)
+        again.train(resume_from_checkpoint=str(output / "checkpoint-2"))
+    assert saved == stream[:2] and again.methods.methods[0].state["stream"][:3] == stream[:3]
+
+
+class Asking(Method):
+    """Asks for one row that is changed as it is told."""
+
+    name = "asking"
+    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
+    fidelity = "paper"
+    row: ClassVar[dict[str, Any]] = {}
+
+    def plan(self, plan):
+        return plan.replace(rows=(plan.rows[0].replace(**self.row), *plan.rows[1:]))
+
+
+@pytest.mark.parametrize(
+    ("row", "error", "said"),
+    [
+        (dict(prefix=(5,) * 10), MethodError, "a prefix of 10 and completions of up to 0 tokens; .* length is 10"),
+        (dict(given=(Completion((5, 1), rewards={"other": 1.0}),)), MethodError, "reward `other`; .* are score"),
+        (dict(given=(Completion((5, 1), (-1.0, -1.0), (3, 3)),)), MethodError, "made by the weights 3, and the newest"),
+        (dict(given=(Completion((5, 1), prompt=(5, 6)),)), ConfigError, "no method plays agents in TRL's asynchronous"),
+    ],
+)
+def test_plans_that_cannot_be(folder, monkeypatch, row, error, said):
+    monkeypatch.setattr(Asking, "row", row)
+    with installed(Asking):
+        trainer = make_async(folder, ["asking"], max_steps=1)
+        with pytest.raises(error, match=said):
+            trainer.train()
+
+
+@pytest.mark.parametrize(("methods", "warned"), [(["rollout_replay"], False), (["rollout_replay", "softmax"], True)])
+def test_old_rollouts_are_weighed_by_trls_ratio(folder, caplog, methods, warned):
+    """Unless a method replaces it."""
+    make_async(folder, methods)
+    assert ("trained as if they were fresh" in caplog.text) == warned
+
+
 # ---- refusals, all before the model is loaded
 
 
@@ -368,6 +576,19 @@ def refused(folder, methods, worker=None, arguments=None, **changes):
     return str(e.value)
 
 
+class Wishing(Method):
+    """Needs everything that no worker gives, and weighs rollouts without a loss of its own."""
+
+    name = "wishing"
+    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
+    fidelity = "paper"
+    needs = frozenset({"turns", "turn_limits", "entropies", "ref_logprobs", "engine:logprobs=5"})
+    corrects_sampling = True
+
+    def shape(self, rollouts, tokens):
+        return None
+
+
 TRLS = "TRL's rollout worker is a process of its own that walks the dataset and generates by itself"
 
 
@@ -380,11 +601,22 @@ TRLS = "TRL's rollout worker is a process of its own that walks the dataset and 
         (["noop"], dict(arguments={"tools": [score]}), "does not say which rows are of one rollout"),
         (["noop"], dict(arguments={"environment_factory": object}), "The trainer has tools or environments"),
         (["vade"], {}, f"`vade` changes `select_prompts`, and trl cannot do that here: {TRLS}"),
-        (["dars"], {}, f"`dars` changes `plan`, and trl cannot do that here: {TRLS}"),
+        (["mc_grpo"], {}, f"`mc_grpo` changes `plan`, and trl cannot do that here: {TRLS}"),
+        (["dars"], {}, "`dars` generates in rounds, each planned with the rewards of the one before, and no worker"),
         (["latr"], {}, f"`latr` changes `rollout`, and trl cannot do that here: {TRLS}"),
         (["april"], {}, f"`april` changes `admit`, and trl cannot do that here: {TRLS}"),
         (["rollout_replay"], {}, f"`rollout_replay` changes `plan`, and trl cannot do that here: {TRLS}"),
-        (["squares"], {}, "decides before any pass over the rollouts"),
+        (["squares"], {}, "`squares` needs .*: TRL's asynchronous trainer decides before any pass over the rollouts"),
+        (["wishing"], {}, "`wishing` needs entropy .*: TRL's asynchronous trainer decides before any pass"),
+        (["wishing"], {}, "`wishing` needs .*: samples in the queue of TRL's asynchronous trainer do not tell turns"),
+        (["wishing"], {}, "`wishing` needs .*: TRL's asynchronous trainer has no reference model"),
+        (["wishing"], {}, "`wishing` needs .*: no rollout program runs in TRL's asynchronous trainer"),
+        (["wishing"], {}, "`wishing` needs .*: no method of the run plays agents"),
+        (
+            ["wishing"],
+            {},
+            "`wishing` holds the weight of the policy that sampled, and so does the ratio .* count twice",
+        ),
         (["gdpo"], {}, "the run has 1 reward function"),
         (["minpro"], dict(top_p=0.9), "with top_p=0.9 the distribution that was sampled is not the policy's"),
         (["minpro"], dict(top_k=5, min_p=0.1), "with top_k=5, min_p=0.1 the distribution"),
@@ -396,8 +628,40 @@ TRLS = "TRL's rollout worker is a process of its own that walks the dataset and 
     ],
 )
 def test_what_cannot_be_honest_is_refused_with_the_reason(folder, methods, changes, said):
-    text = refused(folder, methods, **changes)
+    with installed(Wishing):
+        text = refused(folder, methods, **changes)
     assert re.search(said, text), text
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        (["latr"], "`latr` changes `rollout`, and trl cannot do that here: GenerateWorker makes a batch in one call"),
+        (["april"], "`april` changes `admit`, and trl cannot do that here: GenerateWorker makes a batch in one call"),
+        (["dars"], "`dars` generates in rounds"),
+        (["wishing"], "`wishing` needs .*: samples in the queue"),
+    ],
+)
+def test_what_our_worker_does_not_serve_either(folder, methods, said):
+    with installed(Wishing):
+        text = refused(folder, methods, worker=object.__new__(GenerateWorker))
+    assert re.search(said, text), text
+    assert "`plan`" not in text and "`select_prompts`" not in text and "token_versions" not in text
+
+
+def test_a_stream_has_no_numbers(folder):
+    """Its rows cannot be taken by number, so nothing is planned, whoever generates."""
+    args = async_config(folder / "out", ["counter", "mc_grpo"], max_steps=1)
+    with pytest.raises(ConfigError) as e:
+        AsyncGRPOTrainer(
+            model="no/such/model",
+            reward_funcs=score,
+            args=args,
+            train_dataset=build_dataset(64, seed=1).to_iterable_dataset(),
+            rollout_worker=object.__new__(GenerateWorker),
+        )
+    for said in ("`counter` changes `select_prompts`", "`mc_grpo` changes `plan`", "the dataset is a stream"):
+        assert said in str(e.value)
 
 
 def test_a_worker_of_others_does_not_say_the_prompt(folder):
