@@ -425,10 +425,16 @@ class Planned(Method):
 def test_a_plan_is_served_by_our_worker(folder, monkeypatch):
     """Given completions, prefixes, limits, a foreign prompt and spare rollouts: what hooks see, and the third step
     against a float64 loop. Of 35 rollouts 29 are trained, in a batch of 32."""
-    Planned.seen, Planned.terms = [], []
-    one = dict(per_device_train_batch_size=32, gradient_accumulation_steps=1)
+    Planned.seen, Planned.terms, asked = [], [], []
+
+    def score(completion_ids: Any = None, **kwargs: Any) -> list[float]:
+        asked.append(len(completion_ids))
+        return [sum(c) % 7 / 7 for c in completion_ids]
+
+    one = dict(per_device_train_batch_size=32, gradient_accumulation_steps=1, temperature=0.8)
     with installed(Planned):
-        run = recorded(folder, ["planned"], monkeypatch, max_steps=3, **one)
+        run = recorded(folder, ["planned"], monkeypatch, max_steps=3, reward=score, **one)
+    assert asked[:12] == [8] * 8 + [7, 8, 5, 14]  # one brings its reward
     rollouts, tokens = Planned.seen[2]
     entries, data = run.entries[2], build_dataset(64, seed=1)
     assert rollouts.group.tolist() == [0] * 8 + [1] * 8 + [2] * 5 + [3] * 14 and len(entries) == 35
@@ -464,7 +470,7 @@ def test_a_plan_is_served_by_our_worker(folder, monkeypatch):
 
     def logprobs(i):
         whole = torch.tensor([ids.prompt[i].tolist() + completions[i]])
-        logp = model(whole).logits[0, len(ids.prompt[i]) - 1 : -1].log_softmax(-1)
+        logp = (model(whole).logits[0, len(ids.prompt[i]) - 1 : -1] / 0.8).log_softmax(-1)
         return logp.gather(1, whole[0, len(ids.prompt[i]) :, None])[:, 0]
 
     def load(weights):
@@ -494,9 +500,18 @@ def test_a_plan_is_served_by_our_worker(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("methods", "made", "trained"), [(["small"], 30, 30), (["odd"], 34, 30), (["merged", "odd"], 30, 15)]
 )
-def test_groups_of_other_sizes(folder, methods, made, trained):
-    trainer = make_async(folder, methods, max_steps=2)
-    trainer.train()
+def test_groups_of_other_sizes(folder, monkeypatch, methods, made, trained):
+    """What fills up a batch is in no metric, and the prompts go on where those of TRL would."""
+    run = recorded(
+        folder, methods, monkeypatch, max_steps=2, per_device_train_batch_size=32, gradient_accumulation_steps=1
+    )
+    trainer, worker = run.trainer, run.trainer.rollout_worker
+    assert worker.walked == 4 * worker.batch and worker.group == sum(
+        len({e.sample.group_id for e in entries}) for entries in run.entries
+    )
+    if made <= 32:
+        rewards = [e.sample.metrics["reward"] for entries in run.entries[:2] for e in entries]  # one is read ahead
+        assert history(trainer, "reward")[0] == pytest.approx(sum(rewards) / made / 2)
     assert history(trainer, "rl_plugins/rows_generated") == [made] * 2
     assert history(trainer, "rl_plugins/rows_trained") == [trained] * 2
 
