@@ -40,6 +40,13 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "decoupled_ppo, loglinear": ("decoupled_ppo", {"proximal": "loglinear"}),
     "decoupled_ppo, linear": ("decoupled_ppo", {"proximal": "linear"}),
     "vcpo": ("vcpo", {}),
+    "dora_loss": ("dora_loss", {}),
+}
+# Terms beside GRPO's own loss. GRPO's is then made, too, and `epo` takes the gradient for the entropies as well.
+ADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO + epo": ("epo", {"corridor": "batch"}),
+    "GRPO + epo, rows": ("epo", {"corridor": "batch", "mode": "seq"}),
+    "GRPO + ppo_million": ("ppo_million", {}),
 }
 
 
@@ -53,6 +60,7 @@ def main() -> None:
     for rows, time_ in SIZES:
         terms = make_terms(rows, time_)
         losses = {"GRPO": grpo, **{name: loss_of(*arm) for name, arm in ARMS.items()}}
+        losses |= {name: with_term(*arm) for name, arm in ADDED.items()}
         arms = {name: partial(gradient, loss, terms) for name, loss in losses.items()}
         cases.append(measured(f"{rows} x {time_}", arms, arguments.repeat))
     for rows in STEP_ROWS:
@@ -108,13 +116,21 @@ def make_terms(rows: int, time_: int) -> Terms:
         rollout_logprobs=behavior,
         versions=torch.randint(0, 5, (rows, time_), generator=g),
         current_version=5,
-        columns={"vcpo_coefficient": torch.randn(rows, 1, generator=g)},
+        entropies=torch.rand(rows, time_, generator=g).requires_grad_(),
+        columns={
+            "vcpo_coefficient": torch.randn(rows, 1, generator=g),
+            "dora_share": torch.ones(rows, 1),
+            "epo_low": torch.full((rows, time_), 0.25),
+            "epo_high": torch.full((rows, time_), 0.75),
+            "epo_turn": torch.zeros(rows, time_),
+            "epo_phase": torch.ones(rows, 1),
+        },
     )
 
 
 def gradient(loss: Callable[[Terms], Tensor], terms: Terms) -> Tensor:
     per_token = torch.where(terms.mask > 0, loss(terms), 0.0).sum()
-    return torch.autograd.grad(per_token, terms.logprobs)[0]
+    return torch.autograd.grad(per_token, [terms.logprobs, terms.entropies], allow_unused=True)[0]
 
 
 def grpo(terms: Terms) -> Tensor:
@@ -129,6 +145,19 @@ def loss_of(method: str, params: dict[str, Any]) -> Callable[[Terms], Tensor]:
         value: Tensor = stack.one("policy_loss", terms)
         stack.metrics.take()
         return value
+
+    return loss
+
+
+def with_term(method: str, params: dict[str, Any]) -> Callable[[Terms], Tensor]:
+    """GRPO's loss and the term of a method."""
+    stack = build_stack(method, {method: params})
+    stack.start(make_run())
+
+    def loss(terms: Terms) -> Tensor:
+        added: Tensor = stack.call("regularize", stack.methods[0], terms)
+        stack.metrics.take()
+        return grpo(terms) + added
 
     return loss
 

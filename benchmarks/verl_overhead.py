@@ -107,19 +107,29 @@ def run(folder: Path, arguments: argparse.Namespace, verl_data: Any, policy: Pat
         "+rl_plugins.rewards.exact": 1,
         "+rl_plugins.rewards.digits": 0.5,
     }
+    return finished(folder, overridden(lines, changes), VERL_USE_EXTERNAL_MODULES=MODULE)
+
+
+def overridden(lines: list[str], changes: dict[str, Any]) -> list[str]:
+    """The command line of a run with these options instead."""
     named = {line.split("=")[0]: line for line in lines} | {k: f"{k}={v}" for k, v in changes.items()}
+    return list(named.values())
+
+
+def finished(folder: Path, overrides: list[str], **environment: str) -> Path:
+    """Runs verl to its end and returns its log."""
     environment = {
         **os.environ,
+        **environment,
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": MODULE,
-        "PYTHONPATH": str(Path(__file__).parent),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])]),
         "VERL_FILE_LOGGER_ROOT": str(folder),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *named.values()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
