@@ -18,6 +18,7 @@ from rl_plugins.params import describe_params, parse_value
 from rl_plugins.problems import PROBLEMS
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
+from rl_plugins.supervised import LOSSES, card_of
 
 ROOT = Path(__file__).parents[1]
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]
@@ -78,6 +79,51 @@ def test_what_we_measured_stands_in_the_evidence(name):
         known = re.sub(r"[\s,]+", " ", sections()[result.where]).replace("−", "-")
         for figure in re.findall(r"\d*\.\d+|\d+", re.sub(r"[\s,]+", " ", result.numbers)):
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d]|\.\d)", known), (figure, result)
+
+
+NUMBER = r"([+-]?\d*\.?\d+)(?: %)?"
+TWO = re.compile(rf"{NUMBER} ± {NUMBER}(?: [^±;,]*?)? against {NUMBER}(?: ± {NUMBER})?")
+# A method's numbers relative to 1, or to 100 %.
+RELATIVE = re.compile(r"relative to|of the unlimited loop's|times plain batches")
+
+
+def told_apart(claim, numbers):
+    """Whether an interval of 95 % in the numbers of a card tells a method from its comparison; None without one.
+
+    Two means with intervals of their own are told apart if they differ by more than the root of the sum of the squares
+    of their half-widths, and a difference, or a ratio, if its interval leaves out 0, or 1.
+    """
+    if found := re.search(rf"paired(?: difference)? {NUMBER} ± {NUMBER}", numbers):
+        return abs(float(found[1])) > float(found[2])
+    if found := re.match(rf"{NUMBER} \({NUMBER} to {NUMBER}\) times", numbers):
+        return not float(found[2]) <= 1 <= float(found[3])
+    if found := TWO.match(numbers):
+        a, half, b, other = (float(x or 0) for x in found.groups())
+        return abs(a - b) > (half**2 + other**2) ** 0.5
+    if found := re.search(r"\+(\d*\.\d+) ± (\d*\.\d+)$", numbers):
+        return float(found[1]) > float(found[2])
+    if found := re.match(rf"{NUMBER} ± {NUMBER}", numbers):
+        if RELATIVE.search(f"{claim} {numbers}"):
+            return abs(float(found[1]) - (100 if "%" in numbers else 1)) > float(found[2])
+        if "minus" in claim or "against" in claim or "points" in numbers or numbers[0] in "+-":
+            return abs(float(found[1])) > float(found[2])
+    return None
+
+
+def test_a_verdict_is_that_of_the_interval():
+    """Of the cards of methods and of supervised losses."""
+    found = {(name, result) for name in BUILT_IN for result in card(name).measured}
+    found |= {(name, result) for name in LOSSES for result in card_of(name).measured}
+    wrong, checked = [], 0
+    for name, result in sorted(found, key=lambda pair: (pair[0], pair[1].claim)):
+        apart = told_apart(result.claim, result.numbers)
+        checked += apart is not None
+        if apart is not None and apart == (result.verdict == "not told apart"):
+            wrong.append(f"{name}: {result.claim}: {result.verdict}, {result.numbers}")
+    assert not wrong, "\n".join(wrong)
+    assert checked > 0.75 * len(found), "most numbers have an interval, and the test reads it"
+    assert told_apart("x", "28.2 ± 0.6 against 18.5 ± 0.6 (none)") and not told_apart("x", "1 ± 0.3 against 1.2 ± 0.3")
+    assert told_apart("x, minus GRPO", "+0.02 ± 0.01") and not told_apart("x, minus GRPO", "-0.01 ± 0.02")
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -326,6 +326,14 @@ def test_a_value_that_no_run_logged_is_named_with_those_that_are(tmp_path):
     assert math.isnan(summary["arms"]["grpo"]["metrics"]["reward"]["half"])
 
 
+def test_a_value_that_overflowed_is_null_in_the_summary(tmp_path):
+    c = plan(tmp_path, seeds=[0, 1])
+    fake_logs(c, {arm: {seed: [math.inf] * 10 for seed in (0, 1)} for arm in ("grpo", "mc_grpo")})
+    report.write(c, ["reward"])
+    entry = json.loads((c.out / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name}"))
+    assert entry["arms"]["grpo"]["metrics"]["reward"]["end"] == [None, None] and (c.out / "report.md").exists()
+
+
 def test_small_numbers_keep_their_digits():
     assert str(report.Interval(1e-4, 3e-4, 3)) == "0.000100 ± 0.000300"
     assert str(report.Interval(5e-17, 3e-17, 3)) == "0.000 ± 0.000"  # rounding of equal values
@@ -383,6 +391,7 @@ def test_parameters_of_the_config_reach_their_arms(tmp_path):
         ("eval_strategy: steps\n", [], True),
         ("eval_strategy: no\n", ["--eval_strategy", "steps"], True),
         ("eval_strategy: steps\n", ["--eval_strategy=no"], False),
+        ("eval_strategy: no\n", ["--eval-strategy", "steps"], True),  # TRL's parser knows both spellings
     ],
 )
 def test_whether_a_run_evaluates(tmp_path, config, options, evaluates):

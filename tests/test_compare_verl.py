@@ -15,6 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from rich.console import Console
@@ -135,6 +136,9 @@ def test_rows_without_a_reward_or_a_part_are_left_out():
         }
     )
     assert watched(["a"], [nan], [{"brief": nan}]) == {}
+    of_numpy = [{"brief": np.float32(0.25), "n": np.int64(3)}, {"brief": 0.75, "n": 1}]
+    found = watched(["a", "b"], [1.0, 1.0], of_numpy)
+    assert (found["generated/rewards/brief/mean"], found["generated/rewards/n/mean"]) == (0.5, 2.0)
 
 
 def test_the_buffer_is_one_that_verl_builds(monkeypatch):

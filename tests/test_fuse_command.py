@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.fusion import FusionRule, fuse
 
 MEAN = ("--no-normalize", "--keep", "1", "--no-erase")
+
+
+ROOT = Path(__file__).parents[1]
 
 
 def run(*words: object, status: int = 0) -> str:
@@ -430,3 +434,42 @@ def test_permissions_of_the_result_are_the_usual_ones(three: Any, tmp_path: Path
 def test_a_base_that_is_not_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`base` is .*which is not a folder"):
         FusionPlan.of(tmp_path / "no", ["x"], tmp_path / "out", FusionRule())
+
+
+# ---- the page
+
+
+def test_the_example_of_the_page_runs_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "fusion.md").read_text()
+    make, look = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(make, {})
+    for line in commands.splitlines():
+        program, command, *words = shlex.split(line)
+        assert (program, command) == ("rl-plugins", "fuse")
+        run(*words)
+    capsys.readouterr()
+    exec(look, {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_values_of_the_page_are_the_defaults() -> None:
+    """Every option that changes the result is in the table, with its default."""
+    table = {
+        cells[3].strip(" `"): cells[4].strip()
+        for line in (ROOT / "docs" / "fusion.md").read_text().splitlines()
+        if len(cells := line.split("|")) == 7 and "`--" in cells[3]
+    }
+    rule = FusionRule()
+    assert rule.normalize and rule.erase
+    assert table == {
+        "--no-normalize": "on",
+        "--keep": f"{rule.keep:g}",
+        "--select-topk": f"{rule.select_topk:g}: all stay",
+        "--no-erase": "on",
+        "--weights": rule.weights,
+    }

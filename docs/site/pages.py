@@ -39,6 +39,7 @@ NAVIGATION = {
         "samplers",
         "staleness",
         "supervised",
+        "fusion",
         "walkthrough",
         "architecture",
         "reference",

@@ -67,10 +67,10 @@ def compare(
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
-    """An option of TRL: the last one on the command line, else that of the config."""
+    """An option of TRL: the last one on the command line, with hyphens or underscores, else that of the config."""
     given = values.get(name)
     for word, behind in itertools.zip_longest(extra, extra[1:], fillvalue=""):
-        if word.partition("=")[0] == f"--{name}":
+        if word.partition("=")[0].replace("-", "_") == f"__{name}":
             given = word.partition("=")[2] if "=" in word else behind
     return given
 

@@ -195,18 +195,18 @@ def write(
     comparison.out.mkdir(parents=True, exist_ok=True)
     curves = draw(comparison, summary["labels"], comparison.out / "curves.png", currency)
     summary["files"] = [*(file.name for file in curves), "report.md", "summary.json"]
-    (comparison.out / "summary.json").write_text(json.dumps(_without_nan(summary), indent=1, allow_nan=False))
+    (comparison.out / "summary.json").write_text(json.dumps(_finite(summary), indent=1, allow_nan=False))
     (comparison.out / "report.md").write_text(text(summary) + ("\n![curves](curves.png)\n" if curves else ""))
     return summary
 
 
-def _without_nan(value: Any) -> Any:
-    """null for NaN, which JSON does not know: the interval of one seed."""
+def _finite(value: Any) -> Any:
+    """null for NaN and infinity, which JSON does not know: the interval of one seed, a ratio that overflowed."""
     if isinstance(value, dict):
-        return {k: _without_nan(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_without_nan(v) for v in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def text(summary: dict[str, Any]) -> str:

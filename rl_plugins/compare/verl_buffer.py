@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from numbers import Real
 from typing import Any
 
 import transfer_queue as tq
@@ -46,7 +47,7 @@ def watched(groups: list[str], scores: list[float], answers: list[dict[str, Any]
     parts: dict[str, list[float]] = defaultdict(list)
     for group, score, answer in zip(groups, scores, answers, strict=True):
         for values, number in [(of[group], score), *((parts[name], value) for name, value in answer.items())]:
-            if isinstance(number, (int, float)) and not math.isnan(number):
+            if isinstance(number, Real) and not math.isnan(number):
                 values.append(float(number))
     rated = [score for of_group in of.values() for score in of_group]
     flat = sum(len(s) for s in of.values() if s and max(s) == min(s))

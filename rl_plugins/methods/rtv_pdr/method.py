@@ -82,28 +82,34 @@ class RtvPdr(Method):
     problems = ("no_verifier",)
     measured = (
         Measured(
-            "right answers after a second wave, success rate of .05",
+            "right answers of two waves of 16, success rate of .05, simulated",
             "better",
-            ".53 ± .08 against .30 ± .14 (one wave)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            ".48 ± .05 against .31 ± .05 (one wave of 16)",
+            "training_free_grpo-rtv_pdr-10-seeds",
+        ),
+        Measured(
+            "right answers of two waves of 16, success rate of .05, as many attempts, simulated",
+            "not told apart",
+            ".48 ± .05 against .52 ± .08 (one wave of 32), paired difference -.04 ± .07",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
         Measured(
             "best attempt found, judge equally precise among 16 and in pairs, groups of 2",
             "worse",
-            ".78 ± .06 against .92 ± .04 (one flat comparison)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            ".77 ± .02 against .92 ± .02 (one flat comparison)",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
         Measured(
             "best attempt found, judge less precise in large groups, groups of 2",
             "better",
-            ".78 ± .06 against .27 ± .25 (one flat comparison)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            ".77 ± .02 against .30 ± .05 (one flat comparison)",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
         Measured(
-            "right answers after a second wave, judge right in 40 %",
+            "right answers of two waves, judge right in 40 %, success rate of .5, simulated",
             "worse",
-            ".27 at a success rate of .5",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            ".25 ± .05 against .56 ± .08 (one attempt)",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
     )
     use_when = (

@@ -76,19 +76,19 @@ class TrainingFreeGrpo(Method):
             "reward with advice that is always right",
             "better",
             ".913 ± .022 against .253 ± .037 (no library)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
         Measured(
             "reward with advice that is right in 70 %",
             "better",
             ".709 ± .086 against .253 ± .037 (no library)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
         Measured(
             "reward with advice that is right in 30 %",
             "better",
             ".473 ± .155 against .253 ± .037 (no library)",
-            "training_free_grpo-10-seeds-rtv_pdr-3-seeds",
+            "training_free_grpo-rtv_pdr-10-seeds",
         ),
     )
     use_when = "The policy is strong, you have only a few dozen prompts, and you cannot or will not change its weights."
