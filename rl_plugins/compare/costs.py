@@ -67,7 +67,7 @@ class Course:
     @classmethod
     def of(cls, lines: Sequence[Mapping[str, Any]]) -> Course:
         """A total that a line leaves out, as those of evaluations do, is read at its step between the totals before and
-        after, in proportion; behind the last one it is that."""
+        after, in proportion. After the last total it stays the same."""
         totals: dict[str, list[float]] = {}
         for key, (name, _) in COSTS.items():
             known = [(float(line["step"]), float(line[name])) for line in lines if name in line]
