@@ -193,6 +193,15 @@ def test_verls_names_of_evaluations_count_at_their_last_point(tmp_path):
     assert found["val-core/a/reward/mean@1"]["end"] == [19] and found["reward"]["end"] == [18.5]
 
 
+def test_the_reward_in_training_is_the_weighted_sum():
+    """In every arm, whether the buffer is watched or not; verl's own evaluation knows the score alone."""
+    told = {"critic/score/mean": 0.5, "generated/reward": 0.25, "rl_plugins/reward_generated": 1.5}
+    for names in (3, 2, 1):
+        data = dict(list(told.items())[:names])
+        (line,) = translate([{"step": 1, "data": data}], None)
+        assert line["reward"] == list(data.values())[-1]
+
+
 # ---- the command of a run
 
 

@@ -94,7 +94,7 @@ def translate(records: Iterable[dict[str, Any]], max_steps: int | None) -> Itera
     - seconds: of training steps, without start-up and evaluation
     - eval_rewards/<part>/mean: a part of the reward on held-out prompts, mean over the data sources
     - eval_reward: the same of the reward
-    - reward, rewards/<part>/mean: of everything that was generated
+    - reward, rewards/<part>/mean: of everything that was generated; the reward is the one that is trained, before hooks
     - frac_reward_zero_std: of what methods kept of it
     """
     seconds = 0.0
@@ -104,8 +104,9 @@ def translate(records: Iterable[dict[str, Any]], max_steps: int | None) -> Itera
         line = {name.removeprefix("generated/"): value for name, value in data.items()}
         if "rl_plugins/frac_reward_zero_std" in data:
             line["frac_reward_zero_std"] = data["rl_plugins/frac_reward_zero_std"]
-        if "critic/score/mean" in data:
-            line.setdefault("reward", data.get("rl_plugins/reward_generated", data["critic/score/mean"]))
+        told = ("rl_plugins/reward_generated", "generated/reward", "critic/score/mean")  # the first has its weights
+        if rewards := [data[name] for name in told if name in data]:
+            line["reward"] = rewards[0]
         parts: dict[str, list[float]] = defaultdict(list)
         for name, value in data.items():
             if value is not None and (match := VALIDATION.fullmatch(name)):
