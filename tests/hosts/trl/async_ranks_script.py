@@ -1,12 +1,9 @@
-"""The asynchronous trainer under torchrun: `async_ranks_script.py OUT`. The main rank writes {case: weights}."""
+"""The asynchronous trainer in one or more ranks."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import probes
 import torch
@@ -26,9 +23,9 @@ def run(folder: Path) -> dict[str, Any]:
     return ended
 
 
-if __name__ == "__main__":
+def main(out: Path) -> None:
+    """As one of the ranks. The main rank writes {case: weights}."""
     probes.register()
-    out = Path(sys.argv[1])
     results = run(out.parent)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         torch.save(results, out)

@@ -1,12 +1,7 @@
-"""Real SFTTrainers on the tiny policy, in this process and in ranks started by torchrun.
-
-As a script: `sft_runs.py FOLDER CASES OUT` trains every case and writes the weights of each, flat, to OUT.
-"""
+"""Real SFTTrainers on the tiny policy, in this process and in ranks."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +37,15 @@ def dataset(rows: int = 64) -> Dataset:
     )
 
 
-def make(folder: Path, *, stock: bool = False, data: Any = None, callbacks: Any = None, **changes: Any) -> Any:
+def make(
+    folder: Path,
+    *,
+    stock: bool = False,
+    data: Any = None,
+    callbacks: Any = None,
+    peft_config: Any = None,
+    **changes: Any,
+) -> Any:
     """A trainer; `stock`: TRL's own classes."""
     values: dict[str, Any] = dict(
         output_dir=str(folder / "out"),
@@ -71,6 +74,7 @@ def make(folder: Path, *, stock: bool = False, data: Any = None, callbacks: Any 
         args=(trl.SFTConfig if stock else SFTConfig)(**values),
         train_dataset=dataset() if data is None else data,
         callbacks=callbacks,
+        peft_config=peft_config,
     )
     made.remove_callback(PrinterCallback)
     return made
@@ -82,13 +86,9 @@ def trained(folder: Path, **changes: Any) -> torch.Tensor:
     return weights(made)
 
 
-def main(folder: str, cases: str, out: str) -> None:
-    found = [trained(Path(folder), **changes) for changes in json.loads(cases)]
+def main(folder: Path, cases: list[dict[str, Any]], out: Path) -> None:
+    """As one of the ranks: trains every case; the main rank writes the weights of each, flat."""
+    found = [trained(folder, **changes) for changes in cases]
     if torch.distributed.get_rank() == 0:
         torch.save(found, out)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,10 +6,7 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import types
-from pathlib import Path
 from typing import Any, ClassVar
 
 import async_ranks_script
@@ -779,10 +776,7 @@ def test_two_ranks_train_as_one(folder):
     """Columns are packed and dispatched to both; in one step one of them has nothing to train."""
     one = async_ranks_script.run(folder)
     out = folder / "ranks.pt"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, str(Path(__file__).with_name("async_ranks_script.py")), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER)
-    assert done.returncode == 0, done.stderr[-4000:]
+    processes.ranks(2, "async_ranks_script", "main", out)
     two = torch.load(out)
     begun = weights(make_async(folder))
     for name in async_ranks_script.CASES:
