@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -265,10 +266,71 @@ def test_streams_of_draws():
     drawn.append(torch.rand(4, generator=generator(OtrParams(samples=4, seed=1), 1, 2, 3, 4, "cpu")))
     assert len({tuple(d.tolist()) for d in [first[0], *drawn]}) == 6
     assert generator(OtrParams(expected=True), 1, 2, 3, 4, "cpu") is None
+    assert len({generator(p, 0, step, 0, 0, "cpu").initial_seed() for step in range(300)}) == 300
     state = torch.get_rng_state()
     logits, target = case()
     logits_loss(logits, target, all_rows(target), drawing(samples=9))
     assert torch.equal(torch.get_rng_state(), state), "the global stream was used"
+
+
+def test_under_autocast_logits_are_rounded_and_sums_are_not():
+    """The product is that of autocast, in bfloat16. Gradients add up in float32, over blocks and over tokens."""
+    g = torch.Generator().manual_seed(4)
+    hidden, head, bias = (torch.randn(*size, generator=g).requires_grad_() for size in ((40, 16), (30, 16), (30,)))
+    target = torch.randint(30, (40,), generator=g)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = head_loss(hidden, head, bias, target, drawing(**EXPECTED))
+    found.loss.sum().backward()
+    h, w, b = (x.detach().bfloat16() for x in (hidden, head, bias))
+    logits = (h @ w.T + b).float()
+    wanted = logits_loss(logits.requires_grad_(), target, all_rows(target), drawing(**EXPECTED))
+    wanted.loss.sum().backward()
+    slope = logits.grad.bfloat16().float()
+    assert torch.equal(found.loss, wanted.loss)
+    for mine, its in ((hidden.grad, slope @ w.float()), (head.grad, slope.T @ h.float()), (bias.grad, slope.sum(0))):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_that_is_in_parts_is_whole_while_it_is_read():
+    """As a host that shards parameters gives it: whole in the forward pass, which it calls in a context of its own, and
+    in the backward pass by `Head.whole`."""
+    logits, target = case(tokens=6, width=9)
+    hidden, head = logits[:, :4].clone().requires_grad_(), torch.randn(9, 4, dtype=torch.float64).requires_grad_()
+    real = head.detach().clone()
+    wanted = torch.autograd.grad(head_loss(hidden, head, None, target, drawing(**EXPECTED)).loss.sum(), (hidden, head))
+
+    @contextlib.contextmanager
+    def whole(weight, bias):
+        assert weight is head and bias is None
+        weight.data.copy_(real)
+        yield
+        weight.data.zero_()
+
+    with whole(head, None):
+        found = head_loss(hidden, head, None, target, drawing(**EXPECTED), Head(whole=whole))
+    for mine, its in zip(torch.autograd.grad(found.loss.sum(), (hidden, head)), wanted, strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+def test_a_frozen_head_has_no_gradient_and_costs_none():
+    """With an adapter only the hidden states have one."""
+    hidden = torch.randn(12, 8, requires_grad=True)
+    head, target = torch.randn(50, 8), torch.randint(50, (12,))
+    for frozen in (True, False):
+        head.requires_grad_(not frozen)
+        made = []
+
+        class Shapes(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None, made=made):
+                out = func(*args, **(kwargs or {}))
+                made.append(tuple(out.shape) if torch.is_tensor(out) else ())
+                return out
+
+        loss = head_loss(hidden, head, None, target, drawing(**EXPECTED)).loss.sum()
+        with Shapes():
+            loss.backward()
+        assert ((50, 8) in made) != frozen and hidden.grad.abs().sum() > 0
 
 
 def test_weights_of_sequences():
