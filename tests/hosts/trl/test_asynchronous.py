@@ -652,13 +652,14 @@ def test_what_cannot_be_honest_is_refused_with_the_reason(folder, methods, chang
         (["april"], "`april` changes `admit`, and trl cannot do that here: GenerateWorker makes a batch in one call"),
         (["dars"], "`dars` generates in rounds"),
         (["wishing"], "`wishing` needs .*: samples in the queue"),
+        (["turn_control"], "acts with `rollout` in evaluation, which trl does not serve"),
     ],
 )
 def test_what_our_worker_does_not_serve_either(folder, methods, said):
     with installed(Wishing):
         text = refused(folder, methods, worker=object.__new__(GenerateWorker))
     assert re.search(said, text), text
-    assert "`plan`" not in text and "`select_prompts`" not in text and "token_versions" not in text
+    assert "changes `plan`" not in text and "changes `select_prompts`" not in text and "token_versions" not in text
 
 
 def test_a_stream_has_no_numbers(folder):
