@@ -652,7 +652,7 @@ def test_what_cannot_be_honest_is_refused_with_the_reason(folder, methods, chang
         (["april"], "`april` changes `admit`, and trl cannot do that here: GenerateWorker makes a batch in one call"),
         (["dars"], "`dars` generates in rounds"),
         (["wishing"], "`wishing` needs .*: samples in the queue"),
-        (["turn_control"], "acts with `rollout` in evaluation, which trl does not serve"),
+        (["rtv_pdr"], "acts with `rollout` in evaluation, which trl does not serve"),
     ],
 )
 def test_what_our_worker_does_not_serve_either(folder, methods, said):
