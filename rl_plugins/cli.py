@@ -250,6 +250,83 @@ def doctor(
     raise typer.Exit(examine(config, [*(methods or []), *(words or [])], method_params, world_size))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def audit(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG | -- OVERRIDES...", help="Your run.", show_default=False),
+    ] = None,
+    host: Annotated[_Host, typer.Option(help="Host of the run.")] = _Host.trl,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html and report.json.")] = None,
+    max_rows: Annotated[
+        int, typer.Option(min=1, help="Dataset rows that are looked at; of a larger dataset a random sample.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option(help="Seed of samples and of wrong answers.")] = 0,
+    answer_column: Annotated[
+        str,
+        typer.Option(
+            help="Column of the right answer.", show_default="ground_truth, answer, solution, target, label or gold"
+        ),
+    ] = "",
+    gold_renderer: Annotated[
+        str | None,
+        typer.Option(help="Function module:name(answer, row) that writes an answer as a completion."),
+    ] = None,
+    declared: Annotated[
+        list[str] | None,
+        typer.Option(help="Feature of the prompt that the reward may depend on, e.g. length; may be repeated."),
+    ] = None,
+    tol_stochastic: Annotated[
+        float, typer.Option(min=0, help="Difference of two calls that is none, as a share of the reward's span.")
+    ] = 0.0,
+) -> None:
+    """Look for wrong rewards before training: in the reward functions and in the dataset.
+
+    No model is loaded. The reward functions are called on answers that are known to be right or wrong.
+
+    \b
+    What is looked at:
+      gold contrast     Does the right answer get more than wrong ones, in every row?
+      metamorphic       Does the reward stay the same if the prompt changes in a way that should not matter?
+      determinism       Is it the same when it is asked for twice, in another order, or alone?
+      near-duplicates   Do nearly equal prompts have other answers or other rewards?
+      source            Does the code negate a value where it looks at the prompt?
+
+    \b
+    What a finding means:
+      critical   The reward is wrong on some rows. The exit status is 1.
+      warn       This may be meant. Look at it.
+      info       For your information.
+
+    An audit without findings is no proof: it looks where errors usually are. The method `reward_audit` goes on
+    looking while the model trains. docs/audit.md explains each finding.
+
+    \b
+    A run of TRL, by its config; further options go to `trl grpo`:
+      rl-plugins audit run.yaml --out audit
+
+    \b
+    A run of verl, by its overrides or by the whole command:
+      rl-plugins audit --host verl --out audit -- data.train_files=train.parquet \\
+        reward.custom_reward_function.path=reward.py ...
+    """
+    from rl_plugins.audit import Options
+    from rl_plugins.audit.metamorphic import FEATURES
+    from rl_plugins.commands.audit import audit as run_audit
+
+    for name in declared or ():
+        if name not in FEATURES:
+            raise ConfigError(f"--declared {name} is given; allowed: {', '.join(FEATURES)}.")
+    options = Options(
+        answer_column=answer_column,
+        max_rows=max_rows,
+        seed=seed,
+        declared_prompt_features=tuple(declared or ()),
+        tol_stochastic=tol_stochastic,
+    )
+    raise typer.Exit(run_audit(host.value, words or [], out, options, gold_renderer))
+
+
 _SEEDS = typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; demo with --host verl: 2")
 _VS = typer.Option(help="Baseline; grpo is the host without methods.")
 _JOBS = typer.Option(min=1, help="Runs at a time; with --host verl always 1.", show_default=False)

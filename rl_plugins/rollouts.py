@@ -7,7 +7,7 @@ place (`Terms`, `Rows`) tensors lie on the training device. No object is ever ch
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -244,6 +244,24 @@ class PromptPool:
     batch: int
 
 
+@dataclass(frozen=True)
+class RewardFunction:
+    """One of the run's reward functions, which `start` can call on the driver.
+
+    Args:
+        name: as in `Run.reward_names`.
+        weight: of its reward in the weighted sum.
+        call: (dataset rows, texts of completions) -> one reward per pair, None where it gave none. No other process
+            takes part, and nothing of it is logged. It raises what the function raises.
+        source: the function itself, for those that read its code.
+    """
+
+    name: str
+    weight: float
+    call: Callable[[Sequence[Mapping[str, Any]], Sequence[str]], list[float | None]]
+    source: Callable[..., Any]
+
+
 @renamed(generation_steps="total_batches")
 @dataclass(frozen=True)
 class Run:
@@ -268,6 +286,8 @@ class Run:
             given (verl's asynchronous modes).
         keeps_versions: the host keeps older weights, so that old log-probs are of the weights that generated each token
             where a method asks for that (`Method.generating_logprobs`; verl's `separate_async`).
+        reward_functions: those that can be called here, see `RewardFunction`. In `start` only.
+        unreachable_rewards: (name, reason) of every other one. In `start` only.
     """
 
     host: str
@@ -285,6 +305,8 @@ class Run:
     rows_per_update: int | None = None
     buffered: bool = False
     keeps_versions: bool = False
+    reward_functions: tuple[RewardFunction, ...] = ()
+    unreachable_rewards: tuple[tuple[str, str], ...] = ()
 
 
 # ---- after generation

@@ -1,7 +1,7 @@
 """The layers of the package: which may import which, no circles, and one meaning for every public class name.
 
 contract                          errors .. method: what the author of a method reads
-agents, services, priors          for methods, on the contract
+agents, services, priors, audit   for methods, on the contract
 methods                           on those
 runtime                           the host-free engine, for adapters, on the contract
 trl, verl                         one adapter each
@@ -42,13 +42,14 @@ CONTRACT = {
     "estimators",
     "method",
 }
-AUTHORS = {"contract", "agents", "services", "evidence", "thompson", "priors"}
+AUTHORS = {"contract", "agents", "services", "evidence", "thompson", "priors", "audit"}
 ADAPTER = {*AUTHORS, "runtime", "supervised"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
     "services": {"contract", "runtime.threads"},  # calls that may hang are limited in one place
     "evidence": {"contract"},
+    "audit": {"contract", "services", "audit"},
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
     # one command trains what one method loads
     "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots", "fusion"},
-    "cli": {"contract", "runtime", "commands", "fusion", "compare", "demo", "testing", "trl", "verl"},
+    "cli": {"contract", "runtime", "commands", "audit", "fusion", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},
     "turns": {"agents"},

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import inspect
 import logging
 import traceback
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError, StateError, shortened, shown
@@ -19,6 +17,7 @@ from rl_plugins.runtime import registry
 from rl_plugins.runtime.given import changes, watched
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.state import copy_plain, snapshot
+from rl_plugins.runtime.threads import finished
 
 logger = logging.getLogger("rl_plugins")
 
@@ -192,7 +191,7 @@ class MethodStack(Context):
         try:
             result = getattr(method, hook)(*args)
             if inspect.iscoroutine(result):
-                result = _finished(result)
+                result = finished(result)
             if hook in ("start", "observe") and (inspect.isgenerator(result) or inspect.isasyncgen(result)):
                 raise TypeError("it has a `yield`, so nothing of it was run; this hook returns nothing")
         except KeyboardInterrupt:
@@ -388,13 +387,3 @@ def _field_problem(saved: Mapping[str, Any]) -> str | None:
             if not isinstance(one[part], dict):
                 return found(f"methods.{name}.{part}", one[part])
     return None
-
-
-def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs a coroutine to its end; in a thread of its own where an event loop is running already (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, coroutine).result()

@@ -10,7 +10,8 @@ import concurrent.futures
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_plugins.errors import MethodError, shortened
@@ -132,3 +133,13 @@ def _wait(pairs: list[tuple[concurrent.futures.Future[Called], float]]) -> list[
 
 def _late(call: Call) -> Called:
     return Called(error=f"TimeoutError: {call.name} took longer than {call.timeout:g} s")
+
+
+def finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Runs a coroutine to its end; in a thread of its own where an event loop is running already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()

@@ -29,6 +29,7 @@ from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.prompts import has_numbers
 from rl_plugins.trl.ranks import gather, on_driver
+from rl_plugins.trl.rewards import with_reward_functions
 from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
 
 
@@ -67,7 +68,8 @@ class RunCallback(TrainerCallback):
         t.methods.vocabulary = max(len(tokenizer_of(t)), rows)
         run = self.run()
         t.methods.check(run)  # again: now the reward functions of environments are known, too
-        run = dataclasses.replace(run, fingerprint=self.fingerprint, chat=chat_of(t))
+        chat = chat_of(t)
+        run = with_reward_functions(dataclasses.replace(run, fingerprint=self.fingerprint, chat=chat), t, chat)
         on_driver(t.accelerator, lambda: t.methods.start(run))
         self._started = True
 

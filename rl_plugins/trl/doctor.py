@@ -110,13 +110,18 @@ def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: b
     if not rewards:
         found.problems.append("the run has no reward: name functions in `reward_funcs` or a model.")
     found.problems.extend(_missing_rewards(script_args.reward_funcs or ()))
-    dataset, streaming = _dataset(args, script_args, dataset_args, found)
+    dataset, streaming = dataset_of(args, script_args, dataset_args, found)
     # A dataset that is not here is taken to be large enough for any plan; a stream has no rows to choose from.
     size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
-    names = facts.reward_names(script_args.reward_model_name_or_path)
-    names += tuple(_OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
+    names = reward_names_of(script_args)
     model = model_args.model_name_or_path or "the model"
     return facts.KnownRun(args, dataset, size, names, model=model, template=has_template(model))
+
+
+def reward_names_of(script_args: Any) -> tuple[str, ...]:
+    """Names of the reward functions of a config."""
+    named = tuple(OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
+    return facts.reward_names(script_args.reward_model_name_or_path) + named
 
 
 def planned_config(processes: int) -> type[GRPOConfig]:
@@ -128,7 +133,7 @@ def planned_config(processes: int) -> type[GRPOConfig]:
     )
 
 
-_OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
+OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
 
 
 def _missing_packages(args: GRPOConfig, model_args: Any, deepspeed: bool) -> list[str]:
@@ -167,7 +172,7 @@ def _missing_rewards(names: Sequence[str]) -> list[str]:
     return problems
 
 
-def _dataset(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Findings) -> tuple[Any, bool]:
+def dataset_of(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Findings) -> tuple[Any, bool]:
     """The training dataset, None if it is a stream or not on this machine; and whether it is a stream."""
     paths = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
     streaming = bool(dataset_args.streaming if dataset_args.datasets else script_args.dataset_streaming)

@@ -51,6 +51,7 @@ from rl_plugins.verl.evaluation import PlannedBatches
 from rl_plugins.verl.facts import MAX_VERSIONS, Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
+from rl_plugins.verl.rewards import with_reward_functions
 from rl_plugins.verl.rows import GROUP, flat, notes_of, plan_order, read_rollouts, split
 from rl_plugins.verl.saved import save_costs, saved_costs
 from rl_plugins.verl.versions import Snapshots
@@ -108,7 +109,8 @@ class MethodsTrainer(host.Trainer):
             self.methods.check(self.known().run())  # again: now the dataset is known, too
             template = self.config.data.get("apply_chat_template_kwargs")
             chat = chat_of(self.tokenizer, end_tokens(model), template)
-            self.methods.start(replace(self.known().run(), fingerprint=self._fingerprint, chat=chat))
+            run = replace(self.known().run(), fingerprint=self._fingerprint, chat=chat)
+            self.methods.start(with_reward_functions(run, Reader(self.config), self.settings.rewards))
             if self.global_steps:
                 self._load_state()
         elif self._counts_costs and self.global_steps:

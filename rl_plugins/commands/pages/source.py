@@ -79,7 +79,9 @@ LAYERS = {
     "The contract: all that the author of a method reads": (
         "method params rollouts requests entries groups losses estimators problems errors renamed"
     ),
-    "For methods: turns, judges, memory of prompts": "agents services evidence thompson priors environments turns",
+    "For methods: turns, judges, memory of prompts, audits": (
+        "agents services evidence thompson priors audit environments turns"
+    ),
     "One paper each": "methods supervised",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",

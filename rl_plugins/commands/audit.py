@@ -1,0 +1,153 @@
+"""`rl-plugins audit`: looks for wrong rewards in the functions and the dataset of a run, before a model is loaded."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from rl_plugins.audit import Finding, Options, Report, preflight
+from rl_plugins.audit.findings import SEVERITIES
+from rl_plugins.errors import ConfigError
+from rl_plugins.params import resolve_callable
+from rl_plugins.rollouts import Run
+
+STYLES = {"critical": "bold red", "warn": "yellow", "info": "cyan"}
+MEANING = {
+    "critical": "The reward is wrong on some rows. Do not train before you know why.",
+    "warn": "This may be meant. Look at it.",
+    "info": "For your information.",
+}
+ADVICE = {
+    "inverted": "Open one of these rows, and follow its path through the reward function by hand.",
+    "inverted_function": "Open one of these rows, and call this function alone on its right answer.",
+    "flipped": "Search the reward function for what it does with the prompt.",
+    "opposite_reward": "Compare the two prompts of a pair: report.json has the words that differ.",
+    "label_conflict": "Correct one label, or remove one row of each pair.",
+    "blind": "Print the right answer and what the reward function reads from it.",
+    "raised": "Fix the exception. During training it would end the run.",
+}
+
+
+def audit(host: str, words: Sequence[str], out: Path | None, options: Options, renderer: str | None) -> int:
+    """Audits a run and prints what was found.
+
+    Returns:
+        1 if something is critical, else 0.
+
+    Raises:
+        ConfigError: the run cannot be read.
+    """
+    run = _run(host, words)
+    if renderer:
+        options = Options(**{**vars(options), "gold_renderer": resolve_callable(renderer, "gold_renderer")})
+    console = Console()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} completions scored"),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        rows = min(run.dataset_size or 0, options.max_rows)
+        task = bar.add_task("reading", total=rows * (1 + options.wrong_answers))
+        found = preflight(run, options, lambda part, n: bar.update(task, advance=n, description=part))
+    report = found.report
+    _print(console, report)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "report.json").write_text(json.dumps(_plain(report, options), indent=2) + "\n", encoding="utf-8")
+        (out / "report.html").write_text(as_html(report, options), encoding="utf-8")
+        console.print(Text(f"Written: {out / 'report.html'} and {out / 'report.json'}"))
+    return int(bool(report.critical))
+
+
+def _run(host: str, words: Sequence[str]) -> Run:
+    if host == "verl":
+        from rl_plugins.verl.offline import run_of_words
+
+        if not words:
+            raise ConfigError("No run is given. Write its overrides: rl-plugins audit --host verl -- OVERRIDES")
+        return run_of_words(words)
+    from rl_plugins.trl.offline import run_of_config
+
+    if not words or words[0].startswith("-"):
+        raise ConfigError("No config is given. Write the YAML file of the run: rl-plugins audit run.yaml")
+    return run_of_config(["--config", *words])
+
+
+def _print(console: Console, report: Report) -> None:
+    for name, value in report.facts.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        if shown != "":
+            console.print(Text(f"  {name:<24}{shown}"))
+    for severity in SEVERITIES:
+        findings = report.at(severity)
+        if not findings:
+            continue
+        console.print(Text(f"\n{severity.upper()}  {MEANING[severity]}", style=STYLES[severity]))
+        for f in findings:
+            console.print(Text(f"  {f.part}: {f.shown}"))
+            if f.kind in ADVICE:
+                console.print(Text(f"      next: {ADVICE[f.kind]}", style="dim"))
+    if report.not_served:
+        console.print(Text("\nNOT LOOKED AT", style="bold"))
+        for name, why in report.not_served.items():
+            console.print(Text(f"  {name}: {why}"))
+    console.print(Text(f"\n{verdict(report)}", style="bold"))
+
+
+def verdict(report: Report) -> str:
+    """The result in one sentence."""
+    if report.critical:
+        return f"{len(report.critical)} critical finding(s): the reward is wrong on some rows."
+    looked = [name for name in report.not_served if not name.startswith("reward function ")]
+    if looked:
+        return f"No critical finding, but {len(looked)} part(s) of the audit could not be done."
+    return "No critical finding. An audit cannot prove that a reward is right; it looks where errors usually are."
+
+
+def _plain(report: Report, options: Options) -> dict[str, Any]:
+    told = {k: v for k, v in vars(options).items() if not callable(v)}
+    return {"verdict": verdict(report), "options": told, **report.plain()}
+
+
+def as_html(report: Report, options: Options) -> str:
+    """The report as one page without scripts or links."""
+    e = html.escape
+    parts = [f"<h1>Reward audit</h1><p class=verdict>{e(verdict(report))}</p>"]
+    facts = "".join(f"<tr><th>{e(k)}<td>{e(str(v))}" for k, v in report.facts.items())
+    parts.append(f"<table>{facts}</table>")
+    for severity in SEVERITIES:
+        if report.at(severity):
+            rows = "".join(_html_finding(f) for f in report.at(severity))
+            parts.append(f"<h2 class={severity}>{severity}</h2><p>{e(MEANING[severity])}</p>{rows}")
+    if report.not_served:
+        listed = "".join(f"<li><b>{e(k)}</b>: {e(v)}" for k, v in report.not_served.items())
+        parts.append(f"<h2>Not looked at</h2><ul>{listed}</ul>")
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222;"
+        "background:#fff}.verdict{font-weight:600}th{text-align:left;padding-right:2em;font-weight:400;color:#666}"
+        ".critical{color:#b00020}.warn{color:#a06000}.info{color:#00607a}"
+        "section{border-left:3px solid #ddd;padding-left:1em;margin:1em 0}pre{white-space:pre-wrap;color:#555}"
+        "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}pre,th{color:#aaa}}"
+    )
+    seed = f"<p>Seed {options.seed}, at most {options.max_rows} rows.</p>"
+    body = "\n".join([*parts, seed])
+    return f"<!doctype html><meta charset=utf-8><title>Reward audit</title><style>{style}</style>\n{body}\n"
+
+
+def _html_finding(f: Finding) -> str:
+    e = html.escape
+    advice = f"<p>Next: {e(ADVICE[f.kind])}</p>" if f.kind in ADVICE else ""
+    details = json.dumps(dict(f.details), indent=1, default=str) if f.details else ""
+    more = f"<details><summary>details</summary><pre>{e(details)}</pre></details>" if details else ""
+    return f"<section><b>{e(f.part)}</b><p>{e(f.shown)}</p>{advice}{more}</section>"
