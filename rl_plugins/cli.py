@@ -277,7 +277,7 @@ def audit(
         typer.Option(help="Feature of the prompt that the reward may depend on, e.g. length; may be repeated."),
     ] = None,
     tol_stochastic: Annotated[
-        float, typer.Option(min=0, help="Difference of two calls that is none, as a share of the reward's span.")
+        float, typer.Option(min=0, help="Difference of two calls that is allowed, as a share of the reward's span.")
     ] = 0.0,
 ) -> None:
     """Look for wrong rewards before training: in the reward functions and in the dataset.
@@ -286,11 +286,11 @@ def audit(
 
     \b
     What is looked at:
-      gold contrast     Does the right answer get more than wrong ones, in every row?
-      metamorphic       Does the reward stay the same if the prompt changes in a way that should not matter?
-      determinism       Is it the same when it is asked for twice, in another order, or alone?
-      near-duplicates   Do nearly equal prompts have other answers or other rewards?
-      source            Does the code negate a value where it looks at the prompt?
+      gold contrast: Does the right answer get more than wrong ones, in every row?
+      metamorphic: Does the reward stay if the prompt changes in a way that should not matter?
+      determinism: Is it the same when it is asked for twice, in another order, or alone?
+      near-duplicates: Do nearly equal prompts have other answers or other rewards?
+      source: Does the code negate a value where it looks at the prompt?
 
     \b
     What a finding means:

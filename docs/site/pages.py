@@ -40,6 +40,7 @@ NAVIGATION = {
         "staleness",
         "supervised",
         "fusion",
+        "audit",
         "walkthrough",
         "architecture",
         "reference",
