@@ -280,17 +280,17 @@ def audit(
         float, typer.Option(min=0, help="Difference of two calls that is allowed, as a share of the reward's span.")
     ] = 0.0,
 ) -> None:
-    """Look for wrong rewards before training: in the reward functions and in the dataset.
+    """Find wrong rewards before training, in the reward functions and in the dataset.
 
     No model is loaded. The reward functions are called on answers that are known to be right or wrong.
 
     \b
     What is looked at:
-      gold contrast: Does the right answer get more than wrong ones, in every row?
-      metamorphic: Does the reward stay if the prompt changes in a way that should not matter?
-      determinism: Is it the same when it is asked for twice, in another order, or alone?
-      near-duplicates: Do nearly equal prompts have other answers or other rewards?
-      source: Does the code negate a value where it looks at the prompt?
+      Gold contrast: the right answer must get more than wrong ones, in every row.
+      Metamorphic: changes of the prompt that do not matter must leave the reward as it is.
+      Determinism: the reward must be the same twice, in another order, and alone.
+      Near-duplicates: nearly equal prompts should have equal answers and rewards.
+      Source: the code should not negate a value where it looks at the prompt.
 
     \b
     What a finding means:

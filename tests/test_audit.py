@@ -17,19 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.audit import Options, Report, duplicates, lint, preflight
+from rl_plugins.audit import AuditReport, Options, duplicates, lint, preflight
 from rl_plugins.audit.answers import canonical, extract_answer, kind_of, wrong_numbers
 from rl_plugins.audit.provenance import changed, hash_of_function, provenance
 from rl_plugins.audit.rows import normal, oddities, with_cell, with_prompt, words_of
-from rl_plugins.audit.scoring import Scorer
+from rl_plugins.audit.scoring import RewardCaller
 from rl_plugins.rollouts import RewardFunction, Run
 from rl_plugins.testing.data import make_run
 
-WORDS = "add take the sum of these two numbers and then write only what is left over".split()
+WORDS = [f"word{c}" for c in "abcdefghijklmnop"]
 
 
 def rows_of(n: int, kind: str = "number", seed: int = 0) -> list[dict[str, Any]]:
-    """Rows with a prompt of some words, an answer and a source."""
+    """DatasetRows with a prompt of some words, an answer and a source."""
     rng = random.Random(seed)
     answers = {
         "number": lambda: str(rng.randint(-99, 999)),
@@ -67,11 +67,13 @@ def run_of(rows: Sequence[dict[str, Any]], *functions: Reward, weights: Sequence
     )
 
 
-def report_of(rows: Sequence[dict[str, Any]], *functions: Reward, weights: Sequence[float] = (), **o: Any) -> Report:
+def report_of(
+    rows: Sequence[dict[str, Any]], *functions: Reward, weights: Sequence[float] = (), **o: Any
+) -> AuditReport:
     return preflight(run_of(rows, *functions, weights=weights), Options(**o)).report
 
 
-def kinds(report: Report, severity: str | None = None) -> set[str]:
+def kinds(report: AuditReport, severity: str | None = None) -> set[str]:
     return {f.kind for f in report.findings if severity in (None, f.severity)}
 
 
@@ -121,7 +123,7 @@ def test_a_planted_bug_is_found_on_every_row_with_what_they_have_in_common():
 def test_a_planted_branch_is_found_with_its_word():
     rows = rows_of(300)
     for i in (5, 50, 150, 250):
-        rows[i]["prompt"][0]["content"] += " zebra quickly"
+        rows[i]["prompt"][0]["content"] += " zebra"
     report = report_of(rows, lambda row, text: right(row, text) * (-1 if "zebra" in text_of(row) else 1))
     by_kind = {f.kind: f for f in report.critical}
     assert by_kind["inverted"].rows == (5, 50, 150, 250) and "'zebra'" in by_kind["inverted"].text
@@ -382,7 +384,7 @@ def test_nearly_all_pairs_above_the_threshold_are_found():
 
 
 def twins(trigger: str, count: int = 3) -> list[dict[str, Any]]:
-    """Rows of which some come twice, the second time with further words."""
+    """DatasetRows of which some come twice, the second time with further words."""
     rows = rows_of(60)
     for row in rows:
         row["prompt"][0]["content"] += " " + " ".join(WORDS * 3)
@@ -458,7 +460,7 @@ def test_functions_of_a_trl_config_sync_async_and_out_of_reach():
     rows = rows_of(2)
     assert run.reward_functions[0].call(rows, [rows[0]["answer"], "no"]) == [1.0, None]
     assert run.reward_functions[1].call(rows, ["", ""]) == [1.0, 1.0]
-    scorer = Scorer(run.reward_functions)
+    scorer = RewardCaller(run.reward_functions)
     assert scorer.total(scorer.score(rows, [rows[0]["answer"], "no"])).tolist() == [4.0, 3.0]
     plain = [{"prompt": "1+1=", "answer": "2"}]
 

@@ -99,5 +99,5 @@ def test_what_is_refused_says_what_to_change(laptop):
 
 def test_the_help_teaches():
     text = audit("--help")
-    for word in ("gold contrast", "near-duplicates", "critical", "exit status is 1", "rl-plugins audit run.yaml"):
+    for word in ("Gold contrast", "Near-duplicates", "critical", "exit status is 1", "rl-plugins audit run.yaml"):
         assert word in text

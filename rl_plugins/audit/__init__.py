@@ -10,7 +10,7 @@ The command `rl-plugins audit` and the method `reward_audit` share this code.
 
 from __future__ import annotations
 
-from rl_plugins.audit.findings import Finding, Report
+from rl_plugins.audit.findings import AuditReport, Finding
 from rl_plugins.audit.preflight import Options, Preflight, preflight
 
-__all__ = ["Finding", "Options", "Preflight", "Report", "preflight"]
+__all__ = ["Finding", "Options", "Preflight", "AuditReport", "preflight"]

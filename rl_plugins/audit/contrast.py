@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from rl_plugins.audit.answers import TEMPLATES, Corrupter, Renderer, template_renderer, text_answer
 from rl_plugins.audit.findings import Finding
-from rl_plugins.audit.rows import Row, Rows, columns_of, normal, scalars_of, spread, text_of, with_cell, words_of
-from rl_plugins.audit.scoring import Floats, Scorer
+from rl_plugins.audit.rows import DatasetRows, Row, columns_of, normal, scalars_of, spread, text_of, with_cell, words_of
+from rl_plugins.audit.scoring import Floats, RewardCaller
 
 PART = "gold contrast"
 SAMPLE = 32  # rows on which a template is chosen, and which show whether a function reads the right answer
@@ -51,9 +51,9 @@ class Contrast:
 
 
 def contrast(
-    rows: Rows,
+    rows: DatasetRows,
     column: str,
-    scorer: Scorer,
+    scorer: RewardCaller,
     renderer: Renderer | None,
     corrupter: Corrupter,
     rng: np.random.Generator,
@@ -108,7 +108,11 @@ def _means(values: Floats, of: NDArray[np.int64], n: int) -> Floats:
 
 
 def _template(
-    rows: Rows, numbers: Sequence[int], golds: Sequence[str], wrong: Sequence[Sequence[str]], scorer: Scorer
+    rows: DatasetRows,
+    numbers: Sequence[int],
+    golds: Sequence[str],
+    wrong: Sequence[Sequence[str]],
+    scorer: RewardCaller,
 ) -> str:
     """The template by which the reward tells right from wrong answers on most rows; the first of equals."""
     places = [i for i in spread(range(len(numbers)), SAMPLE) if wrong[i]]
@@ -129,7 +133,7 @@ def _reads(
     wrong: Sequence[Sequence[str]],
     column: str,
     texts: Sequence[str],
-    scorer: Scorer,
+    scorer: RewardCaller,
 ) -> NDArray[np.bool_]:
     """(functions,) whether the reward of the same completion changes with the right answer in the row."""
     places = [i for i in spread(range(len(rows)), SAMPLE) if wrong[i]]
@@ -140,7 +144,7 @@ def _reads(
     return np.asarray((np.nan_to_num(as_is, nan=-1e300) != np.nan_to_num(other, nan=-1e300)).any(axis=0))
 
 
-def findings(rows: Rows, c: Contrast, scorer: Scorer, column: str, tol: float) -> Iterator[Finding]:
+def findings(rows: DatasetRows, c: Contrast, scorer: RewardCaller, column: str, tol: float) -> Iterator[Finding]:
     """What the contrast shows."""
     silent = [n for n, reads in zip(scorer.names, c.reads, strict=True) if not reads]
     if silent:
@@ -191,7 +195,7 @@ def findings(rows: Rows, c: Contrast, scorer: Scorer, column: str, tol: float) -
     yield from _of_functions(c, scorer, tol)
 
 
-def _of_functions(c: Contrast, scorer: Scorer, tol: float) -> Iterator[Finding]:
+def _of_functions(c: Contrast, scorer: RewardCaller, tol: float) -> Iterator[Finding]:
     """Functions that are inverted where the weighted sum hides it."""
     if len(scorer.names) < 2:
         return
@@ -214,14 +218,14 @@ def _of_functions(c: Contrast, scorer: Scorer, tol: float) -> Iterator[Finding]:
             )
 
 
-def _common(rows: Rows, some: NDArray[np.bool_]) -> str:
+def _common(rows: DatasetRows, some: NDArray[np.bool_]) -> str:
     """What these rows have in common, and no other row: the value of a column, or a word of the prompt."""
     if some.all():
         return ""
     count: dict[str, list[int]] = {}
     for row, mine in zip(rows, some.tolist(), strict=True):
         marks = [f"{name} = {value!r}" for name, value in scalars_of(row).items()]
-        marks += [f"the word {word!r} in the prompt" for word in set(words_of(normal(text_of(row))))]
+        marks += [f"the word {word!r} in the prompt" for word in sorted(set(words_of(normal(text_of(row)))))]
         for mark in marks:
             count.setdefault(mark, [0, 0])[mine] += 1
     found = next((m for m, (others, own) in count.items() if own == some.sum() and not others), None)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from rl_plugins.audit.answers import canonical
 from rl_plugins.audit.contrast import Contrast
 from rl_plugins.audit.findings import Finding
-from rl_plugins.audit.rows import Rows, normal, text_of, words_of
-from rl_plugins.audit.scoring import Scorer
+from rl_plugins.audit.rows import DatasetRows, normal, text_of, words_of
+from rl_plugins.audit.scoring import RewardCaller
 
 PART = "near-duplicates"
 SHINGLE, SHORT = 5, 8
@@ -137,7 +137,13 @@ class Pair:
 
 
 def findings(
-    rows: Rows, c: Contrast | None, golds: Sequence[str], scorer: Scorer | None, tau: float, delta: float, seed: int
+    rows: DatasetRows,
+    c: Contrast | None,
+    golds: Sequence[str],
+    scorer: RewardCaller | None,
+    tau: float,
+    delta: float,
+    seed: int,
 ) -> Iterator[Finding]:
     """What near-duplicates show.
 

@@ -1,4 +1,4 @@
-"""What an audit found: `Finding`, and `Report`, which holds all of them and what could not be looked at."""
+"""What an audit found: `Finding`, and `AuditReport`, which holds all of them and what could not be looked at."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """The result of an audit.
 
     Args:
@@ -67,7 +67,7 @@ class Report:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, findings: Iterable[Finding], not_served: Mapping[str, str], facts: Mapping[str, Any]) -> Report:
+    def of(cls, findings: Iterable[Finding], not_served: Mapping[str, str], facts: Mapping[str, Any]) -> AuditReport:
         """A report with its findings sorted by severity."""
         order = sorted(findings, key=lambda f: SEVERITIES.index(f.severity))
         return cls(tuple(order), dict(not_served), dict(facts))

@@ -11,8 +11,8 @@ import numpy as np
 
 from rl_plugins.audit.contrast import Contrast
 from rl_plugins.audit.findings import Finding
-from rl_plugins.audit.rows import Row, Rows, scalars_of, text_of, with_cell, with_prompt, with_system, words_of
-from rl_plugins.audit.scoring import Scorer
+from rl_plugins.audit.rows import DatasetRows, Row, scalars_of, text_of, with_cell, with_prompt, with_system, words_of
+from rl_plugins.audit.scoring import RewardCaller
 
 PART = "metamorphic"
 NEUTRAL = "Please read the task carefully."
@@ -44,8 +44,8 @@ class _Seen:
     changed: list[int] = field(default_factory=list)
 
 
-class Trial:
-    """Rows with a right and a wrong answer, scored under changed prompts.
+class PromptTrial:
+    """DatasetRows with a right and a wrong answer, scored under changed prompts.
 
     Args:
         rows: of the dataset.
@@ -55,7 +55,7 @@ class Trial:
         tol: of a difference, as a share of the reward's span.
     """
 
-    def __init__(self, rows: Rows, c: Contrast, scorer: Scorer, places: Sequence[int], tol: float) -> None:
+    def __init__(self, rows: DatasetRows, c: Contrast, scorer: RewardCaller, places: Sequence[int], tol: float) -> None:
         self.scorer, self.limit = scorer, tol * c.span
         self.places = [i for i in places if c.wrong[i] and not np.isnan(c.total[i])]
         self.rows = [rows[int(c.rows[i])] for i in self.places]
@@ -94,10 +94,10 @@ def vocabulary(texts: Sequence[str], most: int = MOST_WORDS) -> list[str]:
 
 
 def findings(
-    rows: Rows, c: Contrast, scorer: Scorer, places: Sequence[int], tol: float, declared: Sequence[str]
+    rows: DatasetRows, c: Contrast, scorer: RewardCaller, places: Sequence[int], tol: float, declared: Sequence[str]
 ) -> Iterator[Finding]:
     """What changed prompts do to the reward."""
-    trial = Trial(rows, c, scorer, places, tol)
+    trial = PromptTrial(rows, c, scorer, places, tol)
     if not trial.places:
         return
     for name, change in CHANGES.items():
@@ -135,7 +135,7 @@ def _told(name: str, what: str, seen: _Seen, declared: Sequence[str]) -> Iterato
         )
 
 
-def _columns(trial: Trial, c: Contrast, declared: Sequence[str]) -> Iterator[Finding]:
+def _columns(trial: PromptTrial, c: Contrast, declared: Sequence[str]) -> Iterator[Finding]:
     """Columns of other rows. A column may hold the right answer once more, so nothing here is critical."""
     if "columns" in declared or len(trial.rows) < 2:
         return
@@ -168,7 +168,7 @@ def _other(row: Row, name: str, distinct: Sequence[object]) -> object:
     return next(v for v in distinct if v != own)
 
 
-def _words(rows: Rows, trial: Trial, declared: Sequence[str]) -> Iterator[Finding]:
+def _words(rows: DatasetRows, trial: PromptTrial, declared: Sequence[str]) -> Iterator[Finding]:
     """Words of the dataset, inserted in blocks; a block that matters is halved until one word is left."""
     words = vocabulary([text_of(row) for row in rows])
 

@@ -12,9 +12,9 @@ import numpy as np
 from rl_plugins.audit import contrast, duplicates, lint, metamorphic, stability
 from rl_plugins.audit.answers import Corrupter, Renderer, WrongAnswers, kind_of, text_answer
 from rl_plugins.audit.contrast import Contrast
-from rl_plugins.audit.findings import Finding, Report
-from rl_plugins.audit.rows import Rows, answer_column, columns_of, spread
-from rl_plugins.audit.scoring import Scorer
+from rl_plugins.audit.findings import AuditReport, Finding
+from rl_plugins.audit.rows import DatasetRows, answer_column, columns_of, spread
+from rl_plugins.audit.scoring import RewardCaller
 from rl_plugins.errors import ConfigError
 from rl_plugins.rollouts import Run
 
@@ -61,7 +61,7 @@ class Preflight:
         contrast: of the rows that were looked at; None where no reward function or answer could be had.
     """
 
-    report: Report
+    report: AuditReport
     contrast: Contrast | None = None
     inverted: tuple[int, ...] = field(default_factory=tuple)
 
@@ -82,8 +82,8 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
     if run.dataset is None or not run.dataset_size:
         for part in (contrast.PART, metamorphic.PART, stability.PART, duplicates.PART):
             not_served[part] = "the dataset is a stream, or not on this machine"
-        return Preflight(Report.of(found, not_served, facts))
-    rows = Rows(run.dataset, options.max_rows, rng)
+        return Preflight(AuditReport.of(found, not_served, facts))
+    rows = DatasetRows(run.dataset, options.max_rows, rng)
     facts |= {"dataset rows": rows.size, "rows looked at": len(rows)}
     golds, c, scorer = _golds(rows, options, not_served), None, None
     part = contrast.PART
@@ -91,7 +91,7 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
         for name in (contrast.PART, metamorphic.PART, stability.PART):
             not_served[name] = "no reward function can be called here"
     elif golds:
-        scorer = Scorer(run.reward_functions, lambda n: progress(part, n))
+        scorer = RewardCaller(run.reward_functions, lambda n: progress(part, n))
         column = answer_column(rows[rows.numbers[0]], options.answer_column)
         corrupter = options.corrupter or WrongAnswers(golds, options.wrong_answers)
         c = contrast.contrast(rows, column, scorer, options.gold_renderer, corrupter, rng)
@@ -107,10 +107,10 @@ def preflight(run: Run, options: Options, progress: Callable[[str, int], None] =
     found += duplicates.findings(rows, c, golds, scorer, options.tau, options.delta, options.seed)
     facts["seconds"] = round(time.perf_counter() - began, 2)
     inverted = () if c is None else tuple(c.rows[c.inverted(options.tol)].tolist())
-    return Preflight(Report.of(found, not_served, facts), c, inverted)
+    return Preflight(AuditReport.of(found, not_served, facts), c, inverted)
 
 
-def _golds(rows: Rows, options: Options, not_served: dict[str, str]) -> Sequence[str]:
+def _golds(rows: DatasetRows, options: Options, not_served: dict[str, str]) -> Sequence[str]:
     """Right answers of the rows; none where the dataset has no column of them."""
     try:
         column = answer_column(rows[rows.numbers[0]], options.answer_column)
@@ -123,7 +123,7 @@ def _golds(rows: Rows, options: Options, not_served: dict[str, str]) -> Sequence
         return []
 
 
-def _errors(scorer: Scorer) -> list[Finding]:
+def _errors(scorer: RewardCaller) -> list[Finding]:
     return [
         Finding(
             "warn",

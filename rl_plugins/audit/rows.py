@@ -22,8 +22,8 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 Row = Mapping[str, Any]
 
 
-class Rows:
-    """Rows of a dataset, read when they are asked for.
+class DatasetRows:
+    """DatasetRows of a dataset, read when they are asked for.
 
     Args:
         dataset: anything with `len` and rows by number; a dataset of verl is read without its template.

@@ -16,7 +16,7 @@ BATCH = 64
 _ERRORS = 20  # messages that are kept
 
 
-class Scorer:
+class RewardCaller:
     """The reward functions that can be called here.
 
     Args:

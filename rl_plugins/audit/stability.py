@@ -8,17 +8,17 @@ import numpy as np
 
 from rl_plugins.audit.contrast import Contrast
 from rl_plugins.audit.findings import Finding
-from rl_plugins.audit.rows import Rows
-from rl_plugins.audit.scoring import BATCH, Floats, Scorer
+from rl_plugins.audit.rows import DatasetRows
+from rl_plugins.audit.scoring import BATCH, Floats, RewardCaller
 
 PART = "determinism"
 REPEATS = 4  # calls whose mean is compared where rewards are stochastic
 
 
 def findings(
-    rows: Rows,
+    rows: DatasetRows,
     c: Contrast,
-    scorer: Scorer,
+    scorer: RewardCaller,
     places: Sequence[int],
     rng: np.random.Generator,
     tol_stochastic: float,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rl_plugins.audit import Finding, Options, Report, preflight
+from rl_plugins.audit import AuditReport, Finding, Options, preflight
 from rl_plugins.audit.findings import SEVERITIES
 from rl_plugins.errors import ConfigError
 from rl_plugins.params import resolve_callable
@@ -84,7 +84,7 @@ def _run(host: str, words: Sequence[str]) -> Run:
     return run_of_config(["--config", *words])
 
 
-def _print(console: Console, report: Report) -> None:
+def _print(console: Console, report: AuditReport) -> None:
     for name, value in report.facts.items():
         shown = ", ".join(map(str, value)) if isinstance(value, list) else value
         if shown != "":
@@ -105,7 +105,7 @@ def _print(console: Console, report: Report) -> None:
     console.print(Text(f"\n{verdict(report)}", style="bold"))
 
 
-def verdict(report: Report) -> str:
+def verdict(report: AuditReport) -> str:
     """The result in one sentence."""
     if report.critical:
         return f"{len(report.critical)} critical finding(s): the reward is wrong on some rows."
@@ -115,12 +115,12 @@ def verdict(report: Report) -> str:
     return "No critical finding. An audit cannot prove that a reward is right; it looks where errors usually are."
 
 
-def _plain(report: Report, options: Options) -> dict[str, Any]:
+def _plain(report: AuditReport, options: Options) -> dict[str, Any]:
     told = {k: v for k, v in vars(options).items() if not callable(v)}
     return {"verdict": verdict(report), "options": told, **report.plain()}
 
 
-def as_html(report: Report, options: Options) -> str:
+def as_html(report: AuditReport, options: Options) -> str:
     """The report as one page without scripts or links."""
     e = html.escape
     parts = [f"<h1>Reward audit</h1><p class=verdict>{e(verdict(report))}</p>"]
