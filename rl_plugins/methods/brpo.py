@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.judges import JudgeParams, make_judge
 from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run
@@ -124,23 +125,22 @@ class Brpo(Method):
     }
 
     @dataclass(frozen=True)
-    class Params(MethodParams):
+    class Params(JudgeParams):
+        asked: ClassVar[tuple[str, ...]] = ("prompt", "a", "b")
+        example_judge: ClassVar[str] = "rl_plugins.demo.judges:digits"
+
         judge: Callable[..., Any] | None = param(
             None,
             'function judge(prompt, a, b) that returns two scores, "A", "B" or None; may be `async '
             "def`; none: an endpoint judges",
         )
-        judge_batch_size: int | None = param(
-            None,
-            "largest list of (prompt, a, b) that the judge takes in one call, which returns a list "
-            "of verdicts; none: one pair per call",
-            ge=1,
-            only_if={"judge": GIVEN},
+        judge_template: str = param(
+            TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}", only_if={"judge_url": GIVEN}
         )
-        judge_url: str | None = param(None, "OpenAI-compatible endpoint instead of `judge`: http://host:8000/v1")
-        judge_model: str | None = param(None, "name of the model at the endpoint", only_if={"judge_url": GIVEN})
-        judge_key_env: str | None = param(
-            None, "environment variable with the endpoint's key; none: no key is sent", only_if={"judge_url": GIVEN}
+        judge_reply: Literal["marked", "json", "last"] = param(
+            "marked",
+            "format of the verdict in the endpoint's reply: between marks, a JSON object, or the last match",
+            only_if={"judge_url": GIVEN},
         )
         votes: int = param(1, "number of votes in each of the two orders", ge=1)
         filter_tau: float = param(0.6, "largest |sum A| / G at which a group stays; 1 keeps all", ge=0, le=1)
@@ -150,40 +150,10 @@ class Brpo(Method):
             None, "position of the reference in its group, at most the last one; none: random", ge=0
         )
         prompt_column: str = param("prompt", "dataset column with the prompt")
-        judge_timeout: float = param(120.0, "time limit of one try, in seconds", gt=0)
-        judge_retries: int = param(2, "number of further tries of a failed question", ge=0)
-        judge_concurrency: int = param(16, "number of questions asked at the same time", ge=1)
-        judge_temperature: float = param(0.0, "temperature of the endpoint", ge=0, only_if={"judge_url": GIVEN})
-        judge_max_tokens: int = param(2048, "most tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
-        judge_template: str = param(
-            TEMPLATE, "message to the endpoint, with {prompt}, {a} and {b}", only_if={"judge_url": GIVEN}
-        )
-        judge_reply: Literal["marked", "json", "last"] = param(
-            "marked",
-            "format of the verdict in the endpoint's reply: between marks, a JSON object, or the last match",
-            only_if={"judge_url": GIVEN},
-        )
 
         def check(self) -> None:
-            if self.judge is None and self.judge_url is None:
-                raise ConfigError(
-                    "neither `judge` nor `judge_url` is given. Give `judge`, a function "
-                    "judge(prompt, a, b) as module:attribute (the demo's: "
-                    "rl_plugins.demo.judges:digits), or `judge_url` and `judge_model` of an "
-                    "endpoint."
-                )
-            if self.judge is not None and self.judge_url is not None:
-                raise ConfigError(f"`judge` and `judge_url` ({self.judge_url}) are both given. Remove one of them.")
-            if self.judge_url is None:
-                return
-            if not self.judge_model:
-                raise ConfigError(
-                    "`judge_url` is given without `judge_model`. Add the name of the model at the endpoint."
-                )
-            missing = [f for f in ("{prompt}", "{a}", "{b}") if f not in self.judge_template]
-            if missing:
-                raise ConfigError(f"`judge_template` lacks {', '.join(missing)}; the judge must see all three.")
-            if self.votes > 1 and not self.judge_temperature:
+            super().check()
+            if self.judge_url is not None and self.votes > 1 and not self.judge_temperature:
                 raise ConfigError(
                     f"`votes` is {self.votes} and `judge_temperature` is 0, so every vote would be the same. "
                     f"Raise the temperature or set `votes: 1`."
@@ -210,29 +180,12 @@ class Brpo(Method):
             SCORES,
             reply=p.judge_reply,
             keys=("a", "b"),
-            api_key_env=p.judge_key_env or "",
-            temperature=p.judge_temperature,
-            max_tokens=p.judge_max_tokens,
-            timeout=p.judge_timeout,
+            **p.endpoint_options,
         )
 
     def start(self, run: Run) -> None:
-        p, endpoint = self.params, self._endpoint()
-
-        def ask(asked: Any) -> Any:  # a question ends with the number of its vote, which only tells it from equal ones
-            if endpoint is not None:
-                return endpoint(dict(zip(("prompt", "a", "b"), asked[:3], strict=True)))
-            return p.judge(*asked[:3]) if p.judge_batch_size is None else p.judge([question[:3] for question in asked])
-
-        self._judge = Service(
-            ask,
-            "the judge",
-            answer=partial(_verdict, min_margin=p.min_margin),
-            batch_size=p.judge_batch_size,
-            timeout=p.judge_timeout,
-            retries=p.judge_retries,
-            concurrency=p.judge_concurrency,
-        )
+        # a question ends with the number of its vote, which only tells it from equal ones
+        self._judge = make_judge(self.params, self._endpoint(), partial(_verdict, min_margin=self.params.min_margin))
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         """A of every row; NaN for rows without a reward and for groups without a verdict."""
