@@ -93,6 +93,22 @@ PROBLEMS: dict[str, Problem] = {
         "No program can check the answer: writing, chat, unlabelled prompts, open-ended tasks.",
         ("no verifier", "no labels", "judge", "preference", "writing", "open-ended", "unlabelled", "unverifiable"),
     ),
+    "weak_reward": Problem(
+        "Rewards that miss something",
+        "The reward checks the final answer only, so guesses and wrong steps that end in the right answer are rewarded "
+        "like sound work.",
+        (
+            "flawed reasoning",
+            "wrong steps",
+            "wrong reasoning",
+            "wrong reasons",
+            "false positives",
+            "lucky guess",
+            "guessing",
+            "reward hacking",
+            "process errors",
+        ),
+    ),
     "few_prompts": Problem(
         "Few prompts",
         "The dataset is small, or of mixed difficulty or domains, and it matters which prompts get the rollouts.",

@@ -25,6 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
+from weakref import WeakKeyDictionary
 
 from rl_plugins.errors import ConfigError, MethodError, shortened, shown
 from rl_plugins.runtime.threads import Threads
@@ -131,6 +132,7 @@ class Service:
         self._cache: OrderedDict[str, Any] = OrderedDict()
         advice = "A call must end by itself: give its own requests a time-out."
         self._threads = Threads(f"calls of {name}", concurrency, advice)
+        self._limits: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def ask(self, items: Sequence[Any], strict: bool = True) -> list[Any]:
         """One answer per item, in their order. Waits for all of them.
@@ -160,6 +162,21 @@ class Service:
         while len(self._cache) > self.cache_size:
             self._cache.popitem(last=False)
         return answers
+
+    async def ask_one(self, item: Any) -> Any:
+        """The answer about one item, or a `Failure`, for callers with an event loop of their own.
+
+        Any number of these may wait at the same time; `concurrency` of them are asked at a time in each loop. Nothing
+        is cached, and no call is left out because others failed.
+
+        Raises:
+            MethodError: too many calls never returned.
+        """
+        limit = self._limits.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
+        async with limit:
+            self._threads.check(self.concurrency)
+            answers = await self._call([item])
+        return answers if isinstance(answers, Failure) else answers[0]
 
     def _ask_all(self, wanted: Mapping[Any, Any], strict: bool) -> dict[Any, Any]:
         if not wanted:

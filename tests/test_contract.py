@@ -32,6 +32,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "aepo_rollout": {"environment": "rl_plugins.demo.environments:Calculator"},
     "arrol": {"cold_start": 1},
     "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
+    "fapo": {"judge": lambda prompt, answer, completion: len(completion) % 3 - 1},
     "dots": {
         "embeddings": lambda data: [[math.sin(i + 2.0 * j) for j in range(4)] for i in range(16)],
         "references": 4,

@@ -158,6 +158,10 @@ def judge(prompt: Any, a: Any, b: Any) -> tuple[float, float]:
     return draw(a, b, 1), draw(b, a, 2)  # it prefers places
 
 
+def flaw(prompt: Any, answer: Any, completion: Any) -> int:
+    return int(draw(str(prompt), str(answer), completion) * 3) - 1
+
+
 def last_is_worst(messages: Any, steps: Sequence[str], columns: Any) -> list[float]:
     """The longer the right part, the lower the mean."""
     return [0.6] * (len(steps) - 1) + [-float(len(steps) ** 2)]
@@ -222,6 +226,15 @@ CASES: dict[str, Case] = {
         | {"judge_template": ["{prompt}{a}{b}"], "judge_batch_size": [2]},
         ({}, {"judge": None, "judge_url": NOWHERE, "judge_model": "m", "judge_retries": 0}),
         {"judge": judge},
+    ),
+    "fapo": Case(
+        World(prepare=harder_and_easier),
+        {"judge": [lambda prompt, answer, completion: 0], "judge_url": ["http://127.0.0.1:8/v1"]}
+        | {"judge_key_env": ["PATH"], "judge_batch_size": [2]}
+        | {"prompt_column": ["answer"], "answer_column": [None, "prompt"]},
+        ({}, {"judge": None, "judge_url": NOWHERE, "judge_model": "m", "judge_retries": 0}),
+        {"judge": flaw},
+        elsewhere=("judge_template",),
     ),
     "best_perm": Case(
         values={

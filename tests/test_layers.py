@@ -1,8 +1,10 @@
 """The layers of the package: which may import which, no circles, and one meaning for every public class name.
 
 contract                          errors .. method: what the author of a method reads
-agents, services, priors, audit   for methods, on the contract
+agents, services, judges, priors  for methods, on the contract
+audit                             for methods, on the contract
 methods                           on those
+rewards                           reward functions of papers, on their methods
 runtime                           the host-free engine, for adapters, on the contract
 trl, verl                         one adapter each
 testing, demo, compare, commands  on top
@@ -42,12 +44,13 @@ CONTRACT = {
     "estimators",
     "method",
 }
-AUTHORS = {"contract", "agents", "services", "evidence", "thompson", "priors", "audit"}
+AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit"}
 ADAPTER = {*AUTHORS, "runtime", "supervised"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
     "services": {"contract", "runtime.threads"},  # calls that may hang are limited in one place
+    "judges": {"contract", "services"},
     "evidence": {"contract"},
     "audit": {"contract", "services", "audit"},
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
@@ -56,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervised": {"contract", "supervised"},
     "runtime": {"contract", "runtime", "supervised"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
+    "rewards": {*AUTHORS, "methods"},
     "trl": {*ADAPTER, "trl"},
     "verl": {*ADAPTER, "verl"},
     "testing": {*ADAPTER, "testing"},

@@ -54,11 +54,12 @@ def verl_log(folder, **series):
 
 
 RUNS = [
-    # five sentences
+    # six sentences
     ("half of my groups have equal rewards, all right or all wrong", None, "no_signal", {"vade", "dots"}),
     ("GPUs wait for stragglers, a few very long completions", None, "long_tail", {"april", "arrol"}),
     ("an agent with tool calls over many turns and one reward at the end", None, "agents", {"gigpo", "hgpo"}),
     ("I have no verifier, only a judge that compares two answers", None, "no_verifier", {"brpo"}),
+    ("right answers with flawed reasoning and lucky guesses", None, "weak_reward", {"fapo"}),
     ("asynchronous training, rollouts are stale by several updates", None, "stale", {"decoupled_ppo", "vcpo"}),
     # five logs
     (trl_log, {"frac_reward_zero_std": 0.7}, "no_signal", {"vade", "dots"}),

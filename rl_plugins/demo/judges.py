@@ -1,12 +1,13 @@
-"""A pairwise judge for the digit lists of ``tasks``, by rule, where a real task would ask a language model.
+"""Judges for the digit lists of ``tasks``, by rule, where a real task would ask a language model.
 
-``methods: [brpo]`` with ``method_params: {brpo: {judge: "rl_plugins.demo.judges:digits"}}``.
+``methods: [brpo]`` with ``method_params: {brpo: {judge: "rl_plugins.demo.judges:digits"}}`` compares completions.
+``methods: [fapo]`` with ``method_params: {fapo: {judge: "rl_plugins.demo.judges:sloppy"}}`` looks for a flaw in them.
 """
 
 from __future__ import annotations
 
 from rl_plugins.demo.rewards import digit_score
-from rl_plugins.demo.tasks import CAREFUL, solve
+from rl_plugins.demo.tasks import CAREFUL, SLOPPY, solve
 
 
 def digits(prompt: str, a: str, b: str) -> tuple[float, float]:
@@ -17,6 +18,11 @@ def digits(prompt: str, a: str, b: str) -> tuple[float, float]:
     """
     answer = solve(prompt)
     return _score(a, answer), _score(b, answer)
+
+
+def sloppy(prompt: str, answer: str, completion: str) -> int:
+    """Index of the first wrong step: the sloppy mark ``?`` is one, at place 0; -1 without it."""
+    return 0 if completion.startswith(SLOPPY) else -1
 
 
 def _score(completion: str, answer: str) -> float:

@@ -39,6 +39,7 @@ WANT_BINARY = (
     "gdro_prompt",
     "gdro_rollout",
     "drive",
+    "fapo",
 )
 LABELS = {
     "eval_rewards/exact/mean": "right answers, held out (share)",
@@ -78,6 +79,7 @@ ON_CPU: Mapping[str, Any] = {
 DEMO_PARAMS: Mapping[str, Mapping[str, Any]] = {
     "grpo_roc": {"penalty": "rl_plugins.demo.rewards:format_and_digit_errors"},
     "brpo": {"judge": "rl_plugins.demo.judges:digits"},
+    "fapo": {"judge": "rl_plugins.demo.judges:sloppy"},
     "dars": {"n_first": 3},  # of 4
     "brorl": {"ramp": [[0, 16]]},  # 4 rollouts per prompt are the demo's
     "dots": {"embeddings": "rl_plugins.demo.tasks:embeddings", "references": 16},

@@ -80,9 +80,9 @@ LAYERS = {
         "method params rollouts requests entries groups losses estimators problems errors renamed"
     ),
     "For methods: turns, judges, memory of prompts, audits": (
-        "agents services evidence thompson priors audit environments turns"
+        "agents services judges evidence thompson priors audit environments turns"
     ),
-    "One paper each": "methods supervised",
+    "One paper each": "methods rewards supervised",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
     "Tools": "testing simulation fusion compare demo commands cli",

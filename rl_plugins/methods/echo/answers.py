@@ -7,6 +7,12 @@ import re
 
 def boxed_answer(text: str) -> str | None:
     """The content of the last \\boxed{...} of a text, in a canonical form; None if there is none."""
+    content = last_box(text)
+    return None if content is None else canonical(content)
+
+
+def last_box(text: str) -> str | None:
+    """The content of the last \\boxed{...} of a text, unchanged; None without one or where it never closes."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -15,7 +21,7 @@ def boxed_answer(text: str) -> str | None:
     while end < len(text) and depth:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
-    return None if depth else canonical(text[begin : end - 1])
+    return None if depth else text[begin : end - 1]
 
 
 def canonical(answer: str) -> str:
