@@ -128,8 +128,8 @@ class Fapo(Method):
     )
     cost = (
         "No extra rollouts. One judge call per right rollout. All ranks wait for the judge, so the distributed "
-        "time-out must be longer than the judge takes for a whole batch. The reward function `rl_plugins.rewards.fapo` judges "
-        "while other rollouts are generated, where the host overlaps the two."
+        "time-out must be longer than the judge takes for a whole batch. The reward function `rl_plugins.rewards.fapo` "
+        "judges while other rollouts are generated, where the host overlaps the two."
     )
     disagreements = (
         "The code subtracts 1 from rewards of -1 and +1; here the unit is half the distance of `reward_low` and "
