@@ -296,7 +296,7 @@ class Epo(Method):
         entropies = torch.where(valid, entropies, 0.0)
         if not p.smoothed:
             return -p.entropy_coeff * entropies
-        low, high = (torch.where(valid, terms.columns[f"epo_{name}"], 0.0) for name in ("low", "high"))
+        low, high = terms.columns["epo_low"], terms.columns["epo_high"]
         compared = entropies
         if p.mode == "seq":
             compared = mean_of_turn(entropies, valid, terms.columns["epo_turn"])

@@ -214,7 +214,7 @@ PHASES = choice(phase=["none"]) | choice(phase=["code"], phase_batches=[None, 1,
 PHASES |= choice(phase=["paper"], phase_batches=[None, 3], phase_rate=[1.0, -2.0], phase_middle=[0.6, 0.1])
 NUMBER = st.floats(0, 4, allow_subnormal=False)
 ROLLOUT = st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4)
-BATCHES = st.lists(st.lists(ROLLOUT, min_size=2, max_size=4).filter(lambda b: len(b) % 2 == 0), min_size=1, max_size=4)
+BATCHES = st.lists(st.lists(ROLLOUT, min_size=2, max_size=4).filter(lambda b: len(b) % 2 == 0), min_size=2, max_size=4)
 
 
 @settings(max_examples=50, deadline=None)
@@ -377,6 +377,13 @@ def test_a_window_forgets_turns_that_no_longer_occur() -> None:
     assert stack.methods[0].state["recent"].shape == (1, 2)
 
 
+def test_a_turn_missing_in_a_batch_of_the_window_keeps_the_reference_of_the_others() -> None:
+    stack = start_stack(epo(window=2))
+    decided(stack, [[[1.0], [2.0]]] * 2)
+    decided(stack, [[[3.0]]] * 2, 1)
+    assert bounds(decided(stack, [[[1.0], [2.0]]] * 2, 2))[:2] == [(1.0, 3.0)] * 2  # of (1 + 3) / 2, and of 2
+
+
 def test_one_corridor_for_the_batch_needs_no_turns() -> None:
     stack = start_stack(epo(corridor="batch"))
     for k in range(2):
@@ -420,6 +427,17 @@ def test_tokens_that_left_and_those_without_entropy_count_nowhere() -> None:
     torch.testing.assert_close(b["sum"], a["sum"])
     nothing = after(lambda tokens: tokens.replace(keep=torch.zeros(9, dtype=torch.bool)))
     assert nothing["count"].tolist() == [0, 0, 0] and nothing["sum"].tolist() == [0, 0, 0]
+
+
+def test_the_drivers_metrics_are_means_over_the_tokens_that_count() -> None:
+    """Of both batches of a logging step, which have 9 and 6 such tokens."""
+    stack = start_stack(epo())
+    decided(stack, BATCH)
+    rollouts, tokens = batch_of(NEXT, 1)
+    stack.call("shape", stack.methods[0], rollouts, tokens.replace(keep=torch.arange(11) >= 5))
+    logged = combine([stack.metrics.take()])
+    assert logged["epo/covered"] == pytest.approx(5 / 15)  # in the second batch all but the only token of turn 3
+    assert logged["epo/entropy"] == pytest.approx((12.9 + 0.3 + 2 + 2 + 1 + 0.2 + 3) / 15)
 
 
 def test_coefficient_zero_is_the_loss_without() -> None:
@@ -490,7 +508,7 @@ def test_seq_compares_the_mean_of_each_turn() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("params", [{}, {"mode": "seq"}, {"smoothing": "indicator"}])
+@pytest.mark.parametrize("params", [{}, {"mode": "seq"}, {"smoothing": "indicator"}, {"smooth_coeff": 0}])
 def test_masked_tokens_change_nothing(poison: float, params: dict[str, Any]) -> None:
     mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
     h, turn = torch.tensor([[0.2, 3.0, 2.0, 9.0]] * 3).double(), torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(3, 4)
@@ -502,6 +520,7 @@ def test_masked_tokens_change_nothing(poison: float, params: dict[str, Any]) -> 
         stack = start_stack(epo(**params))
         bound = torch.full((3, 4), 0.5).double()
         terms = terms_of(spoilt(h), spoilt(bound), spoilt(4 * bound), mask, spoilt(turn.double()))
+        assert not bool(epo(**params).regularize(terms)[mask == 0].any()), "neither a number nor NaN"
         return *loss_and_grad(stack.methods[0], terms), combine([stack.metrics.take()])
 
     (loss, grad, logged), (bad_loss, bad_grad, bad_logged) = result(False), result(True)
@@ -509,20 +528,26 @@ def test_masked_tokens_change_nothing(poison: float, params: dict[str, Any]) -> 
     assert not bool(grad[mask == 0].any()) and bool(grad[mask > 0].all())
 
 
-def test_the_indicator_counts_no_masked_token() -> None:
-    stack = start_stack(epo(smoothing="indicator"))
-    terms = terms_of([[1.0, 5.0, 9.0, 9.0]], 0.5, 2.0, [[1, 1, 0, 0]])
+@pytest.mark.parametrize(("smoothing", "mean"), [("indicator", 0.05), ("relu", 3.0)])
+def test_metrics_count_no_masked_token(smoothing: str, mean: float) -> None:
+    """Without a lower bound the entropy 0 that stands in for a masked token would be within."""
+    stack = start_stack(epo(smoothing=smoothing))
+    terms = terms_of([[1.0, 5.0, 9.0, 9.0]], -NO_BOUND, 2.0, [[1, 1, 0, 0]])
     stack.one("regularize", terms)
-    assert combine([stack.metrics.take()])["epo/penalty"] == pytest.approx(0.05)  # 0.1 on one of two
+    assert combine([stack.metrics.take()]) == pytest.approx({"epo/within": 0.5, "epo/penalty": mean})
 
 
-def test_low_precision_is_raised_inside() -> None:
-    terms = terms_of([[0.31, 2.7]], 1.0, 2.0, dtype=torch.bfloat16)
-    term = epo(entropy_coeff=1.0).regularize(terms)
-    assert term.dtype in (torch.float32, torch.float64)
+@pytest.mark.parametrize("params", [{}, {"mode": "seq"}, {"smooth_coeff": 0}])
+def test_low_precision_is_raised_inside(params: dict[str, Any]) -> None:
+    """Entropies in bfloat16 beside columns in float32, as hosts give them."""
+    terms = terms_of([[0.31, 2.7, 1.13]], 1.0, 1.3, turn=0.0, dtype=torch.bfloat16)
+    terms = terms.replace(columns={name: column.float() for name, column in terms.columns.items()})
+    term = epo(entropy_coeff=0.3, **params).regularize(terms)
+    assert term.dtype == torch.float32
     h = terms.entropies.detach().double()
-    wanted = 2 * ((1 - h).relu() + (h - 2).relu()) - h
-    torch.testing.assert_close(term.detach().double(), wanted, rtol=1e-6, atol=1e-6)
+    compared = h.mean().expand_as(h) if "mode" in params else h
+    outside = 0 if "smooth_coeff" in params else 2 * ((1 - compared).relu() + (compared - 1.3).relu())
+    torch.testing.assert_close(term.detach().double(), 0.3 * (outside - h), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["token", "seq"])
