@@ -662,6 +662,13 @@ def test_refused_without_turns_unless_there_is_one_corridor() -> None:
         preflight(build_stack("epo", {"epo": params}), host(missing=missing))
 
 
+@pytest.mark.parametrize("need", ["tokens", "entropies", "current_entropies"])
+@pytest.mark.parametrize("params", [{"corridor": "batch"}, {"smooth_coeff": 0}])
+def test_refused_where_the_host_has_no_entropies(need: str, params: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the host says why not"):
+        preflight(build_stack("epo", {"epo": params}), host(missing={need: "the host says why not."}))
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
