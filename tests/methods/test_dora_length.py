@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.dora import DoraLength
 from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.rollouts import Completion, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, start_stack
@@ -60,14 +60,18 @@ def percentile(values: list[float], q: float) -> float:
 
 def loop(batches: list[list[tuple[int, bool]]], shares: tuple[float, ...], q: float, threshold: float, window: int):
     """The limits in use, batch by batch, in plain Python."""
-    stage, kept, limits = 0, [], []
+    stage, limits = 0, []
+    kept: list[list[float]] = []  # by batch
     for rows in batches:
         limit = int(shares[stage] * LONGEST)
         limits.append(limit)
         if stage + 1 == len(shares):
             continue
-        kept = [*kept, *((limit if cut else min(n, limit)) / limit for n, cut in rows)][-window:]
-        if len(kept) == window and percentile(kept, q) >= threshold:
+        kept.append([(limit if cut else min(n, limit)) / limit for n, cut in rows])
+        while sum(len(b) for b in kept[1:]) >= window:
+            kept.pop(0)
+        lengths = [x for b in kept for x in b]
+        if len(lengths) >= window and percentile(lengths, q) >= threshold:
             stage, kept = stage + 1, []
     return limits
 
@@ -89,6 +93,22 @@ def test_limits_are_those_of_a_plain_loop(batches: Any, q: float, threshold: flo
         lengths = [min(n, row.max_tokens) for n, _ in rows]
         observed(stack, batch(lengths, row.payload, [cut for _, cut in rows]))
     assert limits == loop(batches, shares, q, threshold, window)
+    assert limits == loop([rows[::-1] for rows in batches], shares, q, threshold, window), "in any order of rows"
+
+
+@pytest.mark.parametrize("lengths", [[0] * 4 + [30] * 4, [30] * 4 + [0] * 4])
+def test_a_batch_larger_than_the_window_counts_as_a_whole(lengths: list[int]) -> None:
+    stack = started(window=4, percentile=40.0)
+    assert observed(stack, batch(lengths, planned(stack)[0].payload))["percentile"] == 0.0
+    assert planned(stack)[0].max_tokens == 30
+
+
+def test_the_oldest_batch_leaves_when_the_others_fill_the_window() -> None:
+    stack = started(window=4, percentile=0.0)
+    payload = planned(stack)[0].payload
+    assert "percentile" not in observed(stack, batch([1] * 3, payload))
+    assert observed(stack, batch([28, 29, 29], payload))["percentile"] == pytest.approx(1 / 30), "3 are too few"
+    assert observed(stack, batch([28], payload))["percentile"] == pytest.approx(28 / 30)
 
 
 def test_it_rises_once_and_counts_again() -> None:
@@ -96,12 +116,12 @@ def test_it_rises_once_and_counts_again() -> None:
     first = planned(stack)
     assert [r.max_tokens for r in first] == [30] * 4 and first[0].payload == {"dora_length": 0}
     logged = observed(stack, batch([28] * 7 + [29], first[0].payload))
-    assert logged == {"percentile": pytest.approx(28.3 / 30), "stage": 0, "limit": 30}  # below 0.95
+    assert logged == {"percentile": pytest.approx(28.3 / 30), "stage": 0, "limit": 30, "counted": 8}  # below 0.95
     logged = observed(stack, batch([29] * 8, first[0].payload))
-    assert logged == {"percentile": pytest.approx(29 / 30), "stage": 1, "limit": 35}
+    assert logged == {"percentile": pytest.approx(29 / 30), "stage": 1, "limit": 35, "counted": 8}
     second = planned(stack)[0]
     logged = observed(stack, batch([35] * 4, second.payload))
-    assert logged == {"stage": 1, "limit": 35}, "the window begins again"
+    assert logged == {"stage": 1, "limit": 35, "counted": 4}, "the window begins again"
     observed(stack, batch([35] * 4, second.payload))
     assert planned(stack)[0].max_tokens == 40
     assert "percentile" not in observed(stack, batch([40] * 8, planned(stack)[0].payload)), "the last stage"
@@ -118,6 +138,18 @@ def test_what_does_not_count() -> None:
     mixed = batch([3, 30, 30, 30, 30], [None, payload, payload, payload, payload])
     observed(stack, mixed.subset(torch.tensor([True] * 5)))
     assert planned(stack)[0].max_tokens == 35
+
+
+def test_rollouts_made_elsewhere_do_not_count() -> None:
+    """Replayed, foreign and prefixed rows keep the limit, and say nothing about it."""
+    stack = started(window=4)
+    given = (Completion((5,) * 38, (-1.0,) * 38),) * 4
+    for changes in ({"given": given}, {"prefix": (5, 6)}):
+        (row, *_) = planned(stack, **changes)
+        assert row.max_tokens == 30 and row.payload is None
+        assert planned(stack, payload={"other": 1}, **changes)[0].payload == {"other": 1}
+        logged = observed(stack, batch([38] * 8, row.payload))
+        assert logged == {"stage": 0, "limit": 30, "counted": 0} and planned(stack)[0].max_tokens == 30
 
 
 def test_a_rollout_of_several_rows_has_the_length_of_its_longest_row() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.method import Idle, Method
 from rl_plugins.methods.dora.loss import PAPER
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
@@ -22,19 +22,22 @@ class DoraLength(Method):
 
         every planned row is cut at L_s tokens
         once `window` rollouts of stage s are there:   s = s + 1  if  percentile(length / L_s) >= threshold
-        the window begins again where the stage rises; else its oldest rollouts leave
+        the window begins again where the stage rises; else its oldest batches leave
 
     Symbols: lengths in tokens of the completion; a truncated rollout has the length L_s. The percentile interpolates
     linearly between two lengths. The defaults 0.75, 0.875, 1 are the report's 48K, 56K and 64K of 64K tokens.
 
-    Special cases: rollouts of an earlier stage (asynchronous modes plan ahead) do not count. A rollout of several rows
-    has the length of its longest row. A row that another method limits further keeps that limit, and its rollouts do
-    not count. The host's limit holds in any case, and in evaluation it is the only one. At the last stage nothing is
-    counted any more.
+    A window holds whole batches, the fewest latest ones with `window` rollouts, so the order of rows changes nothing.
 
-    State: the stage, and the lengths of the window.
+    Special cases: rollouts of an earlier stage (asynchronous modes plan ahead) do not count. Rollouts of a plan row
+    with given completions (replayed, foreign) or a prefix do not count either. A rollout of several rows has the length
+    of its longest row. A row that another method limits further keeps that limit, and its rollouts do not count. The
+    host's limit holds in any case, and in evaluation it is the only one. At the last stage nothing is counted any more.
 
-    Logs: `limit`, tokens, of the next batch; `percentile`, of length / limit in the window, once it is full; `stage`.
+    State: the stage, and the lengths of the window by batch.
+
+    Logs: `limit`, tokens, of the next batch; `percentile`, of length / limit in the window, once it is full; `stage`;
+    `counted`, rollouts of the batch that count, before the last stage.
 
     Raises:
         ConfigError: `shares` that do not rise, or a first limit below one token.
@@ -58,6 +61,14 @@ class DoraLength(Method):
         "The report's limits are 48K, 56K and 64K tokens. Here they are shares of the host's limit.",
     )
 
+    idle = (
+        Idle(
+            {"counted": 0},
+            "no rollout counts, so the limit cannot rise. Another method gives all completions, puts a prefix before "
+            "them, or sets a lower limit.",
+        ),
+    )
+
     @dataclass(frozen=True)
     class Params(MethodParams):
         shares: tuple[float, ...] = param(
@@ -65,7 +76,7 @@ class DoraLength(Method):
         )
         percentile: float = param(90.0, "percentile of the lengths that is compared with the limit", ge=0, le=100)
         threshold: float = param(0.95, "share of the limit at which it is raised", gt=0, le=1)
-        window: int = param(256, "number of latest rollouts that count", ge=1)
+        window: int = param(256, "least number of latest rollouts that count, in whole batches", ge=1)
 
         def check(self) -> None:
             rising = all(a < b for a, b in zip(self.shares, self.shares[1:], strict=False))
@@ -85,7 +96,7 @@ class DoraLength(Method):
 
     def start(self, run: Run) -> None:
         self._longest = run.max_completion_length
-        self.state = {"stage": 0, "lengths": torch.zeros(0, dtype=torch.float64)}
+        self.state = {"stage": 0, "lengths": []}
 
     @property
     def _limit(self) -> int:
@@ -96,25 +107,30 @@ class DoraLength(Method):
         rows = []
         for row in plan.rows:
             if row.max_tokens is None or row.max_tokens >= limit:
-                row = row.replace(max_tokens=limit, payload={**(row.payload or {}), self.name: stage})
+                counts = {} if row.given or row.prefix else {self.name: stage}
+                row = row.replace(max_tokens=limit, payload={**(row.payload or {}), **counts} or row.payload)
             rows.append(row)
         return plan.replace(rows=tuple(rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         p, stage = self.params, self.state["stage"]
         if stage + 1 < len(p.shares):
-            lengths = torch.cat([self.state["lengths"], self._lengths(rollouts)])[-p.window :]
-            if len(lengths) == p.window:
+            batches = [*self.state["lengths"], self._lengths(rollouts)]
+            self.log("counted", len(batches[-1]))
+            while sum(map(len, batches[1:])) >= p.window:
+                batches = batches[1:]
+            lengths = torch.cat(batches)
+            if len(lengths) >= p.window:
                 reached = float(torch.quantile(lengths, p.percentile / 100))
                 self.log("percentile", reached)
                 if reached >= p.threshold:
-                    stage, lengths = stage + 1, lengths[:0]
-            self.state = {"stage": stage, "lengths": lengths}
+                    stage, batches = stage + 1, []
+            self.state = {"stage": stage, "lengths": batches}
         self.log("stage", stage)
         self.log("limit", self._limit)
 
     def _lengths(self, rollouts: Rollouts) -> Tensor:
-        """(rollouts,) length / limit of the rollouts that were planned at this stage, in the order of the batch."""
+        """(rollouts,) length / limit of the rollouts that count."""
         payload = rollouts.payload or [None] * len(rollouts)
         now = [isinstance(p, Mapping) and p.get(self.name) == self.state["stage"] for p in payload]
         of_stage = torch.tensor(now, dtype=torch.bool)
