@@ -73,6 +73,19 @@ def test_a_smaller_plan_is_filled_with_further_prompts_which_are_planned_too():
     assert calls == [(3, 12), (3, 6)] and stack.extra_prompts >= 3
 
 
+def test_groups_that_are_all_spare_do_not_make_a_batch_ask_for_too_many_prompts() -> None:
+    """Two of three prompts are probes: two further prompts are wanted, and no more are drawn."""
+    asked = []
+
+    def probing(plan):
+        asked.append(len(plan.rows))
+        probes = 0 if plan.rows[0].group else 2
+        return plan.replace(rows=tuple(r.replace(n=0, spare=4) for r in plan.rows[:probes]) + plan.rows[probes:])
+
+    plan = plan_of(method(plan=probing))
+    assert [(r.n, r.spare) for r in plan.rows] == [(0, 4)] * 2 + [(4, 0)] * 3 and asked == [3, 2]
+
+
 def test_a_plan_of_one_under_a_group_size_of_two_takes_twice_as_many_prompts():
     plan = plan_of(method(plan=each(lambda r: r.replace(n=1))), proposal=(0, 1, 2, 3), group_size=2)
     assert [r.n for r in plan.rows] == [1] * 8 and len({r.prompt_index for r in plan.rows}) == 8

@@ -62,7 +62,7 @@ def first_plan(
         while rows and sum(r.n for r in added) > room:  # of further prompts only those that fit, in whole groups
             added = [r for r in added if r.group != added[-1].group]
         rows += added
-        trained, groups = sum(r.n for r in rows), len({r.group for r in rows})
+        trained, groups = sum(r.n for r in rows), len({r.group for r in rows if r.n})
         if not sum(r.n for r in added) or any(m.rounds for m in stack.methods) or pool_size is None:
             break
         more = (budget - trained) // max(1, round(trained / groups))

@@ -9,16 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_method import method
 from test_rollout_replay import PROMPTS, SIZE, Host
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.method import Method
 from rl_plugins.methods.dora import DoraReuse
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.testing import make_run, one_step
+from rl_plugins.testing import make_run, one_step, start_stack
 
 
 def reuse(**params: Any) -> DoraReuse:
@@ -39,6 +41,17 @@ class Spares(Host):
         decision = one_step(stack, rollouts, tokens, budget=SIZE * self.groups)
         logged = {k.removeprefix("dora_reuse/"): v for k, v in combine([stack.metrics.take()]).items()}
         return plan, rollouts, decision, logged
+
+
+def made_by_hand(groups: int, reused: int, spare: int) -> int:
+    """Groups that are made: in each call all prompts but one may be spare, in the first one all if some are reused."""
+    left, made = reused + spare, groups
+    spares = min(left, groups - (not reused))
+    left, need = left - spares, spares - reused
+    while need > 0:
+        spares, made = min(left, need - 1), made + need
+        left, need = left - spares, spares
+    return made
 
 
 def groups_of(rollouts: Rollouts, rows: torch.Tensor) -> list[int]:
@@ -71,8 +84,7 @@ def test_every_group_is_accounted_for(
             assert now - key[2] <= staleness
             buffer.remove(key)
         made = [p for p in plan if not p.given]
-        asked = host.groups + int(spare * host.groups)  # one less where all but one of the trained groups are reused
-        assert asked - (len(drawn) == host.groups - 1) <= len(made) <= asked
+        assert len(made) == made_by_hand(host.groups, len(drawn), int(spare * host.groups))
         assert sum(p.n for p in plan) == SIZE * host.groups, "as many rows as the batch holds"
         number = [p.group for p in plan]
         assert len(set(number)) == len(number) and sorted({p.prompt_index for p in made}) == sorted(
@@ -125,6 +137,65 @@ def test_a_resumed_run_reuses_the_same_groups(tmp_path: Any) -> None:
         assert torch.equal(same.reward, rollouts.reward) and torch.equal(chosen.trained, decision.trained)
         reused += sum(bool(p.given) for p in plan)
     assert reused > 0
+
+
+def alone_or_beside(*before: Method, **params: Any) -> Spares:
+    host = object.__new__(Spares)
+    host.stack = start_stack(*before, reuse(**params), run=make_run(group_size=SIZE))
+    host.groups, host.levels, host.sizes, host.made = 4, 2, False, []
+    return host
+
+
+def test_a_group_that_loses_one_row_is_counted_once() -> None:
+    last = method("last", select=lambda r: r.rollout < SIZE - 1)
+    host, before, trained = alone_or_beside(last, spare_share=1.0, reuse_ratio=0.5), 0.0, 0.0
+    for _ in range(6):
+        _, _, _, logged = host.step()
+        gone = sum(logged[name] for name in ("no_signal", "trained", "dropped", "expired", "buffer"))
+        assert logged["made"] + before == gone
+        before, trained = logged["buffer"], trained + logged["trained"]
+    assert trained > 6
+
+
+def test_a_grading_that_failed_does_not_return_as_a_wrong_answer() -> None:
+    def rewards(rollouts: Rollouts) -> torch.Tensor:
+        fresh = torch.tensor([p is None for p in rollouts.payload or ()])  # a given completion is not graded again
+        return torch.where(fresh & (rollouts.rollout == 0) & (rollouts.group % 2 == 0), torch.nan, rollouts.reward)
+
+    host, failed, reused = (
+        alone_or_beside(method("grader", rewards=rewards), spare_share=1.0, reuse_ratio=0.5),
+        set(),
+        0,
+    )
+    for _ in range(8):
+        plan, rollouts, decision, _ = host.step()
+        reward, ids = decision.rollouts.reward, rollouts.token_ids
+        assert ids is not None
+        for row, payload in enumerate(rollouts.payload or ()):
+            key = (int(rollouts.prompt_index[row]), tuple(ids.completion[row].tolist()))
+            if payload is None and bool(torch.isnan(reward[row])):
+                failed.add(key)
+            assert payload is None or key not in failed
+        reused += sum(bool(p.given) for p in plan)
+    assert len(failed) > 8 and reused > 3
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_no_prompt_is_drawn_that_is_not_made(share: float) -> None:
+    method = reuse(reuse_ratio=0.0, spare_share=share)
+    stack = start_stack(method, run=make_run(group_size=8, dataset_size=10**5))
+    plan = first_plan(stack, range(64), 8, 8 * 64, 10**5)
+    spare = int(64 * share)
+    assert len(plan.rows) == 64 + spare and plan.trained == 8 * 64
+    assert spare <= stack.extra_prompts <= spare + 2, "but for those that the batch has already"
+
+
+def test_another_number_of_rollouts_is_refused() -> None:
+    one = method("doubled", plan=lambda plan: None, decides_rollouts=True)
+    with pytest.raises(ConfigError, match="`doubled` and `dora_reuse` both decide how many rollouts prompts get"):
+        start_stack(one, reuse())
+    assert not reuse(reuse_ratio=0.0, spare_share=0.0).decides_rollouts and reuse(reuse_ratio=0.0).decides_rollouts
+    assert DoraReuse.min_group_size == 2, "one rollout has no signal"
 
 
 def test_neither_ratio_nor_spares_only_filter() -> None:

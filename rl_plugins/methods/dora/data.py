@@ -61,6 +61,7 @@ class DoraData(Method):
     problems = ("no_signal",)
     goes_with = {
         "dora_loss": "The paper's loss: masked rows still count in its divisor.",
+        "dora_reuse": "Fills the places of groups that left. Name it after this method.",
     }
     use_when = "Some gradings fail or answers are cut off, and neither says that the answer is wrong."
     avoid_when = "Rewards are not accuracies: a group of equal rewards other than 0 and 1 stays, and trains nothing."
@@ -70,8 +71,8 @@ class DoraData(Method):
     )
     disagreements = (
         "What was read is the report itself, in full; its training code was not published.",
-        "The report draws further prompts until the batch is full. Here the batch is smaller; verl's asynchronous "
-        "modes fill it.",
+        "The report draws further prompts until the batch is full. Here the batch is smaller. `dora_reuse` generates "
+        "spare prompts for it in synchronous modes; verl's asynchronous modes fill it.",
         "The report does not say how it finds repetition loops, and whether masked rows count in the statistics of "
         "their group. `truncated` selects; a failed grading has no reward that could count.",
         "The report pins every response to one version. `pure: drop` is the part of that which the hosts allow.",

@@ -37,9 +37,11 @@ class DoraReuse(RolloutReplay):
 
     Symbols: groups are those of the plan; versions are published weights.
 
-    Special cases: fewer than F groups with a signal make a smaller batch. A surplus group that cannot be stored
-    (`rollout_replay` says which) is dropped; so are all with `reuse_ratio: 0`. With `spare_share: 0`, too, this method
-    only filters.
+    Special cases: fewer than F groups with a signal make a smaller batch. Fewer groups are made where the spare ones and
+    the reused ones outnumber the batch, because further prompts come only with rows that are trained. A surplus group that cannot be stored
+    (`rollout_replay` says which) is dropped. So is one with a NaN reward: given completions are not scored again, and a
+    grading that failed would return as a wrong answer. All are dropped with `reuse_ratio: 0`. With `spare_share: 0`,
+    too, this method only filters.
 
     State: the stored groups, as tensors, and the groups of a batch.
 
@@ -82,6 +84,8 @@ class DoraReuse(RolloutReplay):
         "may be smaller.",
         "In the report's synchronous mode surplus prompts may be drawn again. Here they are stored.",
     )
+    min_group_size = 2
+    decides_rollouts = True
     paper_settings = {}
     idle = (
         Idle(
@@ -105,6 +109,7 @@ class DoraReuse(RolloutReplay):
         self._group_size = self._spare = 0
         if not self.params.reuse_ratio:
             self.needs, self.replays = frozenset({"prompt_index"}), False
+            self.decides_rollouts = self.params.spare_share > 0
 
     def check(self, run: Run) -> None:
         if run.buffered:
@@ -172,10 +177,12 @@ class DoraReuse(RolloutReplay):
         self.log("made", count(~reused))
         self.log("reused", count(reused))
         self.log("trained", count(trained & rollouts.kept))
-        self.log("no_signal", count(~rollouts.kept))
+        self.log("no_signal", rollouts.groups.count - count(rollouts.kept))  # a group may have lost some rows only
         made = Buffer.empty(rollouts.rewards.shape[1])
-        if p.reuse_ratio and bool(surplus.any()):
-            made, _ = self._made(rollouts, tokens, surplus)
+        scored = rollouts.groups.max(torch.isnan(rollouts.reward).double()) == 0
+        usable = surplus & rollouts.groups.rows(scored)
+        if p.reuse_ratio and bool(usable.any()):
+            made, _ = self._made(rollouts, tokens, usable)
         self.log("stored", len(made))
         self.log("dropped", count(surplus) - len(made))
         if not p.reuse_ratio:
