@@ -37,11 +37,11 @@ class DoraReuse(RolloutReplay):
 
     Symbols: groups are those of the plan; versions are published weights.
 
-    Special cases: fewer than F groups with a signal make a smaller batch. Fewer groups are made where the spare ones and
-    the reused ones outnumber the batch, because further prompts come only with rows that are trained. A surplus group that cannot be stored
-    (`rollout_replay` says which) is dropped. So is one with a NaN reward: given completions are not scored again, and a
-    grading that failed would return as a wrong answer. All are dropped with `reuse_ratio: 0`. With `spare_share: 0`,
-    too, this method only filters.
+    Special cases: fewer than F groups with a signal make a smaller batch. Fewer groups are made where the spare ones
+    and the reused ones outnumber the batch, because further prompts come only with rows that are trained. A surplus
+    group that cannot be stored (`rollout_replay` says which) is dropped. So is one with a NaN reward: given completions
+    are not scored again, and a grading that failed would return as a wrong answer. A ratio of 0 drops all of them;
+    without spare prompts, too, this method only filters.
 
     State: the stored groups, as tensors, and the groups of a batch.
 
