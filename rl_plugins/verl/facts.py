@@ -389,6 +389,12 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
             f"groups, each of {read.group_size} rollouts. {sync}"
         )
+    whole = ", ".join(f"`{m.name}`" for m in stack.methods if m.whole_batch)
+    if whole and read.mode != "sync":
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and {read.mode} takes groups one by "
+            f"one out of a buffer, so they may be trained in different batches. {sync}"
+        )
     if stack.rows_per_rollout > 1 and read.mode != "sync":
         names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
         yield (
@@ -402,7 +408,13 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
             f"columns {', '.join(media)}. Remove the method."
         )
-    if read("algorithm.filter_groups.enable", False) and stack.claimed("plan", "select_prompts"):
+    filtering = bool(read("algorithm.filter_groups.enable", False))
+    if whole and filtering:
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and algorithm.filter_groups takes "
+            f"some of them out and draws others. Set algorithm.filter_groups.enable=False, or remove the method."
+        )
+    elif filtering and stack.claimed("plan", "select_prompts"):
         yield (
             f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
             f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."

@@ -148,6 +148,12 @@ def _problems(stack: MethodStack, given: KnownAsync) -> list[str]:
         for m in stack.methods
         if m.rounds
     ]
+    problems += [
+        f"`{m.name}` needs the prompts that were planned together in one batch, and TRL's asynchronous trainer takes "
+        f"groups one by one out of a queue, so they may be trained in different steps. Use rl_plugins.trl.GRPOTrainer."
+        for m in stack.methods
+        if m.whole_batch
+    ]
     if not stack.claims["policy_loss"]:
         problems += [
             f"`{m.name}` holds the weight of the policy that sampled, and so does the ratio in the loss of TRL's "
