@@ -824,7 +824,9 @@ def test_whole_batches_are_refused_beside_groups_that_wait(other):
     together = type("Together", (Method,), {"name": "together", "whole_batch": True, "rewards": lambda self, r: None})
     (waiting,) = build_stack([other]).methods
     for methods in ([together(), waiting], [waiting, together()]):
-        with pytest.raises(ConfigError, match=f"`together` needs the prompts .* in one batch, and `{other}` lets groups"):
+        with pytest.raises(
+            ConfigError, match=f"`together` needs the prompts .* in one batch, and `{other}` lets groups"
+        ):
             MethodStack(methods)
     assert MethodStack([together()]).names == ["together"]
 

@@ -78,6 +78,10 @@ class Reader:
     def rows_per_update(self) -> int:
         return int(self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)) * self.group_size
 
+    @property
+    def batch_rows(self) -> int:
+        return int(self("data.train_batch_size", 1)) * self.group_size // self.batches_per_global_step
+
 
 @dataclass(frozen=True)
 class Known:
@@ -112,6 +116,7 @@ class Known:
             total_batches=batches,
             max_completion_length=self.read("data.max_response_length"),
             rows_per_update=self.read.rows_per_update,
+            batch_rows=self.read.batch_rows,
             buffered=self.read.mode != "sync",
             keeps_versions=self.read.mode == "separate_async",
         )
@@ -199,7 +204,7 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
         defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
         run=_early_run(read, settings),
         group_option="actor_rollout_ref.rollout.n",
-        batch_rows=read("data.train_batch_size", 1) * read.group_size // read.batches_per_global_step,
+        batch_rows=read.batch_rows,
     )
 
 

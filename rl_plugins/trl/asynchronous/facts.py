@@ -99,6 +99,7 @@ def run_of(given: KnownAsync) -> Run:
         total_batches=steps,
         max_completion_length=a.max_completion_length,
         rows_per_update=rows,
+        batch_rows=rows,
     )
 
 
