@@ -53,10 +53,11 @@ class PsGrpo(Method):
     Symbols: r, Acc and the reward are (rows,) float64.
 
     Special cases: wordings without a rollout in the batch are left out of the mean. A rollout that is alone, because
-    its set has no other wording or its column is empty, has no reward (NaN); if all are alone, their reward is 0, so that the batch trains nothing, with a warning. A row without a reward (NaN) has none
-    afterwards, and no other is compared with it. A rollout of several rows is its last row's text and counts once. A
-    text without a word is similar to none (0), so silence is not rewarded. A wording without an answer in
-    `answer_column` has Acc = 0. A prompt that is in several groups is one wording.
+    its set has no other wording or its column is empty, has no reward (NaN). If all of a batch are alone, the reward is
+    0 and the batch trains nothing, with a warning. A row without a reward (NaN) has none afterwards, and no other is
+    compared with it. A rollout of several rows is its last row's text and counts once. A text without a word is similar
+    to none (0), so silence is not rewarded. A wording without an answer in `answer_column` has Acc = 0. A prompt that
+    is in several groups is one wording.
 
     State: numbers of the sets that are still to come in this epoch, and the epoch. The order of an epoch and the
     sampled comparisons come from `self.rng`.
