@@ -88,7 +88,7 @@ class PsGrpo(Method):
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
     use_when = "The answer must not change with the wording of a question or with what was retrieved for it."
-    avoid_when = "The dataset has one wording per question, or nothing beside the similarity holds the answers apart."
+    avoid_when = "The dataset has one wording per question, or only the similarity says which answers are good."
     cost = (
         "No extra rollouts. The comparisons run on the driver between generation and update; benchmarks/README.md has "
         "the time per batch. Sets that do not divide the batch leave places of it empty."
