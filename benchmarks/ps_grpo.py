@@ -2,8 +2,8 @@
 
 The batch has sets of 6 wordings (the last one of 2). A text has about 30 or 200 tokens, drawn from 5,000 words by
 Zipf's law; a rollout shares about half of them with the others of its set. The time is that of the hook `rewards`:
-tokens, comparisons, rewards. In the same repetition the arms take turns; the baseline is a plain loop over pairs for the
-default (BLEU-2, sampled), which counts n-grams once per text.
+tokens, comparisons, rewards. In the same repetition the arms take turns; the baseline is a plain loop over pairs for
+the default (BLEU-2, sampled), which counts n-grams once per text.
 
     python benchmarks/ps_grpo.py --out benchmarks/ps_grpo.json
 """
