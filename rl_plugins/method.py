@@ -237,6 +237,9 @@ class Method:
         aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
             weights: plain sum over the optimizer step).
         whole_groups: `before_update` needs complete groups in every optimizer step.
+        whole_batch: True: prompts that were planned together must be in one batch when they are rewarded and trained.
+            Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's asynchronous
+            trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
         example_params: an example of each parameter that must be given (a judge, say); shown by `rl-plugins info`.
@@ -275,6 +278,7 @@ class Method:
     trains: ClassVar[bool] = True
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
     whole_groups: bool = False
+    whole_batch: bool = False
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
     example_params: ClassVar[Mapping[str, Any]] = {}

@@ -282,6 +282,7 @@ class Run:
         chat: tokenizer and chat template of the policy: texts of other sources become token ids with them. In `start`
             only; None before the model is there.
         rows_per_update: rows per optimizer step of all processes, if every row is trained; None if not known.
+        batch_rows: rows that a generation batch trains; None if not known.
         buffered: the host takes batches out of a buffer that counts groups, so a plan has as many groups as it was
             given (verl's asynchronous modes).
         keeps_versions: the host keeps older weights, so that old log-probs are of the weights that generated each token
@@ -303,6 +304,7 @@ class Run:
     fingerprint: str = ""
     chat: Chat | None = None
     rows_per_update: int | None = None
+    batch_rows: int | None = None
     buffered: bool = False
     keeps_versions: bool = False
     reward_functions: tuple[RewardFunction, ...] = ()

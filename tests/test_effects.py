@@ -55,6 +55,14 @@ def writes(*turns: str) -> Callable[[str], Mapping[str, float]]:
     return model
 
 
+def sets_of_four(rollouts: Any) -> Any:
+    """Texts that differ from rollout to rollout, in sets of four wordings."""
+    of_row = list(zip(rollouts.prompt_index.tolist(), rollouts.rollout.tolist(), strict=True))
+    words = ["the", "answer", "to", "this", "question", "is", "1", "2", "3"]
+    texts = [" ".join(w for w in words if draw(i, j, w, rollouts.batch) < 0.6) for i, j in of_row]
+    return rollouts.replace(text=texts, meta={**rollouts.meta, "paraphrase_set_id": [i // 4 for i, _ in of_row]})
+
+
 class Bench:
     """An environment whose answers depend on the action and on how many came before."""
 
@@ -352,6 +360,10 @@ CASES: dict[str, Case] = {
     ),
     # their effect is on updates, whose KL generated batches do not have
     "ppo_million": Case(elsewhere=("window", "test", "alpha", "kl_share", "factor", "max_cuts")),
+    "ps_grpo": Case(
+        World(prepare=sets_of_four),
+        {"set_column": ["answer"], "similarity": [lambda a, b: [0.5] * len(a)], "answer_column": ["prompt"]},
+    ),
     "rtv_pdr": Case(
         World(model=writes("Best: 1", "Best: 2", "1 or 2", "aa"), max_tokens=100),
         {

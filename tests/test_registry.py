@@ -390,6 +390,7 @@ def set_in_init(**values):
         ({"trains": None}, "`Mine.trains` is None; it must be True or False."),
         ({"rounds": "yes"}, "`Mine.rounds` is 'yes'; it must be True or False."),
         ({"whole_groups": 2}, "`Mine.whole_groups` is 2; it must be True or False."),
+        ({"whole_batch": "yes"}, "`Mine.whole_batch` is 'yes'; it must be True or False."),
         ({"forces_tokens": None}, "`Mine.forces_tokens` is None; it must be True or False."),
         ({"rows_per_rollout": 0}, "`Mine.rows_per_rollout` is 0; it must be a whole number of at least 1."),
         ({"rows_per_rollout": True}, "`Mine.rows_per_rollout` is True; it must be a whole number"),

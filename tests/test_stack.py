@@ -819,6 +819,18 @@ def test_a_part_of_a_bundle_that_decides_it_too_is_refused_with_the_way_out():
         build_stack(["gdpo", "brpo"], {"brpo": {"judge": len}})
 
 
+@pytest.mark.parametrize("other", ["april", "areal_admission"])
+def test_whole_batches_are_refused_beside_groups_that_wait(other):
+    together = type("Together", (Method,), {"name": "together", "whole_batch": True, "rewards": lambda self, r: None})
+    (waiting,) = build_stack([other]).methods
+    for methods in ([together(), waiting], [waiting, together()]):
+        with pytest.raises(
+            ConfigError, match=f"`together` needs the prompts .* in one batch, and `{other}` lets groups"
+        ):
+            MethodStack(methods)
+    assert MethodStack([together()]).names == ["together"]
+
+
 def test_every_two_built_in_methods_that_decide_it_are_refused():
     deciding = []
     for name in registry.all_names():

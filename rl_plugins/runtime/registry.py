@@ -356,6 +356,7 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "rounds": (lambda v: isinstance(v, bool), "True or False"),
     "full_batch": (lambda v: isinstance(v, bool), "True or False"),
     "whole_groups": (lambda v: isinstance(v, bool), "True or False"),
+    "whole_batch": (lambda v: isinstance(v, bool), "True or False"),
     "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
     "min_group_size": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),

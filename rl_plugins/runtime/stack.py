@@ -93,7 +93,7 @@ class MethodStack(Context):
 
     Raises:
         ConfigError: two methods claim the same exclusive hook, decide how many rollouts prompts get, or aggregate
-            losses differently.
+            losses differently; one needs whole batches, and another lets groups wait.
     """
 
     def __init__(
@@ -123,6 +123,12 @@ class MethodStack(Context):
             if HOOKS[hook].kind == "exclusive":
                 _only_one(claimants, f"`{hook}`", self.bundle_of)
         _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
+        whole = [m.name for m in methods if m.whole_batch]
+        for m in self.claims["admit"] if whole else ():
+            raise ConfigError(
+                f"`{whole[0]}` needs the prompts that were planned together in one batch, and `{m.name}` lets groups "
+                f"wait for a later batch. Remove `{whole[0]}` or `{m.name}` from `methods`."
+            )
         sums = {m.aggregation for m in self.claims["policy_loss"] + self.claims["regularize"]}
         if len(sums) > 1:
             names = [f"`{m.name}` ({m.aggregation})" for m in self.claims["policy_loss"] + self.claims["regularize"]]

@@ -225,6 +225,7 @@ def run_of(known: KnownRun) -> Run:
         rows_per_update=known.args.generation_batch_size
         * known.args.gradient_accumulation_steps
         // known.args.steps_per_generation,
+        batch_rows=known.args.generation_batch_size,
     )
 
 

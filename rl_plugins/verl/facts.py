@@ -78,6 +78,10 @@ class Reader:
     def rows_per_update(self) -> int:
         return int(self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)) * self.group_size
 
+    @property
+    def batch_rows(self) -> int:
+        return int(self("data.train_batch_size", 1)) * self.group_size // self.batches_per_global_step
+
 
 @dataclass(frozen=True)
 class Known:
@@ -112,6 +116,7 @@ class Known:
             total_batches=batches,
             max_completion_length=self.read("data.max_response_length"),
             rows_per_update=self.read.rows_per_update,
+            batch_rows=self.read.batch_rows,
             buffered=self.read.mode != "sync",
             keeps_versions=self.read.mode == "separate_async",
         )
@@ -199,7 +204,7 @@ def verl_facts(stack: MethodStack, settings: Settings, config: Any) -> HostFacts
         defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
         run=_early_run(read, settings),
         group_option="actor_rollout_ref.rollout.n",
-        batch_rows=read("data.train_batch_size", 1) * read.group_size // read.batches_per_global_step,
+        batch_rows=read.batch_rows,
     )
 
 
@@ -389,6 +394,12 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
             f"groups, each of {read.group_size} rollouts. {sync}"
         )
+    whole = ", ".join(f"`{m.name}`" for m in stack.methods if m.whole_batch)
+    if whole and read.mode != "sync":
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and {read.mode} takes groups one by "
+            f"one out of a buffer, so they may be trained in different batches. {sync}"
+        )
     if stack.rows_per_rollout > 1 and read.mode != "sync":
         names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
         yield (
@@ -402,7 +413,13 @@ def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
             f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
             f"columns {', '.join(media)}. Remove the method."
         )
-    if read("algorithm.filter_groups.enable", False) and stack.claimed("plan", "select_prompts"):
+    filtering = bool(read("algorithm.filter_groups.enable", False))
+    if whole and filtering:
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and algorithm.filter_groups takes "
+            f"some of them out and draws others. Set algorithm.filter_groups.enable=False, or remove the method."
+        )
+    elif filtering and stack.claimed("plan", "select_prompts"):
         yield (
             f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
             f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."

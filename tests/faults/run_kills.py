@@ -44,6 +44,7 @@ RUNS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "grpo_roc": (["grpo_roc"], {}),
     "v0_5": (["v0_5"], {}),
     "swarm_sapo": (["swarm_sapo"], {}),
+    "ps_grpo": (["ps_grpo"], {}),  # an epoch of five batches
     "april": (["april"], {"method_params": {"april": {"over_sampling": 1.5}}, "max_completion_length": 12}),
     "vade, two iterations": (
         ["vade"],
@@ -59,6 +60,9 @@ def trainer(folder: Path, name: str, callbacks: Any = None) -> Any:
         if not (folder / "swarm").exists():
             fill(folder, 40)
         options = {"method_params": {"swarm_sapo": {"exchange": str(folder / "swarm"), "node": "me"}}}
+    data = build_dataset(30, seed=1)
+    if name == "ps_grpo":
+        data = data.add_column("paraphrase_set_id", [i % 10 for i in range(30)])
     settings = dict(
         max_steps=STEPS,
         save_strategy="steps",
@@ -66,7 +70,7 @@ def trainer(folder: Path, name: str, callbacks: Any = None) -> Any:
         learning_rate=0.05,
         optim="adamw_torch",
         max_completion_length=6,
-        dataset=build_dataset(30, seed=1),
+        dataset=data,
     )
     return make(folder, methods, callbacks=callbacks, **{**settings, **options})
 

@@ -99,6 +99,7 @@ def run_of(given: KnownAsync) -> Run:
         total_batches=steps,
         max_completion_length=a.max_completion_length,
         rows_per_update=rows,
+        batch_rows=rows,
     )
 
 
@@ -147,6 +148,12 @@ def _problems(stack: MethodStack, given: KnownAsync) -> list[str]:
         f"asynchronous trainer makes a batch in rounds. Use rl_plugins.trl.GRPOTrainer, or remove the method."
         for m in stack.methods
         if m.rounds
+    ]
+    problems += [
+        f"`{m.name}` needs the prompts that were planned together in one batch, and TRL's asynchronous trainer takes "
+        f"groups one by one out of a queue, so they may be trained in different steps. Use rl_plugins.trl.GRPOTrainer."
+        for m in stack.methods
+        if m.whole_batch
     ]
     if not stack.claims["policy_loss"]:
         problems += [

@@ -34,6 +34,13 @@ class Noop(Probe):
         self.log("reward", rollouts.reward.nanmean())
 
 
+class Together(Noop):
+    """Needs whole batches."""
+
+    name = "together"
+    whole_batch = True
+
+
 class Filter(Probe):
     """The longest row of every group and all of the groups 0, 3, 6, .. leave."""
 

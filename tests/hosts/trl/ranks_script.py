@@ -2,9 +2,9 @@
 
 MODE shards the training through accelerate: fsdp2, zero2 or zero3 (DeepSpeed). CASES is JSON: [[name, methods,
 options], ..]. Options beside those of the config: "real" lets the policy generate; "resume" saves at this step and
-trains once more from that checkpoint; "rows" is the size of the dataset; "evaluate" evaluates every so many steps;
-"swarm" puts so many packages of another node into an exchange. The main rank writes {name: {weights, decisions, logs,
-resumed, ..}}.
+trains once more from that checkpoint; "rows" is the size of the dataset, "sets" that of the sets of its rows;
+"evaluate" evaluates every so many steps; "swarm" puts so many packages of another node into an exchange. The main
+rank writes {name: {weights, decisions, logs, resumed, ..}}.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ LOGGED = (
     "epo/covered",
     "epo/within",
     "epo/penalty",
+    "ps_grpo/consistency",
+    "ps_grpo/distinct_answers",
     "learning_rate",
     "eval_reward",
     "eval_completions/mean_length",
@@ -97,13 +99,18 @@ def kind(trainer):
 
 def run(folder, name, methods, options):
     options = {"output_dir": str(folder / f"out-{name}"), **options}
-    real, resume, evaluate, rows, swarm = (options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows", "swarm"))
+    real, resume, evaluate, rows, swarm, sets = (
+        options.pop(k, 0) for k in ("real", "resume", "evaluate", "rows", "swarm", "sets")
+    )
     if swarm:
         if os.environ.get("RANK", "0") == "0":
             fill(folder / name, swarm)
         options["method_params"] = {"swarm_sapo": {"exchange": str(folder / name / "swarm"), "node": "me"}}
     if rows:
         options["dataset"] = build_dataset(rows, seed=1)
+    if sets:
+        names = [i % (rows // sets) for i in range(rows)]
+        options["dataset"] = options["dataset"].add_column("paraphrase_set_id", names)
     if resume:
         options |= dict(save_strategy="steps", save_steps=resume)
     if evaluate:

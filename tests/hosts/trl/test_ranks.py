@@ -43,6 +43,7 @@ CASES = [
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
     ["passes", ["mc_grpo"], {**PASSES, "resume": 4}],
     ["replay", ["rollout_replay", "minpro"], REPLAY],
+    ["sets", ["ps_grpo"], dict(rows=30, sets=3, max_steps=4, learning_rate=0.05, resume=2)],
     ["swarm", ["swarm_sapo"], dict(max_steps=4, learning_rate=0.05, resume=2, swarm=24)],
 ]
 
@@ -52,6 +53,16 @@ def one_rank(tmp_path_factory):
     code, text, results = launch(tmp_path_factory.mktemp("one"), CASES + SHARDED, 1)
     assert code == 0, text
     return results
+
+
+def sets_of(found):
+    """The sets of all batches, each once a batch: two whole ones, 6 of 8 prompts."""
+    batches = [set(d["prompt"].tolist()) for d in found["decisions"]]
+    sets = [{i % 10 for i in prompts} for prompts in batches]
+    assert [len(names) for names in sets] == [2] * 4, "two sets a batch"
+    for prompts, names in zip(batches, sets, strict=True):
+        assert prompts == {name + 10 * k for name in names for k in range(3)}, "a set was torn apart"
+    return [name for names in sets for name in names]
 
 
 def test_two_ranks_are_one(tmp_path, one_rank):
@@ -65,6 +76,8 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         resumed_alike(run["drive"], batches=1)  # in the middle of a phase
         resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
         resumed_alike(run["swarm"], batches=2)  # so does the inbox
+        resumed_alike(run["sets"], batches=2)  # in the middle of an epoch
+        assert sorted(sets_of(run["sets"])) == sorted(set(sets_of(run["sets"]))), "every set once"
         assert [int((d["prompt"] < 0).sum()) for d in run["swarm"]["decisions"]] == [64, 64, 64, 0]
     assert results["replay"]["logs"]["rl_plugins/staleness_mean"][-1] > 0
     million = results["million"]["logs"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import history, make, stub_sampling, weights
+from methods.ps_grpo_loops import COLUMN, check_ps_grpo
 from sampler_checks import (
     Arms,
     Cascade,
@@ -42,6 +43,12 @@ def sampled(tmp_path: Any, names: list[str], **options: Any) -> tuple[Any, Any, 
     """The trainer, the spy and what was decided in each batch."""
     t, spy = run(tmp_path, names, reward=options.pop("reward", right), **options)
     return t, spy, [batch.decided.decision for batch in spy.batches_of_driver]
+
+
+def with_sets(rows: int, size: int) -> tuple[Any, list[str]]:
+    """A dataset whose rows belong to sets of so many, scattered over it; and the set of each row."""
+    sets = [f"set {i % (rows // size)}" for i in range(rows)]
+    return build_dataset(rows, seed=1).add_column(COLUMN, sets), sets
 
 
 # ---- before the model is loaded
@@ -256,3 +263,42 @@ def test_drive_keeps_the_hardest_and_goes_on_inside_a_phase(tmp_path: Any) -> No
 
 def both(out: Any, name: str) -> tuple[Any, Any]:
     return out[f"{name}_ids"], out[f"{name}_mask"]
+
+
+def test_ps_grpo_keeps_sets_whole_and_compares_wordings(tmp_path: Any) -> None:
+    """An epoch of five batches of two sets of four, then the next one."""
+    data, sets = with_sets(40, 4)
+    params = {"ps_grpo": {"kappa": 3, "s": 8, "gamma": 0.5}}  # the whole sample
+    t, _, decisions = sampled(tmp_path, ["ps_grpo"], dataset=data, max_steps=6, method_params=params)
+    seen = [check_ps_grpo(d, sets, gamma=0.5) for d in decisions]
+    epoch = [name for names in seen[:5] for name in names]
+    assert sorted(epoch) == sorted(set(sets)) and len(seen[5]) == 2, "every set once"
+    assert epoch != list(dict.fromkeys(sets))
+    for number, d in enumerate(decisions):
+        assert bool(d.trained.all()) and d.rollouts.groups.size.tolist() == [8] * 8
+        torch.testing.assert_close(d.row_advantages, centered(d, deviation(1e-4)))
+        own = (d.rollouts.rewards * d.rollouts.reward_weights).sum(1)
+        assert history(t, "ps_grpo/accuracy")[number] == pytest.approx(float(own.mean()))
+        similar = float((d.rollouts.reward - 0.5 * own).mean())
+        assert history(t, "ps_grpo/consistency")[number] == pytest.approx(similar) and 0 < similar < 1
+
+
+def test_ps_grpo_leaves_places_empty_where_no_set_fits(tmp_path: Any) -> None:
+    data, sets = with_sets(30, 3)
+    t, _, decisions = sampled(tmp_path, ["ps_grpo"], dataset=data, max_steps=2, method_params={"ps_grpo": {"s": 8}})
+    assert all(len(check_ps_grpo(d, sets)) == 2 for d in decisions)
+    assert history(t, "rl_plugins/rows_trained") == [48, 48] and history(t, "ps_grpo/empty_places") == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "params", "message"),
+    [
+        (DATA, {}, "no column `paraphrase_set_id`"),
+        (with_sets(40, 10)[0], {}, "`ps_grpo`: the largest set has 10 wordings, and a batch has 8 prompts"),
+        (with_sets(40, 4)[0], {"answer_column": "gold"}, "dataset has no column `gold`"),
+        (with_sets(40, 4)[0].to_iterable_dataset(), {}, "`ps_grpo` needs a stable dataset row .*: the dataset is a"),
+    ],
+)
+def test_ps_grpo_is_refused_before_the_run(tmp_path: Any, data: Any, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path, ["ps_grpo"], method_params={"ps_grpo": params}, dataset=data)

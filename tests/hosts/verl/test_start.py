@@ -97,6 +97,21 @@ REFUSED = {
         "brorl",
         "`brorl` decides how many rollouts",
     ),
+    "batches torn by a buffer": (
+        ["trainer.v1.trainer_mode=rl_plugins_colocate_async"],
+        "together",
+        "`together` needs the prompts that were planned together in one batch, and colocate_async takes groups one by",
+    ),
+    "batches torn beside generation": (
+        ["trainer.v1.trainer_mode=rl_plugins_separate_async"],
+        "together",
+        "`together` needs .* in one batch, and separate_async takes groups .* Use trainer.v1.trainer_mode=rl_plugins_s",
+    ),
+    "batches torn by a filter": (
+        ["algorithm.filter_groups.enable=True"],
+        "together",
+        "`together` needs .* in one batch, and algorithm.filter_groups takes some of them out",
+    ),
     "more groups than a buffer holds": (
         ["trainer.v1.trainer_mode=rl_plugins_colocate_async"],
         "dora_reuse",

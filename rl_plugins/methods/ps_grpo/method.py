@@ -1,0 +1,490 @@
+"""PS-GRPO (arXiv 2510.04392): rewards for saying the same to every wording of a question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, StateError, shown
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
+from rl_plugins.params import MethodParams, above, param
+from rl_plugins.priors import cell
+from rl_plugins.rollouts import Budget, Plan, PromptPool, Rollouts, Run
+from rl_plugins.services import number
+
+_SIMILARITY = number(0, 1)
+
+
+class PsGrpo(Method):
+    """Rewards a rollout for its mean text similarity to the rollouts of the other wordings of its question.
+
+    A set holds n wordings of one question, prompts of their own in the dataset. o_ij is rollout j of wording i, and g
+    rollouts are made of each wording.
+
+        exact     r_ij = mean over wordings u != i of mean over m = 1..g of sim(o_ij, o_um)
+        sampled   the same over `kappa` of the other wordings and `s` rollouts of each, drawn anew for every o_ij
+        reward    alpha r_ij + gamma Acc(o_ij)
+
+    Rollouts of the own wording never count. The sampled reward has the mean of the exact one, and equals it with
+    kappa = n - 1 and s = g. Acc is the token F1 to the answer in `answer_column` (the best of several answers), or the
+    run's own reward without that column. The host makes the advantages, per wording as always: the baseline belongs to
+    the wording, the reward to the set.
+
+    sim compares lower-case words and punctuation marks, o_ij as hypothesis with o_um as reference:
+
+        bleu1, bleu2   brevity penalty x geometric mean of the clipped precisions of orders 1 to N; order 2 with 1 added
+                       to both counts
+        rougeL, f1     F1 of the longest common subsequence, of the tokens in common
+        em             1 if all tokens are equal, else 0
+        a function     similarity(hypotheses, references), two lists of texts -> as many numbers in [0, 1]
+
+    Every epoch goes through all sets once, in an order of its own. A batch takes the next sets as wholes, as
+    long as they fit, and then later sets of the epoch that fit into the rest. Places that no set fits into stay empty:
+    the batch is smaller, and no wording is trained apart from its set. A batch that is a multiple of n has no such
+    places if all sets have n wordings. A set that did not fit comes first in the next batch.
+
+    Symbols: r, Acc and the reward are (rows,) float64.
+
+    Special cases: wordings without a rollout in the batch are left out of the mean. A rollout that is alone, because
+    its set has no other wording or its column is empty, has no reward (NaN). If all of a batch are alone, the reward is
+    0 and the batch trains nothing, with a warning. A row without a reward (NaN) has none afterwards, and no other is
+    compared with it. A rollout of several rows is its last row's text and counts once. A text without a word is similar
+    to none (0), so silence is not rewarded. A wording without an answer in `answer_column` has Acc = 0. A prompt that
+    is in several groups is one wording.
+
+    State: numbers of the sets that are still to come in this epoch, and the epoch. The order of an epoch and the
+    sampled comparisons come from `self.rng`.
+
+    Logs: `consistency`, mean r; `accuracy`, mean Acc; `alone`, share of the rollouts; `distinct_answers`, different
+    ones among the most frequent answers of all sets, divided by the sets (falls when one answer serves every question);
+    `collapsed`, 1 if all sets have the same most frequent answer; `empty_places`, prompts that a batch lacks.
+
+    Raises:
+        ConfigError: a set larger than the batch; no set of two wordings; a dataset without a length or with rows that
+            name no set; `alpha` and `gamma` both 0.
+        MethodError: a set larger than the batch, where the run did not say before how large that is; an answer that is
+            no text; what a similarity function returns is not one number in [0, 1] per pair.
+        StateError: the state belongs to a dataset with other sets.
+
+    Source: arXiv 2510.04392 (Con-RAG), without code.
+    """
+
+    name = "ps_grpo"
+    paper = Paper(
+        "2510.04392",
+        "Improving Consistency in Retrieval-Augmented Systems with Group Similarity Rewards",
+        "Faisal Hamman and Chenyang Zhu and Anoop Kumar and Xujun Peng and Sanghamitra Dutta and Daben Liu and "
+        "Alfy Samuel",
+        2025,
+    )
+    fidelity = "paper"
+    does = "Rewards answers that agree with those to other wordings of the same question"
+    problems = ("no_verifier",)
+    use_when = "The answer must not change with the wording of a question or with what was retrieved for it."
+    avoid_when = "The dataset has one wording per question, or only the similarity says which answers are good."
+    cost = (
+        "No extra rollouts. The comparisons run on the driver between generation and update; benchmarks/README.md has "
+        "the time per batch. Sets that do not divide the batch leave places of it empty."
+    )
+    disagreements = (
+        "The formulas were read through detailed notes in two languages that agree, not in full.",
+        "Which of two texts is the hypothesis of BLEU is inferred: the rollout that is rewarded.",
+        "Smoothing (1 added to order 2), brevity penalty, equal weights of the orders and the tokens of BLEU are "
+        "inferred.",
+        "An empty completion has similarity 0 to every text, another empty one included; inferred.",
+        "The paper gives no values of alpha and gamma. Both are 1, inferred: it reports both parts together as better "
+        "than either alone.",
+        "The paper does not say how to weigh wordings with unequal numbers of rollouts. Here every wording counts "
+        "once, so that the sampled reward keeps the mean of the exact one.",
+        "Without `answer_column` Acc is the run's own reward; the paper has the token F1 only.",
+    )
+    idle = (
+        Idle(
+            {"collapsed": 1.0},
+            "all sets have the same answer, which earns the full similarity whatever the question is. Raise `gamma`, "
+            "or keep the policy near the reference policy with a KL term.",
+        ),
+    )
+    paper_settings = {
+        "trl": {"num_generations": 4, "learning_rate": 1e-6},
+        "verl": {"actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.optim.lr": 1e-6},
+    }
+    whole_batch = True
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        set_column: str = param("paraphrase_set_id", "dataset column that has the same value for all wordings of a set")
+        similarity: Literal["bleu1", "bleu2", "rougeL", "f1", "em"] | Callable[..., Any] = param(
+            "bleu2", "similarity of two texts: one of these, or a function similarity(hypotheses, references)"
+        )
+        compare: Literal["sampled", "exact"] = param(
+            "sampled", "texts a rollout is compared with: a sample, or all of the other wordings"
+        )
+        kappa: int = param(
+            3, "number of other wordings in the sample; all, if there are fewer", ge=1, only_if={"compare": "sampled"}
+        )
+        s: int = param(
+            1, "number of rollouts of each of them; all, if there are fewer", ge=1, only_if={"compare": "sampled"}
+        )
+        alpha: float = param(1.0, "weight of the similarity", ge=0)
+        gamma: float = param(1.0, "weight of the accuracy; 0: no labels are needed", ge=0)
+        answer_column: str | None = param(
+            None,
+            "dataset column with the short answer, a text or a list of texts; none: the run's reward is the accuracy",
+            only_if={"gamma": above(0)},
+        )
+
+        def check(self) -> None:
+            if self.alpha == self.gamma == 0:
+                raise ConfigError("`alpha` and `gamma` are both 0, so every reward would be 0. Set one above 0.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        columns = [p.set_column] + [p.answer_column] * (p.answer_column is not None and p.gamma > 0)
+        self.needs = frozenset({"prompt_index", "text", *(f"column:{name}" for name in columns)})
+        self._left_out: set[int] = set()
+        self._too_large = 0
+
+    # ---- sets
+
+    def check(self, run: Run) -> None:
+        if self.params.set_column in (getattr(run.dataset, "column_names", None) or ()):
+            self._check_sets(self._sets(run), run)
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """Fewer prompts where sets do not divide the batch."""
+        prompts = budget.prompts[1]
+        if run.dataset is None or run.dataset_size is None:
+            return budget.replace(
+                prompts=(1, prompts), generated=(1, budget.generated[1]), trained=(1, budget.trained[1])
+            )
+        sets = self._sets(run)
+        self._check_sets(sets, replace(run, batch_rows=prompts * run.group_size))
+        sizes = np.unique(sets.size)
+        few = prompts - prompts % int(sizes[0]) if len(sizes) == 1 else max(1, prompts - int(sizes[-1]) + 1)
+        least = [few * part[0] // prompts for part in (budget.generated, budget.trained)]
+        return budget.replace(
+            prompts=(min(budget.prompts[0], few), prompts),
+            generated=(least[0], budget.generated[1]),
+            trained=(least[1], budget.trained[1]),
+        )
+
+    def start(self, run: Run) -> None:
+        if run.dataset is None or run.dataset_size is None:
+            raise ConfigError("the dataset is a stream; give one with random access, or remove `ps_grpo`.")
+        self._of = self._sets(run)
+        self._check_sets(self._of, run)
+        alone = int((self._of.size == 1).sum())
+        if alone:
+            self.warn(
+                f"{alone} of the {len(self._of.size)} sets have one wording, so their rollouts get no reward. Remove "
+                f"these rows, or give further wordings."
+            )
+        self.state = {"waiting": torch.zeros(0, dtype=torch.int64), "epoch": 0}
+
+    def _sets(self, run: Run) -> Sets:
+        column = self.params.set_column
+        dataset, size = run.dataset, run.dataset_size or 0
+        whole = column in (getattr(dataset, "column_names", None) or ())
+        return Sets.of(list(dataset[column]) if whole else [cell(dataset, i, column) for i in range(size)], column)
+
+    def _check_sets(self, sets: Sets, run: Run) -> None:
+        largest = int(sets.size.max(initial=0))
+        if largest < 2:
+            raise ConfigError(
+                f"no two rows of the dataset have the same value in the column `{self.params.set_column}`, so there "
+                f"is nothing to compare with. Set method_params.ps_grpo.set_column to the column of the sets."
+            )
+        if run.batch_rows is not None and largest > run.batch_rows // run.group_size:
+            raise ConfigError(_too_large(largest, run.batch_rows // run.group_size))
+
+    # ---- batches
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        """The wordings of the next sets; then any others, which `plan` leaves out."""
+        sets, waiting = self._of, self.state["waiting"]
+        if len(waiting) and int(waiting.max()) >= len(sets.size):
+            raise StateError(
+                f"The state has {int(waiting.max()) + 1} or more sets, and the dataset has {len(sets.size)}. Resume "
+                f"with the dataset of the checkpoint, or start a new run from its weights."
+            )
+        taken = np.array([i for i in pool.taken if i >= 0], dtype=np.int64)
+        if not len(taken):
+            self._too_large = 0 if n >= sets.size.max() else n
+        chosen = sets.members(self._next_sets(n, taken))
+        free = np.ones(pool.size, dtype=bool)
+        free[taken] = free[chosen] = False
+        rest = np.flatnonzero(free)[: n - len(chosen)].tolist()
+        self._left_out = set(rest)
+        return [*chosen.tolist(), *rest]
+
+    def _next_sets(self, room: int, taken: Ids) -> Ids:
+        """Numbers of the sets that come next, together at most `room` prompts, none of them among those taken."""
+        sets, waiting = self._of, self.state["waiting"].numpy()
+        free = np.ones(len(sets.size), dtype=bool)
+        free[sets.number[taken]] = False
+        chosen = [np.empty(0, dtype=np.int64)]
+        while True:
+            if not len(waiting):
+                self.state["epoch"] += 1
+                waiting = self.rng(f"epoch {self.state['epoch']}").permutation(len(sets.size))
+            fitting = np.flatnonzero(free[waiting] & (sets.size[waiting] <= room))
+            fitting = fitting[: np.searchsorted(np.cumsum(sets.size[waiting[fitting]]), room, side="right")]
+            if not len(fitting):
+                break
+            chosen.append(waiting[fitting])
+            room -= int(sets.size[chosen[-1]].sum())
+            free[chosen[-1]] = False
+            waiting = np.delete(waiting, fitting)
+        self.state["waiting"] = torch.from_numpy(waiting.copy())
+        return np.concatenate(chosen)
+
+    def plan(self, plan: Plan) -> Plan | None:
+        """Without the prompts that no set was chosen for."""
+        if self._too_large:
+            raise MethodError(_too_large(int(self._of.size.max()), self._too_large))
+        rows = tuple(row for row in plan.rows if row.prompt_index not in self._left_out)
+        self.log("empty_places", len(plan.rows) - len(rows))
+        return plan.replace(rows=rows) if len(rows) < len(plan.rows) else None
+
+    # ---- rewards
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        p, each = self.params, rollouts.once
+        prompt, group = each.prompt_index.numpy(), each.group.numpy()
+        wording = np.where(prompt >= 0, prompt, -1 - group)
+        order = np.lexsort((each.rollout.numpy(), group, wording))  # random numbers do not depend on the order of rows
+        order = order[~np.isnan(each.reward.numpy()[order])]
+        rows = each.last.numpy()[order].tolist()
+        assert rollouts.text is not None  # in `needs`
+        texts = [rollouts.text[i] for i in rows]
+        vocabulary = Vocabulary()
+        sets = self._compared(texts, wording[order], [rollouts.meta[p.set_column][i] for i in rows])
+        found = [Texts([vocabulary(text) for text in one.texts]) for one in sets]
+        r, accuracy = np.full(len(each.reward), np.nan), each.reward.numpy().copy()
+        for one, similarity in zip(sets, self._similarities(sets, found), strict=True):
+            r[order[one.rows]] = one.mean(similarity)
+        if p.answer_column is not None and p.gamma > 0:
+            answers = [_answers(rollouts.meta[p.answer_column][i], p.answer_column) for i in rows]
+            for one in sets:
+                accuracy[order[one.rows]] = one.accuracy([answers[i] for i in one.rows], vocabulary)
+        self._log(r[order], accuracy[order], [one.most_frequent(vocabulary) for one in sets])
+        if len(rows) and bool(np.isnan(r).all()):
+            self.warn("no rollout of a batch has another wording to be compared with, so all rewards are 0.")
+            return torch.where(torch.isnan(rollouts.reward), torch.nan, 0.0)
+        reward = torch.from_numpy(p.alpha * r + (p.gamma * accuracy if p.gamma > 0 else 0.0))
+        return torch.where(torch.isnan(rollouts.reward), torch.nan, each.rows.rows(reward))
+
+    def _compared(self, texts: Sequence[str], wording: Ids, values: Sequence[Any]) -> list[_Set]:
+        """The sets of the batch, and which rollouts are compared. All arguments are sorted by wording."""
+        p, rng = self.params, self.rng("comparisons")
+        number = _numbered(values, p.set_column)
+        sets = []
+        for rows in np.split(np.argsort(number, kind="stable"), np.cumsum(np.bincount(number))[:-1]) if texts else ():
+            if p.compare == "exact":
+                weight = weights(wording[rows])
+            else:
+                weight = weights(wording[rows], p.kappa, p.s, rng)
+            ids: dict[str, int] = {}
+            text = np.array([ids.setdefault(texts[i], len(ids)) for i in rows], dtype=np.int64)
+            sets.append(_Set(rows, text, list(ids), weight))
+        return sets
+
+    def _similarities(self, sets: Sequence[_Set], found: Sequence[Texts]) -> list[Matrix]:
+        """Of the different texts of every set, (texts, texts) each."""
+        function = self.params.similarity
+        if not callable(function):
+            return [texts.similarity(function) for texts in found]
+        pairs = [one.pairs(texts.length > 0) for one, texts in zip(sets, found, strict=True)]
+        asked = [(one.texts[i], one.texts[j]) for one, both in zip(sets, pairs, strict=True) for i, j in both.tolist()]
+        answers = _checked(function([a for a, _ in asked], [b for _, b in asked]), asked) if asked else []
+        matrices, begin = [np.zeros((len(one.texts),) * 2) for one in sets], 0
+        for matrix, both in zip(matrices, pairs, strict=True):
+            matrix[both[:, 0], both[:, 1]] = answers[begin : begin + len(both)]
+            begin += len(both)
+        return matrices
+
+    def _log(self, r: Matrix, accuracy: Matrix, answers: Sequence[bytes]) -> None:
+        known = ~np.isnan(r)
+        if known.any():
+            self.log("consistency", r[known].mean())
+        if len(r):
+            self.log("accuracy", accuracy.mean())
+            self.log("alone", 1 - known.mean())
+        if len(answers) > 1:
+            self.log("distinct_answers", len(set(answers)) / len(answers))
+            self.log("collapsed", float(len(set(answers)) == 1))
+
+
+@dataclass(frozen=True)
+class _Set:
+    """The rollouts of a set.
+
+    Args:
+        rows: (rollouts,) their places in the batch.
+        text: (rollouts,) number of the text of each.
+        texts: the different ones.
+        weight: (rollouts, rollouts) share of each other one in the mean.
+    """
+
+    rows: Ids
+    text: Ids
+    texts: list[str]
+    weight: Matrix
+
+    def mean(self, similarity: Matrix) -> Matrix:
+        """(rollouts,) consistency; NaN for those that are compared with none.
+
+        Args:
+            similarity: (texts, texts).
+        """
+        r = np.minimum((self.weight * similarity[np.ix_(self.text, self.text)]).sum(1), 1.0)
+        return np.where(self.weight.any(1), r, np.nan)
+
+    def pairs(self, known: NDArray[np.bool_]) -> Ids:
+        """(pairs, 2) different pairs of texts that are compared.
+
+        Args:
+            known: (texts,) False for those without a token, which are never compared.
+        """
+        left, right = np.nonzero(self.weight)
+        both = np.stack([self.text[left], self.text[right]], axis=1)
+        return np.unique(both[known[both].all(1)], axis=0)
+
+    def accuracy(self, answers: Sequence[Sequence[str]], vocabulary: Vocabulary) -> Matrix:
+        """(rollouts,) token F1 to the best of each rollout's answers; 0 without an answer."""
+        golds = {gold: i for i, gold in enumerate(dict.fromkeys(g for several in answers for g in several))}
+        count = len(self.texts)
+        f1 = Texts([vocabulary(text) for text in (*self.texts, *golds)]).similarity("f1")[:count, count:]
+        row = np.repeat(np.arange(len(answers)), [len(several) for several in answers])
+        gold = np.array([golds[g] for several in answers for g in several], dtype=np.int64)
+        best = np.zeros(len(answers))
+        np.maximum.at(best, row, f1[self.text[row], gold])
+        return best
+
+    def most_frequent(self, vocabulary: Vocabulary) -> bytes:
+        """The tokens of the answer that most rollouts give."""
+        answers = [vocabulary(text).tobytes() for text in self.texts]
+        different = {answer: i for i, answer in enumerate(dict.fromkeys(answers))}
+        counts = np.bincount(np.array([different[a] for a in answers])[self.text])
+        return list(different)[int(counts.argmax())]
+
+
+def weights(
+    wording: Ids, kappa: int | None = None, s: int | None = None, rng: np.random.Generator | None = None
+) -> Matrix:
+    """(rollouts, rollouts) share of every rollout j of a set in the reward of rollout i; 0 for the own wording.
+
+    Every wording has the same share, and so has every rollout of a wording.
+
+    Args:
+        wording: (rollouts,) sorted.
+        kappa, s: size of the sample, with `rng`; without, all other wordings and all of their rollouts.
+    """
+    number, count = np.unique(wording, return_inverse=True, return_counts=True)[1:]
+    other = np.arange(len(count)) != number[:, None]  # (rollouts, wordings)
+    chosen = other[:, number]
+    if rng is not None and kappa is not None and s is not None:
+        draw = np.where(other, rng.random(other.shape), np.inf)
+        other &= draw.argsort(axis=1).argsort(axis=1) < kappa
+        shuffled = np.argsort(number + rng.random(chosen.shape), axis=1)  # inside every wording
+        place = np.arange(len(number)) - (np.cumsum(count) - count)[number]
+        first = np.empty_like(chosen)
+        np.put_along_axis(first, shuffled, np.broadcast_to(place < s, chosen.shape), axis=1)
+        chosen = other[:, number] & first
+        count = np.minimum(count, s)
+    total = other.sum(1, keepdims=True) * count[number]
+    return np.where(chosen, 1 / np.maximum(total, 1), 0.0)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Which rows of the dataset are wordings of the same question.
+
+    Args:
+        number: (rows,) set of each row, counted in the order of the dataset.
+        size: (sets,) wordings.
+    """
+
+    number: Ids
+    size: Ids
+
+    @classmethod
+    def of(cls, values: Sequence[Any], column: str) -> Sets:
+        """
+        Raises:
+            ConfigError: a row names no set.
+        """
+        empty = next((i for i, value in enumerate(values) if value is None), None)
+        if empty is not None:
+            raise ConfigError(
+                f"row {empty} of the dataset has no value in the column `{column}`, so it belongs to no set. Give it "
+                f"one, or remove the row."
+            )
+        number = _numbered(values, column)
+        return cls(number, np.bincount(number))
+
+    def members(self, sets: Ids) -> Ids:
+        """Rows of these sets, one set after the other."""
+        place = np.full(len(self.size), len(sets), dtype=np.int64)
+        place[sets] = np.arange(len(sets))
+        rows = np.flatnonzero(place[self.number] < len(sets))
+        return rows[np.argsort(place[self.number[rows]], kind="stable")]
+
+
+def _numbered(values: Sequence[Any], column: str) -> Ids:
+    """(values,) number of each value, in the order of their first appearance; None is never the same as another."""
+    numbers: dict[Hashable, int] = {}
+    try:
+        found = [numbers.setdefault((i,) if v is None else (0, v), len(numbers)) for i, v in enumerate(values)]
+    except TypeError:
+        wrong = next(v for v in values if not isinstance(v, Hashable))
+        raise MethodError(
+            f"the column `{column}` has the value {shown(wrong)}; it must be a text or a number that names the set. "
+            f"Change the column, or method_params.ps_grpo.set_column."
+        ) from None
+    return np.array(found, dtype=np.int64)
+
+
+def _answers(value: Any, column: str) -> list[str]:
+    """The answers of a row."""
+    several = value if isinstance(value, (list, tuple, np.ndarray)) else [] if value is None else [value]
+    wrong = next((v for v in several if not isinstance(v, (str, int, float)) or isinstance(v, bool)), None)
+    if wrong is not None:
+        raise MethodError(
+            f"the column `{column}` has the value {shown(value)}; it must be a text, a number, a list of these, or "
+            f"None. Change the column, or method_params.ps_grpo.answer_column."
+        )
+    return [str(v) for v in several]
+
+
+def _checked(answers: Any, asked: Sequence[tuple[str, str]]) -> list[float]:
+    """What a similarity function returned, as numbers."""
+    try:
+        found = [_SIMILARITY(answer) for answer in answers]
+    except (TypeError, ValueError) as e:
+        raise MethodError(
+            f"the function `similarity` was given {len(asked)} pairs of texts and returned {shown(answers)}: {e} It "
+            f"must return one number in [0, 1] per pair."
+        ) from None
+    if len(found) != len(asked):
+        raise MethodError(
+            f"the function `similarity` was given {len(asked)} pairs of texts and returned {len(found)} numbers. It "
+            f"must return one per pair."
+        )
+    return found
+
+
+def _too_large(largest: int, prompts: int) -> str:
+    return (
+        f"the largest set has {largest} wordings, and a batch has {prompts} prompts. All wordings of a set must be in "
+        f"one batch: make the batch larger, or remove wordings."
+    )
