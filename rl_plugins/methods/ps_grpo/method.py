@@ -122,7 +122,9 @@ class PsGrpo(Method):
     class Params(MethodParams):
         set_column: str = param("paraphrase_set_id", "dataset column that has the same value for all wordings of a set")
         similarity: Literal["bleu1", "bleu2", "rougeL", "f1", "em"] | Callable[..., Any] = param(
-            "bleu2", "similarity of two texts: one of these, or a function similarity(hypotheses, references)"
+            "bleu2",
+            "similarity of two texts: one of these, or a function similarity(hypotheses, references), for example "
+            "my_texts:similarity",
         )
         compare: Literal["sampled", "exact"] = param(
             "sampled", "texts a rollout is compared with: a sample, or all of the other wordings"
@@ -156,7 +158,7 @@ class PsGrpo(Method):
     # ---- sets
 
     def check(self, run: Run) -> None:
-        if self.params.set_column in (getattr(run.dataset, "column_names", None) or ()):
+        if self._whole_column(run):
             self._check_sets(self._sets(run), run)
 
     def budget(self, budget: Budget, run: Run) -> Budget:
@@ -193,8 +195,15 @@ class PsGrpo(Method):
     def _sets(self, run: Run) -> Sets:
         column = self.params.set_column
         dataset, size = run.dataset, run.dataset_size or 0
-        whole = column in (getattr(dataset, "column_names", None) or ())
-        return Sets.of(list(dataset[column]) if whole else [cell(dataset, i, column) for i in range(size)], column)
+        return Sets.of(
+            list(dataset[column]) if self._whole_column(run) else [cell(dataset, i, column) for i in range(size)],
+            column,
+        )
+
+    def _whole_column(self, run: Run) -> bool:
+        """Whether the sets of all rows can be read at once: not from a list of rows."""
+        names = getattr(run.dataset, "column_names", None) or ()
+        return not isinstance(run.dataset, list) and self.params.set_column in names
 
     def _check_sets(self, sets: Sets, run: Run) -> None:
         largest = int(sets.size.max(initial=0))
