@@ -222,6 +222,7 @@ def test_a_run_with_methods(tmp_path):
         "admit",
         "engine",
         "turns",
+        "turn_limits",
         "ref_logprobs",
         "several_rewards",
         "several_updates",

@@ -25,7 +25,7 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(Path(__file__).parent), str(TESTS), str(TESTS / "hosts" / "trl")]
 
-import processes
+import clean_processes
 import torch
 from damage import plain
 from harness import make, policy, weights
@@ -224,7 +224,7 @@ def kill_and_resume(folder: Path, name: str, known: Reference, rng: random.Rando
     out = folder / "out"
     while True:
         kind, moment = random_moment(rng, known)
-        process = processes.clean().Process(target=child, args=(folder, name, moment))
+        process = clean_processes.clean().Process(target=child, args=(folder, name, moment))
         process.start()
         process.join(HANGS)
         if process.exitcode == 0:  # it was at its end before the moment came

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import async_ranks_script
 import async_runs
-import processes
+import clean_processes
 import pytest
 import torch
 from async_runs import async_config, make_async
@@ -335,7 +335,7 @@ def test_killed_and_resumed_with_the_state_of_trls_worker(tmp_path):
     """SIGKILL after step 5; the last checkpoint is that of step 4. Its `rollout_state.json` and the state of the
     method agree but for the one micro-batch that was read ahead: TRL leaves out its prompts. Then training goes on, and
     versions go on where they were."""
-    child = processes.clean().Process(target=async_runs.train_and_kill, args=(tmp_path, 5))
+    child = clean_processes.clean().Process(target=async_runs.train_and_kill, args=(tmp_path, 5))
     child.start()
     child.join(NEVER)
     assert child.exitcode == -signal.SIGKILL
@@ -778,7 +778,7 @@ def test_two_ranks_train_as_one(folder):
     """Columns are packed and dispatched to both; in one step one of them has nothing to train."""
     one = async_ranks_script.run(folder)
     out = folder / "ranks.pt"
-    processes.ranks(2, "async_ranks_script", "main", out)
+    clean_processes.ranks(2, "async_ranks_script", "main", out)
     two = torch.load(out)
     begun = weights(make_async(folder))
     for name in async_ranks_script.CASES:

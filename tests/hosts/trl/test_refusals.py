@@ -489,9 +489,10 @@ def test_a_trainer_and_a_dry_run_tell_methods_the_same(tmp_path, monkeypatch, op
     with pytest.raises(MethodError, match="enough"):
         t.train()
     known = KnownRun(t.args, data, 200, ("score",))
+    assert [f.name for f in told[0].reward_functions] == ["score"]
     assert told[0].chat.eos == tuple(t.eos_token_ids) and told[0].fingerprint.startswith("200 rows")
     assert (
-        [replace(r, chat=None, fingerprint="") for r in told] == [run_of(known)]
+        [replace(r, chat=None, fingerprint="", reward_functions=()) for r in told] == [run_of(known)]
         and told[0].dataset is data
         and told[0].columns == tuple(data.column_names)
     )

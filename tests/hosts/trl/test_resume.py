@@ -6,8 +6,8 @@ import os
 import shutil
 import signal
 
+import clean_processes
 import probes
-import processes
 import pytest
 import torch
 from harness import history, make, weights
@@ -70,7 +70,7 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, options, kill, saved, res
     a = trainer(whole, **options)
     a.train()
 
-    child = processes.clean().Process(target=train_and_kill, args=(killed, kill, options))
+    child = clean_processes.clean().Process(target=train_and_kill, args=(killed, kill, options))
     child.start()
     child.join(NEVER)
     assert child.exitcode == -signal.SIGKILL

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from types import SimpleNamespace
 
-import processes
+import clean_processes
 import pytest
 import torch
 import trl
@@ -295,7 +295,7 @@ def test_two_ranks_make_the_steps_of_one(folder, once, tmp_path):
         {"loss_type": "otr", "otr_samples": 64},
     ]
     out = tmp_path / "weights.pt"
-    processes.ranks(2, "sft_runs", "main", folder, cases, out)
+    clean_processes.ranks(2, "sft_runs", "main", folder, cases, out)
     two = torch.load(out)
     one = [once(**case) for case in cases]
     start = weights(make(folder))
