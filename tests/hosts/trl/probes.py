@@ -25,6 +25,13 @@ class Probe(Method):
     fidelity = "paper"
 
 
+def flaw(prompt: str, answer: str, completion: str) -> str:
+    """A judge of flaws: it objects to texts of odd length, in words, and depends on all that it is shown."""
+    if not (prompt and answer):
+        raise ValueError("nothing to compare with")
+    return f"I looked at {answer}. \\boxed{{{len(completion) // 2 if len(completion) % 2 else -1}}}"
+
+
 class Noop(Probe):
     """Only looks."""
 

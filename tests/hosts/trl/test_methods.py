@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 import torch
 from harness import make, score, stub_sampling
 
+from rl_plugins import rewards
+from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.groups import Groups
 from rl_plugins.trl import generation as module
 
@@ -88,3 +91,81 @@ def test_what_they_change(steps: dict[str, list[Any]]) -> None:
     assert brpo.estimator == "brpo" and set(brpo.rewarded_by) == {"brpo"}
     groups = Groups(brpo.rollouts.group)
     assert int(groups.count) == 8
+
+
+def test_fapo_takes_a_part_of_the_reward_of_flawed_right_rollouts(tmp_path: Any, monkeypatch: Any) -> None:
+    """Four steps, with evaluation before each second one."""
+    asked: list[tuple[str, str, str]] = []
+
+    def judge(prompt: str, answer: str, completion: str) -> int:
+        asked.append((prompt, answer, completion))
+        return 2 if len(completion) % 2 else -1
+
+    decisions: list[Any] = []
+    decide = module.decide
+    monkeypatch.setattr(module, "decide", lambda *a, **k: decisions.append(decide(*a, **k)) or decisions[-1])
+    trainer = make(
+        tmp_path,
+        ["fapo"],
+        reward=right,
+        method_params={"fapo": {"judge": judge, "penalty": 0.5}},
+        more={"eval_dataset": build_dataset(8, seed=3)},
+        max_steps=4,
+        learning_rate=0.05,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=8,
+        num_generations_eval=1,
+    )
+    before = torch.cat([p.detach().flatten().clone() for p in trainer.model.parameters()])
+    with stub_sampling():
+        trainer.train()
+    assert not torch.equal(before, torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert len(decisions) == 4 and any("eval_reward" in h for h in trainer.state.log_history)
+    logged = [h for h in trainer.state.log_history if "fapo/right" in h]
+    wanted = set()
+    for d, metrics in zip(decisions, logged, strict=True):
+        rule, text = d.rollouts.rewards[:, 0], d.rollouts.text
+        odd = torch.tensor([len(t) % 2 == 1 for t in text])
+        assert 0 < int((odd & (rule == 1)).sum()) < int((rule == 1).sum()) < 64
+        assert torch.equal(rule - d.rollouts.reward, torch.where(odd & (rule == 1), 0.25, 0.0).double())
+        prompts = [p[0]["content"] for p in d.rollouts.meta["prompt"]]
+        rows = zip(prompts, d.rollouts.meta["answer"], text, rule.tolist(), strict=True)
+        wanted |= {(p, a, t) for p, a, t, r in rows if r == 1}
+        assert metrics["fapo/right"] == pytest.approx(float(rule.mean()))
+        assert metrics["rewards/right/mean"] == pytest.approx(float(rule.mean())), "the metric is the rule's"
+        groups = Groups(d.rollouts.group)
+        centred = d.rollouts.reward - groups.rows(groups.mean(d.rollouts.reward))
+        assert torch.equal(d.row_advantages > 1e-6, centred > 1e-6)
+    assert len(asked) == len(set(asked)) and set(asked) == wanted, "each right row of training once, and no other"
+
+
+def test_the_reward_function_of_fapo_in_trl(tmp_path: Any) -> None:
+    """TRL awaits it; no method is named."""
+    seen: list[tuple[list[float], list[bool], list[str]]] = []
+
+    async def judge(question: str, answer: str, solution: str) -> str:
+        await asyncio.sleep(0)
+        return f"\\boxed{{{3 if len(solution) % 2 else -1}}}"
+
+    async def fapo(prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any) -> list[float]:
+        good = [flag == 1 for flag in right(completion_ids)]
+        texts = [
+            f"{c[-1]['content']} \\boxed{{{a if g else 'x'}}}"
+            for c, a, g in zip(completions, answer, good, strict=True)
+        ]
+        found = await rewards.fapo(prompts, texts, answer, params={"judge": judge}, **columns)
+        seen.append((found, good, texts))
+        return found
+
+    trainer = make(tmp_path, [], reward=fapo)
+    with stub_sampling():
+        trainer.train()
+    logged = [h for h in trainer.state.log_history if "rewards/fapo/mean" in h]
+    assert len(seen) == len(logged) == 2
+    for (found, good, texts), metrics in zip(seen, logged, strict=True):
+        wanted = [-1.0 if not g else 0.0 if len(t) % 2 else 1.0 for g, t in zip(good, texts, strict=True)]
+        assert found == wanted and set(found) == {-1.0, 0.0, 1.0}
+        assert metrics["rewards/fapo/mean"] == pytest.approx(sum(wanted) / len(wanted))
+        assert metrics["fapo/acc"] == pytest.approx(sum(good) / len(good))
+        assert metrics["fapo/flawed"] == pytest.approx(wanted.count(0.0) / len(wanted))

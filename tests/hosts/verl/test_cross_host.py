@@ -53,6 +53,7 @@ STACKS = [
     "half+per_token",
     "filter+corridor",
     "judge",
+    "fapo:judge=probes:flaw,reward_high=1.5",
     "odd",
     "reshaped",
     "decoupled_ppo",
@@ -389,5 +390,10 @@ def test_both_hosts_agree(tmp_path: Path, monkeypatch: Any, stack: str) -> None:
             assert torch.allclose(a, b, atol=1e-6, rtol=1e-5)
     assert trl["loss"] == pytest.approx(verl["loss"], abs=1e-6, rel=1e-5)
     assert trl.get("lr_scale", 1.0) == pytest.approx(verl["lr_scale"], rel=1e-6)
+    if "fapo" in methods:
+        lost = trl["rollouts"].reward - ours.rollouts.reward
+        odd = torch.tensor([len(text) % 2 == 1 for text in trl["rollouts"].text])
+        assert torch.equal(lost > 0, odd & (trl["rollouts"].reward >= 0.5)) and 0 < int((lost > 0).sum()) < len(lost)
+        assert torch.allclose(lost[lost > 0], torch.tensor(0.75).double())
     if stack == "vcpo":
         assert verl["lr_scale"] < 0.9

@@ -88,7 +88,7 @@ SAMPLER_PARAMS = [
     "drive.max_tokens=[14,6]",
 ]
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
-FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo"]
+FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo", "fapo"]
 SWARM = ["swarm_sapo+watch"]
 ALL = PLACES + SAMPLERS + FURTHER + SWARM
 COMMON = [
@@ -116,6 +116,8 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"+carousel=[{','.join([*ALL, 'boom'])}]",
             "+rl_plugins.methods=[mc_grpo]",
             "+carousel_params.brpo.judge='verl_probes:judge'",
+            "+carousel_params.fapo.judge='probes:flaw'",
+            "+carousel_params.fapo.reward_high=1.5",
             "+carousel_params.drpo.reward=exact",
             f"+carousel_params.swarm_sapo.exchange={folder / 'swarm'}",
             "+carousel_params.swarm_sapo.node=me",
@@ -379,7 +381,7 @@ def test_a_plan_of_one_fills_the_batch_with_prompts(carousel: Run) -> None:
 
 
 def test_the_advantage_methods_act(carousel: Run) -> None:
-    drpo, d3s, mssr, v0_5, v0, brpo = (place(carousel, names) for names in FURTHER)
+    drpo, d3s, mssr, v0_5, v0, brpo, _ = (place(carousel, names) for names in FURTHER)
     assert drpo["decision"].estimator == "drpo"
     assert next(u for u in carousel.updates() if u["methods"] == ["drpo"])["grad_norm"] > 0
     share = float(d3s["decision"].keep_tokens.float().mean())  # late in its schedule, which ends at 1
@@ -390,6 +392,18 @@ def test_the_advantage_methods_act(carousel: Run) -> None:
     assert v0_5["decision"].estimator == "v0_5" and int(v0_5["decision"].trained.sum()) <= 64
     assert int(v0["decision"].rollouts.groups.size.sum()) == 64
     assert brpo["decision"].estimator == "brpo" and set(brpo["decision"].rewarded_by) == {"brpo"}
+
+
+def test_fapo_judges_right_rollouts(carousel: Run) -> None:
+    d = place(carousel, "fapo")["decision"]
+    base = d.rollouts.rewards @ d.rollouts.reward_weights
+    right = base >= 0.5
+    flawed = right & torch.tensor([len(text) % 2 == 1 for text in d.rollouts.text])
+    assert torch.allclose(d.rollouts.reward, torch.where(flawed, base - 0.75, base), atol=1e-12)
+    assert 0 < int(flawed.sum()) < len(flawed)
+    logged = carousel.metrics(ALL.index("fapo") + 1)
+    assert logged["fapo/right"] == pytest.approx(float(right.double().mean()))
+    assert logged["fapo/judged"] <= int(right.sum()) and logged["fapo/judge_failed"] == 0
 
 
 def sampler(run: Run, name: str, visit: int = 0) -> tuple[Any, Any, dict[str, float]]:
