@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import math
@@ -164,6 +165,13 @@ def test_the_environment_in_trl(tmp_path):
         assert logged["turn_control/failed"] == 0
         assert logged["gigpo/states"] > 4  # ranges of digits
     assert 0 < max(logged["reward"] for logged in logs) < 1  # the policy is untrained: some guesses are right
+
+
+def test_the_guide_on_flawed_answers():
+    module, columns = load("rewards"), {"log_metric": lambda name, value: None}
+    texts = ["I count\nI guess \\boxed{5}", "I count \\boxed{5}", "I guess \\boxed{6}"]
+    assert asyncio.run(module.flaws(["q"] * 3, texts, ["5"] * 3, **columns)) == [0.0, 1.0, -1.0]
+    assert module.first_wrong_step("q", "5", texts[0]) == 1
 
 
 def test_rewards_in_verls_form():

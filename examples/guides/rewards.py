@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+from rl_plugins import rewards
+
 
 def digits(text: str) -> str:
     """The digits behind the last mark `=` or `?`; empty if there are none."""
@@ -35,3 +37,15 @@ def compute_score(
         "correct": right,
         "brief": math.nan if short is None else short,
     }
+
+
+async def flaws(prompts: list[Any], completions: list[Any], answer: list[str], **columns: Any) -> list[float]:
+    """FAPO's reward in TRL: a judge reads the right answers while TRL computes other rewards."""
+    params = {"judge": first_wrong_step, "judge_concurrency": 64}
+    return await rewards.fapo(prompts, completions, answer, params=params, **columns)
+
+
+def first_wrong_step(prompt: str, answer: str, completion: str) -> int:
+    """Stands for a model that reads the steps: index of the first wrong one, -1 for none."""
+    steps = completion.splitlines()
+    return next((i for i, step in enumerate(steps) if "guess" in step), -1)

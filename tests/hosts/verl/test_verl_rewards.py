@@ -1,0 +1,74 @@
+"""The reward functions of `rl_plugins.rewards`, loaded from a config and called by verl's own reward manager."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_plugins.demo.policy import build_tokenizer
+from rl_plugins.verl.config import compose
+
+pytestmark = pytest.mark.host
+
+
+def odd(prompt: str, answer: str, completion: str) -> str:
+    """A judge."""
+    return f"\\boxed{{{0 if completion.startswith('odd') else -1}}}"
+
+
+def managed(function: str, replies: list[str], truth: list[Any], info: list[dict[str, Any]], *more: str) -> list[Any]:
+    """What the reward manager makes of completions, all of them under way at the same time."""
+    from verl import DataProto
+    from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    path = ["reward.custom_reward_function.path=pkg://rl_plugins.rewards"]
+    config = compose([*path, f"reward.custom_reward_function.name={function}", *more])
+
+    class Words:
+        """A token is a completion."""
+
+        def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+            return replies[int(ids[0])]
+
+    def row(i: int) -> Any:
+        return DataProto.from_dict(
+            tensors={"responses": torch.tensor([[i]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)},
+            non_tensors={
+                "data_source": np.array(["x"], dtype=object),
+                "reward_model": np.array([{"ground_truth": truth[i]}], dtype=object),
+                "extra_info": np.array([info[i]], dtype=object),
+            },
+        )
+
+    async def run() -> list[Any]:
+        manager = NaiveRewardManager(config, build_tokenizer(), get_custom_reward_fn(config))
+        manager.loop, manager.tokenizer = asyncio.get_running_loop(), Words()
+        return await asyncio.gather(*(manager.run_single(row(i)) for i in range(len(replies))))
+
+    return asyncio.run(run())
+
+
+def test_fapo() -> None:
+    replies = ["so \\boxed{5}", "odd so \\boxed{5}!", "\\boxed{6}", "odd so \\boxed{5}!"]
+    info = [{"question": "q", "split": split} for split in ("train", "train", "train", "test")]
+    options = (
+        "+reward.custom_reward_function.reward_kwargs.params.judge='test_verl_rewards:odd'",
+        "+reward.custom_reward_function.reward_kwargs.params.penalty=0.5",
+    )
+    found = managed("fapo_score", replies, ["5"] * 4, info, *options)
+    assert [row["reward_score"] for row in found] == [1.0, 0.5, -1.0, 1.0]
+    parts = [row["reward_extra_info"] for row in found]
+    assert [p["acc"] for p in parts] == [True, True, False, True]
+    assert [p["is_flawed_positive"] for p in parts] == [False, True, False, False]
+    assert [p["pred"] for p in parts] == ["5", "5", "6", "5"] and not any(p["judge_failed"] for p in parts)
+
+
+def test_fapo_judge() -> None:
+    info = [{"total_steps": 4}] * 3
+    found = managed("fapo_judge_score", ["\\boxed{-1}", "\\boxed{3}", "\\boxed{4}"], [-1, 2, 2], info)
+    assert [row["reward_score"] for row in found] == [1.0, 0.75, -1.0]
