@@ -16,6 +16,10 @@ names the arm, or errs in 20 % of its questions.
 Measured: steps until half of the rollouts are right (counted as all steps if they never are), and the shares of right,
 flawed and flawless rollouts over the last ten steps.
 
+Found (10 seeds): the sign rule holds in all 390 cases. With shared features lambda 1 is as fast as GRPO (41 steps) and
+ends with 0.006 flawed rollouts instead of 0.713; lambda 2 needs 165 steps. With separate features lambda 1 ends like
+GRPO, with flawed rollouts alone; lambda 2 reaches 0.375 +- 0.227 flawless ones.
+
     python examples/evidence/fapo.py --seeds 10 --out evidence-results
 """
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.judges import JudgeParams, make_judge
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.echo.answers import last_box
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run
@@ -120,6 +120,20 @@ class Fapo(Method):
     fidelity = "code"
     does = "Lowers the reward of right rollouts if a judge finds a wrong step in them"
     problems = ("weak_reward",)
+    measured = (
+        Measured(
+            "flawed rollouts at the end, where they teach a part of what flawless ones need (bandit)",
+            "better",
+            "0.006 ± 0.001 against 0.713 ± 0.018 (GRPO), as fast at the start",
+            "fapo-10-seeds",
+        ),
+        Measured(
+            "flawless rollouts at the end, where flawed ones teach nothing of them (bandit)",
+            "not told apart",
+            "0.000 in both",
+            "fapo-10-seeds",
+        ),
+    )
     use_when = (
         "A rule checks the final answer only, right answers are often reached by wrong steps, and a judge finds these."
     )
