@@ -56,8 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
+    "papers": set(),
     "supervised": {"contract", "supervised"},
-    "runtime": {"contract", "runtime", "supervised"},  # whose names are no methods
+    "runtime": {"contract", "runtime", "supervised", "papers"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
     "rewards": {*AUTHORS, "methods"},
     "trl": {*ADAPTER, "trl"},
@@ -66,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": {"contract", "runtime", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
     # one command trains what one method loads
-    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots", "fusion"},
+    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots", "fusion", "papers"},
     "cli": {"contract", "runtime", "commands", "audit", "fusion", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},

@@ -31,7 +31,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 # Navigation: heading -> pages in this order. A page of docs/ that is named nowhere is added to the last but one.
 NAVIGATION = {
     "Start": ["choose", "compare", "examples"],
-    "Methods": ["methods", "evidence"],
+    "Methods": ["methods", "papers", "evidence"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
     "In depth": [

@@ -22,6 +22,7 @@ from typing import Any, cast, get_args
 
 from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.method import HOOKS, NO_PAPER, Bundle, Fidelity, Idle, Method, Paper
+from rl_plugins.papers import no_method
 from rl_plugins.params import MethodParams, build_params, declaration_problems
 from rl_plugins.renamed import check_signals
 from rl_plugins.runtime.config_text import read_json_or_yaml
@@ -204,6 +205,8 @@ def load(name: str, vetoed: Collection[str] = ()) -> type[Method] | Bundle:
         hidden = [o for o in everywhere if o not in origins]
         if hidden:
             raise ConfigError(f"The method `{name}` comes from {hidden[0]}, which is vetoed. Lift the veto to use it.")
+        if why := no_method(name):
+            raise ConfigError(why)
         known = all_names()
         if ":" in name:
             raise ConfigError(

@@ -7,13 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.commands.guides import with_code
-from rl_plugins.commands.pages import choose, losses, methods, source
+from rl_plugins.commands.pages import choose, losses, methods, papers, source
 from rl_plugins.commands.reference import reference_page
 from rl_plugins.errors import ConfigError
 
 # File -> what makes its text, from the text that stands there: pages with a generated part keep the rest.
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.page(),
+    "docs/papers.md": lambda _: papers.page(),
     "docs/choose.md": lambda _: choose.page(),
     "docs/supervised.md": losses.with_cards,
     "docs/architecture.md": source.with_map,

@@ -1,0 +1,52 @@
+"""Papers that are no method: none is forgotten, none is listed twice, and who names one is told why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from rl_plugins.commands.pages import papers as page
+from rl_plugins.errors import ConfigError
+from rl_plugins.methods.mc_grpo import McGrpo
+from rl_plugins.papers import VERDICTS, no_method, reviewed
+from rl_plugins.runtime import registry
+
+
+def test_a_paper_is_a_method_or_stands_in_the_file() -> None:
+    """A method that lands takes its entry out of `papers.toml`."""
+    assert not set(reviewed()) & set(registry.all_names())
+    found = re.findall(r"\]\(https://arxiv\.org/abs/([^)]+)\)", page.page())
+    assert [arxiv for arxiv, n in Counter(found).items() if n > 1] == []
+    assert {paper.arxiv for paper in reviewed().values()} < set(found)
+
+
+def test_every_entry_says_why() -> None:
+    for paper in reviewed().values():
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", paper.name) and re.fullmatch(r"\d{4}\.\d{5}", paper.arxiv)
+        assert paper.verdict in VERDICTS and paper.why.endswith(".") and len(paper.why) > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hecrl", "was reviewed and is not built. Offline control"),
+        ("contest_trade", "is built, and is no method. Its rule"),
+        ("mdlm", "is not built yet. It decodes"),
+    ],
+)
+def test_who_names_one_is_told_why(name: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        registry.select([name])
+    assert said in str(error.value) and f"arXiv {reviewed()[name].arxiv}" in str(error.value)
+    assert "docs/papers.md" in str(error.value)
+
+
+def test_an_installed_method_of_that_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file explains names that nobody has; it reserves none."""
+    origin = registry.Origin("cascade", "somebody", "somebody:Cascade", lambda: McGrpo)
+    monkeypatch.setattr(registry, "_origins", lambda name: [origin])
+    with pytest.raises(ConfigError, match="its class says name = 'mc_grpo'"):  # it was loaded, and is checked
+        registry.load("cascade")
+    assert no_method("cascade") and not no_method("gdpo")
