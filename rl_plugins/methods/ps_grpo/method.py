@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError, StateError, shown
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
 from rl_plugins.params import MethodParams, above, param
 from rl_plugins.priors import cell
@@ -87,11 +87,31 @@ class PsGrpo(Method):
     fidelity = "paper"
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
+    measured = (
+        Measured(
+            "sign of the advantages with the paper's sample, against exact rewards",
+            "worse",
+            "same in 0.733 ± 0.006 of the rollouts, simulated",
+            "ps_grpo-10-seeds",
+        ),
+        Measured(
+            "right answers where a wrong habit leads, `gamma` 0 against `gamma` 1",
+            "worse",
+            "0.000 ± 0.000 against 0.993 ± 0.000, simulated",
+            "ps_grpo-10-seeds",
+        ),
+        Measured(
+            "right answers and agreement of wordings, both parts against the accuracy alone",
+            "not told apart",
+            "0.993 ± 0.000 and 0.993 ± 0.000, simulated",
+            "ps_grpo-10-seeds",
+        ),
+    )
     use_when = "The answer must not change with the wording of a question or with what was retrieved for it."
     avoid_when = "The dataset has one wording per question, or only the similarity says which answers are good."
     cost = (
-        "No extra rollouts. The comparisons run on the driver between generation and update; benchmarks/README.md has "
-        "the time per batch. Sets that do not divide the batch leave places of it empty."
+        "No extra rollouts. The comparisons of 4,096 rollouts take 0.1 s of CPU on the driver at 30 tokens and 0.6 s at "
+        "200 (`rougeL`: 0.2 s and 2.2 s). Sets that do not divide the batch leave places of it empty."
     )
     disagreements = (
         "The formulas were read through detailed notes in two languages that agree, not in full.",
@@ -103,6 +123,8 @@ class PsGrpo(Method):
         "than either alone.",
         "The paper does not say how to weigh wordings with unequal numbers of rollouts. Here every wording counts "
         "once, so that the sampled reward keeps the mean of the exact one.",
+        "The sample is the paper's (kappa 3, s 1) and saves calls of a similarity function. The built-in similarities "
+        "cost the same with `compare: exact`, which has no noise.",
         "Without `answer_column` Acc is the run's own reward; the paper has the token F1 only.",
     )
     idle = (

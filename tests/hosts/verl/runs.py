@@ -172,6 +172,19 @@ class Run:
             time.sleep(0.2)
 
 
+def with_sets(data: Path) -> Path:
+    """Every three rows of the training data are a set, named in a field of `extra_info`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    file = data / "train.parquet"
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    for i, row in enumerate(rows[: len(rows) // 3 * 3]):
+        row["extra_info"]["paraphrase_set_id"] = i // 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[: len(rows) // 3 * 3]), file)
+    return data
+
+
 def start(
     folder: Path, overrides: Sequence[str], trainer: str = "watched_sync", ranks: int = 1, **environment: str
 ) -> Run:
@@ -180,7 +193,7 @@ def start(
     from rl_plugins.demo.policy import load_policy
 
     folder.mkdir(parents=True)
-    data = verl_data.write(folder / "data")
+    data = with_sets(verl_data.write(folder / "data"))
     mark = uuid.uuid4().hex
     rows = PROMPTS * SAMPLES // ranks
     lines = [

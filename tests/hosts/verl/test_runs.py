@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 import torch
+from methods.ps_grpo_loops import COLUMN, check_ps_grpo
 from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, broken, check_costs, check_groups, finished, start
 
 sys.path.insert(0, str(PROBES))
@@ -90,7 +91,8 @@ SAMPLER_PARAMS = [
 # Methods whose objective has tests of its own; here it is seen that they act in the real trainer.
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo", "fapo"]
 SWARM = ["swarm_sapo+watch"]
-ALL = PLACES + SAMPLERS + FURTHER + SWARM
+SETS = ["ps_grpo+watch"]
+ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -122,6 +124,8 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             f"+carousel_params.swarm_sapo.exchange={folder / 'swarm'}",
             "+carousel_params.swarm_sapo.node=me",
             "+carousel_params.swarm_sapo.external_weight=0.5",
+            "+carousel_params.ps_grpo.compare=exact",
+            "+carousel_params.ps_grpo.gamma=0.5",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
             "actor_rollout_ref.actor.kl_loss_coef=0.0",
             *(f"+carousel_params.{p}" for p in SAMPLER_PARAMS),
@@ -503,6 +507,17 @@ def test_drive_changes_prompts_rollouts_and_length_within_a_run(carousel: Run) -
     assert set(second.rollouts.prompt_index.tolist()) <= set(unseen[:6])
     assert int(second.rollouts.length.max()) == 6 < int(first.rollouts.length.max())
     assert (logged["drive/phase"], logged["drive/set"], logged["drive/outside"]) == (1, 6, 0)
+
+
+def test_ps_grpo_trains_whole_sets_and_compares_wordings(carousel: Run) -> None:
+    """Sets of three in a batch of eight prompts: two of them, and two places stay empty."""
+    d, _, logged = sampler(carousel, "ps_grpo")
+    table = pyarrow.parquet.read_table(carousel.folder / "data" / "train.parquet").to_pylist()
+    found = check_ps_grpo(d, [row["extra_info"][COLUMN] for row in table], gamma=0.5)
+    assert len(found) == 2 and int(d.trained.sum()) == 6 * SAMPLES and logged["ps_grpo/empty_places"] == 2
+    expected = centered(d, deviation(1e-6))
+    torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
+    assert logged["ps_grpo/distinct_answers"] in (0.5, 1.0) and 0 < logged["ps_grpo/consistency"] < 1
 
 
 def test_swarm_sapo_trains_groups_of_another_node_as_they_were_sent(carousel: Run) -> None:
