@@ -110,8 +110,8 @@ class PsGrpo(Method):
     use_when = "The answer must not change with the wording of a question or with what was retrieved for it."
     avoid_when = "The dataset has one wording per question, or only the similarity says which answers are good."
     cost = (
-        "No extra rollouts. The comparisons of 4,096 rollouts take 0.1 s of CPU on the driver at 30 tokens and 0.6 s at "
-        "200 (`rougeL`: 0.2 s and 2.2 s). Sets that do not divide the batch leave places of it empty."
+        "No extra rollouts. The comparisons of 4,096 rollouts take 0.1 s of CPU on the driver at 30 tokens and 0.6 s "
+        "at 200 (`rougeL`: 0.2 s and 2.2 s). Sets that do not divide the batch leave places of it empty."
     )
     disagreements = (
         "The formulas were read through detailed notes in two languages that agree, not in full.",
