@@ -124,7 +124,7 @@ class PsGrpo(Method):
         "The paper does not say how to weigh wordings with unequal numbers of rollouts. Here every wording counts "
         "once, so that the sampled reward keeps the mean of the exact one.",
         "The sample is the paper's (kappa 3, s 1) and saves calls of a similarity function. The built-in similarities "
-        "cost the same with `compare: exact`, which has no noise.",
+        "take as long with `compare: exact`, which has no noise.",
         "Without `answer_column` Acc is the run's own reward; the paper has the token F1 only.",
     )
     idle = (
