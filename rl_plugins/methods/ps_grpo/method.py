@@ -103,7 +103,7 @@ class PsGrpo(Method):
         Measured(
             "right answers and agreement of wordings, both parts against the accuracy alone",
             "not told apart",
-            "0.993 ± 0.000 and 0.993 ± 0.000, simulated",
+            "0.993 ± 0.000 against 0.993 ± 0.000, simulated",
             "ps_grpo-10-seeds",
         ),
     )
