@@ -123,6 +123,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.drpo.reward=exact",
             f"+carousel_params.swarm_sapo.exchange={folder / 'swarm'}",
             "+carousel_params.swarm_sapo.node=me",
+            "+carousel_params.swarm_sapo.timeout=120",  # a busy machine is slow to read
             "+carousel_params.swarm_sapo.external_weight=0.5",
             "+carousel_params.ps_grpo.compare=exact",
             "+carousel_params.ps_grpo.gamma=0.5",
