@@ -145,10 +145,11 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Kind:
     inputs: tuple[str, ...]
+    params: tuple[str, ...]
     check: Callable[[Case], None]
 
     def has(self, case: Case) -> bool:
-        return any(name in case.inputs for name in self.inputs)
+        return any(name in case.inputs for name in self.inputs) or any(name in case.params for name in self.params)
 
 
 class Golden:
@@ -169,11 +170,13 @@ class Golden:
         self.cases = [c for c in cases if not having or any(name in c.inputs for name in having)]
         self._kinds: list[Kind] = []
 
-    def kind(self, *inputs: str) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
-        """The decorated function asserts the cases that have one of these inputs."""
+    def kind(
+        self, *inputs: str, params: tuple[str, ...] = ()
+    ) -> Callable[[Callable[[Case], None]], Callable[[Case], None]]:
+        """The decorated function asserts the cases that have one of these inputs, or one of these parameters."""
 
         def add(check: Callable[[Case], None]) -> Callable[[Case], None]:
-            self._kinds.append(Kind(inputs, check))
+            self._kinds.append(Kind(inputs, params, check))
             return check
 
         return add
