@@ -63,8 +63,8 @@ def ascending_blocks(length: int, blocks: int) -> tuple[tuple[int, tuple[int, ..
     sizes = ascending_schedule(length)
     if not 1 <= blocks <= len(sizes):
         raise ConfigError(
-            f"`blocks` is {blocks}; the ascending schedule of {length} tokens has {len(sizes)} steps, and a block needs "
-            f"one at least. Set it from 1 to {len(sizes)}."
+            f"`blocks` is {blocks}; the ascending schedule of {length} tokens has {len(sizes)} steps, and a block "
+            f"needs one at least. Set it from 1 to {len(sizes)}."
         )
     first = len(sizes) - blocks + 1
     steps = [tuple(range(first)), *((i,) for i in range(first, len(sizes)))]
