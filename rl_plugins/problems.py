@@ -138,4 +138,10 @@ PROBLEMS: dict[str, Problem] = {
         "Training on one task costs abilities of the model that the reward does not measure.",
         ("forgetting", "alignment tax", "kl", "regression", "retention"),
     ),
+    "masked_diffusion": Problem(
+        "Masked diffusion language models",
+        "The model fills in masks in any order instead of writing from left to right, so neither a host's engine nor its "
+        "log-probs fit.",
+        ("diffusion language model", "masked diffusion", "masks", "llada", "dream", "bidirectional", "unmasking"),
+    ),
 }

@@ -152,7 +152,13 @@ def warm_start(
     fit(model, lambda: _demonstrations(rng, tokenizer, settings), settings, progress)
 
 
-def fit(model: Qwen3ForCausalLM, batch: Callable[[], Any], settings: Fit, progress: Progress | None = None) -> None:
+def fit(
+    model: PreTrainedModel,
+    batch: Callable[[], Any],
+    settings: Fit,
+    progress: Progress | None = None,
+    loss_of: Callable[[PreTrainedModel, Any], torch.Tensor] | None = None,
+) -> None:
     """Supervised training in place, in one thread.
 
     Args:
@@ -160,7 +166,9 @@ def fit(model: Qwen3ForCausalLM, batch: Callable[[], Any], settings: Fit, progre
         batch: Makes the next batch, see :func:`labeled`.
         settings: Of the optimizer and the schedule.
         progress: Called after every step.
+        loss_of: Loss of the model on a batch; None: cross-entropy of the next token.
     """
+    loss_of = next_token_loss if loss_of is None else loss_of
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -172,10 +180,7 @@ def fit(model: Qwen3ForCausalLM, batch: Callable[[], Any], settings: Fit, progre
     with _one_thread():
         model.train()
         for step in range(settings.steps):
-            inputs = batch()
-            labels = inputs.pop("labels")
-            logits = model(**inputs).logits
-            loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            loss = loss_of(model, batch())
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -184,6 +189,13 @@ def fit(model: Qwen3ForCausalLM, batch: Callable[[], Any], settings: Fit, progre
             if progress is not None:
                 progress(step + 1, settings.steps, loss.item())
     model.eval()
+
+
+def next_token_loss(model: PreTrainedModel, inputs: Any) -> torch.Tensor:
+    """Cross-entropy of every labeled token, given those before it."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def policy_path(cache_dir: str | os.PathLike[str] | None = None) -> Path:
@@ -252,7 +264,7 @@ def cached(policy: Path, build: Callable[[Path], None]) -> Path:
     return policy
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     """Write a policy for :func:`cached`, with checksums."""
     with _no_progress_bar():
         model.save_pretrained(directory)

@@ -6,6 +6,7 @@ confidence of places that hold the end token is multiplied by a factor that grow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,9 +14,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, shown
 from rl_plugins.masked.schedules import ascending_blocks, ascending_schedule, uniform_schedule
 from rl_plugins.masked.states import Model
+
+_CHOICES = {
+    "schedule": ("uniform", "ascending"),
+    "remasking": ("confidence", "random"),
+    "end_index": ("decoding", "block"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,14 @@ class Decoding:
     end_index: Literal["decoding", "block"] = "decoding"
 
     def __post_init__(self) -> None:
+        for option, allowed in _CHOICES.items():
+            if getattr(self, option) not in allowed:
+                given = getattr(self, option)
+                raise ConfigError(f"`{option}` of the decoding is {shown(given)}; allowed: {', '.join(allowed)}.")
+        for option in ("temperature", "guidance", "end_start", "end_stop"):
+            value = getattr(self, option)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"`{option}` of the decoding is {value}; it must be a number of at least 0.")
         if self.schedule == "ascending":
             needed = len(ascending_schedule(self.length))
             ascending_blocks(self.length, self.blocks)
@@ -61,6 +76,11 @@ class Decoding:
             return
         if self.length < 1 or self.number_of_steps < 1:
             raise ConfigError(f"An answer has {self.length} tokens and {self.steps} steps; both must be at least 1.")
+        if self.number_of_steps > self.length:
+            raise ConfigError(
+                f"An answer of {self.length} tokens cannot be decoded in {self.number_of_steps} steps, one token each "
+                f"at least. Set the number of steps to {self.length} or fewer."
+            )
         if self.blocks < 1 or self.length % self.blocks or self.number_of_steps % self.blocks:
             raise ConfigError(
                 f"`blocks` is {self.blocks}; it must divide the length ({self.length}) and the number of steps "

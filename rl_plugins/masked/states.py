@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+_NEVER = -1e30  # a logit of no probability; with -inf entropies would be NaN
+
 Model = Callable[[Tensor], Tensor]
 """(rows, prompt + answer) token ids -> (rows, prompt + answer, vocabulary) logits; not shifted."""
 
@@ -31,6 +33,7 @@ def trajectory_logprobs(
     mask_id: int,
     entropies: bool = False,
     recompute: bool = False,
+    without_mask: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of every token in the state in which it was unmasked: one pass of the model per step.
 
@@ -40,9 +43,11 @@ def trajectory_logprobs(
         model: gives logits of prompt and answer.
         prompt: (rows, prompt) int64.
         answer, unmasked_at: (rows, tokens).
-        steps: S. Steps in which no row unmasks a token cost nothing.
+        steps: S.
         entropies: compute them, too, with gradient.
         recompute: keep the activations of one state at a time: each pass is made again when its gradient is taken.
+        without_mask: the mask has no probability, as in the decoding, which never chooses it. The authors' code leaves
+            it in.
 
     Returns:
         (rows, tokens) float32 log-probs, and entropies in nats or None. Temperature is not applied, as in the authors'
@@ -55,7 +60,10 @@ def trajectory_logprobs(
         state = torch.cat([prompt, state_at(answer, unmasked_at, step, mask_id)], dim=1)
         logits = model(state)[:, prompt.shape[1] :]
         here = unmasked_at == step
-        picked = torch.log_softmax(logits[here].float(), dim=-1)  # of the tokens of this step only
+        chosen = logits[here].float()  # of the tokens of this step only
+        if without_mask:
+            chosen = chosen.index_fill(-1, torch.tensor(mask_id, device=chosen.device), _NEVER)
+        picked = torch.log_softmax(chosen, dim=-1)
         logprobs = picked.gather(-1, answer[here][:, None])[:, 0]
         spread = -(picked.exp() * picked).sum(-1) if entropies else picked.new_zeros(len(picked))
         return logprobs, spread
@@ -64,9 +72,28 @@ def trajectory_logprobs(
     spread = torch.zeros_like(logprobs)
     for step in range(steps):
         here = unmasked_at == step
-        if not bool(here.any()):
-            continue
         found = checkpoint(in_state, step, use_reentrant=False) if recompute else in_state(step)
         logprobs = logprobs.masked_scatter(here, found[0])
         spread = spread.masked_scatter(here, found[1]) if entropies else spread
     return logprobs, spread if entropies else None
+
+
+def step_weights(unmasked_at: Tensor, steps: int) -> Tensor:
+    """Weights with which a mean over tokens gives every decoding step the same weight.
+
+        w_t = L / (S n_i),   i = unmasked_at_t,   n_i the tokens of the row that step i unmasked
+
+    Args:
+        unmasked_at: (rows, tokens) int.
+        steps: S.
+
+    Returns:
+        (rows, tokens) float32; each row adds up to L, if every step unmasked a token of it.
+
+    Source: `compute_loss` in cj-grpo/cj_grpo_trainer_*.py of yjyddq/EOSER-ASS-RL, whose mean over steps of the means of
+    their tokens this is.
+    """
+    rows, length = unmasked_at.shape
+    place = unmasked_at.long()
+    counts = torch.zeros(rows, steps, device=place.device).scatter_add_(1, place, torch.ones_like(place).float())
+    return length / (steps * counts.gather(1, place))

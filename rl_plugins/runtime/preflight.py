@@ -39,6 +39,7 @@ class HostFacts:
         rollout_as_old: the one by which rollout log-probs stand in for old ones; empty if it is off.
         options: the host's options as set by the user.
         defaults: the host's own defaults of the same options.
+        missing_options: option -> where it is instead, for options of another trainer of the same host.
         run: what is known of the run, None if nothing is.
         group_option: the host's option for the rollouts per prompt.
         batch_rows: rows a batch trains, None if that is not known.
@@ -58,6 +59,7 @@ class HostFacts:
     sampling_probabilities: Mapping[str, Any] = field(default_factory=dict)
     rollout_as_old: str = ""
     weighs_old: bool = False
+    missing_options: Mapping[str, str] = field(default_factory=dict)
     run: Run | None = None
     group_option: str = ""
     batch_rows: int | None = None
@@ -215,7 +217,13 @@ def _set_option(
 ) -> str | None:
     source = value.option if isinstance(value, SameAs) else option
     if {option, source} - set(host.options):
-        return f"`{m.name}` sets {option}={value!r}, which {host.name} {host.version} does not have. Remove the method."
+        why = host.missing_options.get(option)
+        return (
+            f"`{m.name}` sets {option}={value!r}, which this trainer does not have: {why}. Or remove the method."
+            if why
+            else f"`{m.name}` sets {option}={value!r}, which {host.name} {host.version} does not have. Remove the "
+            f"method."
+        )
     value = host.options[source] if isinstance(value, SameAs) else value
     current, default = host.options[option], host.defaults.get(option)
     first, needed = wanted.setdefault(option, (m.name, value))

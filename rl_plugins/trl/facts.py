@@ -16,6 +16,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
+from rl_plugins.masked import MaskedOptions
 from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
@@ -28,6 +29,13 @@ from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.host import Trainer
 from rl_plugins.trl.hosts import Loss, unknown_loss
 from rl_plugins.trl.prompts import has_numbers
+
+NO_MASKED_OPTIONS = {
+    f.name: "it is one of masked diffusion language models: take MaskedGRPOConfig and MaskedGRPOTrainer of "
+    "rl_plugins.trl.masked"
+    for f in fields(MaskedOptions)
+}
+"""Options of another trainer, and where they are."""
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")  # divided by a number of rows, not of tokens
 
@@ -252,8 +260,11 @@ def has_entropy_bonus(args: GRPOConfig) -> bool:
     return bool(args.entropy_coef != 0.0 or args.use_adaptive_entropy)
 
 
-def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
+def check(stack: MethodStack, known: KnownRun, seams: Seams, offered: HostFacts | None = None) -> dict[str, Any]:
     """Everything that can be known before the model is loaded.
+
+    Args:
+        offered: what the trainer offers; None: what TRL's does.
 
     Returns:
         Options of the config to set for the methods.
@@ -264,7 +275,7 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams) -> dict[str, Any]:
     options: dict[str, Any] = {}
     problems: list[str] = []
     try:
-        options = preflight(stack, trl_facts(stack, known))
+        options = preflight(stack, offered or trl_facts(stack, known))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     if not known.args.use_vllm:  # nothing reads them
@@ -354,6 +365,7 @@ def trl_facts(stack: MethodStack, known: KnownRun) -> HostFacts:
         columns=known.columns,
         options=vars(args),
         defaults=_defaults(),
+        missing_options=NO_MASKED_OPTIONS,
         row_columns=bool(stack.claims["rollout"]),
         importance_weights={"vllm_importance_sampling_correction": True}
         if args.use_vllm and args.vllm_importance_sampling_correction
@@ -401,7 +413,7 @@ def _idle_loss_type(stack: MethodStack, args: GRPOConfig, default: str) -> list[
 
 
 def _defaults() -> dict[str, Any]:
-    return {f.name: f.default for f in fields(trl.GRPOConfig)}
+    return {f.name: f.default for config in (MaskedOptions, trl.GRPOConfig) for f in fields(config)}
 
 
 def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:

@@ -38,7 +38,16 @@ from rl_plugins.trl.batch import (
 )
 from rl_plugins.trl.changes import changed, head_output
 from rl_plugins.trl.facts import first_plan_of, known_of
-from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, Score, SingleTurn, Trainer, model_input
+from rl_plugins.trl.host import (
+    DatasetRow,
+    HostBatch,
+    HostRows,
+    Score,
+    SingleTurn,
+    Trainer,
+    model_input,
+    more_model_input,
+)
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
@@ -319,6 +328,8 @@ class GenerationBatch:
         prefix = list(plan.prefix) if plan else []
         limit = self.trainer.max_completion_length
         limit = min(limit, plan.max_tokens) if plan and plan.max_tokens is not None else limit
+        if not prefix and len(ids) <= limit:
+            return ids, logprobs  # as they are: a trainer may have made more than a list of them
         tokens = (prefix + list(ids))[:limit]
         return tokens, None if logprobs is None else ([None] * len(prefix) + list(logprobs))[:limit]
 
@@ -432,14 +443,13 @@ class GenerationBatch:
         if wanted & {"entropies", "sum_squared_probs"} or (
             ("old_logprobs" in wanted or sampled) and "old_per_token_logps" not in out
         ):
-            forward: dict[str, Any] = {k: out[k] for k in _FORWARD_KEYS if k in out}
             with torch.no_grad(), head_output(t, "sum_squared_probs" in wanted, seen):
                 logprobs, entropies, _ = t._get_per_token_logps_and_entropies(
                     t.model,
                     *model_input(out),
                     batch_size=t.args.per_device_train_batch_size,
                     compute_entropy="entropies" in wanted,
-                    **forward,
+                    **more_model_input(out),
                 )
             out.setdefault("old_per_token_logps", logprobs)
         if "rollout_logprobs" in wanted:
@@ -537,17 +547,3 @@ def _without_payload(rows: Sequence[PlanRow], kept: list[Any]) -> tuple[PlanRow,
     """Payloads stay on the driver, one for each rollout; the rest of the plan travels to all ranks."""
     kept += [p.payload for p in rows for _ in range(p.n + p.spare)]
     return tuple(p.replace(payload=None) for p in rows)
-
-
-_FORWARD_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)

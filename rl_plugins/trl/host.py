@@ -180,7 +180,28 @@ def model_input(batch: HostBatch) -> tuple[Tensor, Tensor, int]:
     return ids, mask, batch["completion_ids"].size(1)
 
 
+def more_model_input(batch: HostBatch) -> dict[str, Any]:
+    """What else of a batch the log-probs of its rows are taken with."""
+    return {k: batch[k] for k in _FORWARD_KEYS if k in batch}
+
+
 def loss_mask(batch: HostBatch) -> Tensor:
     """(rows, time) 1 where a token is trained."""
     mask = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+_FORWARD_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+    "unmasked_at",  # of masked diffusion models, see trl/masked
+    "prompt_hidden",
+)

@@ -21,7 +21,7 @@ from rl_plugins.runtime import update
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.batch import NEWEST_VERSION, PUBLISHED, ROW_COLUMN, TOKEN_COLUMN, VERSION, VERSIONS
 from rl_plugins.trl.facts import ROW_LOSSES
-from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input
+from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input, more_model_input
 from rl_plugins.trl.ranks import gather
 
 HostLoss = Callable[[Any, HostBatch], Tensor]
@@ -125,7 +125,10 @@ def _rows_of(trainer: Trainer, window: Sequence[HostBatch]) -> Rows:
         if "current_logprobs" not in trainer.methods.needs:
             return None
         with torch.no_grad(), SECONDS.part(""):
-            return trainer._get_per_token_logps_and_entropies(trainer.model, *model_input(batch))[0]
+            values = trainer._get_per_token_logps_and_entropies(
+                trainer.model, *model_input(batch), **more_model_input(batch)
+            )
+        return values[0]
 
     def summed(of: Callable[[HostBatch], Tensor | None]) -> Tensor | None:
         values = [(m, v) for m, b in zip(masks, window, strict=True) if (v := of(b)) is not None]

@@ -16,7 +16,7 @@ from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
 from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
-from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.preflight import HostFacts, render_table
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.trl import costs, facts, hosts, logs, loss
@@ -131,7 +131,7 @@ class MethodsMixin(StatefulMixin):
             name = model if isinstance(model, str) else facts.model_name(model)
             template = facts.template_of(name, given.get("processing_class"), options.get("revision"))
             known = replace(known, model=name, template=template)
-        self._method_options = facts.check(self.methods, known, self.seams)
+        self._method_options = facts.check(self.methods, known, self.seams, self._facts_of(known))
         for name, value in self._method_options.items():
             setattr(config, name, value)
         self._methods_callback = MethodsCallback(self, fingerprint(dataset))
@@ -140,6 +140,10 @@ class MethodsMixin(StatefulMixin):
         if "sum_squared_probs" in self.methods.needs:
             inside.enter_context(more_head_outputs())
         return inside
+
+    def _facts_of(self, known: facts.KnownRun) -> HostFacts:
+        """What the run offers; a trainer with another way to sample or to take log-probs offers less."""
+        return facts.trl_facts(self.methods, known)
 
     def describe_methods(self) -> str:
         """The table of methods in effect, with host options they set or make meaningless."""

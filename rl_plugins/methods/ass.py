@@ -1,0 +1,58 @@
+"""ASS (arXiv 2509.23924): a masked diffusion model unmasks 1, 2, 4, .. tokens per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_plugins.method import Method
+from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Run
+
+
+class Ass(Method):
+    """Decodes answers of a masked diffusion model in S = floor(log2 L) steps.
+
+        n_i = 2^i   for i < S - 1,   n_{S-1} = L - (2^{S-1} - 1)
+
+    n_i tokens are unmasked in step i: few while little is known, many once the answer is determined. L is
+    `max_completion_length`. With several blocks the answer is decoded from left to right: the last blocks have one step
+    each, the first has the steps that are left.
+
+    Raises:
+        ConfigError: another trainer than MaskedGRPOTrainer, L below 2, more blocks than steps, or `diffusion_steps`
+            that is not S.
+
+    Source: arXiv 2509.23924; get_num_transfer_tokens_ass in eval/generate.py and get_block_sizes in
+    cj-grpo/cj_grpo_trainer_eoser_ass.py of yjyddq/EOSER-ASS-RL.
+    """
+
+    name = "ass"
+    paper = PAPER
+    fidelity = "code"
+    does = "Unmasks 1, 2, 4, .. tokens per step of a masked diffusion model, so that log2 L steps are enough"
+    problems = ("masked_diffusion",)
+    goes_with = {
+        "eoser": "Few steps make early end tokens costly; this holds them back.",
+        "cj_grpo": "One pass per step is made for log-probs, and there are few steps.",
+    }
+    use_when = "A masked diffusion model is trained, and decoding or log-probs take most of the time."
+    avoid_when = (
+        "The last step unmasks half of the answer at once. Tasks in which these tokens depend on each other suffer."
+    )
+    cost = "floor(log2 L) passes for an answer of L tokens, instead of L / 2 with the uniform schedule."
+    disagreements = ()
+    hosts = ("trl",)
+    host_options = {"trl": {"unmasking": "ascending", "unmasking_blocks": 1}}
+    paper_settings = PAPER_SETTINGS
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        blocks: int = param(1, "blocks of the answer, decoded from the left", ge=1)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.host_options = {"trl": {"unmasking": "ascending", "unmasking_blocks": self.params.blocks}}
+
+    def check(self, run: Run) -> None:
+        refuse_verl(self.name, run)

@@ -1,0 +1,68 @@
+"""EOSER (arXiv 2509.23924): a masked diffusion model holds end tokens back in its first steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rl_plugins.method import Method
+from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Run
+
+
+class Eoser(Method):
+    """Multiplies the confidence of places that hold the end token by a factor that grows to 1 over the steps.
+
+        uniform     f_i = start + (stop - start) i / (S - 1)
+        ascending   f_i = start + (stop - start) (2^(i+1) - 1) / 2^S     (with `ass`)
+
+    A masked diffusion model is surest of end tokens, so decoding all places at once fills the answer with them first
+    and leaves few places for the text. Which token a place gets is unchanged; places with end tokens are unmasked
+    later.
+
+    Symbols: i the step from 0, S the number of steps.
+
+    Raises:
+        ConfigError: another trainer than MaskedGRPOTrainer.
+
+    Source: arXiv 2509.23924; `sampling` and `ass_sampling` in cj-grpo/cj_grpo_trainer_*.py of yjyddq/EOSER-ASS-RL.
+    """
+
+    name = "eoser"
+    paper = PAPER
+    fidelity = "code"
+    does = "Holds back end tokens in the first decoding steps of a masked diffusion model"
+    problems = ("masked_diffusion",)
+    use_when = "A masked diffusion model decodes whole answers at once, and they end too early."
+    avoid_when = "Answers are decoded in many small blocks, or the model was trained not to write end tokens early."
+    cost = "Nothing: one product per step."
+    disagreements = (
+        "The code's generation starts at 0.4, its training scripts at 0.01. This is training, so 0.01 is the default.",
+        "With several blocks the code takes the step inside the block and the total number of steps, so the factor does "
+        "not reach `stop`. Here it follows the whole decoding; `code_compat: true` is the code's.",
+    )
+    hosts = ("trl",)
+    host_options = {
+        "trl": {"end_confidence_start": 0.01, "end_confidence_stop": 1.0, "end_confidence_index": "decoding"}
+    }
+    paper_settings = PAPER_SETTINGS
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        start: float = param(0.01, "gamma_min, factor in the first step", ge=0, le=1)
+        stop: float = param(1.0, "gamma_max, factor in the last step", ge=0, le=1)
+        code_compat: bool = param(False, "with several blocks: the step inside the block, as in the authors' code")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        self.host_options = {
+            "trl": {
+                "end_confidence_start": p.start,
+                "end_confidence_stop": p.stop,
+                "end_confidence_index": "block" if p.code_compat else "decoding",
+            }
+        }
+
+    def check(self, run: Run) -> None:
+        refuse_verl(self.name, run)
