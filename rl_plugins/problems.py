@@ -140,8 +140,8 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "masked_diffusion": Problem(
         "Masked diffusion language models",
-        "The model fills in masks in any order instead of writing from left to right, so neither a host's engine nor its "
-        "log-probs fit.",
+        "The model fills in masks in any order instead of writing from left to right, so neither a host's engine nor "
+        "its log-probs fit.",
         ("diffusion language model", "masked diffusion", "masks", "llada", "dream", "bidirectional", "unmasking"),
     ),
 }

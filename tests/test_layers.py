@@ -45,7 +45,7 @@ CONTRACT = {
     "method",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit"}
-ADAPTER = {*AUTHORS, "runtime", "supervised"}
+ADAPTER = {*AUTHORS, "runtime", "supervised", "masked"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "priors": {"contract", "services", "evidence"},
     "papers": set(),
     "supervised": {"contract", "supervised"},
+    "masked": {"contract", "masked"},
     "runtime": {"contract", "runtime", "supervised", "papers"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
     "rewards": {*AUTHORS, "methods"},

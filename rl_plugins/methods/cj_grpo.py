@@ -50,8 +50,9 @@ class CjGrpo(Method):
     disagreements = (
         "The code weighs every step alike, so a token of the first step of `ass` weighs 65 times a token of the last "
         "at L = 128. That is the default; `step_weight: tokens` weighs tokens alike.",
-        "The code's clip ratio counts tokens whose ratio is outside of the range and not clipped. Here the clipped ones "
-        "are counted.",
+        "The code's clip ratio counts tokens whose ratio is outside of the range and which are not clipped. Here those "
+        "that are clipped are counted.",
+        "The code's KL has no importance weight, TRL's has one by default. `use_bias_correction_kl: false` is the code's.",
         "The code leaves the mask in the distribution of a token. Here it has no probability, because decoding never "
         "chooses it.",
     )

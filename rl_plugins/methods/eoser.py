@@ -38,8 +38,8 @@ class Eoser(Method):
     cost = "Nothing: one product per step."
     disagreements = (
         "The code's generation starts at 0.4, its training scripts at 0.01. This is training, so 0.01 is the default.",
-        "With several blocks the code takes the step inside the block and the total number of steps, so the factor does "
-        "not reach `stop`. Here it follows the whole decoding; `code_compat: true` is the code's.",
+        "With several blocks the code takes the step inside the block and the total number of steps, so the factor "
+        "does not reach `stop`. Here it follows the whole decoding; `code_compat: true` is the code's.",
     )
     hosts = ("trl",)
     host_options = {

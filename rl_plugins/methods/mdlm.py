@@ -18,6 +18,7 @@ PAPER_SETTINGS = {
     "trl": {
         "scale_rewards": "none",
         "beta": 0.04,
+        "use_bias_correction_kl": False,
         "epsilon": 0.5,
         "num_iterations": 12,
         "num_generations": 6,

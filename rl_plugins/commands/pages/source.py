@@ -82,7 +82,7 @@ LAYERS = {
     "For methods: turns, judges, memory of prompts, audits": (
         "agents services judges evidence thompson priors audit environments turns"
     ),
-    "Papers: a file each, and a list of the rest": "methods rewards supervised papers",
+    "Papers: a file each, and a list of the rest": "methods rewards supervised masked papers",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
     "Tools": "testing simulation fusion compare demo commands cli",

@@ -81,7 +81,7 @@ def config(output_dir: Path, methods: Any = (), cls: type = GRPOConfig, **change
             if values.get("steps_per_generation")
             else 64 // WORLD // values.get("gradient_accumulation_steps", 1)
         )
-    if cls is GRPOConfig:
+    if issubclass(cls, GRPOConfig):
         values["methods"] = list(methods)
     return cls(**values)
 
