@@ -529,6 +529,14 @@ def grpo(ctx: typer.Context) -> None:
 
 
 @trl_app.command(context_settings=_ANYTHING)
+def masked_grpo(ctx: typer.Context) -> None:
+    """Run `trl grpo` on a masked diffusion language model; adds its options and --methods."""
+    from rl_plugins.trl.script import MASKED_GRPO, launch
+
+    raise typer.Exit(launch(ctx.args, MASKED_GRPO))
+
+
+@trl_app.command(context_settings=_ANYTHING)
 def sft(ctx: typer.Context) -> None:
     """Run `trl sft`; adds --loss_type otr and its --otr_* options."""
     from rl_plugins.trl.script import SFT, launch

@@ -86,6 +86,8 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
 
     from rl_plugins.trl import GRPOConfig, facts
     from rl_plugins.trl.compat import Seams
+    from rl_plugins.trl.masked import MaskedGRPOConfig
+    from rl_plugins.trl.masked.facts import masked_facts
 
     usage = usage_of(CARDS[name].found)
 
@@ -100,16 +102,16 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
     if "generation_batch_size" in options:  # a batch is two optimizer steps on one device, or one of whole groups
         steps = 1 if any(m.whole_groups for m in stack.methods) else 2
         size = int(options["generation_batch_size"]) // (steps * int(options.get("gradient_accumulation_steps", 1)))
-    args = GRPOConfig(
+    args = (MaskedGRPOConfig if usage.masked else GRPOConfig)(
         use_cpu=True,
         bf16=False,
         methods=list(usage.methods),
         method_params={k: dict(v) for k, v in usage.params.items()},
         **{"per_device_train_batch_size": size, **options},
     )
-    facts.check(
-        stack, facts.KnownRun(args, data, len(data), ("correctness", "format", "length")), Seams.of(trl.GRPOTrainer)
-    )
+    known = facts.KnownRun(args, data, len(data), ("correctness", "format", "length"))
+    offered = masked_facts(facts.trl_facts(stack, known), stack, args) if usage.masked else None
+    facts.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
 
 
 def test_gigpo_is_shown_with_a_loop_that_plays_the_turns():

@@ -33,7 +33,7 @@ def test_every_entry_says_why() -> None:
     [
         ("hecrl", "was reviewed and is not built. Offline control"),
         ("contest_trade", "is built, and is no method. Its rule"),
-        ("mdlm", "is not built yet. It decodes"),
+        ("branch_grpo", "is not built yet. It trains image"),
     ],
 )
 def test_who_names_one_is_told_why(name: str, said: str) -> None:

@@ -154,8 +154,10 @@ def _usage(usage: Usage, found: type[Method] | Bundle) -> Sequence[str]:
     lines += usage.notes
     if "trl" in usage.hosts:
         lines += ["TRL, in the YAML config of a run:", *(f"    {line}" for line in usage.yaml().splitlines())]
-        lines += ["TRL, on the command line:", f"    rl-plugins trl grpo --config run.yaml {usage.flags()}"]
-        lines += ["TRL, in Python (from rl_plugins.trl import GRPOConfig, GRPOTrainer):", f"    {usage.python()}"]
+        lines += ["TRL, on the command line:", f"    {usage.command_of_trl} --config run.yaml {usage.flags()}"]
+        module, kind = ("rl_plugins.trl.masked", "Masked") if usage.masked else ("rl_plugins.trl", "")
+        names = f"from {module} import {kind}GRPOConfig, {kind}GRPOTrainer"
+        lines += [f"TRL, in Python ({names}):", f"    {usage.python()}"]
     if "verl" in usage.hosts:
         lines += ["verl:", *(f"    {line}" for line in usage.command().splitlines())]
     return lines

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rl_plugins.commands.catalog import example_of, parts_of
+from rl_plugins.masked import MaskedOptions
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
 
@@ -45,6 +46,7 @@ class Usage:
         options: host -> option -> value.
         notes: what a config cannot say.
         hosts: those that serve it.
+        masked: TRL's trainer of masked diffusion language models is meant.
     """
 
     methods: tuple[str, ...]
@@ -52,6 +54,12 @@ class Usage:
     options: Mapping[str, Mapping[str, Any]]
     notes: tuple[str, ...]
     hosts: tuple[str, ...]
+    masked: bool = False
+
+    @property
+    def command_of_trl(self) -> str:
+        """The command that trains with it in TRL."""
+        return f"rl-plugins trl {'masked_grpo' if self.masked else 'grpo'}"
 
     def yaml(self) -> str:
         """For the YAML config of `trl grpo`."""
@@ -61,18 +69,19 @@ class Usage:
         return "\n".join([*lines, *(f"{k}: {_yaml(v)}" for k, v in self.options["trl"].items())])
 
     def flags(self) -> str:
-        """The same on the command line of `rl-plugins trl grpo`."""
+        """The same as options of `command_of_trl`."""
         words = [f"--methods {' '.join(self.methods)}"]
         if self.params:
             words.append(f"--method_params '{json.dumps(self.params)}'")
         return " ".join([*words, *(f"--{k} {_yaml(v)}" for k, v in self.options["trl"].items())])
 
     def python(self) -> str:
-        """The same as arguments of `GRPOConfig`."""
+        """The same as arguments of the config."""
         words = [f"methods={list(self.methods)!r}"]
         if self.params:
             words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
-        return f"GRPOConfig({', '.join([*words, *(f'{k}={v!r}' for k, v in self.options['trl'].items())])})"
+        words += [f"{k}={v!r}" for k, v in self.options["trl"].items()]
+        return f"{'Masked' * self.masked}GRPOConfig({', '.join(words)})"
 
     def overrides(self, base: bool = True) -> list[str]:
         """Words of `python -m verl.trainer.main_ppo`, quoted for a shell.
@@ -133,6 +142,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
         options=options,
         notes=tuple(notes),
         hosts=tuple(h for h in ("trl", "verl") if all(h in cls.hosts for cls in everything)),
+        masked=bool({option for host, option in set_by_methods} & {f.name for f in fields(MaskedOptions)}),
     )
 
 

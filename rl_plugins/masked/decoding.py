@@ -32,7 +32,7 @@ class Decoding:
     Args:
         length: L, tokens of an answer; those after the first end token are part of it.
         steps: S; None: one per two tokens (uniform), floor(log2 L) (ascending, which allows no other number).
-        schedule: "uniform" or "ascending" (1, 2, 4, .. tokens).
+        schedule: "uniform" or "ascending" (1, 2, 4 and more tokens).
         blocks: the answer is decoded block after block from the left; 1: all at once.
         temperature: tau of the Gumbel noise; 0: the most likely token.
         guidance: w of classifier-free guidance; 0: none, otherwise every step costs two passes.

@@ -20,7 +20,7 @@ class MaskedOptions:
         mask_token_id: id of the mask; None: the tokenizer's mask token.
         diffusion_steps: S, passes of the model that decode an answer; None: one per two tokens (uniform), or
             floor(log2 L) (ascending, which allows no other number).
-        unmasking: tokens per step: "uniform", or "ascending": 1, 2, 4, .. (method `ass`).
+        unmasking: tokens per step: "uniform", or "ascending": 1, 2, 4 and so on (method `ass`).
         unmasking_blocks: the answer is decoded block after block from the left; 1: all at once.
         guidance: w of classifier-free guidance; 0: none, otherwise every step costs two passes.
         remasking: "confidence": the most confident tokens are unmasked; "random": any.

@@ -30,7 +30,7 @@ def uniform_schedule(masked: Tensor, steps: int) -> Tensor:
 
 
 def ascending_schedule(length: int) -> tuple[int, ...]:
-    """Tokens per step of the ascending schedule: 1, 2, 4, .., in S = floor(log2 L) steps; the last takes the rest.
+    """Tokens per step of the ascending schedule: 1, 2, 4 and so on. The last step takes the rest.
 
     Args:
         length: L, tokens of the answer.

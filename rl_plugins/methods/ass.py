@@ -1,4 +1,4 @@
-"""ASS (arXiv 2509.23924): a masked diffusion model unmasks 1, 2, 4, .. tokens per step."""
+"""ASS (arXiv 2509.23924): a masked diffusion model unmasks 1, 2, 4 and more tokens per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ass(Method):
     name = "ass"
     paper = PAPER
     fidelity = "code"
-    does = "Unmasks 1, 2, 4, .. tokens per step of a masked diffusion model, so that log2 L steps are enough"
+    does = "Unmasks 1, 2, 4 and more tokens per step, so that a masked diffusion model needs log2 L steps"
     problems = ("masked_diffusion",)
     goes_with = {
         "eoser": "Few steps make early end tokens costly; this holds them back.",

@@ -44,15 +44,16 @@ class CjGrpo(Method):
     use_when = "A masked diffusion model is trained with few decoding steps (`ass`)."
     avoid_when = "Decoding takes many steps: each of them is a forward and a backward pass of the update."
     cost = (
-        "S forward and backward passes per update instead of one; all of them in memory, unless `recompute_states` of "
-        "the trainer is on (one more forward pass each)."
+        "No extra rollouts. S forward and backward passes per update instead of one. All of them are in memory, unless "
+        "`recompute_states` of the trainer is on, which makes each forward pass twice."
     )
     disagreements = (
         "The code weighs every step alike, so a token of the first step of `ass` weighs 65 times a token of the last "
         "at L = 128. That is the default; `step_weight: tokens` weighs tokens alike.",
         "The code's clip ratio counts tokens whose ratio is outside of the range and which are not clipped. Here those "
         "that are clipped are counted.",
-        "The code's KL has no importance weight, TRL's has one by default. `use_bias_correction_kl: false` is the code's.",
+        "The code's KL has no importance weight. TRL's has one by default; `use_bias_correction_kl: false` takes it "
+        "away.",
         "The code leaves the mask in the distribution of a token. Here it has no probability, because decoding never "
         "chooses it.",
     )

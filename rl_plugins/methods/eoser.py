@@ -35,7 +35,7 @@ class Eoser(Method):
     problems = ("masked_diffusion",)
     use_when = "A masked diffusion model decodes whole answers at once, and they end too early."
     avoid_when = "Answers are decoded in many small blocks, or the model was trained not to write end tokens early."
-    cost = "Nothing: one product per step."
+    cost = "No extra rollouts or passes: one product per step of the decoding."
     disagreements = (
         "The code's generation starts at 0.4, its training scripts at 0.01. This is training, so 0.01 is the default.",
         "With several blocks the code takes the step inside the block and the total number of steps, so the factor "
@@ -51,7 +51,7 @@ class Eoser(Method):
     class Params(MethodParams):
         start: float = param(0.01, "gamma_min, factor in the first step", ge=0, le=1)
         stop: float = param(1.0, "gamma_max, factor in the last step", ge=0, le=1)
-        code_compat: bool = param(False, "with several blocks: the step inside the block, as in the authors' code")
+        code_compat: bool = param(False, "step inside the block instead of the whole decoding, as in the authors' code")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

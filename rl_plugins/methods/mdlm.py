@@ -44,8 +44,8 @@ MDLM = Bundle(
     paper=PAPER,
     about=(
         "For masked diffusion language models, in `rl_plugins.trl.masked.MaskedGRPOTrainer`. Answers are decoded in "
-        "floor(log2 L) steps of 1, 2, 4, .. tokens (`ass`), the confidence of end tokens is held back at first "
-        "(`eoser`), and every log-prob is taken in the state in which its token was unmasked (`cj_grpo`)."
+        "floor(log2 L) steps of 1, 2, 4 and more tokens (`ass`). The confidence of end tokens is held back at first "
+        "(`eoser`). Every log-prob is taken in the state in which its token was unmasked (`cj_grpo`)."
     ),
     does="Trains masked diffusion language models with few decoding steps, on the states they went through",
     problems=("masked_diffusion",),

@@ -85,6 +85,14 @@ CHANGES = (
         "changes.more_head_outputs",
     ),
     Change(
+        "`add_fused_lm_head` and `create_model_from_path` in `trl.trainer.grpo_trainer`, while a trainer is made; a "
+        "`generation_config` of a model without one, for good",
+        "the fused head computes log-probs of the next token; TRL writes token ids into a generation config",
+        "`rl_plugins.trl.masked`",
+        "none",
+        "masked/trainer.MaskedTrainer.__init__",
+    ),
+    Change(
         "trainer: `num_generations`, `rollout_func`, while it makes a batch",
         "groups of other sizes mean nothing to TRL; rows of programs are served where TRL has a place for them",
         "any method",

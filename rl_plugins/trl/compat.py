@@ -54,6 +54,7 @@ PINNED = (
         (),
         "overridden: the number of a row is a column TRL must not drop",
     ),
+    Pinned(_TRAINER, "_dist", None, "read: parameters are whole while a masked diffusion model decodes"),
     Pinned(_TRAINER, "_signature_columns", None, "extended by that column"),
     Pinned(_TRAINER, "_step", None, "read: micro-batches so far, which tell where a batch and an optimizer step end"),
     Pinned(_TRAINER, "_buffered_inputs", None, "read: micro-batches of the coming optimizer step; columns are added"),

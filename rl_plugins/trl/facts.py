@@ -31,8 +31,8 @@ from rl_plugins.trl.hosts import Loss, unknown_loss
 from rl_plugins.trl.prompts import has_numbers
 
 NO_MASKED_OPTIONS = {
-    f.name: "it is one of masked diffusion language models: take MaskedGRPOConfig and MaskedGRPOTrainer of "
-    "rl_plugins.trl.masked"
+    f.name: "it is one of masked diffusion language models: take `rl-plugins trl masked_grpo`, or MaskedGRPOConfig and "
+    "MaskedGRPOTrainer of rl_plugins.trl.masked"
     for f in fields(MaskedOptions)
 }
 """Options of another trainer, and where they are."""

@@ -32,15 +32,21 @@ class Script:
     """One of TRL's scripts, as we run it.
 
     Args:
-        name: of the subcommand, and of the module in `trl.scripts`.
+        name: of the module in `trl.scripts`.
         module: of ours that a launcher starts.
         config, arguments: "module:class" of the config of training, and of TRL's arguments of the script.
+        command: of `rl-plugins trl`; empty: the name.
     """
 
     name: str
     module: str
     config: str
     arguments: str
+    command: str = ""
+
+    @property
+    def called(self) -> str:
+        return self.command or self.name
 
     def run(self, *parsed: Any) -> None:
         importlib.import_module(f"trl.scripts.{self.name}").main(*parsed)
@@ -48,6 +54,13 @@ class Script:
 
 GRPO = Script(
     "grpo", "rl_plugins.trl.script", "rl_plugins.trl.config:GRPOConfig", "trl.scripts.grpo:GRPOScriptArguments"
+)
+MASKED_GRPO = Script(
+    "grpo",
+    "rl_plugins.trl.masked.script",
+    "rl_plugins.trl.masked:MaskedGRPOConfig",
+    "trl.scripts.grpo:GRPOScriptArguments",
+    "masked_grpo",
 )
 SFT = Script("sft", "rl_plugins.trl.sft", "rl_plugins.trl.sft:SFTConfig", "trl:ScriptArguments")
 # What other tools and scripts call an option of `trl grpo`.
@@ -93,7 +106,7 @@ class Parser(trl.TrlParser):
     def __init__(self, script: Script = GRPO, config: type | None = None) -> None:
         self.script = script
         types = (_class(script.arguments), config or _class(script.config), trl.ModelConfig, trl.DatasetMixtureConfig)
-        super().__init__(types, prog=f"rl-plugins trl {script.name}")
+        super().__init__(types, prog=f"rl-plugins trl {script.called}")
 
     def error(self, message: str) -> None:
         _refuse(message, self.script)
@@ -305,14 +318,15 @@ def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> None:
     elif not in_file and not name.startswith("--"):
         hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
     raise ConfigError(
-        f"{what}, which neither `trl {script.name}` nor `accelerate launch` knows.{hint} `rl-plugins trl {script.name} "
-        f"--help` lists the options of a run, `accelerate launch --help` those of the launcher."
+        f"{what}, which neither `trl {script.name}` nor `accelerate launch` knows.{hint} "
+        f"`rl-plugins trl {script.called} --help` lists the options of a run, `accelerate launch --help` those of the "
+        f"launcher."
     )
 
 
 def _refuse(message: str, script: Script) -> None:
     raise ConfigError(
-        f"The arguments cannot be read: {shortened(message, 300)}. See `rl-plugins trl {script.name} --help`."
+        f"The arguments cannot be read: {shortened(message, 300)}. See `rl-plugins trl {script.called} --help`."
     )
 
 

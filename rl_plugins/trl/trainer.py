@@ -63,7 +63,7 @@ class MethodsMixin(StatefulMixin):
         if named:
             hosts.check_served(type(self))
         if named or (config is None and isinstance(self, HostTrainer)):  # a constructor may make the config itself
-            with arguments_of(HostTrainer, self, self._before_host):
+            with arguments_of(HostTrainer, self, self.before_host):
                 super().__init__(*args, **kwargs)
         else:
             super().__init__(*args, **kwargs)
@@ -86,7 +86,7 @@ class MethodsMixin(StatefulMixin):
         if self.accelerator.is_main_process:
             print(self.describe_methods(), flush=True)
 
-    def _before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    def before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Everything that is checked before TRL's own constructor loads the model.
 
         Args:
@@ -131,7 +131,7 @@ class MethodsMixin(StatefulMixin):
             name = model if isinstance(model, str) else facts.model_name(model)
             template = facts.template_of(name, given.get("processing_class"), options.get("revision"))
             known = replace(known, model=name, template=template)
-        self._method_options = facts.check(self.methods, known, self.seams, self._facts_of(known))
+        self._method_options = facts.check(self.methods, known, self.seams, self.facts_of(known))
         for name, value in self._method_options.items():
             setattr(config, name, value)
         self._methods_callback = MethodsCallback(self, fingerprint(dataset))
@@ -141,7 +141,7 @@ class MethodsMixin(StatefulMixin):
             inside.enter_context(more_head_outputs())
         return inside
 
-    def _facts_of(self, known: facts.KnownRun) -> HostFacts:
+    def facts_of(self, known: facts.KnownRun) -> HostFacts:
         """What the run offers; a trainer with another way to sample or to take log-probs offers less."""
         return facts.trl_facts(self.methods, known)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from rl_plugins.commands.catalog import FIDELITY, Card, answering, cards, plugins
@@ -105,14 +106,10 @@ def readme(text: str) -> str:
     if README_START not in text or README_END not in text:
         raise ConfigError(f"README.md needs the lines {README_START!r} and {README_END!r} around the list of problems.")
     found = cards(plugins())
-    lines = []
-    for key, problem in PROBLEMS.items():
-        names = [card.name for card in answering(key, found)]
-        for some in (3, 2):  # a line has at most 120 columns
-            more = f" and {len(names) - some} more" if len(names) > some else ""
-            line = f"[{problem.title}](docs/choose.md#{slug(problem.title)}): {_names(tuple(names[:some]))}{more}"
-            if len(line) <= 118:
-                break
-        lines.append(line)
+    links = [
+        f"[{problem.title}](docs/choose.md#{slug(problem.title)}) ({len(answering(key, found))})"
+        for key, problem in PROBLEMS.items()
+    ]
+    words = textwrap.fill(", ".join(links) + ".", 120, break_on_hyphens=False, break_long_words=False)
     before, after = text.split(README_START)[0], text.split(README_END)[1]
-    return f"{before}{README_START}\n\n{bullets(lines)}\n\n{README_END}{after}"
+    return f"{before}{README_START}\n\n{words}\n\n{README_END}{after}"

@@ -52,13 +52,13 @@ class AsyncMethodsMixin(StatefulMixin):
         if not getattr(config, "methods", None):
             super().__init__(*args, **kwargs)
             return
-        with arguments_of(HostTrainer, self, self._before_host):
+        with arguments_of(HostTrainer, self, self.before_host):
             super().__init__(*args, **kwargs)
         self.add_callback(self._methods_callback)
         if self.accelerator.is_main_process:
             print(render_table(self.methods, self._method_options), flush=True)
 
-    def _before_host(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    def before_host(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
         """Everything that is checked before TRL's own constructor loads the model.
 
         Args:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, ProcessorMixin
 from trl.models import unwrap_model_for_generation
 from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
@@ -35,7 +35,7 @@ from rl_plugins.trl.trainer import MethodsMixin
 UNMASKED_AT, PROMPT_HIDDEN = "unmasked_at", "prompt_hidden"
 
 
-class Answer(list[int]):
+class MaskedAnswer(list[int]):
     """Tokens of an answer, and the step in which each of them was unmasked."""
 
     unmasked_at: list[int]
@@ -99,10 +99,11 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
             create_model_from_path=lambda *path, **options: _with_generation_config(load(*path, **options)),
         ):
             super().__init__(*args, **kwargs)
-        if self._is_vlm or self.aux_loss_enabled:
-            what = "a processor of images" if self._is_vlm else "an auxiliary loss of experts"
+        images = isinstance(self.processing_class, ProcessorMixin)
+        if images or self.aux_loss_enabled:
+            what = "a processor of images" if images else "an auxiliary loss of experts"
             raise ConfigError(f"The trainer of masked diffusion models does not serve {what}. Remove it.")
-        self.mask_id = config.mask_token_id if config.mask_token_id is not None else self._tokenizer.mask_token_id
+        self.mask_id = config.mask_token_id if config.mask_token_id is not None else self.processing_class.mask_token_id
         if self.mask_id is None:
             raise ConfigError("The tokenizer has no mask token. Set `mask_token_id` to its id in the vocabulary.")
         self.decoding = config.decoding(self.max_completion_length, self.temperature)
@@ -159,19 +160,19 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
             self._dist.summon_full_params(self.model_wrapped, recurse=False),
         ):
             for start in range(0, len(prompt_ids), size):
-                answers += self._decoded(model, prompt_ids[start : start + size])
+                answers += self.decoded(model, prompt_ids[start : start + size])
         return answers, None
 
-    def _decoded(self, model: Any, prompts: list[list[int]]) -> list[Answer]:
+    def decoded(self, model: Any, prompts: list[list[int]]) -> list[MaskedAnswer]:
         device, how = self.accelerator.device, self.decoding
         tensors = [torch.tensor(ids, device=device) for ids in prompts]
-        ids = pad(tensors, padding_value=self._tokenizer.pad_token_id, padding_side="left")
+        ids = pad(tensors, padding_value=self.processing_class.pad_token_id, padding_side="left")
         seen = pad([torch.ones_like(t) for t in tensors], padding_value=0, padding_side="left")
         whole = pad_tensor(seen, (0, how.length), value=1)
         found = decode(self._model(model, whole), ids, how, int(self.mask_id), self.eos_token_ids[0])
         answers = []
         for tokens, steps in zip(found.answer.tolist(), found.unmasked_at.tolist(), strict=True):
-            answers.append(Answer(tokens))
+            answers.append(MaskedAnswer(tokens))
             answers[-1].unmasked_at = steps
         return answers
 
@@ -179,7 +180,7 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
         made: tuple[Any, ...] = super()._generate(prompts)
         steps = []
         for tokens in made[1]:
-            if not isinstance(tokens, Answer) and len(tokens) > 1:  # one token fills the place of a row
+            if not isinstance(tokens, MaskedAnswer) and len(tokens) > 1:  # one token fills the place of a row
                 raise MethodError(
                     "A method gives a completion without the order in which its tokens were unmasked, so its states "
                     "cannot be rebuilt. Remove the method that plans given completions or prefixes."
@@ -211,9 +212,9 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
 
     # ---- log-probs
 
-    def _compute_loss(self, model: Any, inputs: HostBatch) -> Tensor:
+    def compute_loss(self, model: Any, inputs: HostBatch, *args: Any, **kwargs: Any) -> Tensor:
         with self._in_states(inputs[UNMASKED_AT], inputs.get(PROMPT_HIDDEN)):
-            loss: Tensor = super()._compute_loss(model, inputs)
+            loss: Tensor = super().compute_loss(model, inputs, *args, **kwargs)
         return loss
 
     @contextlib.contextmanager
@@ -283,25 +284,25 @@ def _with_generation_config(model: Any) -> Any:
 class MaskedGRPOTrainer(MethodsMixin, MaskedTrainer):
     """`trl.GRPOTrainer` of a masked diffusion language model, with methods. See `MaskedTrainer`."""
 
-    def _before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-        inside = super()._before_host(given)
+    def before_host(self, given: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
+        inside = super().before_host(given)
         if isinstance(given.get("args"), MaskedGRPOConfig):
             given["args"].check_masked()
         return inside
 
-    def _facts_of(self, known: KnownRun) -> HostFacts:
+    def facts_of(self, known: KnownRun) -> HostFacts:
         problems = problems_of(self.methods)
         if problems:
             raise ConfigError("\n".join(problems))
         config = known.args
         assert isinstance(config, MaskedGRPOConfig)
-        return masked_facts(super()._facts_of(known), self.methods, config)
+        return masked_facts(super().facts_of(known), self.methods, config)
 
-    def _decoded(self, model: Any, prompts: list[list[int]]) -> list[Answer]:
+    def decoded(self, model: Any, prompts: list[list[int]]) -> list[MaskedAnswer]:
         if not (self._counts_costs and self.model.training):
-            return super()._decoded(model, prompts)
+            return super().decoded(model, prompts)
         with self.meter.busy():
-            answers = super()._decoded(model, prompts)
+            answers = super().decoded(model, prompts)
         costs.count(self.meter, sum(map(len, prompts)), sum(map(len, answers)))
         return answers
 

@@ -53,14 +53,14 @@ class Watched(MaskedGRPOTrainer):
         self.batches: list[dict[str, Any]] = []
         super().__init__(*args, **kwargs)
 
-    def _decoded(self, model: Any, prompts: Any) -> Any:
-        found = super()._decoded(model, prompts)
+    def decoded(self, model: Any, prompts: Any) -> Any:
+        found = super().decoded(model, prompts)
         self.answers += found
         return found
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._live = None
-        loss = super()._compute_loss(model, inputs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         kept = {k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)}
         self.batches.append({**kept, "loss": loss.detach(), "live": self._live, "step": self.state.global_step})
         return loss
