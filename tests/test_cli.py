@@ -124,7 +124,7 @@ def test_info_of_every_method_can_be_followed(name):
         config = yaml.safe_load(textwrap.dedent("\n".join(lines)))
         stack = build_stack(config["methods"], config.get("method_params"))
         assert stack.names[-len(parts) :] == [p.name for p in parts]
-        command = shlex.split(re.search(r"rl-plugins trl grpo .*", text)[0])
+        command = shlex.split(re.search(r"rl-plugins trl (masked_)?grpo .*", text)[0])
         given = command[command.index("--method_params") + 1] if "--method_params" in command else None
         methods = command[command.index("--methods") + 1 :]
         again = build_stack(methods[: next((i for i, w in enumerate(methods) if w[:2] == "--"), None)], given)
