@@ -240,6 +240,7 @@ class Method:
         whole_batch: True: prompts that were planned together must be in one batch when they are rewarded and trained.
             Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's asynchronous
             trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
+        stops: True: it may end the run (`stop`).
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.
         state_version: raised when the meaning of the state changes.
         example_params: an example of each parameter that must be given (a judge, say); shown by `rl-plugins info`.
@@ -279,6 +280,7 @@ class Method:
     aggregation: ClassVar[Literal["host", "sum"]] = "host"
     whole_groups: bool = False
     whole_batch: bool = False
+    stops: bool = False
     idle: ClassVar[Sequence[Idle]] = ()
     state_version: ClassVar[int] = 1
     example_params: ClassVar[Mapping[str, Any]] = {}
@@ -405,6 +407,17 @@ class Method:
         else:
             self._context.warn_once(f"{self.name}: {message}")
 
+    def stop(self, reason: str) -> None:
+        """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved.
+
+        Raises:
+            MethodError: the method does not say that it `stops`.
+        """
+        if not self.stops:
+            raise MethodError(f"Method `{self.name}` wants to stop the run. Set `stops = True` on it.")
+        if self._context is not None:
+            self._context.stop_reason = f"{self.name}: {reason}"
+
     def rng(self, purpose: str) -> np.random.Generator:
         """A fresh generator from (seed, method, generation batch, purpose): the same after a resume, nothing to save,
         and the global generators are never touched."""
@@ -426,6 +439,7 @@ class Context:
 
     metrics: Any
     warn_once: Callable[[str], None]
+    stop_reason: str
 
     def rng(self, method: str, purpose: str) -> np.random.Generator:
         raise MethodError("no run")

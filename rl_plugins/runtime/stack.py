@@ -87,6 +87,7 @@ class MethodStack(Context):
         stats: what was logged in the last updates, for `observe`; part of the saved state.
         carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`): they are replaced, never
             changed; part of the saved state.
+        stop_reason: of a method that wants the run to end; empty: none does. Only the driver's says so.
         idle_batches: batches in a row that changed nothing (`rl_plugins.runtime.idle`); not saved.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
@@ -116,6 +117,7 @@ class MethodStack(Context):
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self.idle_batches: dict[str, int] = {}
+        self.stop_reason = ""
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]
         self.claims = {hook: [m for m, claimed in claims if hook in claimed] for hook in HOOKS}
@@ -175,6 +177,17 @@ class MethodStack(Context):
     def trains(self) -> bool:
         """Whether optimizer steps are taken."""
         return all(m.trains for m in self.methods)
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether a method may end the run."""
+        return any(m.stops for m in self.methods)
+
+    def stopped(self, checkpoint: str) -> MethodError:
+        """The error that ends a run after a method asked for it."""
+        return MethodError(
+            f"The run was stopped. {self.stop_reason} The state is saved in {checkpoint}: look at it before you resume."
+        )
 
     @property
     def aggregation(self) -> str:

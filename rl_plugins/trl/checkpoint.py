@@ -50,7 +50,7 @@ class RunCallback(TrainerCallback):
         self.trainer, self.fingerprint = trainer, fingerprint
         self.resume_from: str | None = None
         self.lr_scale, self.idle = 1.0, False
-        self._started = False
+        self._started = self._stopping = False
         self._lr: list[Any] = []
         self._hooks: list[Any] = []  # on the optimizer
         self._skipped = SkippedSteps()
@@ -127,6 +127,19 @@ class RunCallback(TrainerCallback):
             if norm is not None:
                 check_gradient(t.methods, float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
 
+    def stop_if_asked(self, control: Any) -> None:
+        """At the end of a generation batch: ends the run with a checkpoint if a method wants it, on every rank."""
+        stack = self.trainer.methods
+        if stack.may_stop:
+            stack.stop_reason = on_driver(self.trainer.accelerator, lambda: stack.stop_reason)
+            if stack.stop_reason:
+                self._stopping = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stopping:
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            raise self.trainer.methods.stopped(str(folder))
+
     # ---- state
 
     def is_checkpoint(self, folder: str | None) -> bool:
@@ -192,6 +205,7 @@ class MethodsCallback(RunCallback):
         if self.at_boundary:
             control.should_save = control.should_save or self._save_waits
             self._save_waits = False
+            self.stop_if_asked(control)
         elif control.should_save and not control.should_training_stop:
             control.should_save, self._save_waits = False, True
         elif control.should_training_stop and self._save_waits:

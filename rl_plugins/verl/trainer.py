@@ -310,6 +310,9 @@ class MethodsTrainer(host.Trainer):
             metrics |= staleness_metrics(*torch.cat(self._ages, dim=1))
         if self._counts_costs:
             metrics |= self._counted().logged()
+        if self.methods.stop_reason:
+            self._save_checkpoint()
+            raise self.methods.stopped(self._checkpoint)
         return batch
 
     def _counted(self) -> Costs:

@@ -176,6 +176,7 @@ class AsyncCallback(RunCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.log_update()
+        self.stop_if_asked(control)
         return control
 
     def batch_begins(self) -> None:
