@@ -359,6 +359,13 @@ CASES: dict[str, Case] = {
         params={"parse": lambda text: [text] if "call" in text else []},
     ),
     # their effect is on updates, whose KL generated batches do not have
+    "reward_audit": Case(
+        elsewhere=(  # tests/methods/test_reward_audit.py: these act on reward functions, or on many groups
+            *("preflight", "on_preflight", "on_training", "answer_column", "gold_renderer", "corrupter"),
+            *("answer_extractor", "verifier", "verify_share", "wrong_answers", "max_rows", "tol", "tol_stochastic"),
+            *("tau", "delta", "declared_prompt_features", "n_min", "alpha", "source_column", "allow_change"),
+        )
+    ),
     "ppo_million": Case(elsewhere=("window", "test", "alpha", "kl_share", "factor", "max_cuts")),
     "ps_grpo": Case(
         World(prepare=sets_of_four),

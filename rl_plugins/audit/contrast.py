@@ -116,6 +116,8 @@ def _template(
 ) -> str:
     """The template by which the reward tells right from wrong answers on most rows; the first of equals."""
     places = [i for i in spread(range(len(numbers)), SAMPLE) if wrong[i]]
+    if not places:
+        return TEMPLATES[0]
     shares = []
     errors = dict(scorer.errors)
     for template in TEMPLATES:

@@ -3,7 +3,7 @@
 C1, majority sign: s = mean reward of a group's most frequent answer - mean reward of its other answers. A healthy
 reward has E[s] > 0 where the policy is better than chance; one that is turned around has E[s] < 0. It needs no right
 answers.
-C2, shadow check: e = 1 where the reward and an independent verifier disagree about a rollout.
+C2, shadow check: e = 1 where the reward and an independent verifier disagree about most checked rollouts of a group.
 C3, drift: CUSUM of the mean of s and of the correlation of reward and verifier.
 
 All statistics are counts per feature, hashed into 2^20 buckets, of at most `most` features, over the last window/2 to
@@ -161,7 +161,7 @@ def add(
 
     Args:
         s: (groups,) majority signs, NaN where undefined.
-        checks: (groups, 2) rollouts that were checked, and those of them on which the verifier disagrees.
+        checks: (groups, 2) 1 where a group was checked, and 1 where the verifier disagrees.
         most: keys that are kept; those of the fewest groups go first.
     """
     known = ~torch.isnan(s)
@@ -226,7 +226,9 @@ class Table:
         keys = np.concatenate([h["keys"].numpy() for h in halves])
         counts = np.concatenate([h["counts"].numpy() for h in halves])
         bucket, place = np.unique(keys // SOURCES, return_inverse=True)
-        sums = np.stack([np.bincount(place.ravel(), counts[:, k], len(bucket)) for k in range(len(SUMS))], axis=1)
+        sums: Floats = np.stack(
+            [np.bincount(place.ravel(), counts[:, k], len(bucket)) for k in range(len(SUMS))], axis=1
+        )
         total: Floats = np.sum([h["total"].numpy() for h in halves], axis=0)
         return cls(bucket, sums, total, (keys, counts))
 
@@ -254,7 +256,7 @@ class Flag:
 
     Args:
         bucket: of the feature. name: its text, or the number of its bucket.
-        groups: that have it (C1), or rollouts that were checked (C2).
+        groups: that have it, and have a sign (C1) or were checked (C2).
         mean: of s (C1), or share of errors (C2).
         q: corrected p-value.
     """
@@ -324,7 +326,7 @@ def drawn_sums(pool: Floats, k: int, rng: np.random.Generator) -> Floats:
 
 
 def disagreeing_features(state: Mapping[str, Any], n_min: int, alpha: float) -> list[Flag]:
-    """C2: features about whose rollouts the verifier disagrees with the reward more often than about others (one-sided
+    """C2: features about whose groups the verifier disagrees with the reward more often than about others (one-sided
     Fisher exact test)."""
     table = Table.of(state)
     n, errors = table.sums[:, 3], table.sums[:, 4]
@@ -372,5 +374,5 @@ def drift(state: Mapping[str, float], value: float, deviation: float) -> tuple[d
         reference = (reference * n + value) / (n + 1)
     if deviation > 0:
         total = max(0.0, total + (max(reference, 0.0) - value) / deviation - SLACK)
-    alarm = total > LIMIT
+    alarm = bool(total > LIMIT)
     return {"batches": n + 1, "reference": reference, "sum": 0.0 if alarm else total}, alarm

@@ -41,12 +41,13 @@ class RewardAudit(Method):
         C1  s = mean reward of a group's most frequent answer - mean reward of its other answers
             z of a feature = (mean s with it - mu) / (sigma sqrt((1 - n/N) / n)), q by Benjamini and Hochberg
             flagged if q < alpha and mean s < 0; below 30 groups a permutation test inside sources must agree
-        C2  e = [reward above the middle of its range] differs from `verifier`, for a share of the rollouts
+        C2  e = [reward above the middle of its range] differs from `verifier`, for most of a group's checked rollouts
             flagged if Fisher's exact test has q < alpha and the odds ratio is above 3
         C3  CUSUM of the mean of s, and of the correlation of reward and verifier, against the first ten batches
 
     A feature that C1 flags alone is a warning: on hard prompts the most frequent answer may honestly be wrong. It is
-    critical if C2 flags it, too, or if the rows with D < 0 have it more often than others. What C2 flags is critical.
+    critical if C2 flags it, too, or if most rows that have it have D < 0. What C2 flags is critical if e = 1 in most of
+    its groups.
 
     Actions on what is critical: `warn`; `quarantine`, rewards of matching rows become NaN, so they leave every
     statistic and get the advantage 0; `stop`, before training with an error, during it after the batch and with a
@@ -139,7 +140,7 @@ class RewardAudit(Method):
         declared_prompt_features: tuple[str, ...] = param(
             (), "features of the prompt that the reward may depend on", only_if=BEFORE
         )
-        n_min: int = param(8, "fewest groups or checked rollouts of a feature that is tested", ge=2, only_if=DURING)
+        n_min: int = param(8, "fewest groups of a feature that is tested", ge=2, only_if=DURING)
         alpha: float = param(0.01, "level of the tests", gt=0, lt=1, only_if=DURING)
         window: int = param(20_000, "W, groups that the statistics remember", ge=16, only_if=DURING)
         every_n_batches: int = param(10, "batches between two tests", ge=1, only_if=DURING)
@@ -299,7 +300,8 @@ class RewardAudit(Method):
     def _checks(
         self, rollouts: Rollouts, once: Once, reward: Tensor, groups: int
     ) -> tuple[Tensor, np.ndarray[Any, np.dtype[np.float64]]]:
-        """(groups, 2) rollouts that were checked and those it disagrees about, and their (reward, verdict)."""
+        """(groups, 2) whether the verifier looked at the group, and whether it disagrees about most of what it saw; and
+        (reward, verdict) of every rollout. A group counts once, because its rollouts are right or wrong together."""
         checks = torch.zeros(groups, 2, dtype=torch.float64)
         if self._verifier is None:
             return checks, np.zeros((0, 2))
@@ -318,8 +320,8 @@ class RewardAudit(Method):
         middle = (self.state["low"] + self.state["high"]) / 2
         wrong = ((reward[places] > middle) != (verdict > 0.5)).double()
         of = once.groups.index[places]
-        checks[:, 0].index_add_(0, of, torch.ones_like(wrong))
-        checks[:, 1].index_add_(0, of, wrong)
+        checks.index_add_(0, of, torch.stack([torch.ones_like(wrong), wrong], dim=1))
+        checks = torch.stack([checks[:, 0] > 0, checks[:, 1] > checks[:, 0] / 2], dim=1).double()
         self.log("errors", wrong.mean())
         return checks, torch.stack([reward[places], verdict], dim=1).numpy()
 
@@ -340,13 +342,13 @@ class RewardAudit(Method):
         inverted = online.inverted_features(self.state, p.n_min, p.alpha, self.rng("permutation"))
         disagreeing = online.disagreeing_features(self.state, p.n_min, p.alpha)
         self.log("flagged", len({f.bucket for f in (*inverted, *disagreeing)}))
-        sure = {f.bucket for f in disagreeing}
+        sure = {f.bucket for f in disagreeing if f.mean > 0.5}
         for flag in inverted:
             critical = flag.bucket in sure or self._confirmed(flag)
             self._flagged(flag, "majority sign", critical, f"mean sign {flag.mean:+.3g} in {flag.groups} groups")
         for flag in disagreeing:
-            wrong = f"the verifier disagrees about {flag.mean:.0%} of {flag.groups} rollouts"
-            self._flagged(flag, "shadow check", True, wrong)
+            wrong = f"the verifier disagrees about {flag.mean:.0%} of {flag.groups} groups"
+            self._flagged(flag, "shadow check", flag.mean > 0.5, wrong)
 
     def _confirmed(self, flag: Flag) -> bool:
         """Whether rows on which the reward prefers a wrong answer have the feature, and most rows with it are such."""
@@ -364,7 +366,11 @@ class RewardAudit(Method):
         text = f"Prompts with {flag.name!r}: {numbers} (q = {flag.q:.2g})."
         details = {"feature": flag.name, "groups": flag.groups, "mean": flag.mean, "q": flag.q}
         if not critical:
-            text += " The most frequent answer may honestly be wrong there; nothing else confirms an error."
+            text += (
+                " The most frequent answer may honestly be wrong there; nothing else confirms an error."
+                if part == "majority sign"
+                else " The reward is right on most of them: they may only share words with others."
+            )
             self._note([Finding("warn", part, "suspicious", text, (), details)])
             return
         self._note([Finding("critical", part, "inverted_feature", text, (), details)])
