@@ -130,7 +130,7 @@ def empty(window: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptFeatures:
     """Features of the groups of a batch.
 
     Args:
@@ -143,7 +143,7 @@ class Prompts:
     source: Ints
 
     @classmethod
-    def of(cls, rows: Sequence[Row], source_column: str) -> Prompts:
+    def of(cls, rows: Sequence[Row], source_column: str) -> PromptFeatures:
         """Of the rows of the groups' prompts."""
         features = [features_of(row) for row in rows]
         sources = np.array([source_of(row, source_column) for row in rows], dtype=np.int64)
@@ -155,7 +155,7 @@ class Prompts:
 
 
 def add(
-    state: Mapping[str, Any], prompts: Prompts, s: Tensor, checks: Tensor, window: int, most: int
+    state: Mapping[str, Any], prompts: PromptFeatures, s: Tensor, checks: Tensor, window: int, most: int
 ) -> dict[str, Any]:
     """The statistics with the groups of a batch.
 
@@ -188,9 +188,9 @@ def add(
     return found | {"names": _names(found, prompts)}
 
 
-def _names(state: Mapping[str, Any], prompts: Prompts) -> dict[str, str]:
+def _names(state: Mapping[str, Any], prompts: PromptFeatures) -> dict[str, str]:
     """Bucket -> text of the features with the lowest mean sign and the most errors, as far as they were seen."""
-    table = Table.of(state)
+    table = FeatureCounts.of(state)
     names = dict(state["names"])
     for features, buckets in zip(prompts.features, prompts.buckets, strict=True):
         names.update(zip(map(str, buckets.tolist()), features, strict=True))
@@ -205,7 +205,7 @@ def _names(state: Mapping[str, Any], prompts: Prompts) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Table:
+class FeatureCounts:
     """Counts of both halves of the window, over all sources.
 
     Args:
@@ -221,7 +221,7 @@ class Table:
     by_source: tuple[Ints, Floats]
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Table:
+    def of(cls, state: Mapping[str, Any]) -> FeatureCounts:
         halves = [state["newer"], state["older"]]
         keys = np.concatenate([h["keys"].numpy() for h in halves])
         counts = np.concatenate([h["counts"].numpy() for h in halves])
@@ -271,7 +271,7 @@ class Flag:
 def inverted_features(state: Mapping[str, Any], n_min: int, alpha: float, rng: np.random.Generator) -> list[Flag]:
     """C1: features whose mean sign is negative and lower than that of random groups. They may be honest: on hard
     prompts the most frequent answer may be wrong."""
-    table = Table.of(state)
+    table = FeatureCounts.of(state)
     total, groups, s = table.total, table.sums[:, 0], table.sums[:, 1]
     if total[0] < 2 * n_min:
         return []
@@ -328,7 +328,7 @@ def drawn_sums(pool: Floats, k: int, rng: np.random.Generator) -> Floats:
 def disagreeing_features(state: Mapping[str, Any], n_min: int, alpha: float) -> list[Flag]:
     """C2: features about whose groups the verifier disagrees with the reward more often than about others (one-sided
     Fisher exact test)."""
-    table = Table.of(state)
+    table = FeatureCounts.of(state)
     n, errors = table.sums[:, 3], table.sums[:, 4]
     checked, wrong = table.total[3], table.total[4]
     use = np.flatnonzero((n >= n_min) & (n <= checked / 2))

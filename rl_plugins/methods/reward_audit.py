@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_plugins.audit import Finding, Options, Preflight, online, preflight
 from rl_plugins.audit.answers import extract_answer
-from rl_plugins.audit.online import Flag, Prompts
+from rl_plugins.audit.online import Flag, PromptFeatures
 from rl_plugins.audit.provenance import changed, provenance
 from rl_plugins.audit.rows import Row, read_row
 from rl_plugins.errors import ConfigError, MethodError
@@ -113,23 +113,29 @@ class RewardAudit(Method):
         on_training: Action = param("quarantine", "action on critical findings during training", only_if=DURING)
         answer_column: str = param("", "dataset column of the right answer; empty: the first known one", only_if=BEFORE)
         gold_renderer: Callable[..., Any] | None = param(
-            None, "function (answer, row) that writes an answer as a completion; none: seven forms are tried"
+            None,
+            "function (answer, row) that writes an answer as a completion, for example my_forms:boxed; none: seven forms",
         )
         corrupter: Callable[..., Any] | None = param(
-            None, "function (answer, row, rng) that returns wrong answers; none: other numbers, choices or texts"
+            None,
+            "function (answer, row, rng) that returns wrong answers, for example my_forms:wrong; none: other numbers or texts",
         )
         answer_extractor: Callable[..., Any] | None = param(
-            None, "function (completion) that returns the final answer or none; none: boxed or last number"
+            None,
+            "function (completion) that returns its final answer, for example my_forms:final; none: what is boxed, or the last "
+            "number",
         )
         verifier: Callable[..., Any] | None = param(
-            None, "function (row, completion) that says 1 for right and 0 for wrong, apart from the reward"
+            None,
+            "function (row, completion) that says 1 for right and 0 for wrong, for example my_forms:check; none: no shadow "
+            "check",
         )
         verify_share: float = param(
             0.05, "rho, share of rollouts that the verifier judges", gt=0, le=1, only_if={"verifier": FUNCTION}
         )
         wrong_answers: int = param(2, "C, wrong answers of each row", ge=1, le=3, only_if=BEFORE)
         max_rows: int = param(10_000, "dataset rows that are looked at; more are sampled", ge=1, only_if=BEFORE)
-        tol: float = param(1e-6, "difference of rewards that is none, as a share of their span", ge=0, only_if=BEFORE)
+        tol: float = param(1e-6, "largest difference of equal rewards, as a share of their span", ge=0, only_if=BEFORE)
         tol_stochastic: float = param(
             0.0, "allowed difference of two calls, as a share of the reward's span", ge=0, only_if=BEFORE
         )
@@ -148,7 +154,7 @@ class RewardAudit(Method):
         source_column: str = param(
             "data_source", "column inside whose values the permutation test draws", only_if=DURING
         )
-        allow_change: bool = param(False, "whether a resumed run may have other reward code, data or config")
+        allow_change: bool = param(False, "permission for a resumed run to have other reward code, data or config")
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
@@ -241,7 +247,7 @@ class RewardAudit(Method):
             out |= torch.isin(rollouts.prompt_index, torch.tensor(self.state["rows"]))
         if self.state["features"]:
             first, index = _first_rows(rollouts)
-            prompts = Prompts.of([self._row(rollouts, i) for i in first], self.params.source_column)
+            prompts = PromptFeatures.of([self._row(rollouts, i) for i in first], self.params.source_column)
             marked = prompts.with_any([int(b) for b in self.state["features"]])
             out |= torch.from_numpy(marked)[index]
         self.log("quarantined", out.double().mean())
@@ -280,7 +286,7 @@ class RewardAudit(Method):
         reward = once.rows.mean(weighted_reward(rollouts.rewards, rollouts.reward_weights))
         group = once.groups.index
         first, _ = _first_rows(rollouts)
-        prompts = Prompts.of([self._row(rollouts, i) for i in first], p.source_column)
+        prompts = PromptFeatures.of([self._row(rollouts, i) for i in first], p.source_column)
         s = online.majority_signs(group, answers, reward, len(first))
         known = reward[~torch.isnan(reward)]
         if len(known):
