@@ -23,6 +23,10 @@ class MethodError(RLPluginsError, RuntimeError):
     """A hook of a method failed or returned something illegal; names the method, the hook and the way to disable it."""
 
 
+class RunStopped(MethodError):
+    """A method ended the run as its parameters say: nothing failed in it."""
+
+
 class StateError(RLPluginsError, RuntimeError):
     """Saved method state is missing, corrupt or belongs to another run. Nothing was trained or overwritten."""
 

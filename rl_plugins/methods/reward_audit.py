@@ -15,7 +15,7 @@ from rl_plugins.audit.answers import extract_answer
 from rl_plugins.audit.online import Flag, PromptFeatures
 from rl_plugins.audit.provenance import changed, provenance
 from rl_plugins.audit.rows import Row, read_row
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.errors import RunStopped
 from rl_plugins.method import Idle, Method, Paper
 from rl_plugins.params import FUNCTION, MethodParams, param
 from rl_plugins.rollouts import Once, Rollouts, Run, Tokens, weighted_reward
@@ -68,9 +68,8 @@ class RewardAudit(Method):
     verifier disagrees; `flagged`, features; `critical`, findings so far; `quarantined`, share of rows.
 
     Raises:
-        ConfigError, MethodError: the answer column that is named does not exist; something is critical and the action
-            is `stop`.
-        MethodError: on a resume something changed.
+        RunStopped: something is critical and the action is `stop`; on a resume the rewards are not what they were.
+        MethodError: the answer column that is named does not exist.
 
     Source: the threat is from arXiv 2510.00319, abstract. Everything else is ours.
     """
@@ -228,8 +227,8 @@ class RewardAudit(Method):
             return
         if self.params.on_preflight == "stop":
             told = " ".join(f.shown for f in report.critical)
-            raise ConfigError(
-                f"The audit before training found {len(report.critical)} critical error(s). {told} Run `rl-plugins "
+            raise RunStopped(
+                f"`reward_audit` found {len(report.critical)} critical error(s) before training. {told} Run `rl-plugins "
                 f"audit` to see all of it. To train without these rows set method_params.reward_audit.on_preflight to "
                 f"quarantine."
             )
@@ -261,8 +260,8 @@ class RewardAudit(Method):
             return
         told = ", ".join(other)
         if not self.params.allow_change:
-            raise MethodError(
-                f"Since the checkpoint these changed: {told}. Restore them, start a new run, or set "
+            raise RunStopped(
+                f"`reward_audit`: since the checkpoint these changed: {told}. Restore them, start a new run, or set "
                 f"method_params.reward_audit.allow_change to true from the beginning of a run."
             )
         self._note([Finding("warn", "provenance", "changed", f"Since the checkpoint these changed: {told}.")])

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError, MethodError, StateError, shortened, shown
+from rl_plugins.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
 from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method
 from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Rollouts, Run
@@ -183,9 +183,9 @@ class MethodStack(Context):
         """Whether a method may end the run."""
         return any(m.stops for m in self.methods)
 
-    def stopped(self, checkpoint: str) -> MethodError:
+    def stopped(self, checkpoint: str) -> RunStopped:
         """The error that ends a run after a method asked for it."""
-        return MethodError(
+        return RunStopped(
             f"The run was stopped. {self.stop_reason} The state is saved in {checkpoint}: look at it before you resume."
         )
 
@@ -200,7 +200,8 @@ class MethodStack(Context):
         """One hook of one method, in its place. A coroutine is run to its end.
 
         Raises:
-            MethodError: whatever the hook raised, an exit included, with the method, the hook and the way to go on
+            RunStopped: the hook raised it.
+            MethodError: whatever else the hook raised, an exit included, with the method, the hook and the way to go on
                 without it; or the hook changed something it was given.
         """
         method._place = HOOKS[hook].place if hook in HOOKS else "driver"
@@ -213,7 +214,7 @@ class MethodStack(Context):
                 result = finished(result)
             if hook in ("start", "observe") and (inspect.isgenerator(result) or inspect.isasyncgen(result)):
                 raise TypeError("it has a `yield`, so nothing of it was run; this hook returns nothing")
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RunStopped):
             raise
         except BaseException as e:
             raise MethodError(

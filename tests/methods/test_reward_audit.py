@@ -16,7 +16,7 @@ from scipy import stats
 
 from rl_plugins.audit import online
 from rl_plugins.audit.online import PromptFeatures
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import MethodError, RunStopped
 from rl_plugins.methods.reward_audit import RewardAudit
 from rl_plugins.rollouts import RewardFunction, Rollouts, Run
 from rl_plugins.runtime.state import copy_plain
@@ -346,7 +346,7 @@ def source_b(row: dict[str, Any], text: str) -> float:
 
 def test_stop_before_training_names_the_rows():
     rows = prompts(60, 5)
-    with pytest.raises(MethodError, match=r"data_source = 'b'.*on_preflight"):
+    with pytest.raises(RunStopped, match=r"data_source = 'b'.*on_preflight"):
         started(rows, source_b)
 
 
@@ -478,7 +478,7 @@ def test_another_reward_function_on_resume_is_an_error_unless_allowed(caplog):
         second, method = started(rows, source_b, preflight=False, allow_change=allow)
         second.load_state_dict(saved, "f")
         if not allow:
-            with pytest.raises(MethodError, match="reward function accuracy"):
+            with pytest.raises(RunStopped, match="reward function accuracy"):
                 go(second, batch(rows, range(20), 1))
             continue
         go(second, batch(rows, range(20), 1))
