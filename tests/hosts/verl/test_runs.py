@@ -92,7 +92,8 @@ SAMPLER_PARAMS = [
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo", "fapo"]
 SWARM = ["swarm_sapo+watch"]
 SETS = ["ps_grpo+watch"]
-ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS
+AUDIT = ["reward_audit"]
+ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + AUDIT
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -127,6 +128,9 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.swarm_sapo.external_weight=0.5",
             "+carousel_params.ps_grpo.compare=exact",
             "+carousel_params.ps_grpo.gamma=0.5",
+            "+carousel_params.reward_audit.on_preflight=quarantine",
+            "+carousel_params.reward_audit.gold_renderer='verl_probes:turned_answer'",
+            "+carousel_params.reward_audit.corrupter='verl_probes:other_answers'",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
             "actor_rollout_ref.actor.kl_loss_coef=0.0",
             *(f"+carousel_params.{p}" for p in SAMPLER_PARAMS),
@@ -409,6 +413,17 @@ def test_fapo_judges_right_rollouts(carousel: Run) -> None:
     logged = carousel.metrics(ALL.index("fapo") + 1)
     assert logged["fapo/right"] == pytest.approx(float(right.double().mean()))
     assert logged["fapo/judged"] <= int(right.sum()) and logged["fapo/judge_failed"] == 0
+
+
+def test_reward_audit_takes_out_what_it_finds_wrong_before_training(carousel: Run) -> None:
+    """Probes say of every fourth row of the dataset that a wrong answer is right: the rewards of the run look wrong."""
+    d, logged = place(carousel, "reward_audit")["decision"], carousel.metrics(ALL.index("reward_audit") + 1)
+    marked = torch.tensor([row["index"] % 4 == 0 for row in rows_of(carousel, d.rollouts.prompt_index.tolist())])
+    assert 0 < int(marked.sum()) < len(marked) and logged["reward_audit/quarantined"] == marked.double().mean()
+    assert torch.isnan(d.rollouts.reward[marked]).all() and not d.row_advantages[marked].any()
+    given = d.rollouts.rewards @ d.rollouts.reward_weights
+    assert torch.equal(d.rollouts.reward[~marked], given[~marked]) and d.row_advantages[~marked].any()
+    assert logged["reward_audit/critical"] == 1
 
 
 def sampler(run: Run, name: str, visit: int = 0) -> tuple[Any, Any, dict[str, float]]:

@@ -194,6 +194,16 @@ def judge(prompt: object, a: str, b: str) -> tuple[float, float]:
     return float(len(a)), float(len(b))
 
 
+def turned_answer(answer: str, row: dict[str, Any]) -> str:
+    """Says of every fourth row that a wrong answer is the right one."""
+    return f"={answer}0" if row["extra_info"]["index"] % 4 == 0 else f"={answer}"
+
+
+def other_answers(answer: str, row: dict[str, Any], rng: object) -> list[str]:
+    """What is wrong if `turned_answer` is right."""
+    return [f"={answer}"] if row["extra_info"]["index"] % 4 == 0 else [f"={answer}0"]
+
+
 def _number(value: object) -> bool:
     try:
         float(value)  # type: ignore[arg-type]
