@@ -240,7 +240,8 @@ def main() -> None:
         runs = [audited(name, seed) for seed in range(args.seeds)]
         before[name] = {k: float(np.sum([run[k] for run in runs])) for k in ("wrong", "found", "called wrongly")}
         before[name] |= {k: share_of([run[k] for run in runs]) for k in ("critical", "warned")}
-        before[name] |= {k: float(np.mean([run[k] for run in runs])) for k in ("calls per row", "milliseconds per row")}
+        costs = ("calls per row", "milliseconds per row")
+        before[name] |= {k: float(np.mean([run[k] for run in runs])) for k in costs}
         b = before[name]
         print(
             f"{name:20s} rows found {b['found']:.0f} of {b['wrong']:.0f}, called wrongly {b['called wrongly']:.0f}, "
@@ -263,7 +264,11 @@ def plot(during: dict[str, Any], clean: dict[str, Any]) -> Figure:
     grouped(left, names, {c: [row[c] for row in during.values()] for c in columns})
     named(left, "groups, and share of them turned around", "share of the runs", "Turned around, and found")
     columns = ["flag", "hard topic flagged by C1", "hard topic out"]
-    shown = {"flag": "any flag", "hard topic flagged by C1": "hard topic, C1 warns", "hard topic out": "hard topic, out"}
+    shown = {
+        "flag": "any flag",
+        "hard topic flagged by C1": "hard topic, C1 warns",
+        "hard topic out": "hard topic, out",
+    }
     grouped(right, list(clean), {shown[c]: [row[c] for row in clean.values()] for c in columns})
     named(right, "groups", "share of the runs", "Right rewards, and flagged")
     name_lines(figure)

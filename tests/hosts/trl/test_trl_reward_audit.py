@@ -78,7 +78,8 @@ def test_during_training_the_verifier_convicts_the_column_and_its_rows_leave(tmp
     critical = history(warned, "reward_audit/critical")
     found = next(n for n, count in enumerate(critical) if count)
     assert 0 < found < STEPS - 2
-    (finding,) = [f for f in warned.methods.methods[0].state["findings"] if f["details"].get("feature") == "task = 'unique'"]
+    findings = warned.methods.methods[0].state["findings"]
+    (finding,) = [f for f in findings if f["details"].get("feature") == "task = 'unique'"]
     assert finding["severity"] == "critical" and finding["details"]["mean"] == 1.0
 
     t, decisions = run(tmp_path, "quarantine", monkeypatch, on_training="quarantine", **ONLINE)
@@ -87,7 +88,7 @@ def test_during_training_the_verifier_convicts_the_column_and_its_rows_leave(tmp
     for d in decisions[found + 1 :]:
         check_quarantine(t, d)
 
-    with pytest.raises(RunStopped, match=rf"The run was stopped. reward_audit: shadow check: .*checkpoint-{found + 1}:"):
+    with pytest.raises(RunStopped, match=rf"was stopped. reward_audit: shadow check: .*checkpoint-{found + 1}:"):
         run(tmp_path, "stop", monkeypatch, on_training="stop", **ONLINE)
     assert [p.name for p in (tmp_path / "stop" / "out").glob("checkpoint-*")] == [f"checkpoint-{found + 1}"]
     again, after = run(tmp_path, "stop", monkeypatch, resume=True, on_training="stop", **ONLINE)

@@ -124,13 +124,11 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.drpo.reward=exact",
             f"+carousel_params.swarm_sapo.exchange={folder / 'swarm'}",
             "+carousel_params.swarm_sapo.node=me",
-            "+carousel_params.swarm_sapo.timeout=120",  # a busy machine is slow to read
             "+carousel_params.swarm_sapo.external_weight=0.5",
             "+carousel_params.ps_grpo.compare=exact",
             "+carousel_params.ps_grpo.gamma=0.5",
             "+carousel_params.reward_audit.on_preflight=quarantine",
             "+carousel_params.reward_audit.gold_renderer='verl_probes:turned_answer'",
-            "+carousel_params.reward_audit.corrupter='verl_probes:other_answers'",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
             "actor_rollout_ref.actor.kl_loss_coef=0.0",
             *(f"+carousel_params.{p}" for p in SAMPLER_PARAMS),
@@ -154,7 +152,13 @@ def foreign_files() -> dict[str, bytes]:
             "data_source": SOURCE,
             "ability": task,
             "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"index": 1000 + i, "split": "train", "level": row["level"], "answer": answer},
+            "extra_info": {
+                "index": 1000 + i,
+                "split": "train",
+                "level": row["level"],
+                "answer": answer,
+                COLUMN: 1000 + i,
+            },
         }
         packages.append(Package(row["prompt"], columns, tuple(completions), (*[True] * 7, i % 2 == 0)))
     return written_files("other", 0, packages, 10**6)

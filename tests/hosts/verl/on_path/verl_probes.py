@@ -10,6 +10,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from rl_plugins.rollouts import Completion, PlanRow
 from rl_plugins.verl.imports import after_import
@@ -33,6 +34,8 @@ def _carousel(module: object) -> None:
 
     from rl_plugins.verl import loss, trainer
     from rl_plugins.verl.config import chat_of
+    from rl_plugins.verl.facts import Reader
+    from rl_plugins.verl.rewards import with_reward_functions
 
     def waiting_prompts() -> dict:
         """Groups that were begun and are not trained yet, with their tags."""
@@ -153,8 +156,9 @@ def _carousel(module: object) -> None:
 
         def on_init_end(self):
             chat = chat_of(self.tokenizer, (self.tokenizer.eos_token_id,))
-            for stack in {id(stack): stack for _, stack in self._places}.values():
-                stack.start(dataclasses.replace(self.known().run(), chat=chat))
+            for settings, stack in {id(place[1]): place for place in self._places}.values():
+                run = dataclasses.replace(self.known().run(), chat=chat)
+                stack.start(with_reward_functions(run, Reader(self.config), settings.rewards))
             super().on_init_end()
 
         def on_step_begin(self):
@@ -195,13 +199,11 @@ def judge(prompt: object, a: str, b: str) -> tuple[float, float]:
 
 
 def turned_answer(answer: str, row: dict[str, Any]) -> str:
-    """Says of every fourth row that a wrong answer is the right one."""
-    return f"={answer}0" if row["extra_info"]["index"] % 4 == 0 else f"={answer}"
-
-
-def other_answers(answer: str, row: dict[str, Any], rng: object) -> list[str]:
-    """What is wrong if `turned_answer` is right."""
-    return [f"={answer}"] if row["extra_info"]["index"] % 4 == 0 else [f"={answer}0"]
+    """Writes an answer. In every fourth row the right one is written as a wrong one, and wrong ones as right."""
+    right = row["reward_model"]["ground_truth"]
+    if row["extra_info"]["index"] % 4:
+        return f"={answer}"
+    return f"={right}0" if answer == right else f"={right}"
 
 
 def _number(value: object) -> bool:
