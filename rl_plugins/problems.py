@@ -143,6 +143,7 @@ PROBLEMS: dict[str, Problem] = {
         "The model fills in masks in any order instead of writing from left to right, so neither a host's engine nor "
         "its log-probs fit.",
         ("diffusion language model", "masked diffusion", "masks", "llada", "dream", "bidirectional", "unmasking"),
+    ),
     "wrong_rewards": Problem(
         "Wrong rewards",
         "The reward may pay for wrong answers on some prompts: a bug, old labels, data from several hands. The mean "
