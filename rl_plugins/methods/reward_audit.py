@@ -228,9 +228,9 @@ class RewardAudit(Method):
         if self.params.on_preflight == "stop":
             told = " ".join(f.shown for f in report.critical)
             raise RunStopped(
-                f"`reward_audit` found {len(report.critical)} critical error(s) before training. {told} Run `rl-plugins "
-                f"audit` to see all of it. To train without these rows set method_params.reward_audit.on_preflight to "
-                f"quarantine."
+                f"`reward_audit` found {len(report.critical)} critical error(s) before training. {told} Run "
+                f"`rl-plugins audit` to see all of it. To train without these rows set "
+                f"method_params.reward_audit.on_preflight to quarantine."
             )
         if self.params.on_preflight == "quarantine":
             self.state["rows"] = sorted(self._inverted)
