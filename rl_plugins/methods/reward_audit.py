@@ -113,21 +113,23 @@ class RewardAudit(Method):
         answer_column: str = param("", "dataset column of the right answer; empty: the first known one", only_if=BEFORE)
         gold_renderer: Callable[..., Any] | None = param(
             None,
-            "function (answer, row) that writes an answer as a completion, for example my_forms:boxed; none: seven forms",
+            "function (answer, row) that writes an answer as a completion, for example my_forms:boxed; none: seven "
+            "forms",
         )
         corrupter: Callable[..., Any] | None = param(
             None,
-            "function (answer, row, rng) that returns wrong answers, for example my_forms:wrong; none: other numbers or texts",
+            "function (answer, row, rng) that returns wrong answers, for example my_forms:wrong; none: other "
+            "numbers or texts",
         )
         answer_extractor: Callable[..., Any] | None = param(
             None,
-            "function (completion) that returns its final answer, for example my_forms:final; none: what is boxed, or the last "
-            "number",
+            "function (completion) that returns its final answer, for example my_forms:final; none: what is "
+            "boxed, or the last number",
         )
         verifier: Callable[..., Any] | None = param(
             None,
-            "function (row, completion) that says 1 for right and 0 for wrong, for example my_forms:check; none: no shadow "
-            "check",
+            "function (row, completion) that says 1 for right and 0 for wrong, for example my_forms:check; none: "
+            "no shadow check",
         )
         verify_share: float = param(
             0.05, "rho, share of rollouts that the verifier judges", gt=0, le=1, only_if={"verifier": FUNCTION}
