@@ -2,7 +2,7 @@
 
 contract                          errors .. method: what the author of a method reads
 agents, services, judges, priors  for methods, on the contract
-audit                             for methods, on the contract
+audit, messages                   for methods, on the contract
 methods                           on those
 rewards                           reward functions of papers, on their methods
 runtime                           the host-free engine, for adapters, on the contract
@@ -44,7 +44,7 @@ CONTRACT = {
     "estimators",
     "method",
 }
-AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit"}
+AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
 ADAPTER = {*AUTHORS, "runtime", "supervised", "masked"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
@@ -53,6 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "judges": {"contract", "services"},
     "evidence": {"contract"},
     "audit": {"contract", "services", "audit"},
+    "messages": {"contract", "services", "messages"},
+    "attribution": {"contract"},
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
@@ -68,7 +70,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": {"contract", "runtime", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
     # one command trains what one method loads
-    "commands": {*ADAPTER, "commands", "compare", "demo", "testing", "trl", "verl", "methods.dots", "fusion", "papers"},
+    "commands": {
+        *ADAPTER,
+        "commands",
+        "compare",
+        "demo",
+        "testing",
+        "trl",
+        "verl",
+        "methods.dots",
+        "fusion",
+        "papers",
+        "attribution",
+    },
     "cli": {"contract", "runtime", "commands", "audit", "fusion", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},

@@ -79,13 +79,13 @@ LAYERS = {
     "The contract: all that the author of a method reads": (
         "method params rollouts requests entries groups losses estimators problems errors renamed"
     ),
-    "For methods: turns, judges, memory of prompts, audits": (
-        "agents services judges evidence thompson priors audit environments turns"
+    "For methods: turns, judges, messages, memory of prompts, audits": (
+        "agents services judges messages evidence thompson priors audit environments turns"
     ),
     "Papers: a file each, and a list of the rest": "methods rewards supervised masked papers",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
-    "Tools": "testing simulation fusion compare demo commands cli",
+    "Tools": "testing simulation fusion attribution compare demo commands cli",
 }
 
 
