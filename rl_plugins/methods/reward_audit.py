@@ -16,7 +16,7 @@ from rl_plugins.audit.online import Flag, PromptFeatures
 from rl_plugins.audit.provenance import changed, provenance
 from rl_plugins.audit.rows import Row, read_row
 from rl_plugins.errors import RunStopped
-from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import FUNCTION, MethodParams, param
 from rl_plugins.rollouts import Once, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.services import Failure, Service, number
@@ -84,6 +84,26 @@ class RewardAudit(Method):
     fidelity = "reconstruction"
     does = "Looks for rewards that are turned around, and takes out the rows they concern"
     problems = ("wrong_rewards",)
+    measured = (
+        Measured(
+            "wrong rows found before training (planted faults, 20 data sets)",
+            "better",
+            "6660 of 6660 with a wrong sign for one source, 385 of 385 with a word, no right row called wrong",
+            "reward_audit-20-seeds",
+        ),
+        Measured(
+            "a fault in 20 of 1,000 groups, seen during training (simulation)",
+            "better",
+            "a warning in 20 of 20 runs; a verifier of 5 % of the rollouts convicts in 6 of 20",
+            "reward_audit-20-seeds",
+        ),
+        Measured(
+            "false alarms on right rewards (simulation)",
+            "not told apart",
+            "a warning in 2 of 80 runs, nothing taken out",
+            "reward_audit-20-seeds",
+        ),
+    )
     use_when = "Reward code, labels or data come from several hands, or a wrong reward would be expensive."
     avoid_when = (
         "Answers cannot be compared: open-ended text without right answers leaves only the checks of duplicates."
