@@ -2,6 +2,25 @@
 
 from __future__ import annotations
 
+from rl_plugins.messages.guard import Decision, LineageGuard, endpoint_verifier, find_hubs, replay
+from rl_plugins.messages.lineage import Claim, Lineage
 from rl_plugins.messages.risk import Rates, estimate_rates, propagate, risk, spectral_radius
+from rl_plugins.messages.rules import check_arithmetic, compare_claims, split_claims
 
-__all__ = ["Rates", "estimate_rates", "propagate", "risk", "spectral_radius"]
+__all__ = [
+    "Claim",
+    "Decision",
+    "Lineage",
+    "LineageGuard",
+    "Rates",
+    "check_arithmetic",
+    "compare_claims",
+    "endpoint_verifier",
+    "estimate_rates",
+    "find_hubs",
+    "propagate",
+    "replay",
+    "risk",
+    "spectral_radius",
+    "split_claims",
+]
