@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rl_plugins.messages.guard import Decision, LineageGuard, endpoint_verifier, find_hubs, replay
+from rl_plugins.messages.guard import GuardDecision, LineageGuard, endpoint_verifier, find_hubs, replay
 from rl_plugins.messages.lineage import Claim, Lineage
 from rl_plugins.messages.risk import Rates, estimate_rates, propagate, risk, spectral_radius
 from rl_plugins.messages.rules import check_arithmetic, compare_claims, split_claims
 
 __all__ = [
     "Claim",
-    "Decision",
+    "GuardDecision",
     "Lineage",
     "LineageGuard",
     "Rates",

@@ -25,7 +25,7 @@ VERIFY = (
 
 
 @dataclass(frozen=True)
-class Decision:
+class GuardDecision:
     """What becomes of a message.
 
     Attributes:
@@ -133,7 +133,9 @@ class LineageGuard:
         if claims:
             self.log.append(_record(author, "", 0, 0, "", None, [_entry(c, "green", "given", "") for c in claims]))
 
-    async def check(self, sender: str, receiver: str, message: str, *, attempt: int = 0, round: int = 0) -> Decision:
+    async def check(
+        self, sender: str, receiver: str, message: str, *, attempt: int = 0, round: int = 0
+    ) -> GuardDecision:
         """What becomes of a message that the sender wrote at this attempt (0: its first).
 
         From attempt K on it is released, without its red claims.
@@ -169,7 +171,7 @@ class LineageGuard:
         self.counts["edited"] += released_text not in (None, message)
         record = _record(sender, receiver, round, attempt, message, released_text, entries)
         self.log.append(record)
-        return Decision(released_text, _feedback(entries), record)
+        return GuardDecision(released_text, _feedback(entries), record)
 
     async def process(
         self,
