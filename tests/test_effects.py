@@ -269,6 +269,7 @@ CASES: dict[str, Case] = {
     ),
     # generated weights are close to 1
     "decoupled_ppo": Case(values={"lower": [1.02]}, settings=({"upper": 1.05}, {"upper": 1.1, "level": "sequence"})),
+    "dart_rollouts": Case(World(prepare=harder_and_easier), {"threshold": [0.3, 0.9], "n_min": [2, 3]}),
     "dora_data": Case(
         World(prepare=cut_off, n=8),
         {"accuracy": ["accuracy"], "failed_column": ["broken"], "loop_tokens": [2, 3], "loop_period": [1]},

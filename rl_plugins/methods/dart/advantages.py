@@ -26,8 +26,8 @@ class DartAdvantages(Method):
     Symbols: R_i reward, float64; steps are turns of the agent.
 
     Special cases: rollouts without a reward (NaN) are out of the statistics and have the advantage 0. A group with
-    K = 1, or of equal rewards, has the advantage 0. A rollout without a turn has k = 1. A rollout of several rows counts
-    with the turns of all of them; with `trajectory` it counts once.
+    K = 1, or of equal rewards, has the advantage 0. A rollout without a turn has k = 1. A rollout of several rows
+    counts with the turns of all of them; with `trajectory` it counts once.
 
     Logs: `steps`, mean steps of the rollouts; `mean_shift`, mean over the groups of |mean over steps - mean over
     rollouts|.

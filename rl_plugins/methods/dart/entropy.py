@@ -39,7 +39,7 @@ class DartEntropy(Method):
     paper = PAPER
     fidelity = "paper"
     does = "Trains only the steps of an agent whose entropy is high within their group"
-    problems = ("agents", "entropy")
+    problems = ("agents",)
     goes_with = {"dart_advantages": "The paper's advantages."}
     use_when = "Most steps of an agent are routine, and a few decide whether it succeeds."
     avoid_when = "Rollouts have one or two steps: then the quantile compares rollouts and not decisions."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.dart.history import PAPER, History, success_rate, successes
 from rl_plugins.params import MethodParams, param
@@ -61,7 +62,8 @@ class DartRollouts(Method):
     }
     use_when = "Episodes are expensive and tasks are visited several times, some of them already mastered."
     avoid_when = (
-        "Tasks are seen once. Or groups must stay large: a mastered task keeps two rollouts, whose advantages are noisy."
+        "Tasks are seen once. Or groups must stay large: a mastered task keeps two rollouts, which gives noisy "
+        "advantages."
     )
     cost = "No extra rollouts: those it takes from easy tasks go to further prompts of the same batch."
     disagreements = (
@@ -76,7 +78,9 @@ class DartRollouts(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        threshold: float = param(0.6, "success rate from which a task gets fewer rollouts; above 1: none does", ge=0)
+        threshold: float = param(
+            0.6, "lowest success rate at which a task gets fewer rollouts; above 1: none does", ge=0
+        )
         n_min: int = param(1, "fewest rollouts of a task", ge=1)
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
@@ -103,8 +107,7 @@ class DartRollouts(Method):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         outcomes, planned = self._history()
         most = outcomes.outcome.shape[1]
-        prompts = rollouts.once.prompt_index.unique()
-        prompts = prompts[prompts >= 0]
+        prompts = Groups(rollouts.prompt_index[rollouts.prompt_index >= 0]).ids
         n = self._n(prompts, most)  # as it was planned: nothing was learned since
         self.log("rollouts", n.double().mean())
         self.log("eased", (n < most).double().mean())

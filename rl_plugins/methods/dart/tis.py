@@ -40,7 +40,9 @@ class DartTis(Method):
     does = "Weights tokens by the truncated ratio between the trainer's and the engine's probability"
     problems = ("stale",)
     goes_with = {"dart_pool": "Stored successes were sampled by older weights; this weighs their tokens."}
-    use_when = "Rollouts come from an engine whose probabilities differ, or from older weights, and the loss stays a clip."
+    use_when = (
+        "Rollouts come from an engine whose probabilities differ, or from older weights, and the loss stays a clip."
+    )
     avoid_when = (
         "Another method of the run corrects for the sampling policy. With C = 1 the weight only lowers tokens, so the "
         "update is smaller than without."
@@ -49,8 +51,8 @@ class DartTis(Method):
     disagreements = (
         "The paper has the symbol C; the code uses 1.0.",
         "The released script uses the ratio per row (gspo) with seq-mean-token-mean. Both are options of the hosts.",
-        "In the code a log-prob of exactly 0 marks a row that was not recorded. Here unknown log-probs are marked, so a "
-        "token that was sampled with probability 1 keeps its weight.",
+        "In the code a log-prob of exactly 0 marks a row that was not recorded. Here unknown log-probs are marked, so "
+        "a token that was sampled with probability 1 keeps its weight.",
     )
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     needs = frozenset({"tokens", "old_logprobs", "rollout_logprobs", "off_policy"})
