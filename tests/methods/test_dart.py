@@ -589,7 +589,7 @@ def test_the_bundle_stands_for_all_of_it() -> None:
 
 def test_state_survives() -> None:
     """A resumed method plans as one that went on, with stored tokens, turns and log-probs."""
-    rollouts = batch_of([[1.0, 1.0, 1.0, 0.0], [0.0] * 4])
+    rollouts = batch_of([[1.0] * 4, [0.0] * 4])
     rollouts = rollouts.replace(turns=make_turns([["a", "b"]] * 8, [[0.5, NAN]] * 8))
     tokens = make_tokens(rollouts, forced=torch.zeros(24, dtype=torch.bool))
     for name in ("dart_rollouts", "dart_length", "dart_pool"):

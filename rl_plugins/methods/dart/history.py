@@ -58,7 +58,7 @@ class History:
     def of(self, prompts: Tensor) -> Tensor:
         """(n,) dataset rows -> (n, kept) their outcomes; NaN for those that were not seen."""
         found = torch.full((len(prompts), self.outcome.shape[1]), torch.nan, dtype=torch.float64)
-        place = torch.searchsorted(self.prompt, prompts)
+        place = torch.searchsorted(self.prompt, prompts.contiguous())
         known = torch.zeros(len(prompts), dtype=torch.bool)
         inside = place < len(self.prompt)
         known[inside] = self.prompt[place[inside]] == prompts[inside]
