@@ -18,7 +18,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.dart.entropy import lower_quantile
-from rl_plugins.methods.dart.history import STORED, History, success_rate
+from rl_plugins.methods.dart.history import STORED, History, success_rate, successes
 from rl_plugins.methods.dart.rollouts import rollouts_for
 from rl_plugins.rollouts import Rollouts, TokenIds, Tokens
 from rl_plugins.runtime.metrics import combine
@@ -354,8 +354,14 @@ def test_a_success_is_stored_and_given_and_replaces_the_oldest_failure() -> None
     call(stack, "observe", later, make_tokens(later, forced=torch.zeros(27, dtype=torch.bool)), {})
     tasks = {e["task"]: e["tokens"].tolist() for e in stack.methods[0].state["pool"]}
     assert tasks == {0: entry["tokens"].tolist(), 1: later.token_ids.completion[6].tolist()}, "a stored one is not new"
-    outcomes = History.of_state(stack.methods[0].state["outcomes"])
-    assert outcomes.of(torch.tensor([0])).tolist() == [[0.0] * 4], "nor does it count as an outcome"
+    (kept,) = [e for e in stack.methods[0].state["pool"] if e["task"] == 0]
+    assert kept["logprobs"].tolist() == entry["logprobs"].tolist() != [0.0] * 3, "of the weights that made it"
+
+
+def test_a_stored_success_is_no_outcome() -> None:
+    rollouts = batch_of([[0.0, 0.0]], {0: ([3, 10], [7, 8, 9])})
+    tasks, outcomes = successes(rollouts, 0.5)
+    assert tasks.tolist() == [0, 0] and outcomes.tolist() == [0.0, 0.0]
 
 
 def test_what_is_given_depends_on_the_history() -> None:
