@@ -18,7 +18,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.dart.entropy import lower_quantile
-from rl_plugins.methods.dart.history import STORED, History, success_rate, successes
+from rl_plugins.methods.dart.history import STORED, TaskHistory, success_rate, successes
 from rl_plugins.methods.dart.rollouts import rollouts_for
 from rl_plugins.rollouts import Rollouts, TokenIds, Tokens
 from rl_plugins.runtime.metrics import combine
@@ -184,7 +184,7 @@ def test_freed_rollouts_go_to_further_prompts_and_foreign_prompts_keep_theirs() 
     st.lists(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([0.0, 1.0])), max_size=9), max_size=4),
 )
 def test_the_history_equals_deques(kept: int, batches: list[list[tuple[int, float]]]) -> None:
-    history, plain = History.empty(kept), {t: deque([NAN] * kept, maxlen=kept) for t in range(5)}
+    history, plain = TaskHistory.empty(kept), {t: deque([NAN] * kept, maxlen=kept) for t in range(5)}
     for batch in batches:
         history = history.add(
             torch.tensor([t for t, _ in batch], dtype=torch.int64),

@@ -32,7 +32,7 @@ def is_stored(rollouts: Rollouts) -> Tensor:
 
 
 @dataclass(frozen=True)
-class History:
+class TaskHistory:
     """Outcomes of the latest rollouts of the prompts that were seen.
 
     Args:
@@ -44,11 +44,11 @@ class History:
     outcome: Tensor
 
     @classmethod
-    def empty(cls, kept: int) -> History:
+    def empty(cls, kept: int) -> TaskHistory:
         return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(0, kept, dtype=torch.float64))
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> History:
+    def of_state(cls, state: Mapping[str, Any]) -> TaskHistory:
         return cls(state["prompt"], state["outcome"])
 
     def state(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class History:
         found[known] = self.outcome[place[known]]
         return found
 
-    def add(self, prompt: Tensor, outcome: Tensor) -> History:
+    def add(self, prompt: Tensor, outcome: Tensor) -> TaskHistory:
         """With these outcomes, in their order, none of them NaN; the oldest of a prompt are forgotten.
 
         Args:
@@ -88,7 +88,7 @@ class History:
         prompts = torch.cat([self.prompt[other], seen.ids])
         outcomes = torch.cat([self.outcome[other], both.gather(1, window)])
         ascending = torch.argsort(prompts)
-        return History(prompts[ascending], outcomes[ascending])
+        return TaskHistory(prompts[ascending], outcomes[ascending])
 
 
 def success_rate(outcome: Tensor, latest: Tensor | int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.dart.history import PAPER, History, is_stored
+from rl_plugins.methods.dart.history import PAPER, TaskHistory, is_stored
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
@@ -68,7 +68,7 @@ class DartLength(Method):
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
     def start(self, run: Run) -> None:
-        self.state = History.empty(1).state()
+        self.state = TaskHistory.empty(1).state()
 
     def plan(self, plan: Plan) -> Plan | None:
         longest = self._longest(torch.tensor([row.prompt_index for row in plan.rows], dtype=torch.int64))
@@ -94,8 +94,8 @@ class DartLength(Method):
         self.log("cut", (limited & ~success & (turns >= longest + self.params.slack)).double().mean())
         solved = Groups(once.prompt_index[own & success])
         most = torch.fmax(solved.max(turns[own & success].double()), self._longest(solved.ids))
-        self.state = History.of_state(self.state).add(solved.ids, most).state()
+        self.state = TaskHistory.of_state(self.state).add(solved.ids, most).state()
 
     def _longest(self, prompts: torch.Tensor) -> torch.Tensor:
         """(n,) turns of the longest success of each prompt, NaN without one."""
-        return History.of_state(self.state).of(prompts)[:, 0]
+        return TaskHistory.of_state(self.state).of(prompts)[:, 0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.dart.history import PAPER, STORED, History, is_stored, success_rate, successes
+from rl_plugins.methods.dart.history import PAPER, STORED, TaskHistory, is_stored, success_rate, successes
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Turn
 from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
@@ -30,9 +30,9 @@ class DartPool(Method):
     A group of more than N rollouts (spare ones of other methods) is then trimmed to N, the host's number: one success
     and one failure at random where there are both, the others at random.
 
-    A stored success is planned together with the rollouts of its task, as a spare completion that is given, if the latest
-    N outcomes of the task have a success rate of at most `give_below`. It is neither generated nor scored again, and it
-    leaves where it is not needed.
+    A stored success is planned together with the rollouts of its task, as a spare completion that is given. That is so
+    if the latest N outcomes of the task have a success rate of at most `give_below`. It is neither generated nor scored
+    again, and it leaves where it is not needed.
 
     Symbols: a success is a reward of at least `success_threshold`. Versions are published weights, log-probs in nats.
 
@@ -93,13 +93,13 @@ class DartPool(Method):
 
     def start(self, run: Run) -> None:
         self._size = run.group_size
-        self.state = {"outcomes": History.empty(run.group_size).state(), "pool": []}
+        self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "pool": []}
 
     # ---- before generation
 
     def plan(self, plan: Plan) -> Plan | None:
         stored = {entry["task"]: entry for entry in self.state["pool"]}
-        history = History.of_state(self.state["outcomes"])
+        history = TaskHistory.of_state(self.state["outcomes"])
         prompts = torch.tensor([row.prompt_index for row in plan.rows], dtype=torch.int64)
         rate = success_rate(history.of(prompts), plan.group_size).tolist()
         rows = [
@@ -190,7 +190,7 @@ class DartPool(Method):
     # ---- afterwards
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        outcomes = History.of_state(self.state["outcomes"])
+        outcomes = TaskHistory.of_state(self.state["outcomes"])
         outcomes = outcomes.add(*successes(rollouts, self.params.success_threshold))
         new = self._successes(rollouts, tokens)
         pool = [*(entry for entry in self.state["pool"] if entry["task"] not in new), *new.values()]

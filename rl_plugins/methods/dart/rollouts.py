@@ -11,7 +11,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.dart.history import PAPER, History, success_rate, successes
+from rl_plugins.methods.dart.history import PAPER, TaskHistory, success_rate, successes
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
@@ -92,7 +92,7 @@ class DartRollouts(Method):
             )
 
     def start(self, run: Run) -> None:
-        self.state = {"outcomes": History.empty(run.group_size).state(), "planned": History.empty(1).state()}
+        self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "planned": TaskHistory.empty(1).state()}
 
     def plan(self, plan: Plan) -> Plan | None:
         own = [i for i, row in enumerate(plan.rows) if row.prompt_index >= 0 and row.n]
@@ -116,8 +116,8 @@ class DartRollouts(Method):
         self.state = {"outcomes": outcomes.state(), "planned": planned.state()}
         self.log("success_rate", success_rate(outcomes.outcome, most).mean())
 
-    def _history(self) -> tuple[History, History]:
-        return History.of_state(self.state["outcomes"]), History.of_state(self.state["planned"])
+    def _history(self) -> tuple[TaskHistory, TaskHistory]:
+        return TaskHistory.of_state(self.state["outcomes"]), TaskHistory.of_state(self.state["planned"])
 
     def _n(self, prompts: Tensor, most: int) -> Tensor:
         outcomes, planned = (history.of(prompts) for history in self._history())

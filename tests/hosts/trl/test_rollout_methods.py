@@ -943,3 +943,92 @@ def test_a_queue_on_two_ranks_loses_nothing(tmp_path):
     assert found["costs"]["rows_made"][0] == 128
     assert [s["complete"] >= s["wanted"] for s in found["ranks"]] == [True] * 6
     assert torch.equal(*found["weights"]) and (found["weights"][0] - found["begin"]).abs().max() > 1e-4
+
+
+# ---- DART
+
+
+def test_dart_replaces_the_oldest_failure_of_a_task_it_had_solved(train):
+    """Whole bundle on an agent. In the third batch every rollout fails, so tasks solved before get their success."""
+    steps = []
+
+    def reward(trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        return [0.0 if steps[-1] == 2 else s for s in won(**kwargs)]
+
+    play = {"environment": Grid, "strategy": "unlimited", "turn_tokens": 4, "hard_cap": 8}
+    seen = train(
+        ["turn_control", "dart"],
+        {"turn_control": play, "dart_pool": {"give_below": 1.0}, "dart_length": {"slack": 1}},
+        policy=load_agent_policy("Grid"),
+        dataset=rows_of(Grid).select(range(10)),
+        reward=reward,
+        max_completion_length=180,
+        max_steps=3,
+    )
+    longest: dict[int, int] = {}
+    stored: dict[int, list[int]] = {}
+    replaced = 0
+    for number, batch in enumerate(seen.batches):
+        r, d = batch.rollouts, batch.decision
+        given = torch.tensor([bool(p and "dart_pool" in p) for p in r.payload]) & (r.rollout == 0)
+        turns = torch.bincount(r.turns.row, minlength=len(r))
+        own_success, failure = (r.reward >= 0.5) & ~given, (r.reward < 0.5) & ~given
+        for group in r.group.unique().tolist():
+            rows = (r.group == group).nonzero()[:, 0].tolist()
+            task = int(r.prompt_index[rows[0]])
+            mine = [i for i in rows if not given[i]]
+            assert max(int(turns[i]) for i in mine) <= longest.get(task, 7) + 1
+            assert bool(given[rows[0]]) == (task in stored)
+            kept, wins = [i for i in rows if r.kept[i]], [i for i in mine if own_success[i]]
+            if task in stored:
+                assert r.token_ids.completion[rows[0]].tolist() == stored[task] and float(r.reward[rows[0]]) >= 0.5
+                assert int(r.version[rows[0]]) < number, "its weights are older"
+            if len(wins) == len(mine):
+                assert not kept
+            elif wins:
+                assert kept == mine
+            elif task in stored and stored[task] not in [r.token_ids.completion[i].tolist() for i in mine]:
+                replaced += 1
+                assert kept == [rows[0], *mine[1:]], "of equally old failures the first one leaves"
+            else:
+                assert not kept
+        for i in (own_success & r.kept).nonzero()[:, 0].tolist():
+            stored[int(r.prompt_index[i])] = r.token_ids.completion[i].tolist()
+        for i in own_success.nonzero()[:, 0].tolist():
+            longest[int(r.prompt_index[i])] = max(longest.get(int(r.prompt_index[i]), 0), int(turns[i]))
+        check_dart_numbers(batch, turns)
+        assert failure.any() or number < 2
+        # one step of plain SGD on what is left: -w A log p, at a ratio of 1
+        data = batch.data
+        if bool(d.trained.any()):
+            after = sgd_step(batch.model, data, lambda lp, data=data: -(data["advantages"] * lp))
+            told = weights(seen.trainer) if number == len(seen.batches) - 1 else flat(seen.batches[number + 1].model)
+            torch.testing.assert_close(after, told, rtol=0, atol=2e-5)
+    assert replaced >= 2 and seen.log("dart_pool/replaced")[-1] > 0 and seen.log("dart_length/limited")[-1] > 0
+    assert max(seen.log("dart_entropy/kept")) < 1 and seen.log("dart_tis/weight_mean")[-1] < 1
+
+
+def check_dart_numbers(batch: Batch, turns: Tensor) -> None:
+    """Advantages with each step counted, and steps below the lower quantile of their group are not trained."""
+    r, tokens, d = batch.rollouts, batch.tokens, batch.decision
+    for group in r.group.unique().tolist():
+        rows = [i for i in (r.group == group).nonzero()[:, 0].tolist() if r.kept[i]]
+        if not rows:
+            continue
+        flat_rewards = torch.cat([r.reward[i].repeat(int(turns[i])) for i in rows])
+        expected = (r.reward[rows] - flat_rewards.mean()) / (flat_rewards.std() + 1e-6)
+        if float(flat_rewards.std()) == 0:
+            expected = torch.zeros(len(rows)).double()
+        mean = {}
+        for i in rows:
+            for turn in tokens.turn[tokens.row == i].unique().tolist():
+                if turn >= 0:
+                    mean[turn] = float(tokens.entropies[tokens.turn == turn].double().mean())
+        low = sorted(mean.values())[math.floor(0.2 * (len(mean) - 1) + 1e-9)]
+        for i, advantage in zip(rows, expected.tolist(), strict=True):
+            mine = tokens.row == i
+            weight = (tokens.old_logprobs[mine] - tokens.rollout_logprobs[mine]).double().exp().clamp(max=1)
+            kept = torch.tensor([t < 0 or mean[t] >= low - 1e-9 for t in tokens.turn[mine].tolist()])
+            assert torch.equal(d.keep_tokens[mine], kept)
+            torch.testing.assert_close(d.advantages[mine], torch.where(kept, weight * advantage, 0.0))
