@@ -73,6 +73,8 @@ LOGGED = (
     "epo/covered",
     "epo/within",
     "epo/penalty",
+    "dart_pool/replaced",
+    "dart_tis/weight_mean",
     "ps_grpo/consistency",
     "ps_grpo/distinct_answers",
     "learning_rate",

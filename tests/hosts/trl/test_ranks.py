@@ -14,6 +14,10 @@ OFF = dict(num_iterations=2, max_steps=4, learning_rate=0.05)
 REAL = {"real": True, "max_completion_length": 130}
 PASSES = dict(rows=30, max_steps=6, learning_rate=0.05)  # three steps a pass
 REPLAY = {**OFF, "max_steps": 6, "resume": 4, "method_params": {"rollout_replay": {"start_batch": 1}}}
+POOL = dict(  # a seventh of the rollouts is a success
+    **dict(rows=10, max_steps=5, resume=3, learning_rate=0.05),
+    method_params={"dart_pool": {"success_threshold": 0.8, "give_below": 1.0}},
+)
 SEEDS = {"max_steps": 3, "learning_rate": 0.05, "method_params": {"xrpo_seeds": {"second_round": False}}}
 CUTS = {"action": "shrink", "window": 4, "alpha": 1e-6, "kl_share": 0.0}  # whatever the reward, a plateau
 STAGES = {"sizes": [1.0, 6], "batches": [1], "rollouts": [8, 16], "max_tokens": [14, 6]}
@@ -43,6 +47,7 @@ CASES = [
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
     ["passes", ["mc_grpo"], {**PASSES, "resume": 4}],
     ["replay", ["rollout_replay", "minpro"], REPLAY],
+    ["pool", ["dart_pool", "dart_tis"], POOL],
     ["sets", ["ps_grpo"], dict(rows=30, sets=3, max_steps=4, learning_rate=0.05, resume=2)],
     ["swarm", ["swarm_sapo"], dict(max_steps=4, learning_rate=0.05, resume=2, swarm=24)],
 ]
@@ -76,6 +81,8 @@ def test_two_ranks_are_one(tmp_path, one_rank):
         resumed_alike(run["drive"], batches=1)  # in the middle of a phase
         resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
         resumed_alike(run["swarm"], batches=2)  # so does the inbox
+        resumed_alike(run["pool"], batches=2)  # so do stored successes
+        assert max(run["pool"]["logs"]["dart_pool/replaced"]) > 0
         resumed_alike(run["sets"], batches=2)  # in the middle of an epoch
         assert sorted(sets_of(run["sets"])) == sorted(set(sets_of(run["sets"]))), "every set once"
         assert [int((d["prompt"] < 0).sum()) for d in run["swarm"]["decisions"]] == [64, 64, 64, 0]
