@@ -483,10 +483,10 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
         tmp_path / "run",
         [
             *REWARD,
-            "+rl_plugins.methods=[april,linear_ts,ladder,gigpo,watch]",
+            "+rl_plugins.methods=[april,linear_ts,ladder,gigpo,dart_length,dart_tis,watch]",
             "+rl_plugins.method_params.linear_ts.column=level",
             "+rl_plugins.method_params.april.over_sampling=1.5",
-            "+rl_plugins.method_params.april.correction=token_tis",
+            "+rl_plugins.method_params.dart_length.success_threshold=0.0",  # every rollout: three turns
             "actor_rollout_ref.rollout.max_num_seqs=40",  # of 96, so that groups are not all at the same turn
             "trainer.total_training_steps=3",
         ],
@@ -512,6 +512,9 @@ def test_an_asynchronous_mode_where_groups_go_on_in_a_later_batch(tmp_path: Path
         assert logged["april/staleness"] == int(rollouts.staleness.max())
         for ours, theirs in STALENESS.items():
             assert logged[f"rl_plugins/{ours}"] == pytest.approx(measured[f"training/off_policy/{theirs}"])
+        weight = (tokens.old_logprobs - tokens.rollout_logprobs).double().exp().clamp(max=1)
+        assert logged["dart_tis/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
+        assert logged.get("dart_length/limit", 3.0) == 3.0 and 0 <= logged["dart_length/limited"] <= 1
         mixed += int(several.sum())
         d = run.steps()[k]["decision"]
         assert d.estimator == "gigpo" and len(d.rollouts.turns.row) == 3 * 64

@@ -64,7 +64,8 @@ PLACES = [
 # Samplers, budgets and curricula. One that learns from a batch comes again.
 XRPO = "xrpo_allocate+xrpo_seeds+xrpo_novelty+watch"
 SAMPLERS = ["dars+watch", XRPO, XRPO, "brorl+watch", *2 * ["linear_ts+watch"], *2 * ["best_perm+watch"]]
-SAMPLERS += [*2 * ["half_right+gdro_prompt+watch"], *2 * ["half_right+gdro_rollout+watch"], *2 * ["drive+watch"]]
+SAMPLERS += [*2 * ["half_right+gdro_prompt+watch"], *2 * ["half_right+gdro_rollout+watch"]]
+SAMPLERS += [*2 * ["half_right+dart_pool+dart_tis+watch"], *2 * ["drive+watch"]]
 SAMPLER_PARAMS = [
     "dars.n_first=4",
     "dars.n_max=12",
@@ -81,6 +82,7 @@ SAMPLER_PARAMS = [
     "best_perm.max_hints=2",
     "best_perm.values=[1.0,1.0]",
     *(f"gdro_{name}.{option}" for name in ("prompt", "rollout") for option in ("edges=[0.55]", "hysteresis=0.0")),
+    "dart_pool.give_below=1.0",
     "gdro_rollout.arm_sign=paper",
     "gdro_rollout.baseline=none",
     "drive.sizes=[1.0,6]",
@@ -517,6 +519,41 @@ def test_gdro_rollout_moves_rollouts_between_bins(carousel: Run) -> None:
         books.check(d)
         assert logged["gdro_rollout/shadow_price"] == pytest.approx(books.price)
     assert len(books.sizes) == 2 and logged["gdro_rollout/most"] > SAMPLES
+
+
+def test_dart_gives_the_stored_success_of_a_group_that_fails(carousel: Run) -> None:
+    """The probe rewards the first rollout of every second prompt: in the second batch that is the stored one."""
+    stored: dict[int, Any] = {}
+    for visit in (0, 1):
+        d, tokens, logged = sampler(carousel, "dart_pool", visit)
+        r = d.rollouts
+        for group in r.group.unique().tolist():
+            rows = (r.group == group).nonzero()[:, 0].tolist()
+            task = int(r.prompt_index[rows[0]])
+            assert len(rows) == SAMPLES + (visit == 1 and task % 2 == 0)
+            kept = [i for i in rows if r.kept[i]]
+            if task % 2:
+                assert not kept, "never solved"
+            elif not visit:
+                assert kept == rows
+                mine = tokens.row == rows[0]
+                ids = r.token_ids.completion[rows[0]].tolist()
+                stored[task] = (ids, tokens.rollout_logprobs[mine], int(r.version[rows[0]]))
+            else:
+                ids, logprobs, version = stored[task]
+                copies = [r.token_ids.completion[i].tolist() == ids for i in rows[1:]]
+                assert kept == ([] if any(copies) else [rows[0], *rows[2:]]), "the oldest failure leaves"
+                assert r.token_ids.completion[rows[0]].tolist() == ids and int(r.version[rows[0]]) == version
+                if kept:
+                    torch.testing.assert_close(tokens.rollout_logprobs[tokens.row == rows[0]], logprobs)
+        left = d.trained[tokens.row]
+        weight = (tokens.old_logprobs - tokens.rollout_logprobs).double().exp().clamp(max=1)[left]
+        centers = (r.reward - r.groups.rows(r.groups.mean(torch.where(d.trained, r.reward, torch.nan))))[tokens.row][
+            left
+        ]
+        assert torch.equal(torch.sign(d.advantages[left]), torch.sign(centers))
+        assert logged["dart_tis/weight_mean"] == pytest.approx(float(weight.mean()), rel=1e-4)
+    assert logged["dart_pool/replaced"] > 0 and logged["dart_pool/pool"] == 4
 
 
 def test_drive_changes_prompts_rollouts_and_length_within_a_run(carousel: Run) -> None:
