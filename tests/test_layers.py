@@ -45,7 +45,7 @@ CONTRACT = {
     "method",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
-ADAPTER = {*AUTHORS, "runtime", "supervised", "masked"}
+ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "disaggregated"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "audit": {"contract", "services", "audit"},
     "messages": {"contract", "services", "messages"},
     "attribution": {"contract"},
+    "disaggregated": {"contract", "services", "disaggregated"},
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
