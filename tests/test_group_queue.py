@@ -82,7 +82,9 @@ def test_every_rollout_is_trained_or_dropped_once_and_groups_come_in_order(
     for event in events:
         if event == "advance":
             step += 1
+            before = {i for i, e in queue.live.items() if step - e.create_step <= bound}
             queue.advance(step)
+            assert before <= set(queue.live)  # a group is kept for `staleness` steps
             assert all(step - e.create_step <= bound for e in queue.live.values())
         elif event == "ask":
             found = queue.ask()

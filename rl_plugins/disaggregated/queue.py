@@ -9,8 +9,8 @@
 The class is pure: no clock, no thread, no waiting. Calls that the paper's queue would let wait return None and change
 nothing. Ask again after the next `advance`, `put` or `get`.
 
-Source: arXiv 2512.22560; `GroupQueue` of alibaba/ROLL, commit 8eb27cc2. Two things are ours: a group is cut to its size,
-because the paper's code returns redundant rollouts too, and `most_filtered` ends the search for groups that pass.
+Source: arXiv 2512.22560; `GroupQueue` of alibaba/ROLL, commit 8eb27cc2. Two things are ours. A group is cut to its
+size, because the paper's code returns redundant rollouts too. `most_filtered` ends the search for groups that pass.
 """
 
 from __future__ import annotations
@@ -127,10 +127,9 @@ class GroupQueue:
             raise MethodError("`ask` came before the first `advance`. Call `advance(0)` first.")
         if self.closed:
             return None
-        for i, episode in self.live.items():
-            if episode.started < self.group_size + self.redundancy:
-                break
-        else:
+        most = self.group_size + self.redundancy
+        i = next((i for i, e in self.live.items() if e.started < most), None)
+        if i is None:
             if self.groups_per_step is not None:
                 return None
             i = self._create()
