@@ -23,7 +23,7 @@ from rl_plugins.errors import ConfigError, MethodError
 
 
 @dataclass
-class Episode:
+class QueuedGroup:
     """A group in the making.
 
     Args:
@@ -64,7 +64,7 @@ class GroupQueue:
         most_filtered: groups thrown away within one training step at most; later ones pass. None: no limit.
 
     Attributes:
-        live: episode id -> `Episode`, oldest first.
+        live: episode id -> `QueuedGroup`, oldest first.
         closed: a group came back with None in the place of every rollout: the environments have ended.
         expired, filtered, late: groups that became too old, groups thrown away, rollouts of groups already gone or
             beyond their size.
@@ -90,7 +90,7 @@ class GroupQueue:
                 raise ConfigError(f"`{name}` is {given}. It must be at least {bound}.")
         self.group_size, self.redundancy, self.groups_per_step = group_size, redundancy, groups_per_step
         self.staleness, self.drop, self.most_filtered = staleness, drop, most_filtered
-        self.live: dict[int, Episode] = {}
+        self.live: dict[int, QueuedGroup] = {}
         self.step: int | None = None
         self.closed = False
         self.expired = self.filtered = self.late = 0
@@ -187,7 +187,7 @@ class GroupQueue:
     def _create(self) -> int:
         assert self.step is not None
         i, self._next_id = self._next_id, self._next_id + 1
-        self.live[i] = Episode(self.step)
+        self.live[i] = QueuedGroup(self.step)
         return i
 
     def _filters(self, rollouts: Sequence[Any]) -> bool:
