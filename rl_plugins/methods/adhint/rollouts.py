@@ -1,0 +1,192 @@
+"""Rollouts of ADHint (arXiv 2512.13095): some of them begin with a part of a reference solution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Idle, Method
+from rl_plugins.methods.adhint.hints import COLUMN, PAPER
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Generate, Program, Prompt, Score, Scored, Trajectory
+from rl_plugins.rollouts import Run
+
+
+def hint_ratio(difficulty: float, w_min: float, w_max: float, noise: float) -> float:
+    """w = (w_max - w_min) D + w_min + noise, from 0 to w_max; 0 for a prompt without difficulty."""
+    if not difficulty > 0:
+        return 0.0
+    return min(max((w_max - w_min) * difficulty + w_min + noise, 0.0), w_max)
+
+
+class AdhintRollouts(Method):
+    """Begins some rollouts of a prompt with a hint: a part of a reference solution, the longer the harder it is.
+
+    Reconstruction: no code was published, and only the abstract and a note about the paper could be read. The linear
+    ratio with noise is from there. The number of hinted rollouts, w_min, w_max, the noise and what difficulty means are
+    ours.
+
+    Per prompt with n rollouts, m = floor(hinted_share n) of them hinted:
+
+        n - m naive rollouts are sampled and scored;    D = 1 - share of successes among those with a reward
+        w = clip((w_max - w_min) D + w_min + xi, 0, w_max),   xi ~ normal(0, sigma), a draw per hinted rollout
+        hint = the first floor(w L) tokens of the reference,   L its tokens;   the rest is sampled
+
+    With D = 0, or if no naive rollout has a reward, the m rollouts are naive ones, too. The reference is a dataset
+    column, a text or token ids. A hint that would contain the answer of `answer_column` ends before it. Tokens of a
+    hint are put in the policy's place and trained; with `hint_loss: false` they are only read.
+
+    Symbols: rewards float64, a success is a reward of at least `success_threshold`. Column `adhint` of a row: first
+    token of its hint and the position after the last one, [0, 0] without a hint.
+
+    Special cases: an empty reference, or a hint of no token, makes a naive rollout. At least one token of the
+    completion's length is left for the policy. A prefix of the plan stands before the hint. Evaluation has no hints.
+
+    Logs: `difficulty`, mean D; `ratio`, mean w of the rollouts that could have a hint; `hinted`, share of rows with a
+    hint; `hint_tokens`, mean length of the hints; `cut`, share of the hints that ended before an answer; `missing`,
+    prompts without a reference.
+
+    Raises:
+        ConfigError: w_min above w_max; no such column.
+
+    Source: arXiv 2512.13095, abstract; the ratio as a third party reports it.
+    """
+
+    name = "adhint_rollouts"
+    paper = PAPER
+    fidelity = "reconstruction"
+    does = "Begins rollouts of hard prompts with a part of a reference solution, long where the prompt is hard"
+    problems = ("no_signal", "exploration")
+    goes_with = {
+        "adhint_advantages": "Allows for the easier task of hinted rollouts.",
+        "adhint_gradients": "Decides how far the tokens of hints are learned.",
+    }
+    use_when = "Many prompts have no right rollout, and the dataset has reference solutions with their reasoning."
+    avoid_when = (
+        "References are answers without a way to them. Or the run weighs tokens by sampling probabilities, which hints "
+        "do not have."
+    )
+    cost = (
+        "No extra rollouts: hinted ones take the place of others, and generate fewer tokens. Generation takes two "
+        "phases, and the reward functions are asked in between."
+    )
+    disagreements = (
+        "The paper takes rewards from 0 to 1 and their mean as difficulty. Here a success is a reward of at least "
+        "`success_threshold`, so that other rewards serve.",
+        "Half of the rollouts, w from 0.1 to 0.7 and a deviation of 0.05 are ours. Whether a prompt or each of its "
+        "rollouts has a draw of its own is not known (`noise_per`).",
+    )
+    brings_columns = (COLUMN,)
+    idle = (
+        Idle({"hinted": 0}, "no rollout had a hint. Look at adhint_rollouts/difficulty and adhint_rollouts/missing."),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        reference_column: str = param("reference", "dataset column of the reference solution, a text or token ids")
+        answer_column: str = param("", "dataset column of the answer that no hint may contain; empty: not looked for")
+        hinted_share: float = param(0.5, "share of a prompt's rollouts that may have a hint", ge=0, lt=1)
+        w_min: float = param(0.1, "smallest hint ratio of a prompt that is not solved each time", ge=0, lt=1)
+        w_max: float = param(0.7, "largest hint ratio", ge=0, lt=1)
+        sigma: float = param(0.05, "standard deviation of the noise on the ratio", ge=0)
+        noise_per: Literal["rollout", "prompt"] = param("rollout", "what has a draw of the noise of its own")
+        hint_loss: bool = param(True, "training of the hint's tokens; false: they are only read")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
+
+        def check(self) -> None:
+            if self.w_min > self.w_max:
+                raise ConfigError(f"`w_min` is {self.w_min} and `w_max` {self.w_max}. Give w_min at most w_max.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        columns = {p.reference_column, *([p.answer_column] if p.answer_column else [])}
+        self.needs = frozenset({"tokens", f"column:{COLUMN}"} | {f"column:{name}" for name in columns})
+        self.forces_tokens = p.hint_loss
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        for name in filter(None, (p.reference_column, p.answer_column)):
+            if run.columns and name not in run.columns:
+                option = "reference_column" if name == p.reference_column else "answer_column"
+                raise ConfigError(
+                    f"`{option}` is {name!r}, and the dataset has no such column (it has: "
+                    f"{', '.join(sorted(run.columns))}). Set method_params.adhint_rollouts.{option} to one of them."
+                )
+
+    def rollout(self, prompt: Prompt) -> Program:
+        p = self.params
+        many = int(p.hinted_share * prompt.n + 1e-9)
+        naive: list[Trajectory] = yield from self._naive(prompt, prompt.n - many)
+        if not many:
+            return naive
+        scores: list[Scored] = yield [Score(row) for row in naive]
+        naive = [row.scored(s) for row, s in zip(naive, scores, strict=True)]
+        hints = self._hints(prompt, self._difficulty(scores), many)
+        begun = [self._begun(prompt, hint) for hint in hints]
+        made = yield [Generate(row) for row in begun]
+        self.log("hinted", sum(map(bool, hints)) / prompt.n)
+        return naive + [row.add(g) for row, (g,) in zip(begun, made, strict=True)]
+
+    def _naive(self, prompt: Prompt, n: int) -> Any:
+        made = (yield Generate(prompt.start(), n=n)) if n else []
+        return [prompt.start().add(g).noted(**{COLUMN: [0, 0]}) for g in made]
+
+    def _begun(self, prompt: Prompt, hint: Sequence[int]) -> Trajectory:
+        start = prompt.start()
+        if not hint:
+            return start.noted(**{COLUMN: [0, 0]})
+        row = start.force(hint) if self.params.hint_loss else start.observe(hint)
+        return row.noted(**{COLUMN: [len(start), len(row)]})
+
+    def _difficulty(self, scores: Sequence[Scored]) -> float:
+        """1 - share of successes; 0 if no rollout has a reward, so that nobody has a hint."""
+        known = [s.reward >= self.params.success_threshold for s in scores if s.reward == s.reward]
+        difficulty = 1 - sum(known) / len(known) if known else 0.0
+        self.log("difficulty", difficulty, weight=float(bool(known)))
+        return difficulty
+
+    def _hints(self, prompt: Prompt, difficulty: float, n: int) -> list[tuple[int, ...]]:
+        """The tokens of n hints."""
+        p = self.params
+        reference = _tokens_of(prompt, p.reference_column)
+        self.log("missing", float(not reference), "sum")
+        if not reference or difficulty <= 0:
+            return [()] * n
+        most = min(self._before_answer(prompt, reference), max(0, prompt.room(prompt.start()) - 1))
+        hints = []
+        for i in range(n):
+            xi = prompt.rng("hint", i if p.noise_per == "rollout" else 0).normal(0.0, p.sigma) if p.sigma else 0.0
+            ratio = hint_ratio(difficulty, p.w_min, p.w_max, float(xi))
+            wanted = int(ratio * len(reference) + 1e-9)
+            hints.append(reference[: min(wanted, most)])
+            self.log("ratio", ratio)
+            self.log("cut", float(wanted > most))
+            self.log("hint_tokens", len(hints[-1]))
+        return hints
+
+    def _before_answer(self, prompt: Prompt, reference: Sequence[int]) -> int:
+        """The most tokens of the reference whose text does not contain the answer."""
+        if not self.params.answer_column:
+            return len(reference)
+        answer = str(prompt.columns.get(self.params.answer_column, "")).strip()
+        if not answer or answer not in prompt.chat.decode(reference):
+            return len(reference)
+        low, high = 0, len(reference)  # the text of `low` tokens does not contain it, that of `high` does
+        while high - low > 1:
+            middle = (low + high) // 2
+            if answer in prompt.chat.decode(reference[:middle]):
+                high = middle
+            else:
+                low = middle
+        return low
+
+
+def _tokens_of(prompt: Prompt, column: str) -> tuple[int, ...]:
+    """The reference solution as token ids."""
+    value = prompt.columns.get(column)
+    if value is None:
+        return ()
+    return prompt.chat.encode(value) if isinstance(value, str) else tuple(int(x) for x in value)
