@@ -48,10 +48,19 @@ PARAMS: dict[str, dict[str, Any]] = {
         "llm": lambda text: '<Experiences>a: b</Experiences> ```json\n[{"operation": "ADD", "content": "a: b"}]\n```'
     },
 }
+
+
+def hinted(r: Any) -> Any:
+    """Every second row begins with a hint of two tokens."""
+    return r.replace(meta={**r.meta, "adhint": [[0, 2 * (n % 2)] for n in r.length.tolist()]})
+
+
 # Methods whose data cannot be guessed from `needs`.
 PREPARE: dict[str, Callable[..., Any]] = {
     "fission_grpo_reward": lambda r: r.replace(reward_names=("format", "accuracy")),
     "scope": lambda r: r.replace(meta={**r.meta, "scope": [[1, 3] if n % 2 else None for n in r.length.tolist()]}),
+    "adhint_advantages": hinted,
+    "adhint_gradients": hinted,
     # episodes of 1 to 4 turns, the longest ones cut off
     "turn_control": lambda r: r.replace(
         meta={

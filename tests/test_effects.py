@@ -217,6 +217,9 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    "adhint_advantages": Case(World(prepare=PREPARE["adhint_advantages"], n=8)),
+    # tests/methods/test_adhint.py: they act on forced tokens, which another method makes
+    "adhint_gradients": Case(elsewhere=("kappa", "mask_failures")),
     "aepo_rollout": Case(
         World(model=writes("ab", "cd", "ce", "caba"), n=8, max_tokens=80),
         {"environment": [Desk]},

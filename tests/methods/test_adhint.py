@@ -21,7 +21,7 @@ from rl_plugins.rollouts import Rollouts, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.testing import make_rollouts, make_tokens, start_stack
+from rl_plugins.testing import make_rollouts, make_run, make_tokens, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
 NAN = math.nan

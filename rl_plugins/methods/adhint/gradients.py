@@ -50,8 +50,8 @@ class AdhintGradients(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        kappa: float = param(1.0, "how fast the weight falls with the gap of entropies, per nat; 0: it does not", ge=0)
-        mask_failures: bool = param(True, "hint tokens of rollouts with a negative advantage leave")
+        kappa: float = param(1.0, "fall of the log of the weight per nat of the gap of entropies; 0: none", ge=0)
+        mask_failures: bool = param(True, "removal of hint tokens of rollouts with a negative advantage")
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape:
         assert tokens.entropies is not None  # in `needs`

@@ -91,7 +91,7 @@ class AdhintRollouts(Method):
         w_min: float = param(0.1, "smallest hint ratio of a prompt that is not solved each time", ge=0, lt=1)
         w_max: float = param(0.7, "largest hint ratio", ge=0, lt=1)
         sigma: float = param(0.05, "standard deviation of the noise on the ratio", ge=0)
-        noise_per: Literal["rollout", "prompt"] = param("rollout", "what has a draw of the noise of its own")
+        noise_per: Literal["rollout", "prompt"] = param("rollout", "unit that has a draw of the noise of its own")
         hint_loss: bool = param(True, "training of the hint's tokens; false: they are only read")
         success_threshold: float = param(0.5, "lowest reward that counts as a success")
 
