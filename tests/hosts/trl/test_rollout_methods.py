@@ -153,7 +153,9 @@ def check_costs(trainer: Any, truth: EngineTruth, requests: list[Generate]) -> N
     """What the run logs is what was counted in the sampling loop of the engine."""
     logged = {name: history(trainer, f"rl_plugins/{name}")[-1] for name in COSTS}
     assert logged["tokens_decoded"] == truth.decoded > 0 and logged["engine_calls"] == truth.calls > 0
-    if "scope" in trainer.methods.names:  # its program asks for rewards, which the engine does not read
+    if {"scope", "adhint_rollouts"} & set(
+        trainer.methods.names
+    ):  # they ask for rewards, which the engine does not read
         assert logged["tokens_read"] > truth.read
     else:
         assert logged["tokens_read"] == truth.read
@@ -1032,3 +1034,69 @@ def check_dart_numbers(batch: Batch, turns: Tensor) -> None:
             kept = torch.tensor([t < 0 or mean[t] >= low - 1e-9 for t in tokens.turn[mine].tolist()])
             assert torch.equal(d.keep_tokens[mine], kept)
             torch.testing.assert_close(d.advantages[mine], torch.where(kept, weight * advantage, 0.0))
+
+
+# ---- ADHint
+
+
+def test_adhint_begins_failing_prompts_with_their_reference(train):
+    """Hints are prefixes of the reference; those of failing rollouts are not trained, and the step is plain SGD's."""
+    data = build_dataset(40, seed=1)
+    data = data.add_column("reference", [f"I sort: {answer}={answer}" for answer in data["answer"]])
+    params = {"adhint_rollouts": {"answer_column": "answer", "w_max": 0.9, "sigma": 0.1}}
+    seen = train(["adhint"], params, policy=load_policy(), dataset=data, reward=right)
+    encode = seen.trainer._tokenizer.encode
+    hinted = left = 0
+    for number, batch in enumerate(seen.batches):
+        check_books(batch, 64)
+        r, d, tokens = batch.rollouts, batch.decision, batch.tokens
+        expected = torch.zeros(len(tokens)).double()
+        keep = torch.ones(len(tokens), dtype=torch.bool)
+        for group in r.group.unique().tolist():
+            rows = (r.group == group).nonzero()[:, 0].tolist()
+            column = data[int(r.prompt_index[rows[0]])]
+            reference = encode(column["reference"], add_special_tokens=False)
+            length = {i: batch.made[i].trajectory.meta["adhint"][1] for i in rows}
+            wins = [float(r.reward[i]) >= 0.5 for i in rows]
+            naive = 1 - sum(wins[:4]) / 4
+            assert all(length[i] == 0 for i in rows[:4])
+            if naive == 0:
+                assert all(length[i] == 0 for i in rows)
+            with_hint = [k for k, i in enumerate(rows) if length[i]]
+            without = [k for k, i in enumerate(rows) if not length[i]]
+            c = 1.0
+            if with_hint:
+                own, easier = (1 - sum(wins[k] for k in kind) / len(kind) for kind in (without, with_hint))
+                c = (1 + own) / (1 + easier)
+            a = (r.reward[rows] - r.reward[rows].mean()) / (r.reward[rows].std() + 1e-6)
+            for k, i in enumerate(rows):
+                t, n = batch.made[i].trajectory, length[i]
+                assert list(t.tokens[:n]) == reference[:n] and n <= 0.9 * len(reference)
+                assert column["answer"] not in seen.trainer._tokenizer.decode(t.tokens[:n])
+                assert t.kinds[:n] == (Kind.FORCED,) * n and Kind.FORCED not in t.kinds[n:]
+                advantage = 0.0 if float(r.reward[rows].std()) == 0 else float(a[k])
+                advantage *= c if (advantage > 0) != (n > 0) else 1 / c
+                mine = (tokens.row == i).nonzero()[:, 0]
+                entropy = tokens.entropies[mine].double()
+                g = torch.ones(len(mine)).double()
+                if n:
+                    g[:n] = torch.exp(-(entropy[:n] - entropy[n:].mean()).abs())
+                    hinted += 1
+                    left += n * (advantage < 0)
+                    keep[mine[:n]] = advantage >= 0
+                expected[mine] = g * advantage
+        assert torch.equal(d.keep_tokens if d.keep_tokens is not None else torch.ones_like(keep), keep)
+        torch.testing.assert_close(d.advantages, torch.where(keep, expected, 0.0), rtol=1e-6, atol=1e-8)
+        data_of_batch = batch.data
+        after = sgd_step(batch.model, data_of_batch, lambda lp, b=data_of_batch: -(b["advantages"] * lp))
+        told = weights(seen.trainer) if number == len(seen.batches) - 1 else flat(seen.batches[number + 1].model)
+        torch.testing.assert_close(after, told, rtol=0, atol=2e-5)
+    assert hinted > 16 and left > 16
+    assert seen.log("adhint_rollouts/hinted")[0] == pytest.approx(hinted_share(seen.batches[0]))
+    before = history(seen.trainer, "adhint_rollouts/hinted")
+    seen.trainer.evaluate(data.select(range(8)))
+    assert history(seen.trainer, "adhint_rollouts/hinted") == before, "evaluation has no hints"
+
+
+def hinted_share(batch: Batch) -> float:
+    return sum(row.trajectory.meta["adhint"][1] > 0 for row in batch.made) / len(batch.made)
