@@ -263,7 +263,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "GMPO": ("trl.experimental.gmpo", GENERATING, {"reward_funcs": score}, {}),
     "A2PO": (
         "trl.experimental.a2po",
-        dict(max_completion_length=8, num_value_samples=2),
+        dict(max_completion_length=3, num_value_samples=2),  # it samples for every row before the first step
         {"reward_funcs": parity},
         {},
     ),

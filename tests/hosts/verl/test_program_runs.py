@@ -22,6 +22,7 @@ pytestmark = pytest.mark.host
 
 PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
 PLACES += ["ladder+mc_grpo", "wasteful", "ladder"]
+ADHINT = "adhint_rollouts+adhint_advantages+adhint_gradients+watch"
 METHODS = [
     "turn_control+hgpo+epo+watch",
     "cleaner+watch",
@@ -29,6 +30,7 @@ METHODS = [
     "echo_labels+echo_tree+echo_shaping+watch",
     "arrol+watch",
     "scope+watch",
+    ADHINT,
     "m_grpo_rollout+m_grpo+watch",
     "rtv_pdr+watch",
     "training_free_grpo+watch",
@@ -70,6 +72,9 @@ PARAMS = [
     "scope.min_step=0",
     "scope.success_threshold=0.45",
     "scope.min_correct=8",
+    "adhint_rollouts.reference_column=answer",
+    "adhint_rollouts.success_threshold=0.2",
+    "adhint_advantages.success_threshold=0.2",
     "m_grpo_rollout.parse='verl_programs:asked'",
     "m_grpo_rollout.max_calls=1",
     "m_grpo.sub_per_rollout=1",
@@ -152,7 +157,7 @@ def of_step(run: Run, kind: str, number: int) -> float:
     return next(e["t"] for e in run.of(kind) if e["step"] == number)
 
 
-SCORING = {"grafting", "scope+watch"}  # programs that ask for rewards, which costs tokens that no server reads
+SCORING = {"grafting", "scope+watch", ADHINT}  # programs that ask for rewards, which costs tokens that no server reads
 
 
 @pytest.mark.parametrize("names", PLACES + METHODS)
@@ -425,6 +430,23 @@ def test_scope(carousel: Run) -> None:
     assert bool(tokens.forced.any()), "what the corrector wrote was not sampled"
 
 
+def test_adhint(carousel: Run) -> None:
+    """Hints are the beginning of the answer in the dataset; those of failing rollouts are not trained."""
+    rollouts, tokens, logged, s = of(carousel, "adhint_rollouts")
+    d, encode = s["decision"], build_tokenizer().encode
+    answers = [row["answer"] for row in rows_of(carousel, rollouts.prompt_index.tolist())]
+    hinted = 0
+    for i, (start, stop) in enumerate(rollouts.meta["adhint"]):
+        mine = tokens.row == i
+        assert tokens.forced[mine].tolist() == [k < stop for k in range(int(mine.sum()))] and start == 0
+        assert stop <= 0.7 * len(encode(answers[i], add_special_tokens=False))
+        hinted += stop > 0
+        if stop and float(d.row_advantages[i]) < 0:
+            assert not d.keep_tokens[mine][:stop].any() and d.keep_tokens[mine][stop:].all()
+    assert 16 < hinted <= 32 and logged["adhint_rollouts/hinted"] == hinted / 64
+    assert 0 < logged["adhint_gradients/weight"] < 1 and logged["adhint_advantages/factor"] > 0
+
+
 def test_m_grpo(carousel: Run) -> None:
     rollouts, _, _, s = of(carousel, "m_grpo")
     agents = rollouts.meta["agent"]
@@ -459,7 +481,16 @@ def test_training_free_grpo_moves_nothing(carousel: Run) -> None:
 def test_gradients_of_methods_are_those_of_plain_torch(carousel: Run) -> None:
     """Of the methods that train with the host's surrogate."""
     updates = {u["methods"][0]: u for u in carousel.updates()}
-    for name in ("latr", "turn_control", "cleaner", "aepo_rollout", "echo_labels", "arrol", "m_grpo_rollout"):
+    for name in (
+        "latr",
+        "turn_control",
+        "cleaner",
+        "aepo_rollout",
+        "echo_labels",
+        "arrol",
+        "m_grpo_rollout",
+        "adhint_rollouts",
+    ):
         norm, rows = reference([updates[name]])
         assert updates[name]["global_batch_size"] == rows, name
         assert updates[name]["grad_norm"] == pytest.approx(norm, rel=1e-4), name
