@@ -411,14 +411,79 @@ Program = Generator[Any, Any, Sequence["Trajectory | Sequence[Trajectory]"]]
 is a trajectory, or a list of them where one rollout becomes several rows (agents, turns)."""
 
 
-def together(programs: Sequence[Generator[Any, Any, T]]) -> Generator[Any, Any, list[T]]:
+class SideBySide(list[Request]):
+    """A list of requests of programs that run side by side. Its answer may be `Some` of the results instead of all.
+
+    Args:
+        requests: those without a result.
+        keys: of each. A request that is still open in the next list has the same key there.
+    """
+
+    def __init__(self, requests: Sequence[Request], keys: Sequence[Hashable]) -> None:
+        super().__init__(requests)
+        self.keys = list(keys)
+
+
+class Some(dict[Hashable, Any]):
+    """Results of a part of a `SideBySide`, by key."""
+
+
+@dataclass
+class _Waiting:
+    """What one of several programs asked for, and the results so far by place."""
+
+    asked: list[Request]
+    single: bool
+    serial: int
+    got: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[Hashable]:
+        """Of its own requests: nested programs have theirs."""
+        if isinstance(self.asked, SideBySide):
+            return self.asked.keys
+        return [(self.serial, place) for place in range(len(self.asked))]
+
+    def answer(self) -> Any:
+        """What the program can go on with; None: nothing yet."""
+        if len(self.got) == len(self.asked):
+            results = [self.got[place] for place in range(len(self.asked))]
+            return results[0] if self.single else results
+        if isinstance(self.asked, SideBySide) and self.got:
+            return Some((self.asked.keys[place], result) for place, result in self.got.items())
+        return None
+
+
+def together(programs: Sequence[Generator[Any, Any, T]], first: int | None = None) -> Generator[Any, Any, list[T]]:
     """Runs several programs as one: `results = yield from together([one(k) for k in range(n)])`.
 
-    Each is written as if it were alone; what they ask for at the same time becomes one list of requests.
+    Each is written as if it were alone. In TRL, what they ask for at the same time becomes one batch of the engine. On
+    verl's asynchronous engine each goes on as soon as its own requests are answered. The results do not depend on that.
+
+    Args:
+        first: redundancy: as soon as this many programs have ended, the others are closed (their `finally` blocks run)
+            and only the results of those that ended are returned. Of programs that end at the same moment, the earlier
+            in the list count. A program that returns None has failed: it is not counted, and it has no result. Short
+            rollouts end earlier, so they are kept more often. None: all programs run to their end.
+
+    Returns:
+        The results in the order of the programs, whichever ended first.
+
+    Raises:
+        MethodError: `first` is not between 0 and the number of programs.
     """
-    results: list[Any] = [None] * len(programs)
-    waiting: dict[int, list[Request]] = {}
-    single: set[int] = set()
+    most = len(programs) if first is None else first
+    if not 0 <= most <= len(programs):
+        raise MethodError(f"`first` of together is {first}. It must be between 0 and {len(programs)}, its programs.")
+    results: dict[int, Any] = {}
+    waiting: dict[int, _Waiting] = {}
+    serials = [0] * len(programs)
+    mine = object()  # so that no other list has a key of this one
+
+    def enough() -> bool:
+        return len(results) == len(programs) or (
+            first is not None and sum(r is not None for r in results.values()) >= most
+        )
 
     def advance(i: int, answer: Any) -> None:
         while True:
@@ -428,23 +493,36 @@ def together(programs: Sequence[Generator[Any, Any, T]]) -> Generator[Any, Any, 
                 results[i] = done.value
                 waiting.pop(i, None)
                 return
-            single.discard(i) if isinstance(asked, list) else single.add(i)
-            waiting[i] = asked if isinstance(asked, list) else [asked]
-            if waiting[i]:
+            serials[i] += 1
+            single = not isinstance(asked, list)
+            waiting[i] = _Waiting([asked] if single else asked, single, serials[i])
+            if waiting[i].asked:
                 return
             answer = []  # an empty list of requests is answered at once
 
-    for i in range(len(programs)):
-        advance(i, None)
-    while waiting:
-        asked = [(i, request) for i, requests in waiting.items() for request in requests]
-        answers = yield [request for _, request in asked]
-        of: dict[int, list[Any]] = {}
-        for (i, _), answer in zip(asked, answers, strict=True):
-            of.setdefault(i, []).append(answer)
-        for i, mine in of.items():
-            advance(i, mine[0] if i in single else mine)
-    return results
+    try:
+        for i in range(len(programs)):
+            if not enough():
+                advance(i, None)
+        while not enough():
+            places = [(i, p) for i, w in sorted(waiting.items()) for p in range(len(w.asked)) if p not in w.got]
+            keys = [(mine, i, waiting[i].keys[p]) for i, p in places]
+            answers = yield SideBySide([waiting[i].asked[p] for i, p in places], keys)
+            given = answers if isinstance(answers, Some) else dict(zip(keys, answers, strict=True))
+            touched: dict[int, None] = {}
+            for (i, p), key in zip(places, keys, strict=True):
+                if key in given:
+                    waiting[i].got[p] = given[key]
+                    touched[i] = None
+            for i in touched:
+                answer = waiting[i].answer()
+                if answer is not None and not enough():
+                    advance(i, answer)
+    finally:
+        for i, program in enumerate(programs):
+            if i not in results:
+                program.close()
+    return [results[i] for i in sorted(results) if first is None or results[i] is not None]
 
 
 def check_rows(rollouts: Any, prompt: Prompt, rows_per_rollout: int) -> list[list[Trajectory]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from rl_plugins.requests import (
     Request,
     Score,
     Scored,
+    SideBySide,
+    Some,
     Trajectory,
     check_rows,
 )
@@ -80,6 +82,7 @@ class Running:
         self.requests: list[Request] = []
         self._results: dict[int, Any] = {}
         self._single = False
+        self._keys: list[Hashable] | None = None
         self.rows_made, self._count = 0, RowCount()
         self._given = watched((prompt,))
         self._program = self._placed(lambda: method.rollout(prompt))
@@ -106,20 +109,36 @@ class Running:
             results = [self._results[i] for i in range(len(self.requests))]
             self._advance(results[0] if self._single else results)
 
+    def keys(self) -> list[Hashable]:
+        """Of each request: one that is still open after `settle` has the same key then."""
+        return list(range(len(self.requests))) if self._keys is None else self._keys
+
+    def settle(self) -> bool:
+        """Goes on with the results so far, if the program runs several side by side and there are any."""
+        if self._keys is None or not self._results or len(self._results) == len(self.requests):
+            return False
+        self._advance(Some((self._keys[i], result) for i, result in self._results.items()))
+        return True
+
     def close(self) -> None:
         """Ends the program, so that its `finally` blocks run."""
         self._program.close()
 
     def _advance(self, answer: Any) -> None:
         while True:
-            self.requests, self._results = [], {}
+            before = dict(zip(self._keys or (), self.requests, strict=False))
+            self.requests, self._results, self._keys = [], {}, None
             asked, returned = self._placed(partial(_next, self._program, answer))
             if asked is None:
                 self.rows = self._placed(partial(self._checked, returned))
                 return
             self._single = not isinstance(asked, list)
             self.requests = [asked] if self._single else list(asked)
+            self._keys = asked.keys if isinstance(asked, SideBySide) else None
             for i, request in enumerate(self.requests):
+                if self._keys is not None and self._keys[i] in before:
+                    self.requests[i] = before[self._keys[i]]  # it is under way
+                    continue
                 if not isinstance(request, Generate | Score | Call):
                     raise self._error(
                         f"it yielded {type(request).__name__}. Yield Generate, Score or Call, or a list of them."
@@ -247,19 +266,39 @@ def run(programs: Sequence[Running], engine: Engine) -> None:
 
 
 async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]:
-    """Drives one program to its end and returns its rows."""
+    """Drives one program to its end and returns its rows.
+
+    Programs that run side by side in it (`together`) go on alone, each as soon as its own requests are answered.
+
+    Raises:
+        MethodError: of the program; whatever the engine raised. Requests under way are cancelled.
+    """
+    under_way: dict[Hashable, asyncio.Task[Any]] = {}
     try:
         while program.rows is None:
-            numbers = program.open
-            results = await asyncio.gather(*(_serve(program, i, engine) for i in numbers))
-            for i, result in zip(numbers, results, strict=True):
+            if program.settle():  # where there is no room, the answer is known at once
+                continue
+            places = {key: i for i, key in enumerate(program.keys())}
+            opened = set(program.open)
+            for key in [key for key in under_way if key not in places]:
+                under_way.pop(key).cancel()  # of a program that was closed
+            for key, i in places.items():
+                if i in opened and key not in under_way:
+                    under_way[key] = asyncio.ensure_future(_serve(program, i, engine))
+            done, _ = await asyncio.wait(under_way.values(), return_when=asyncio.FIRST_COMPLETED)
+            answered = [(key, places[key]) for key, task in under_way.items() if task in done]
+            results = [(i, under_way.pop(key).result()) for key, i in sorted(answered, key=lambda pair: pair[1])]
+            for i, result in results:
                 program.answer(i, result)
         return program.rows
     finally:
+        for task in under_way.values():
+            if not task.cancel() and not task.cancelled():
+                task.exception()  # one that failed beside another is not reported again
         program.close()
 
 
-def _serve(program: Running, i: int, engine: AsyncEngine) -> Awaitable[Any]:
+def _serve(program: Running, i: int, engine: AsyncEngine) -> Coroutine[Any, Any, Any]:
     request = program.requests[i]
     if isinstance(request, Generate):
         return engine.generate(program.prompt, request)
