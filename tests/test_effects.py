@@ -17,6 +17,7 @@ from test_contract import BUILT_IN, PARAMS, PREPARE
 from rl_plugins.agents import Observation
 from rl_plugins.commands.check import check_and_print
 from rl_plugins.errors import ConfigError
+from rl_plugins.messages.contracts import Contract
 from rl_plugins.method import Bundle, Method
 from rl_plugins.methods.dots import save_adapter
 from rl_plugins.methods.dots.predictor import Adapter
@@ -358,9 +359,19 @@ CASES: dict[str, Case] = {
     ),
     "m_grpo": Case(World(prepare=PREPARE["m_grpo"]), {"main_agent": ["sub"]}),
     "m_grpo_rollout": Case(
-        World(model=writes("call a", "call bb", "end"), max_tokens=200),
-        {"parse": [lambda text: [text, text] if "call" in text else []]},
-        params={"parse": lambda text: [text] if "call" in text else []},
+        World(
+            prepare=lambda r: r.replace(meta={**r.meta, "invalid": [k % 2 for k in range(len(r))]}),
+            model=writes("call 1 + 1 = 3. It is 3 m", "call bb", "end"),
+            max_tokens=400,
+        ),
+        {
+            "parse": [lambda text: [text, text] if "call" in text else []],
+            "contract": [lambda: Contract("result", {"type": "string", "maxLength": 2})],
+            "guard_facts": ["answer"],
+            "guard_verifier": [lambda fields: "red"],
+        },
+        ({}, {"guard": "strict"}, {"contract": lambda: Contract("result", {"type": "integer"})}),
+        {"parse": lambda text: [text] if "call" in text else []},
     ),
     # their effect is on updates, whose KL generated batches do not have
     "reward_audit": Case(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 import pytest
 import torch
 
-from rl_plugins.errors import MethodError
+from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.messages.contracts import SUMMARY, Contract
+from rl_plugins.messages.guard import LineageGuard
 from rl_plugins.methods.m_grpo import MGrpo, MGrpoRollout
 from rl_plugins.methods.ui_s1 import UiS1, UiS1Rollout
 from rl_plugins.requests import Kind
@@ -182,7 +185,13 @@ def test_calls_become_rows_of_their_own():
         (0, CALL),
         (main.turns[1].start, "15"),
     ]
-    assert logged == {"m_grpo_rollout/calls": 2, "m_grpo_rollout/turns": 2, "m_grpo_rollout/parse_failed": 0}
+    assert logged == {
+        "m_grpo_rollout/calls": 2,
+        "m_grpo_rollout/turns": 2,
+        "m_grpo_rollout/parse_failed": 0,
+        "m_grpo_rollout/message_density": 1.0,  # two tasks and two results in two turns of each
+        "m_grpo_rollout/redundancy": 0.0,  # 7, 8, 15
+    }
 
 
 def test_limits_of_calls_turns_and_room():
@@ -201,6 +210,104 @@ def test_no_call_and_a_parser_that_fails():
     assert len(rows) == 1 and engine.chat.decode(rows[0].tokens) == "42"
     (rows,), logged = team(scripted({"<q>": CALL}), parse=lambda text: 1 / 0)
     assert len(rows) == 1 and logged["m_grpo_rollout/parse_failed"] == 1
+
+
+ONE_CALL = "<tool_call>x</tool_call>"
+REJECTED = "These claims of your message were rejected. Write it again without them:\n- "
+
+
+def told(engine, rows):
+    """What the main agent read of its sub-agents."""
+    text = engine.chat.decode(rows[-1].tokens)
+    return re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)
+
+
+def test_the_guard_changes_what_the_main_agent_reads_and_nothing_else():
+    script = {"<q>": ONE_CALL, "<x>": "1 + 1 = 2. 1 + 1 = 3. Fine."}
+    plain, _ = team(scripted(script))
+    expected = {
+        "off": "1 + 1 = 2. 1 + 1 = 3. Fine.",
+        "speed": "[unverified] 1 + 1 = 2. [unverified] 1 + 1 = 3. [unverified] Fine.",
+        "strict": "1 + 1 = 2. [unverified] Fine.",
+    }
+    for policy, read in expected.items():
+        engine = scripted(script)
+        (rows,), logged = team(engine, guard=policy, **({} if policy == "off" else {"guard_retries": 0}))
+        assert told(engine, rows) == [read]
+        assert rows[0].tokens == plain[0][0].tokens and rows[0].logprobs == plain[0][0].logprobs
+        assert logged.get("m_grpo_rollout/rejected") == {"off": None, "speed": 0, "strict": 1}[policy]
+        assert logged.get("m_grpo_rollout/unverified") == {"off": None, "speed": 3, "strict": 1}[policy]
+
+
+@pytest.mark.parametrize(("retries", "corrected"), [(1, True), (2, True), (2, False)])
+def test_a_rejected_claim_goes_back_to_its_sub_agent(retries, corrected):
+    bad, again = "1 + 1 = 3", f"<{REJECTED}1 + 1 = 3 (against it: the calculation is wrong)>"
+    engine = scripted({"<q>": ONE_CALL, "<x>": bad, again: "1 + 1 = 2" if corrected else bad})
+    (rows,), logged = team(engine, guard="strict", guard_retries=retries, max_tokens=400)
+    sub, main = rows
+    back = 1 if corrected else retries
+    assert len(sub.turns) == 1 + back and logged["m_grpo_rollout/sent_back"] == back
+    assert told(engine, rows) == ["1 + 1 = 2" if corrected else "[withheld: no claim of this message was released]"]
+    trained = engine.chat.decode([t for t, m in zip(sub.tokens, sub.trained, strict=True) if m])
+    assert trained == bad + ("1 + 1 = 2" if corrected else bad * back), "its own words are trained, the feedback is not"
+    assert logged["m_grpo_rollout/message_density"] == (2 + 2 * back) / (len(main.turns) + 1 + back)
+
+
+def test_a_sub_agent_without_room_is_not_asked_again():
+    engine = scripted({"<q>": ONE_CALL, "<x>": "1 + 1 = 3. Fine."})
+    (rows,), logged = team(engine, guard="strict", guard_retries=3, max_tokens=100)
+    assert told(engine, rows) == ["[unverified] Fine."] and len(rows[0].turns) == 1
+    assert logged["m_grpo_rollout/sent_back"] == 1
+
+
+def test_facts_of_a_column_are_known():
+    engine = scripted({"<q>": ONE_CALL, "<x>": "It is 3 m. It is 4 m. Fine."})
+    method = MGrpoRollout(MGrpoRollout.Params(guard="speed", guard_facts="facts", guard_retries=0))
+    assert "column:facts" in method.needs
+    prompt = make_prompt(engine.chat, "q", n=2, max_tokens=200, columns={"facts": ["It is 3 m."]})
+    for rows in run_program(method, prompt, engine, {}):
+        assert told(engine, rows) == ["It is 3 m. [unverified] Fine."]
+
+
+def test_a_guard_whose_verifier_raises_or_hangs_tags_the_result():
+    for verifier, failed in ((lambda _: 1 / 0, 0), (lambda _: time.sleep(0.6), 0), (lambda _: "nonsense", 0)):
+        engine = scripted({"<q>": ONE_CALL, "<x>": "It is so."})
+        (rows,), logged = team(engine, guard="strict", guard_verifier=verifier, timeout=0.4)
+        assert told(engine, rows) == ["[unverified] It is so."] and logged["m_grpo_rollout/guard_failed"] == failed
+
+
+def test_a_guard_that_fails_as_a_whole_tags_the_result(monkeypatch):
+    async def broken(*_, **__):
+        raise RuntimeError("down")
+
+    monkeypatch.setattr(LineageGuard, "check", broken)
+    engine = scripted({"<q>": CALL, "<x>": "1 + 1 = 2. More.", "<y>": "Fine."})
+    (rows,), logged = team(engine, guard="strict")
+    assert told(engine, rows) == ["[unverified] 1 + 1 = 2. More.", "[unverified] Fine."]
+    assert logged["m_grpo_rollout/guard_failed"] == 1
+
+
+def short():
+    return Contract("result", SUMMARY.schema, size=40)
+
+
+def test_a_contract_decides_what_the_main_agent_reads():
+    valid, wrong = '{"text": "7"}', '{"confidence": 2}'
+    for said, read, invalid in [(valid, valid, 0.0), ("7 m", '{"text": "7 m"}', 0.0), (wrong, None, 1.0)]:
+        engine = scripted({"<q>": ONE_CALL, "<x>": f"<result>{said}</result>"})
+        (rows,), logged = team(engine, contract=short, max_tokens=300)
+        assert told(engine, rows) == [read] or (read is None and "packet has no field text" in told(engine, rows)[0])
+        assert [row.meta["invalid"] for row in rows] == [invalid] * 2 and logged["m_grpo_rollout/invalid"] == invalid
+        assert engine.chat.decode(rows[0].tokens) == f"<result>{said}</result>"
+
+
+def test_the_share_of_invalid_results_costs_reward():
+    made = make_rollouts([1.0, 1.0, 0.5, 1.0]).replace(meta={"invalid": [1.0, 0.0, 0.5, 0.0]})
+    method = MGrpoRollout(MGrpoRollout.Params(contract=short, invalid_penalty=0.4))
+    assert method.rewards(made).tolist() == pytest.approx([0.6, 1.0, 0.3, 1.0])
+    assert MGrpoRollout(MGrpoRollout.Params(contract=short)).rewards(made) is None
+    with pytest.raises(ConfigError, match="It must return a rl_plugins.messages.Contract"):
+        MGrpoRollout(MGrpoRollout.Params(contract=dict))
 
 
 def test_rows_reach_the_groups_of_m_grpo():

@@ -17,6 +17,7 @@ from harness import history, make, score, weights
 from rl_plugins.agents import Observation
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.messages.contracts import Contract
 from rl_plugins.methods.epo import NO_BOUND, Epo
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.trl import generation as module
@@ -234,12 +235,29 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
         max_completion_length=120,
         max_steps=1,
         learning_rate=0.05,
-        method_params={"m_grpo_rollout": {"parse": often, "max_calls": 2}, "m_grpo": {"sub_per_rollout": 2}},
+        method_params={
+            "m_grpo_rollout": {
+                "parse": often,
+                "max_calls": 2,
+                "guard": "strict",
+                "guard_verifier": "rl_plugins.messages.rules:check_arithmetic",
+                "contract": short_result,
+                "invalid_penalty": 0.5,
+            },
+            "m_grpo": {"sub_per_rollout": 2, "sub_reward": "own"},
+        },
     )
     before = weights(trainer).clone()
     ((decision, _),) = decisions_of(trainer)
     rollouts = decision.rollouts
     assert set(rollouts.meta["agent"]) == {"main", "sub"}
+    invalid = torch.tensor([float(v) for v in rollouts.meta["invalid"]], dtype=rollouts.reward.dtype)
+    assert 0 < invalid.mean() < 1
+    assert invalid[[agent == "sub" for agent in rollouts.meta["agent"]]].unique().tolist() == [0.0, 1.0]
+    names = ("unverified", "guard_failed", "invalid", "message_density")
+    logged = {name: history(trainer, f"m_grpo_rollout/{name}")[0] for name in names}
+    assert logged["unverified"] > 0 and logged["guard_failed"] == 0 and 0 < logged["invalid"] < 1
+    assert 0 < logged["message_density"] <= 2
     assert int(decision.stays.sum()) <= 64
     assert (weights(trainer) - before).abs().max() > 1e-5
 
@@ -247,6 +265,10 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
 def first_digit(response: str, expert: str, columns: Any) -> tuple[bool, float]:
     right = bool(response) and response[0] in "0123456789"
     return right, float(right)
+
+
+def short_result() -> Contract:
+    return Contract("result", {"type": "string"}, size=30)
 
 
 def often(text: str) -> list[str]:

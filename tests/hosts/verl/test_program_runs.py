@@ -77,6 +77,9 @@ PARAMS = [
     "adhint_advantages.success_threshold=0.2",
     "m_grpo_rollout.parse='verl_programs:asked'",
     "m_grpo_rollout.max_calls=1",
+    "m_grpo_rollout.guard=strict",
+    "m_grpo_rollout.contract='verl_programs:short_result'",
+    "m_grpo_rollout.invalid_penalty=0.5",
     "m_grpo.sub_per_rollout=1",
     "ui_s1_rollout.column=level",
     "ui_s1_rollout.match='verl_programs:digit_first'",
@@ -448,7 +451,9 @@ def test_adhint(carousel: Run) -> None:
 
 
 def test_m_grpo(carousel: Run) -> None:
-    rollouts, _, _, s = of(carousel, "m_grpo")
+    rollouts, _, logged, s = of(carousel, "m_grpo")
+    assert logged["m_grpo_rollout/guard_failed"] == 0 and logged["m_grpo_rollout/unverified"] > 0
+    assert {float(v) for v in rollouts.meta["invalid"]} <= {0.0, 1.0}  # the column came with the rows
     agents = rollouts.meta["agent"]
     assert set(agents) == {"main", "sub"} and rollouts.groups.size.numel() == PROMPTS // 2
     last = torch.zeros(1000).scatter_reduce(0, rollouts.group * 100 + rollouts.rollout, rollouts.index.float(), "amax")

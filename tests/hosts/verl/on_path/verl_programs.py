@@ -11,6 +11,7 @@ import torch
 from verl_probes import OUT, note
 
 from rl_plugins.agents import Observation, play
+from rl_plugins.messages.contracts import Contract
 from rl_plugins.requests import Call, Generate, Score, together
 from rl_plugins.rollouts import Shape
 
@@ -259,6 +260,10 @@ def step_scores(messages, steps, columns):
 
 def completed(messages, prefix, columns):
     return "=13579"
+
+
+def short_result():
+    return Contract("result", {"type": "string"}, size=30)
 
 
 def asked(text):
