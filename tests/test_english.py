@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Where every rule holds. A new file below one of these is checked by existing.
 AREAS = [
     "CONTRIBUTING.md",
+    "docs/agents_safety.md",
     "docs/architecture.md",
     "docs/rollouts.md",
     "docs/samplers.md",

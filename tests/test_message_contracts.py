@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.messages.contracts import LAYERS, PLAN, POLICY, SUMMARY, Contract, Contracts, Proposal, repaired
+from rl_plugins.messages.contracts import (
+    LAYERS,
+    PLAN,
+    POLICY,
+    SUMMARY,
+    Contract,
+    Contracts,
+    Proposal,
+    repaired,
+    text_result,
+)
 
 ALLOWED = {"reflex": ["stop", "go"], "strategic": ["plan", "go"]}
 FIELDS = st.sampled_from(["text", "confidence", "steps", "x"])
@@ -61,6 +71,12 @@ def test_a_wrong_packet_is_repaired_once_or_rejected(kind: str, packet: Any, men
     assert (checked.outcome, checked.packet) == ("rejected" if mended is None else "repaired", mended)
     assert checked.errors and contracts.counts == {checked.outcome: 1}
     assert contracts.invalid_share == float(mended is None)
+
+
+def test_a_text_result_is_cut() -> None:
+    contracts = Contracts({"sub": (text_result(),)})
+    assert contracts.check("sub", "result", "x" * 3000).packet == "x" * 1998
+    assert contracts.check("sub", "result", "x" * 1998).outcome == "valid"
 
 
 def test_errors_name_the_field() -> None:

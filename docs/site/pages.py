@@ -38,6 +38,7 @@ NAVIGATION = {
         "rollouts",
         "samplers",
         "staleness",
+        "agents_safety",
         "supervised",
         "fusion",
         "audit",

@@ -94,6 +94,11 @@ POLICY = Contract(
 )
 
 
+def text_result() -> Contract:
+    """A result that is a text of at most 2000 characters; longer ones are cut."""
+    return Contract("result", {"type": "string", "maxLength": 1998})
+
+
 @dataclass(frozen=True)
 class Checked:
     """What became of a packet.

@@ -69,6 +69,11 @@ def check_arithmetic(claim: str) -> Verdict:
     return "green" if all(found) else "red"
 
 
+def verify_arithmetic(fields: Mapping[str, str]) -> Verdict:
+    """`check_arithmetic` in the form of a verifier."""
+    return check_arithmetic(fields["claim"])
+
+
 def read_verdict(value: Any) -> Verdict:
     """The verdict in an answer: green, yellow or red; True, None or False; 1, 0 or -1.
 

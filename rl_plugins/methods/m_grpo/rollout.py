@@ -90,7 +90,9 @@ class MGrpoRollout(Method):
             "<tool_call> tags)",
         )
         contract: Callable[..., Any] | None = param(
-            None, "function contract() that returns the rl_plugins.messages.Contract of a sub-agent's result"
+            None,
+            "function contract() that returns the rl_plugins.messages.Contract of a sub-agent's result, for example "
+            "rl_plugins.messages.contracts:text_result",
         )
         invalid_penalty: float = param(
             0.0, "loss of reward per share of results that the contract rejects", ge=0, only_if={"contract": GIVEN}
@@ -105,8 +107,8 @@ class MGrpoRollout(Method):
         )
         guard_verifier: Callable[..., Any] | None = param(
             None,
-            "function guard_verifier(fields) that returns green, yellow or red for fields['claim']; the default checks "
-            "arithmetic",
+            "function guard_verifier(fields) that returns green, yellow or red for fields['claim'], for example "
+            "rl_plugins.messages.rules:verify_arithmetic (the default)",
             only_if={"guard": "strict"},
         )
         guard_retries: int = param(

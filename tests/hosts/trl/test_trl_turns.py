@@ -240,7 +240,7 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
                 "parse": often,
                 "max_calls": 2,
                 "guard": "strict",
-                "guard_verifier": "rl_plugins.messages.rules:check_arithmetic",
+                "guard_verifier": "rl_plugins.messages.rules:verify_arithmetic",
                 "contract": short_result,
                 "invalid_penalty": 0.5,
             },
