@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.methods.adhint import AdhintRollouts
 from rl_plugins.methods.adhint.rollouts import hint_ratio
@@ -124,11 +124,14 @@ def test_the_answer_is_never_in_a_hint() -> None:
     engine = engine_of()
     columns = {"answer": "ef"}
     rows, logged = made(adhint(answer_column="answer"), engine, prompt_of(engine, columns=columns))
-    assert rows[-1].meta["adhint"] == [0, 5] and logged["cut"] == 1, "abcde, and no f"
-    for answer, length in (("zz", 7), ("", 7), ("a", 0), ("hi", 7)):
+    assert rows[-1].meta["adhint"] == [0, 4] and logged["cut"] == 1, "abcd: no part of ef"
+    cases = (("zz", 7), ("", 7), (None, 7), ("a", 0), ("hi", 7), ("cdefg", 2), ("ghij", 6), (" ef ", 4))
+    for answer, length in cases:
         rows, logged = made(adhint(answer_column="answer"), engine, prompt_of(engine, columns={"answer": answer}))
         assert rows[-1].meta["adhint"] == ([0, length] if length else [0, 0])
-        assert logged["cut"] == (length == 0)
+        assert logged["cut"] == (length < 7)
+    rows, logged = made(adhint(), engine, prompt_of(engine, columns=columns))
+    assert rows[-1].meta["adhint"] == [0, 7] and logged["cut"] == 0, "nobody named the column"
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,10 +142,9 @@ def test_no_hint_contains_the_answer(reference: str, answer: str) -> None:
     rows, _ = made(adhint(answer_column="answer", w_max=0.99), engine, prompt_of(engine, n=2, columns=columns))
     start, stop = rows[-1].meta["adhint"]
     hint = engine.chat.decode(rows[-1].tokens[start:stop])
-    assert reference.startswith(hint) and (not answer or answer not in hint)
-    longer = reference[: len(hint) + 1]
     wanted = int(0.99 * len(reference) + 1e-9)
-    assert len(hint) == wanted or (answer and answer in longer) or len(hint) == prompt_of(engine).max_tokens - 1
+    before = reference.find(answer) if answer and answer in reference else len(reference)
+    assert hint == reference[: min(wanted, before, prompt_of(engine).max_tokens - 1)]
 
 
 def test_references_of_token_ids_missing_ones_and_room() -> None:
@@ -153,11 +155,26 @@ def test_references_of_token_ids_missing_ones_and_room() -> None:
     for missing in ("", None, []):
         rows, logged = made(adhint(), engine, prompt_of(engine, columns={"reference": missing}))
         assert rows[-1].meta["adhint"] == [0, 0] and logged["missing"] == 1 and len(rows) == 8
-    rows, _ = made(adhint(), engine, prompt_of(engine, max_tokens=4))
+    rows, logged = made(adhint(), engine, prompt_of(engine, max_tokens=4))
+    assert logged["cut"] == 0, "no answer ended it"
     assert rows[-1].meta["adhint"] == [0, 3] and len(rows[-1]) == 4, "a token is left for the policy"
     prefix = tuple(engine.chat.encode("zz"))
     rows, _ = made(adhint(), engine, prompt_of(engine, prefix=prefix))
     assert rows[-1].meta["adhint"] == [2, 9] and engine.chat.decode(rows[-1].tokens[:9]) == "zzabcdefg"
+
+
+def test_references_that_cannot_be_read() -> None:
+    engine = engine_of()
+    for reference in (5.0, ["1", "2"], [1.5], [{"role": "user"}]):
+        with pytest.raises(MethodError, match="must be a text or a list of token ids. Change column `reference`"):
+            made(adhint(), engine, prompt_of(engine, columns={"reference": reference}))
+
+
+def test_evaluation_has_no_hints() -> None:
+    engine = engine_of()
+    rows, _ = made(adhint(), engine, prompt_of(engine, training=False))
+    assert [row.meta["adhint"] for row in rows] == [[0, 0]] * 8 and all(Kind.FORCED not in row.kinds for row in rows)
+    assert "rollout" not in AdhintRollouts.in_eval, "hosts make evaluation's completions themselves"
 
 
 def test_rewards_that_nobody_gave_make_no_hint() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Literal
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError, shown
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.adhint.hints import COLUMN, PAPER
+from rl_plugins.methods.scope.steps import tokens_before
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Generate, Program, Prompt, Score, Scored, Trajectory
 from rl_plugins.rollouts import Run
@@ -35,8 +37,9 @@ class AdhintRollouts(Method):
         hint = the first floor(w L) tokens of the reference,   L its tokens;   the rest is sampled
 
     With D = 0, or if no naive rollout has a reward, the m rollouts are naive ones, too. The reference is a dataset
-    column, a text or token ids. A hint that would contain the answer of `answer_column` ends before it. Tokens of a
-    hint are put in the policy's place and trained; with `hint_loss: false` they are only read.
+    column, a text or token ids. A hint ends before the first place in the reference where the answer of
+    `answer_column` begins, so it contains no part of that. Tokens of a hint are put in the policy's place and trained;
+    with `hint_loss: false` they are only read.
 
     Symbols: rewards float64, a success is a reward of at least `success_threshold`. Column `adhint` of a row: first
     token of its hint and the position after the last one, [0, 0] without a hint.
@@ -50,6 +53,7 @@ class AdhintRollouts(Method):
 
     Raises:
         ConfigError: w_min above w_max; no such column.
+        MethodError: a reference that is neither a text nor token ids.
 
     Source: arXiv 2512.13095, abstract; the ratio as a third party reports it.
     """
@@ -103,7 +107,7 @@ class AdhintRollouts(Method):
         super().__init__(params)
         p = self.params
         columns = {p.reference_column, *([p.answer_column] if p.answer_column else [])}
-        self.needs = frozenset({"tokens", f"column:{COLUMN}"} | {f"column:{name}" for name in columns})
+        self.needs = frozenset({f"column:{COLUMN}"} | {f"column:{name}" for name in columns})
         self.forces_tokens = p.hint_loss
 
     def check(self, run: Run) -> None:
@@ -118,7 +122,7 @@ class AdhintRollouts(Method):
 
     def rollout(self, prompt: Prompt) -> Program:
         p = self.params
-        many = int(p.hinted_share * prompt.n + 1e-9)
+        many = int(p.hinted_share * prompt.n + 1e-9) if prompt.training else 0
         naive: list[Trajectory] = yield from self._naive(prompt, prompt.n - many)
         if not many:
             return naive
@@ -155,33 +159,25 @@ class AdhintRollouts(Method):
         self.log("missing", float(not reference), "sum")
         if not reference or difficulty <= 0:
             return [()] * n
-        most = min(self._before_answer(prompt, reference), max(0, prompt.room(prompt.start()) - 1))
+        safe, room = self._before_answer(prompt, reference), max(0, prompt.room(prompt.start()) - 1)
         hints = []
         for i in range(n):
             xi = prompt.rng("hint", i if p.noise_per == "rollout" else 0).normal(0.0, p.sigma) if p.sigma else 0.0
             ratio = hint_ratio(difficulty, p.w_min, p.w_max, float(xi))
-            wanted = int(ratio * len(reference) + 1e-9)
-            hints.append(reference[: min(wanted, most)])
+            wanted = min(int(ratio * len(reference) + 1e-9), room)
+            hints.append(reference[: min(wanted, safe)])
             self.log("ratio", ratio)
-            self.log("cut", float(wanted > most))
+            self.log("cut", float(wanted > safe))
             self.log("hint_tokens", len(hints[-1]))
         return hints
 
     def _before_answer(self, prompt: Prompt, reference: Sequence[int]) -> int:
-        """The most tokens of the reference whose text does not contain the answer."""
-        if not self.params.answer_column:
-            return len(reference)
-        answer = str(prompt.columns.get(self.params.answer_column, "")).strip()
-        if not answer or answer not in prompt.chat.decode(reference):
-            return len(reference)
-        low, high = 0, len(reference)  # the text of `low` tokens does not contain it, that of `high` does
-        while high - low > 1:
-            middle = (low + high) // 2
-            if answer in prompt.chat.decode(reference[:middle]):
-                high = middle
-            else:
-                low = middle
-        return low
+        """The tokens of the reference before its answer; all of them if no answer is in it or none is looked for."""
+        column = self.params.answer_column
+        answer = prompt.columns.get(column) if column else None
+        text = "" if answer is None else str(answer).strip()
+        at = prompt.chat.decode(reference).find(text) if text else -1
+        return len(reference) if at < 0 else tokens_before(reference, prompt.chat.decode, at)
 
 
 def _tokens_of(prompt: Prompt, column: str) -> tuple[int, ...]:
@@ -189,4 +185,12 @@ def _tokens_of(prompt: Prompt, column: str) -> tuple[int, ...]:
     value = prompt.columns.get(column)
     if value is None:
         return ()
-    return prompt.chat.encode(value) if isinstance(value, str) else tuple(int(x) for x in value)
+    if isinstance(value, str):
+        return prompt.chat.encode(value)
+    try:
+        return tuple(map(index, value))
+    except TypeError:
+        raise MethodError(
+            f"The reference of a prompt is {shown(value, 80)}. It must be a text or a list of token ids. Change column "
+            f"`{column}` of the dataset, or set method_params.adhint_rollouts.reference_column."
+        ) from None
