@@ -404,6 +404,9 @@ def compare(
         str | None, typer.Option("--method-params", "--method_params", help="Parameters as JSON.")
     ] = None,
     budget: Annotated[_Currency, _BUDGET] = _Currency.steps,
+    attribute: Annotated[
+        bool, typer.Option("--attribute", help="Train every subset of the methods, and print what each one brought.")
+    ] = False,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
     """Compare methods with a baseline on your own run, under one budget, with intervals.
@@ -422,9 +425,10 @@ def compare(
         _one_job(jobs)
         if launcher:
             raise ConfigError("--launcher is for TRL; verl starts its own processes. Leave it out.")
-        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, budget.value, dry_run)
+        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, budget.value, dry_run, attribute)
     else:
-        compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, method_params, budget.value, dry_run)
+        budgeted = (method_params, budget.value, dry_run, attribute)
+        compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, *budgeted)
 
 
 @app.command()

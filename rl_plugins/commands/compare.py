@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
+from rl_plugins.commands.attribute import cube, write
 from rl_plugins.compare import costs, report
 from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
@@ -45,10 +46,12 @@ def compare(
     method_params: str | None,
     currency: str,
     dry_run: bool,
+    attribute: bool = False,
 ) -> None:
     """Trains every arm with every seed on the user's own config of TRL and writes figures and a report.
 
     Args:
+        attribute: the arms are all subsets of the methods, and the report says which method brought what.
         words: the YAML file, methods, and options of `trl grpo`.
     """
     need_plots()
@@ -56,14 +59,14 @@ def compare(
     if not config.is_file():
         raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
     methods, extra = _split(words[1:], r"-.*")
-    arms = parse_arms(_named(methods), baseline)
+    arms = parse_arms(cube(_named(methods)) if attribute else _named(methods), baseline)
     values = read_yaml(config, f"The config {config}") or {}
     held_out = _option("eval_strategy", values, extra) not in ("no", False, None)  # YAML reads a bare no as false
     host = Trl(config.read_text(), tuple(extra))
     notes = _notes(arms, host.sets, held_out, "eval_strategy and a test split") + timing_notes(currency, jobs)
     params = _params(arms, parse_method_params(values.get("method_params")), method_params)
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes, shlex.split(launcher))
-    run(comparison, metrics, jobs, currency, dry_run)
+    run(comparison, metrics, jobs, currency, dry_run, attribute=methods if attribute else ())
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
@@ -93,6 +96,7 @@ def compare_verl(
     method_params: str | None,
     currency: str,
     dry_run: bool,
+    attribute: bool = False,
 ) -> None:
     """The same on the user's own run of verl.
 
@@ -104,7 +108,7 @@ def compare_verl(
 
     need_plots()
     methods, command = _split(words, r"[-~].*|.*=.*|(.*/)?python[\d.]*")
-    arms = parse_arms(_named(methods), baseline)
+    arms = parse_arms(cube(_named(methods)) if attribute else _named(methods), baseline)
     host = Verl.of(read_command(command))
     notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
     if host.rewards:
@@ -112,7 +116,7 @@ def compare_verl(
         notes.append(f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function.")
     params = _params(arms, host.method_params, method_params)
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
-    run(comparison, metrics, 1, currency, dry_run)
+    run(comparison, metrics, 1, currency, dry_run, attribute=methods if attribute else ())
 
 
 def need_plots() -> None:
@@ -169,6 +173,7 @@ def run(
     watch: str = "reward",
     environment: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
+    attribute: Sequence[str] = (),
 ) -> None:
     """Says what is set, runs what is not finished, and writes and prints the report.
 
@@ -176,6 +181,7 @@ def run(
         metrics: logged values of the report; none: rewards and each reward function.
         currency: of :data:`rl_plugins.compare.costs.CURRENCIES`, in which all arms have the same budget.
         watch: the logged value shown next to the bars.
+        attribute: methods whose subsets are the arms; empty: nothing is attributed.
 
     Raises:
         ConfigError: a finished run has not counted the currency.
@@ -197,6 +203,8 @@ def run(
     seconds = run_all(comparison, jobs, watch, console, dict(environment or {}))
     summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, currency)
     console.print(Markdown(report.text({**summary, "notes": []})))
+    if attribute:
+        console.print(Markdown(write(summary, attribute, comparison.out)))
     console.print(f"{comparison.out}{os.sep}{', '.join(summary['files'])} ({seconds:.0f} s)", highlight=False)
 
 
