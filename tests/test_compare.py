@@ -275,7 +275,7 @@ def test_runs_start_from_the_config_as_it_was_planned(tmp_path, monkeypatch):
         f"pathlib.Path({str(tmp_path / 'run.yaml')!r}).write_text('max_steps: 11')\n"
     )
     planned = []
-    monkeypatch.setattr(compare, "run", lambda comparison, *args: planned.append(comparison))
+    monkeypatch.setattr(compare, "run", lambda comparison, *args, **options: planned.append(comparison))
     command = ["compare", str(tmp_path / "run.yaml"), "vade", "--seeds", "1", "--out", str(tmp_path / "out")]
     assert CliRunner().invoke(app, command).exit_code == 0
     runs = tuple(dataclasses.replace(run, worker="edits") for run in planned[0].runs)
