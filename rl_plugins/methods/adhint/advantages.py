@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.adhint.hints import COLUMN, PAPER, hinted
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
@@ -43,6 +43,14 @@ class AdhintAdvantages(Method):
     does = "Compares rollouts with and without hints, and allows for the easier task of the former"
     problems = ("no_signal",)
     goes_with = {"adhint_rollouts": "Makes the rollouts with hints."}
+    measured = (
+        Measured(
+            "right answers over all updates (simulation)",
+            "not told apart",
+            "0.347 ± 0.109 against 0.401 ± 0.131 (GRPO's advantages)",
+            "adhint-5-seeds",
+        ),
+    )
     use_when = "Rollouts of `adhint_rollouts` are trained: in GRPO a success with a hint counts as one without."
     avoid_when = "Nothing in the run has hints: then this is GRPO."
     cost = "No extra rollouts or passes."

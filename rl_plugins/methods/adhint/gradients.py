@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.adhint.hints import COLUMN, PAPER, in_hint
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -41,6 +41,14 @@ class AdhintGradients(Method):
     does = "Weighs the tokens of hints by the policy's entropy there, and takes them out of failing rollouts"
     problems = ("no_signal",)
     goes_with = {"adhint_rollouts": "Makes the rollouts with hints."}
+    measured = (
+        Measured(
+            "right answers at the end, against no such weights (simulation)",
+            "not told apart",
+            "0.937 ± 0.076 against 0.802 ± 0.187",
+            "adhint-5-seeds",
+        ),
+    )
     use_when = "Rollouts begin with hints of `adhint_rollouts` that are trained."
     avoid_when = "Hints are only read (`hint_loss: false`), or nothing in the run has hints."
     cost = "No extra rollouts. Entropies at the start of the batch, which verl computes with the old log-probs."

@@ -8,7 +8,7 @@ from operator import index
 from typing import Any, Literal
 
 from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.adhint.hints import COLUMN, PAPER
 from rl_plugins.methods.scope.steps import tokens_before
 from rl_plugins.params import MethodParams, param
@@ -81,6 +81,20 @@ class AdhintRollouts(Method):
         "`success_threshold`, so that other rewards serve.",
         "Half of the rollouts, w from 0.1 to 0.7 and a deviation of 0.05 are ours. Whether a prompt or each of its "
         "rollouts has a draw of its own is not known (`noise_per`).",
+    )
+    measured = (
+        Measured(
+            "right answers at the end, prompts that GRPO never solves (simulation)",
+            "better",
+            "0.937 ± 0.076 against 0.000 ± 0.000 (GRPO)",
+            "adhint-5-seeds",
+        ),
+        Measured(
+            "updates until half is right, against hints of one length (simulation)",
+            "not told apart",
+            "154 ± 33 against 109 ± 25",
+            "adhint-5-seeds",
+        ),
     )
     brings_columns = (COLUMN,)
     idle = (
