@@ -6,7 +6,7 @@ tokens of the answer; the last 3 must be found. The real methods make the rollou
 tokens; Adam on the table, one update per batch of 64 rollouts, the same for all arms.
 
 Arms: GRPO; all three methods; hint tokens of failing rollouts stay (`mask_failures: false`); no `adhint_gradients`;
-hints that are only read (`hint_loss: false`); hints with the advantages of GRPO; hints of one length (`w_min` is `w_max`).
+hints that are only read (`hint_loss: false`); hints with the advantages of GRPO; hints of one length.
 
 Measured: probability of a right answer without a hint, exactly from the table, as a mean over the updates and at the
 end; updates until it is above one half; the mean weight (advantage in the loss) of hint tokens in rollouts with a

@@ -91,7 +91,7 @@ class AdhintRollouts(Method):
         ),
         Measured(
             "updates until half is right, against hints of one length (simulation)",
-            "not told apart",
+            "worse",
             "154 ± 33 against 109 ± 25",
             "adhint-5-seeds",
         ),
