@@ -25,6 +25,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from rl_plugins.cli import app
 from rl_plugins.commands import catalog, pages
 from rl_plugins.commands.info import info
+from rl_plugins.commands.usage import usage_of
 from rl_plugins.errors import ConfigError, did_you_mean
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
 from rl_plugins.runtime import registry, report
@@ -231,6 +232,8 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
 
     from rl_plugins.trl import GRPOConfig, facts
     from rl_plugins.trl.compat import Seams
+    from rl_plugins.trl.masked import MaskedGRPOConfig
+    from rl_plugins.trl.masked.facts import masked_facts
 
     class Rows(list):
         column_names = [f"column_{i}" for i in range(9)]
@@ -239,16 +242,21 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle):
             continue
-        stack = build_stack(name, {name: dict(found.example_params)})
+        beside = ["turn_control"] if {"turn_limits"} & set(found.needs) else []
+        named = [*(registry.load(n) for n in beside), found]
+        stack = build_stack([*beside, name], {cls.name: dict(cls.example_params) for cls in named})
+        masked = usage_of(found).masked
         data = Rows([{"prompt": "1 + 1 ="}] * 512)
         data.column_names = ["prompt", *(n.partition(":")[2] for n in stack.needs if n.startswith("column:"))]
         rows = {"per_device_train_batch_size": 512}  # room for the rows of every agent
-        args = GRPOConfig(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo", **rows)
+        kind = MaskedGRPOConfig if masked else GRPOConfig
+        args = kind(use_cpu=True, bf16=False, beta=0.1, num_iterations=2, loss_type="dapo", **rows)
         problem = ""
         turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:
             known = facts.KnownRun(args, data, len(data), ("correctness", "format"), tools=turns)
-            facts.check(stack, known, Seams.of(trl.GRPOTrainer))
+            offered = masked_facts(facts.trl_facts(stack, known), stack, args) if masked else None
+            facts.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
         except ConfigError as e:
             problem = str(e)
         assert (not problem) == ("trl" in catalog.hosts_of(found)), (name, problem)

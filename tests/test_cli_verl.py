@@ -464,7 +464,9 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle) or "verl" not in catalog.hosts_of(found):
             continue
-        settings = Settings((name,), {name: dict(found.example_params)}, rewards={"correctness": 1.0, "format": 0.5})
+        beside = ("turn_control",) if "turn_limits" in found.needs else ()
+        params = {n: dict(registry.load(n).example_params) for n in (*beside, name)}
+        settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
         facts.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
     offered = facts.verl_facts(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
@@ -476,6 +478,9 @@ def test_the_command_that_info_shows_is_read_back():
     base = compose([])
     for number, name in enumerate(registry.all_names()):
         found = registry.load(name)
+        if "verl" not in usage_of(found).hosts:
+            assert "\n  verl:\n" not in info(found)
+            continue
         lines = info(found).split("\n  verl:\n")[1].split("\n\nSource\n")[0]
         overrides = shlex.split(lines.replace("\\\n", " "))[3:]
         config = copy.deepcopy(base) if number % 10 else compose(overrides)

@@ -12,7 +12,11 @@ entropy, the weights for the sampling policy; statistics over rollouts instead o
 Measured, on 200 episodes per corridor: success over all corridors, mean over the batches and at the end; success on the
 8 long corridors at the end; turns generated; share of the planned groups that are trained.
 
-    python examples/evidence/dart.py --seeds 10 --out evidence-results
+Found (5 seeds), success on long corridors at the end: GRPO 0.595 +- 0.070, DART 0.764 +- 0.079 with 10 % more turns.
+No single part is told apart from all six. The numbers of rollouts and the pool have the largest differences; the
+entropy of steps and the weights bring nothing here.
+
+    python examples/evidence/dart.py --seeds 5 --out evidence-results
 """
 
 from __future__ import annotations
@@ -210,7 +214,7 @@ def rollouts_of(episodes: list[Episode], number: int) -> Rollouts:
 
 
 def main() -> None:
-    args, start = arguments(__doc__, seeds=10), time.time()
+    args, start = arguments(__doc__, seeds=5), time.time()
     logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # a batch without a signal is counted here
     results: dict[str, Any] = {}
     for arm in ARMS:

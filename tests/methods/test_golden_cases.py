@@ -139,7 +139,7 @@ def test_null_is_nan_among_floats() -> None:
 
 def test_every_golden_file_is_read_by_a_test() -> None:
     read = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    for path in Path(__file__).parents[1].rglob("test_*.py"):
         text = path.read_text()
         for variable, slug in re.findall(r'^([A-Z_]+) = Golden\("(\w+)"', text, flags=re.M):
             assert text.count(f"    {variable}.check(case)\n") == 1, path

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.dart.history import PAPER
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts
@@ -42,6 +42,14 @@ class DartAdvantages(Method):
     does = "Compares rollouts of a group with each step counted, so that long rollouts weigh more"
     problems = ("agents",)
     goes_with = {"dart_entropy": "Trains only the steps with high entropy."}
+    measured = (
+        Measured(
+            "success at the end, against statistics over rollouts (simulation)",
+            "not told apart",
+            "0.879 ± 0.040 against 0.827 ± 0.064",
+            "dart-5-seeds",
+        ),
+    )
     use_when = "Agents take many steps and all tokens of a rollout share its reward, as in the paper."
     avoid_when = "Failing episodes are much longer than others: they then pull the mean of their group down."
     cost = "No extra rollouts or passes."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.dart.history import PAPER
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -41,6 +41,14 @@ class DartEntropy(Method):
     does = "Trains only the steps of an agent whose entropy is high within their group"
     problems = ("agents",)
     goes_with = {"dart_advantages": "The paper's advantages."}
+    measured = (
+        Measured(
+            "success at the end, against DART without it (simulation)",
+            "not told apart",
+            "0.879 ± 0.040 against 0.905 ± 0.068",
+            "dart-5-seeds",
+        ),
+    )
     use_when = "Most steps of an agent are routine, and a few decide whether it succeeds."
     avoid_when = "Rollouts have one or two steps: then the quantile compares rollouts and not decisions."
     cost = "No extra rollouts. Entropies at the start of the batch, which verl computes with the old log-probs."

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.dart.history import PAPER, TaskHistory, is_stored
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
@@ -47,6 +47,14 @@ class DartLength(Method):
         "turn_control": "Plays the agent and keeps the limit.",
         "dart_rollouts": "Takes rollouts from the tasks that are mostly solved.",
     }
+    measured = (
+        Measured(
+            "turns generated, in thousands, against DART without it (simulation)",
+            "not told apart",
+            "86.0 ± 2.7 against 89.4 ± 2.2",
+            "dart-5-seeds",
+        ),
+    )
     use_when = "Failing episodes run to the limit of turns, and successful ones of the same task are much shorter."
     avoid_when = (
         "A longer way to solve a task should be found later: a success longer than the limit cannot occur, so with "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.dart.history import PAPER, STORED, TaskHistory, is_stored, success_rate, successes
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Turn
@@ -60,6 +60,20 @@ class DartPool(Method):
         "dart_tis": "Weighs the tokens of a stored success, which older weights made.",
         "dart_rollouts": "Takes rollouts from the tasks that are mostly solved.",
     }
+    measured = (
+        Measured(
+            "long corridors at the end, all six parts against GRPO (simulation)",
+            "better",
+            "0.764 ± 0.079 against 0.595 ± 0.070 (GRPO)",
+            "dart-5-seeds",
+        ),
+        Measured(
+            "long corridors at the end, against DART without it (simulation)",
+            "not told apart",
+            "0.764 ± 0.079 against 0.684 ± 0.105",
+            "dart-5-seeds",
+        ),
+    )
     use_when = "Hard tasks are solved now and then, and most of their groups have no success to learn from."
     avoid_when = (
         "Tasks are visited once. Or the loss does not correct for older policies: a stored success may be many "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.dart.history import PAPER, TaskHistory, success_rate, successes
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
@@ -60,6 +60,14 @@ class DartRollouts(Method):
         "dart_pool": "Gives hard tasks a stored success; this method takes rollouts from the easy ones.",
         "dart_length": "Limits turns by the successes of the same tasks.",
     }
+    measured = (
+        Measured(
+            "long corridors at the end, against DART without it (simulation)",
+            "not told apart",
+            "0.764 ± 0.079 against 0.636 ± 0.111",
+            "dart-5-seeds",
+        ),
+    )
     use_when = "Episodes are expensive and tasks are visited several times, some of them already mastered."
     avoid_when = (
         "Tasks are seen once. Or groups must stay large: a mastered task keeps two rollouts, which gives noisy "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_plugins.losses import LOG_RATIO_LIMIT
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.dart.history import PAPER
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -40,6 +40,14 @@ class DartTis(Method):
     does = "Weights tokens by the truncated ratio between the trainer's and the engine's probability"
     problems = ("stale",)
     goes_with = {"dart_pool": "Stored successes were sampled by older weights; this weighs their tokens."}
+    measured = (
+        Measured(
+            "success at the end, against DART without it (simulation)",
+            "not told apart",
+            "0.879 ± 0.040 against 0.885 ± 0.065",
+            "dart-5-seeds",
+        ),
+    )
     use_when = (
         "Rollouts come from an engine whose probabilities differ, or from older weights, and the loss stays a clip."
     )
