@@ -380,10 +380,10 @@ class Score:
     """The run's own reward functions on a trajectory. Result: `Scored`.
 
     Args:
-        trajectory: what is scored, finished or not.
+        trajectory: what is scored, finished or not; of a diffusion policy a finished `Sample`.
     """
 
-    trajectory: Trajectory
+    trajectory: Any
 
 
 @dataclass(frozen=True)

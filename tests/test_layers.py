@@ -40,12 +40,13 @@ CONTRACT = {
     "losses",
     "rollouts",
     "requests",
+    "denoising",
     "entries",
     "estimators",
     "method",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
-ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "disaggregated"}
+ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "disaggregated"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
@@ -62,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "papers": set(),
     "supervised": {"contract", "supervised"},
     "masked": {"contract", "masked"},
+    "flows": {"contract"},
     "runtime": {"contract", "runtime", "supervised", "papers"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
     "rewards": {*AUTHORS, "methods"},

@@ -23,6 +23,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "Rollout programs": (
         ("requests", "Prompt Trajectory Turn Kind Generate Generated Score Scored Call Called together Chat"),
     ),
+    "Rollout programs of diffusion policies": (("denoising", "SamplePrompt Sample Transition Denoise"),),
     "Rollouts and their groups": (
         ("rollouts", "Rollouts Once TurnTable TokenIds"),
         ("groups", "Groups"),
@@ -41,6 +42,7 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
             "check_method make_rollouts make_tokens make_plan make_run make_terms make_rows start_stack one_step",
         ),
         ("testing.engine", "TableEngine make_prompt run_program"),
+        ("testing.denoiser", "FlowEngine GaussianFlow make_sample_prompt run_sample_program"),
     ),
 }
 

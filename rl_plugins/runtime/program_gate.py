@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 from typing import Any, get_args
 
@@ -23,7 +23,7 @@ def request_problem(request: Request, vocabulary: int | None) -> str:
         vocabulary: number of token ids of the policy, None if that is not known.
     """
     if isinstance(request, Call):
-        return _call_problem(request)
+        return call_problem(request)
     if not isinstance(request.trajectory, Trajectory):
         return f"{type(request).__name__} of {shown(request.trajectory)} instead of a Trajectory"
     problem = _context_problem(request.trajectory, vocabulary)
@@ -32,7 +32,8 @@ def request_problem(request: Request, vocabulary: int | None) -> str:
     return _generate_problem(request)
 
 
-def _call_problem(call: Call) -> str:
+def call_problem(call: Call) -> str:
+    """What cannot be served about a call; empty if nothing is."""
     if not callable(call.function):
         return f"Call of {shown(call.function)}, which is no function"
     if not isinstance(call.args, tuple | list):
@@ -76,30 +77,35 @@ def row_problem(row: Trajectory, prompt: Prompt, vocabulary: int | None) -> str:
         return f"a trajectory has finish={shown(row.finish)}; allowed: {', '.join(map(repr, get_args(Finish)))}"
     if not all(isinstance(t, Turn) for t in row.turns):
         return f"a trajectory has the turns {shown(row.turns)}; they are a tuple of Turn"
-    return _told_problem(row, prompt)
+    return told_problem(row, prompt.reward_names, "a trajectory")
 
 
-def _told_problem(row: Trajectory, prompt: Prompt) -> str:
-    """What a program says of a row beside its tokens."""
+def told_problem(row: Any, reward_names: Sequence[str], what: str) -> str:
+    """What a program says of a row beside its tokens: rewards, `meta` and `group`.
+
+    Args:
+        reward_names: of the run.
+        what: how messages name the row.
+    """
     if row.rewards is not None:
         if not isinstance(row.rewards, Mapping) or not all(isinstance(r, Real) for r in row.rewards.values()):
-            return f"a trajectory has rewards={shown(row.rewards)}; they are what `Score` gave, a number per function"
+            return f"{what} has rewards={shown(row.rewards)}; they are what `Score` gave, a number per function"
         if any(math.isinf(r) for r in row.rewards.values()):
-            return f"a trajectory has an infinite reward: {shown(dict(row.rewards))}"
-        if prompt.reward_names and not set(row.rewards) <= set(prompt.reward_names):
-            return f"a trajectory has rewards of {shown(list(row.rewards))}; the run has {shown(prompt.reward_names)}"
+            return f"{what} has an infinite reward: {shown(dict(row.rewards))}"
+        if reward_names and not set(row.rewards) <= set(reward_names):
+            return f"{what} has rewards of {shown(list(row.rewards))}; the run has {shown(reward_names)}"
     if not isinstance(row.meta, Mapping) or not all(isinstance(k, str) for k in row.meta):
-        return f"a trajectory has meta={shown(row.meta)}; it maps names to plain data"
+        return f"{what} has meta={shown(row.meta)}; it maps names to plain data"
     if not isinstance(row.group, Hashable):
-        return f"a trajectory has group={shown(row.group)}; a label must be hashable"
-    for what, value in (("meta", row.meta), ("group", row.group)):
+        return f"{what} has group={shown(row.group)}; a label must be hashable"
+    for name, value in (("meta", row.meta), ("group", row.group)):
         if value:
             try:
                 pickle.dumps(value)
             except KeyboardInterrupt:
                 raise
             except BaseException as e:
-                return f"`{what}` of a trajectory cannot travel to another process ({type(e).__name__})"
+                return f"`{name}` of {what} cannot travel to another process ({type(e).__name__})"
     return ""
 
 

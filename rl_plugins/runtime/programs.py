@@ -76,6 +76,9 @@ class Running:
         rows_made: rows the engine made for it, returned or not, see `Costs`.
     """
 
+    kinds: tuple[type, ...] = (Generate, Score, Call)
+    """Of requests."""
+
     def __init__(self, method: Method, prompt: Prompt, vocabulary: int | None = None) -> None:
         self.method, self.prompt, self.vocabulary = method, prompt, vocabulary
         self.rows: list[list[Trajectory]] | None = None
@@ -139,11 +142,13 @@ class Running:
                 if self._keys is not None and self._keys[i] in before:
                     self.requests[i] = before[self._keys[i]]  # it is under way
                     continue
-                if not isinstance(request, Generate | Score | Call):
+                if not isinstance(request, self.kinds):
+                    names = ", ".join(kind.__name__ for kind in self.kinds[:-1])
                     raise self._error(
-                        f"it yielded {type(request).__name__}. Yield Generate, Score or Call, or a list of them."
+                        f"it yielded {type(request).__name__}. Yield {names} or {self.kinds[-1].__name__}, or a list "
+                        f"of them."
                     )
-                problem = self._placed(partial(request_problem, request, self.vocabulary))
+                problem = self._placed(partial(self._problem, request))
                 if problem:
                     raise self._error(f"it yielded {problem}.")
                 if isinstance(request, Generate):
@@ -152,6 +157,10 @@ class Running:
                 return
             results = [self._results[i] for i in range(len(self.requests))]
             answer = results[0] if self._single else results
+
+    def _problem(self, request: Request) -> str:
+        """What cannot be served about a request; empty if nothing is."""
+        return request_problem(request, self.vocabulary)
 
     def _limit(self, i: int, request: Generate) -> None:
         """Sets the limit of new tokens; where there is no room, the answer is known."""
@@ -168,10 +177,13 @@ class Running:
             problem = row_problem(row, self.prompt, self.vocabulary)
             if problem:
                 raise MethodError(f"{problem}.")
+        self._check_unchanged()
+        return rollouts
+
+    def _check_unchanged(self) -> None:
         changed = changes(self._given)
         if changed:
             raise MethodError(f"it changed what it was given: {', '.join(changed)}. Work on a copy.")
-        return rollouts
 
     def _placed(self, work: Callable[[], Any]) -> Any:
         """Runs a piece of the program in its place: without a state, errors with the method's name."""

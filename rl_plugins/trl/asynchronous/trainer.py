@@ -22,7 +22,7 @@ from rl_plugins.trl import logs
 from rl_plugins.trl.asynchronous import facts, loss
 from rl_plugins.trl.asynchronous.driver import Deciding, LastSeen
 from rl_plugins.trl.asynchronous.packing import ColumnsCollator
-from rl_plugins.trl.asynchronous.worker import GenerateWorker, Sample
+from rl_plugins.trl.asynchronous.worker import GenerateWorker, RowSample
 from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import RunCallback
 from rl_plugins.trl.compat import ASYNC_TRAINER, moved_symbols, trl_version
@@ -98,7 +98,7 @@ class AsyncMethodsMixin(StatefulMixin):
 
     def prompt_index_of(self, sample: Any) -> int:
         """The row of the dataset a sample is of; -1 if nobody says."""
-        if isinstance(sample, Sample):
+        if isinstance(sample, RowSample):
             return -1 if sample.row.plan is None else sample.row.plan.prompt_index
         if not isinstance(self.rollout_worker, AsyncRolloutWorker) or not has_numbers(self.train_dataset):
             return -1

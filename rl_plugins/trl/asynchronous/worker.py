@@ -35,7 +35,7 @@ from rl_plugins.trl.rows import Row
 
 
 @dataclass(slots=True)
-class Sample(RolloutSample):
+class RowSample(RolloutSample):
     """A sample of which more is known: all its tokens are of `model_version`, unless it was given.
 
     Args:
@@ -195,7 +195,7 @@ class GenerateWorker:
         groups: dict[int, list[int]] = {}
         for i, k in enumerate(places):
             groups.setdefault(plan[k].group, []).append(i)
-        samples: dict[int, Sample] = {}
+        samples: dict[int, RowSample] = {}
         for number, members in enumerate(groups.values()):
             of = [(rows[i], columns[places[i]], prompts[places[i]], *made[i]) for i in members]
             samples |= zip(members, self._scored(of, source.version, self.group + number), strict=True)
@@ -270,7 +270,7 @@ class GenerateWorker:
 
     def _scored(
         self, members: Sequence[tuple[Row, dict[str, Any], list[int], list[int], list[float]]], version: int, group: int
-    ) -> list[Sample]:
+    ) -> list[RowSample]:
         """The samples of a group, with rewards and advantages as TRL's own worker makes them.
 
         Args:
@@ -319,7 +319,9 @@ class GenerateWorker:
         now = time.time()
         fields = RolloutSample.__slots__
         return [
-            Sample(**{f: getattr(s, f) for f in fields} | {"enqueued_at": now}, row=row, columns=of, start=len(prompt))
+            RowSample(
+                **{f: getattr(s, f) for f in fields} | {"enqueued_at": now}, row=row, columns=of, start=len(prompt)
+            )
             for s, (row, of, prompt, *_) in zip(samples, members, strict=True)
         ]
 
