@@ -148,14 +148,19 @@ class Groups:
         mean, n = self.rows(self.mean(x)), self.rows(self.n(x))
         return torch.where(n > 1, mean + (mean - x) / (n - 1), torch.nan)
 
-    def top_k(self, x: Tensor, k: int | Tensor) -> Tensor:
-        """(rows,) mask of the k largest values of each group (k: one number, or one per group). Of equal values the
-        earlier row wins; NaN never does."""
+    def place(self, x: Tensor) -> Tensor:
+        """(rows,) int64 place in the group from the largest value, from 0. Of equal values the earlier row comes first;
+        NaN comes last."""
         order, start = self._sorted(-x.double())
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=x.device) - self.rows(start)[order]
+        return place
+
+    def top_k(self, x: Tensor, k: int | Tensor) -> Tensor:
+        """(rows,) mask of the k largest values of each group (k: one number, or one per group). Of equal values the
+        earlier row wins; NaN never does."""
         limit = self.rows(torch.as_tensor(k, device=x.device).expand(self.count))
-        return (place < limit) & ~torch.isnan(x)
+        return (self.place(x) < limit) & ~torch.isnan(x)
 
     def _checked(self, x: Tensor) -> tuple[Tensor, bool]:
         """`x` in float64, and True if no value is NaN or infinite (one sum tells, without looking at each)."""

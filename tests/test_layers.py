@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervised": {"contract", "supervised"},
     "masked": {"contract", "masked"},
     "flows": {"contract"},
+    "nft": {"contract"},
     "runtime": {"contract", "runtime", "supervised", "papers"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},
     "rewards": {*AUTHORS, "methods"},
