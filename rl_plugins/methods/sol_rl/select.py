@@ -27,8 +27,8 @@ class SolRlSelect(Method):
     from the mean of d stay, with `extremes_random` the highest, the lowest and others at random, with `random` any k.
 
     Reconstruction: the paper trains image models, where the pool is drawn by a cheap copy of the policy and only what
-    is kept is made by the policy. On text all P rollouts are made by the same engine. If that engine is quantized, add a
-    correction of the sampling policy (`dart_tis`, or the host's own).
+    is kept is made by the policy. On text all P rollouts are made by the same engine. If that engine is quantized, a
+    correction of the sampling policy is needed (`dart_tis`, or the host's own).
 
     Symbols: d (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean. k is the `n` of
     the plan, plus the spare rollouts of other methods that have not left yet; of a group that was not planned
