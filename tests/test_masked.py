@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from rl_plugins.masked import (
     end_factor,
     scaled_confidence,
     state_at,
+    step_weights,
     trajectory_logprobs,
     uniform_schedule,
 )
@@ -82,7 +85,11 @@ def check_loss(case: Case) -> None:
     new.requires_grad_()
     if case.params["num_iterations"] == 1:
         old = new.detach()
-    weight = length / (steps * unmask.sum(-1, keepdim=True))  # every row unmasks n_i tokens in step i
+    every = unmask.sum((1, 2), keepdim=True)  # (steps, 1, 1) tokens of all rows that a step unmasks
+    weight = unmask.sum() / (steps * every)
+    if bool((unmask.sum(-1) == unmask.sum(-1)[:, :1]).all()):  # as in every decoding
+        ours = step_weights(unmask.argmax(0), steps)
+        torch.testing.assert_close((weight * unmask).sum(0), ours.double(), atol=1e-6, rtol=0)
     ratio, a = torch.exp(new - old), (advantages[None, :, None] * weight)
     loss = -torch.minimum(ratio * a, ratio.clamp(1 - eps, 1 + eps) * a)
     kl = torch.exp(ref - new) - (ref - new) - 1
@@ -133,6 +140,61 @@ def test_the_factor_of_end_tokens_grows_to_its_end(kind: str) -> None:
     assert factors[-1] == pytest.approx(1.0 if kind == "uniform" else 0.01 + 0.99 * 127 / 128)
     assert end_factor(0, 1, 0.4, 0.9) == 0.9  # one step: its end
     assert {end_factor(i, 7, 1.0, 1.0, kind) for i in range(7)} == {1.0}  # off
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 40), st.floats(0, 1), st.floats(0, 1), st.sampled_from(["uniform", "ascending"]), st.integers(0, 99)
+)
+def test_only_end_tokens_are_held_back(steps: int, one: float, other: float, kind: str, seed: int) -> None:
+    """The factor never falls and stays between its ends; the confidence of other tokens is untouched."""
+    start, stop = sorted((one, other))
+    factors = [end_factor(i, steps, start, stop, kind) for i in range(steps)]
+    assert all(a <= b + 1e-12 for a, b in pairwise(factors))
+    assert start - 1e-12 <= factors[0] and factors[-1] <= stop + 1e-12
+    noise = torch.Generator().manual_seed(seed)
+    logits, chosen = torch.randn(2, 5, WORDS, generator=noise), torch.randint(0, WORDS, (2, 5), generator=noise)
+    plain, held = scaled_confidence(logits, chosen, None), scaled_confidence(logits, chosen, END, factors[0])
+    assert torch.equal(held[chosen != END], plain[chosen != END])
+    assert torch.equal(held[chosen == END], plain[chosen == END] * factors[0])
+
+
+@st.composite
+def decodings(draw: Any) -> Decoding:
+    blocks, places, each = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    more = dict(
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        guidance=draw(st.sampled_from([0.0, 0.5])),
+        remasking=draw(st.sampled_from(["confidence", "random"])),
+    )
+    if draw(st.booleans()):
+        length = draw(st.integers(2, 18))
+        blocks = draw(st.integers(1, len(ascending_schedule(length))))
+        return Decoding(length, schedule="ascending", blocks=blocks, **more)
+    return Decoding(blocks * places, steps=blocks * min(each, places), blocks=blocks, **more)
+
+
+@settings(max_examples=40, deadline=None)
+@given(decodings(), st.integers(0, 99))
+def test_whatever_is_decoded_its_states_are_exact(how: Decoding, seed: int) -> None:
+    """n_i tokens of their block leave the mask in step i and never change; every step weighs the same."""
+    prompt = torch.randint(0, 6, (3, 4), generator=torch.Generator().manual_seed(seed))
+    answer, at = decode(Tiny(), prompt, how, MASK, END, torch.Generator().manual_seed(seed))
+    before, steps = torch.full_like(answer, MASK), how.number_of_steps
+    for step, _, end, count in how.plan():
+        assert torch.equal(state_at(answer, at, step, MASK), before)
+        after = state_at(answer, at, step + 1, MASK)
+        changed = after != before
+        assert (changed.sum(1) == count).all() and (before[changed] == MASK).all() and not changed[:, end:].any()
+        before = after
+    assert torch.equal(before, answer) and not (answer == MASK).any()
+    weights = step_weights(at, steps)
+    for step in range(steps):
+        total = (weights * (at == step)).sum(1)
+        torch.testing.assert_close(total, torch.full((3,), how.length / steps), atol=1e-4, rtol=0)
+    off = replace(how, end_start=1.0, end_stop=1.0)  # to the bit what a model without an end token gives
+    other = decode(Tiny(), prompt, off, MASK, None, torch.Generator().manual_seed(seed))
+    assert torch.equal(other.answer, answer) and torch.equal(other.unmasked_at, at)
 
 
 DECODINGS = {
@@ -236,6 +298,9 @@ def test_log_probs_are_those_of_the_states(recompute: bool) -> None:
         (lambda: Decoding(1, schedule="ascending"), "at least 2"),
         (lambda: Decoding(12, steps=6, blocks=5), "must divide the length"),
         (lambda: Decoding(12, steps=0), "at least 1"),
+        (lambda: Decoding(12, end_start=-0.1), "`end_start` of the decoding is -0.1"),
+        (lambda: Decoding(12, temperature=math.nan), "`temperature` of the decoding is nan"),
+        (lambda: Decoding(12, end_index="both"), "allowed: decoding, block"),
         (lambda: uniform_schedule(torch.tensor([3]), 0), "at least one step"),
     ],
 )

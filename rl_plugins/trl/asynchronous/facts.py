@@ -17,7 +17,7 @@ from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.asynchronous.config import AsyncGRPOConfig
 from rl_plugins.trl.asynchronous.worker import GenerateWorker
 from rl_plugins.trl.compat import trl_version
-from rl_plugins.trl.facts import reward_names
+from rl_plugins.trl.facts import NO_MASKED_OPTIONS, reward_names
 from rl_plugins.trl.prompts import has_numbers
 
 GENERATING = ("select_prompts", "plan", "admit", "rollout")
@@ -186,6 +186,7 @@ def facts_of(stack: MethodStack, given: KnownAsync) -> HostFacts:
         columns=run_of(given).columns if given.walks else (),
         options={**vars(given.args), **OPTIONS},
         defaults={f.name: f.default for f in fields(async_grpo.AsyncGRPOConfig)} | OPTIONS,
+        missing_options=NO_MASKED_OPTIONS,
         run=run_of(given),
         group_option="num_generations",
         batch_rows=rows_per_step(given.args),

@@ -22,6 +22,11 @@ _NEUTRAL = {
     "use_liger_kernel": (False, "it replaces the forward pass of the model"),
 }
 """Options of TRL that act on decoding from left to right: their neutral values, and why no other is taken."""
+_PLAIN_TOKENS = {
+    "top_entropy_quantile": "it compares entropies after they are multiplied by the weights",
+    "loss_type": "the ratio of a row is a product over its tokens, and weighted tokens give another one",
+}
+"""Options of TRL that are wrong on weighted tokens, and why."""
 
 
 @dataclass
@@ -66,6 +71,13 @@ class MaskedGRPOConfig(MaskedOptions, GRPOConfig):
                 "step_weight='equal' weighs the steps in which tokens were unmasked, and with "
                 "logprobs_from='one_step' there is one step. Set logprobs_from='trajectory' (the method `cj_grpo` "
                 "does), or step_weight='tokens'."
+            )
+        plain = {"top_entropy_quantile": self.top_entropy_quantile < 1, "loss_type": self.loss_type == "vespo"}
+        for name in [name for name, given in plain.items() if given and self.step_weight == "equal"]:
+            raise ConfigError(
+                f"{name}={shown(getattr(self, name))} cannot be combined with step_weight='equal': "
+                f"{_PLAIN_TOKENS[name]}. Set step_weight='tokens' (of the method `cj_grpo`, if it is named), or leave "
+                f"{name} out."
             )
         if self.logprobs_from == "one_step" and self.recompute_states:
             raise ConfigError("recompute_states acts with logprobs_from='trajectory' only. Set that, or remove it.")

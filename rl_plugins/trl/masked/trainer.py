@@ -185,9 +185,8 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
                     "A method gives a completion without the order in which its tokens were unmasked, so its states "
                     "cannot be rebuilt. Remove the method that plans given completions or prefixes."
                 )
-            steps.append(
-                torch.tensor(getattr(tokens, "unmasked_at", [0] * len(tokens)), device=self.accelerator.device)
-            )
+            when = getattr(tokens, "unmasked_at", [0] * len(tokens))
+            steps.append(torch.tensor(when, dtype=torch.int16, device=self.accelerator.device))
         unmasked_at = torch.nn.utils.rnn.pad_sequence(steps, batch_first=True)
         hidden = None
         if self.args.logprobs_from == "one_step":
@@ -297,6 +296,18 @@ class MaskedGRPOTrainer(MethodsMixin, MaskedTrainer):
         config = known.args
         assert isinstance(config, MaskedGRPOConfig)
         return masked_facts(super().facts_of(known), self.methods, config)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> HostBatch:
+        out = super()._generate_and_score_completions(inputs)
+        if self.args.step_weight == "equal":
+            left = out["tool_mask"] == 0
+            if bool((left.any(1) & ~left.all(1)).any()):
+                raise MethodError(
+                    "A method takes single tokens out of the loss, and with step_weight='equal' the weights are those "
+                    "of whole answers. Set step_weight='tokens' (of the method `cj_grpo`, if it is named), or remove "
+                    "the method."
+                )
+        return out
 
     def decoded(self, model: Any, prompts: list[list[int]]) -> list[MaskedAnswer]:
         if not (self._counts_costs and self.model.training):

@@ -1,15 +1,19 @@
-"""Trainers of masked diffusion models on a tiny policy, for tests in this process and in ranks started by torchrun."""
+"""Trainers of masked diffusion models on a tiny policy, for tests in this process, in ranks, and in one that dies."""
 
 from __future__ import annotations
 
+import os
+import signal
 import zlib
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import probes
 import torch
-from harness import config, score
+from harness import config, history, score, weights
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from rl_plugins.demo.masked_policy import build_model, build_tokenizer
@@ -69,6 +73,48 @@ class Watched(MaskedGRPOTrainer):
         found = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._live = found[0].detach()
         return found
+
+
+class Kill(TrainerCallback):
+    """SIGKILL right after an optimizer step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_kill(folder: Path, step: int, options: dict[str, Any]) -> None:
+    made = make_masked(folder, ["mdlm"], **options)
+    made.add_callback(Kill(step))
+    made.train()
+
+
+def train_in_ranks(folder: Path) -> dict[str, Any]:
+    """Four optimizer steps of two batches, of which rows leave."""
+    with noise_of_prompts():
+        trainer = make_masked(
+            folder,
+            ["mdlm", "filter"],
+            output_dir=folder / f"ranks{os.environ.get('WORLD_SIZE', '1')}",
+            beta=0.04,
+            gradient_accumulation_steps=2,
+            num_iterations=2,
+            max_steps=4,
+            learning_rate=0.05,
+        )
+        trainer.train()
+    return {"weights": weights(trainer), "loss": history(trainer, "loss")}
+
+
+def main(out: Path) -> None:
+    """As one of the ranks. The main rank writes what `train_in_ranks` returns."""
+    probes.register()
+    found = train_in_ranks(out.parent)
+    if torch.distributed.get_rank() == 0:
+        torch.save(found, out)
 
 
 @contextmanager

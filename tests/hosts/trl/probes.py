@@ -613,6 +613,19 @@ class Squares(Probe):
         Squares.seen = (rollouts, tokens)
 
 
+class Signals(Probe):
+    """Keeps what it sees of every batch, with every log-prob there is."""
+
+    name = "signals"
+    needs = frozenset({"tokens", "token_ids", "text", "old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"})
+
+    def start(self, run):
+        Signals.seen = []
+
+    def observe(self, rollouts, tokens, stats):
+        Signals.seen.append((rollouts, tokens))
+
+
 class Quotes(Probe):
     """Trains on a text of another source, tokenized by the run's tokenizer."""
 

@@ -213,6 +213,7 @@ REFUSED = {
         "m_grpo_rollout",
         "up to 9 rows of a rollout, so a group of 4 rollouts needs 36 rows, and the batch holds 8",
     ),
+    "masked diffusion": ([], "mdlm", "`ass` is for masked diffusion .*verl has no engine .*MaskedGRPOTrainer"),
     "two methods, one hook": ([], "mc_grpo,one", "both decide `advantages`"),
 }
 
