@@ -188,3 +188,35 @@ def test_errors_say_what_to_change() -> None:
         Contracts().check("boss", "plan", {})
     with pytest.raises(MethodError, match="`urgency` of a's proposal is 2"):
         Contracts().arbitrate([Proposal("a", "reflex", "go", urgency=2)])
+
+
+@given(st.sampled_from(LAYERS), st.sampled_from(["stop", "go", "plan", "none", "x"]))
+def test_projecting_again_changes_nothing(layer: str, action: str) -> None:
+    contracts = Contracts(allowed=ALLOWED)
+    once = contracts.project(layer, action)
+    assert contracts.project(layer, once) == once and once in (action, "none")
+    assert contracts.counts["dropped"] == (once != action), "the second time there is nothing to drop"
+
+
+def test_ties_go_to_the_slower_layer_then_to_the_smaller_names() -> None:
+    """Weights that make every proposal equal leave the tie to the layers, and within one to names."""
+    contracts = Contracts(weights=(0, 0, 0))
+    slow, fast = Proposal("z", "strategic", "z"), Proposal("a", "reflex", "a")
+    for order in itertools.permutations([slow, fast, Proposal("b", "tactical", "b")]):
+        assert contracts.arbitrate(order) == "z"
+    same = [Proposal("b", "tactical", "go"), Proposal("a", "tactical", "halt"), Proposal("c", "tactical", "go")]
+    for order in itertools.permutations(same):
+        assert contracts.arbitrate(order) == "go"
+
+
+def test_a_packet_of_any_depth_is_answered() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    for packet in (deep, {"text": deep}, {"text": "x", "more": deep}, "[" * 5000 + "]" * 5000):
+        assert Contracts({"a": (Contract("any", {}),)}).check("a", "any", packet).outcome == "rejected"
+        assert Contracts().check("reflex", "summary", packet).outcome in ("rejected", "repaired")
+
+
+def test_true_is_not_the_number_one() -> None:
+    assert Contract("one", {"enum": [1, "a"]}).errors(True) and not Contract("one", {"enum": [1, "a"]}).errors(1)

@@ -47,11 +47,13 @@ class Contract:
 
     def errors(self, packet: Any) -> list[str]:
         """What is wrong with a packet, in the order of the schema; empty: nothing."""
-        found = list(schema_errors(packet, self.schema, "packet"))
-        if not found:
-            length = len(_json(packet))
-            if length > self.size:
-                found.append(f"packet has {length} characters; {self.size} are allowed")
+        try:
+            found = list(schema_errors(packet, self.schema, "packet"))
+            length = 0 if found else len(_json(packet))
+        except RecursionError:
+            return ["packet is nested too deeply to be checked"]
+        if length > self.size:
+            found.append(f"packet has {length} characters; {self.size} are allowed")
         return found
 
 
@@ -290,5 +292,5 @@ def _read(packet: Any, kind: str | None) -> Any:
 def _json(packet: Any) -> str:
     try:
         return json.dumps(packet, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError):
         return repr(packet)
