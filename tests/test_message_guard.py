@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
-from typing import Any
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,10 +22,17 @@ from rl_plugins.messages import (
     LineageGuard,
     check_arithmetic,
     compare_claims,
+    endpoint_entailment,
+    endpoint_splitter,
     endpoint_verifier,
+    endpoints,
+    estimate_rates,
     find_hubs,
+    marker_run,
+    read_logs,
     replay,
     split_claims,
+    write_log,
 )
 from rl_plugins.messages.guard import WITHHELD
 from rl_plugins.messages.rules import read_verdict, verify_arithmetic
@@ -361,19 +371,102 @@ def test_guards_of_several_rollouts_at_a_time() -> None:
     assert len(verifier.asked) == 18 and not base.log
 
 
-def test_endpoint_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = {"The tower is in Rome.": "It is in Paris, so -1", "Fine.": "I say 2"}
-    endpoint = endpoint_verifier("http://localhost:1/v1", "judge", reply="last")
-    asked: list[str] = []
+class Server(BaseHTTPRequestHandler):
+    """A chat endpoint: it knows what FACTS says, and one premise from which a claim follows."""
 
-    def chat(content: str, **_: Any) -> str:
-        asked.append(content)
-        return next(r for c, r in replies.items() if c in content)
+    asked: ClassVar[list[str]] = []
 
-    monkeypatch.setattr(endpoint, "_chat", chat)
-    guard = LineageGuard("strict", verifier=endpoint, retries=0, given=["Known."])
-    assert run(guard, "The tower is in Rome. Fine.") == "[unverified] Fine."
-    assert "Known to be true:\nKnown." in asked[0] and guard.counts["failed"] == 1
+    def do_POST(self) -> None:
+        content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"]
+        self.asked.append(content)
+        told = re.search("<verdict-[0-9a-f]{16}>", content)
+        if content.startswith("Write every claim"):
+            reply = "\n".join(f"{i}. {t}" for i, t in enumerate(split_claims(content.split("Message: ")[1]), 1))
+        else:
+            verdict = {"The tower is in Rome.": "-1", "Fine.": "2", "It is in Italy.": "1"}
+            reply = next((v for c, v in verdict.items() if f"Claim: {c}" in content), "0")
+            reply = f"I say {told[0]}{reply}{told[0].replace('<', '</')}" if told else reply
+        body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_all_three_parts_at_an_endpoint() -> None:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        at = f"http://127.0.0.1:{http.server_address[1]}/v1"
+        guard = LineageGuard(
+            "strict",
+            splitter=endpoint_splitter(at, "m"),
+            entailment=endpoint_entailment(at, "m"),
+            verifier=endpoint_verifier(at, "m"),
+            retries=0,
+        )
+        message = "The tower is in Rome. Fine. It is in Italy."
+        assert run(guard, message) == "[unverified] Fine. It is in Italy."
+        assert [a.startswith("Write") for a in Server.asked] == [True, False, False, False], "nothing is known yet"
+        assert guard.counts["failed"] == 1 and guard.counts["verified"] == 3  # 2 is no verdict
+        asked = len(Server.asked)
+        assert run(guard, "It is in Rome.") == "[unverified] It is in Rome."
+        entailed = next(a for a in Server.asked[asked:] if a.startswith("Known to be true"))
+        assert entailed.startswith("Known to be true:\nIt is in Italy.\n\nClaim: It is in Rome.")
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def test_an_endpoint_that_is_down_leaves_claims_yellow() -> None:
+    down = "http://127.0.0.1:9/v1"
+    guard = LineageGuard(
+        "strict", splitter=endpoint_splitter(down, "m"), verifier=endpoint_verifier(down, "m"), timeout=5
+    )
+    assert run(guard, "It is so. Fine.") == "[unverified] It is so. Fine."
+    assert guard.counts["failed"] == 2
+
+
+def test_a_reply_without_a_claim_is_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints.ChatEndpoint, "__call__", lambda *_: " \n- \n")
+    with pytest.raises(ValueError, match="no claim"):
+        endpoint_splitter("http://localhost/v1", "m")("x")
+
+
+# ---- logs
+
+
+def test_logs_of_many_threads_are_whole_lines(tmp_path: Path) -> None:
+    entry = {"records": [], "text": "x\udcff" * 40_000}
+    threads = [threading.Thread(target=write_log, args=(tmp_path / "a", entry | {"n": i})) for i in range(16)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert sorted(e["n"] for e in read_logs(tmp_path / "a")) == list(range(16))
+    with next((tmp_path / "a").iterdir()).open("a") as file:
+        file.write('{"n": 1')  # a process was killed
+    assert len(list(read_logs(tmp_path / "a"))) == 16
+    with pytest.raises(ConfigError, match=r"has no file \*.jsonl. Name the folder that `guard_log`"):
+        list(read_logs(tmp_path))
+
+
+def test_where_a_marker_was() -> None:
+    guard = LineageGuard("speed", given=["See page 7."])
+    for round, sender, message in [
+        (0, "a", "See PAGE 9."),
+        (0, "b", "Fine."),
+        (1, "b", "See page 9."),
+        (3, "a", "No."),
+    ]:
+        asyncio.run(guard.process(sender, "c", message, round=round))
+    has = marker_run(guard.log, ["a", "b", "c"], "page 9")
+    assert has.astype(int).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 0], [0, 1, 0]]
+    rates = estimate_rates([has], [[0, 0, 0], [1, 0, 0], [0, 0, 0]])  # b reads a
+    assert (rates.exposures, rates.adoption, rates.held, rates.correction) == (1, 1.0, 5, 0.2)
+    assert marker_run([], ["a"], "x").shape == (0, 1)
 
 
 def test_errors_say_what_to_change() -> None:

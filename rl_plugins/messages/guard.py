@@ -13,15 +13,11 @@ import numpy as np
 from rl_plugins.errors import ConfigError, MethodError, shown
 from rl_plugins.messages.lineage import TAG, Claim, Lineage, Status, key
 from rl_plugins.messages.rules import Verdict, check_arithmetic, compare_claims, read_verdict, split_claims
-from rl_plugins.services import Endpoint, Failure, Service
+from rl_plugins.services import Failure, Service
 
 Policy = Literal["speed", "balanced", "strict"]
 AT_A_TIME = 8  # claims of a message whose verifier is asked at a time
 WITHHELD = "[withheld: no claim of this message was released]"
-VERIFY = (
-    "Is this claim true?\n\nClaim: {claim}\n\nKnown to be true:\n{known}\n\n"
-    "Answer 1 if it is true, -1 if it is false, 0 if you cannot tell."
-)
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,8 @@ class LineageGuard:
         entailment: function({"claim", "premises", "known"}) -> verdict, or (verdict, places of the premises it rests
             on); default: `compare_claims`. `known` is the premises as text. `read_verdict` lists the verdicts.
         verifier: function({"claim", "sender", "message", "known"}) -> verdict, or (verdict, evidence as text); default:
-            `check_arithmetic`. Ordinary function, coroutine function, or an endpoint (`endpoint_verifier`).
+            `check_arithmetic`. Each of the three is an ordinary function, a coroutine function, or an endpoint
+            (`messages.endpoints`).
         hubs: names of the senders that `balanced` verifies. `find_hubs` reads them from the graph.
         retries: K.
         timeout: seconds of one call of a callable of yours.
@@ -271,16 +268,6 @@ def find_hubs(reads: Any, names: Sequence[str]) -> list[str]:
     if len(readers) != len(names):
         raise ConfigError(f"`names` has {len(names)} entries for {len(readers)} agents. Name each agent once.")
     return [name for name, n in zip(names, readers, strict=True) if n > readers.mean()]
-
-
-def endpoint_verifier(url: str, model: str, template: str = VERIFY, **options: Any) -> Endpoint:
-    """A verifier behind an OpenAI-compatible endpoint.
-
-    Args:
-        url, model, options: of `rl_plugins.services.Endpoint`.
-        template: user message with {claim}, {known}, {sender}, {message}; the reply must hold 1, 0 or -1.
-    """
-    return Endpoint(url, model, template, r"(?<![\d.])(-?[01])(?![\d.]*\d)", **options)
 
 
 async def replay(records: Iterable[Mapping[str, Any]], guard: LineageGuard) -> list[dict[str, Any]]:

@@ -58,7 +58,9 @@ def schema_errors(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[
         if not fits:
             yield f"{path} is {shown(value, 60)}, not of type {kind}"
             return
-    if "enum" in schema and not any(v == value and isinstance(v, bool) == isinstance(value, bool) for v in schema["enum"]):
+    if "enum" in schema and not any(
+        v == value and isinstance(v, bool) == isinstance(value, bool) for v in schema["enum"]
+    ):
         yield f"{path} is {shown(value, 60)}; it must be one of {shown(list(schema['enum']), 100)}"
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and "minimum" in schema and value < schema["minimum"]:

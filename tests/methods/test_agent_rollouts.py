@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import time
@@ -10,10 +11,12 @@ import pytest
 import torch
 
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.messages import Lineage, read_logs, replay
 from rl_plugins.messages.contracts import SUMMARY, Contract
-from rl_plugins.messages.guard import LineageGuard
+from rl_plugins.messages.guard import WITHHELD, LineageGuard
 from rl_plugins.methods.m_grpo import MGrpo, MGrpoRollout
 from rl_plugins.methods.ui_s1 import UiS1, UiS1Rollout
+from rl_plugins.params import build_params
 from rl_plugins.requests import Kind
 from rl_plugins.runtime.turn_table import turn_table
 from rl_plugins.testing import make_rollouts, one_step, start_stack
@@ -188,6 +191,9 @@ def test_calls_become_rows_of_their_own():
     assert logged == {
         "m_grpo_rollout/calls": 2,
         "m_grpo_rollout/turns": 2,
+        "m_grpo_rollout/agent_turns": 4,
+        "m_grpo_rollout/agent_tokens": sum(m for r in rows for m in r.trained),
+        "m_grpo_rollout/messages": 4,
         "m_grpo_rollout/parse_failed": 0,
         "m_grpo_rollout/message_density": 1.0,  # two tasks and two results in two turns of each
         "m_grpo_rollout/redundancy": 0.0,  # 7, 8, 15
@@ -269,20 +275,82 @@ def test_facts_of_a_column_are_known():
         assert told(engine, rows) == ["It is 3 m. [unverified] Fine."]
 
 
-def test_a_guard_whose_verifier_raises_or_hangs_tags_the_result():
-    for verifier, failed in ((lambda _: 1 / 0, 0), (lambda _: time.sleep(0.6), 0), (lambda _: "nonsense", 0)):
-        engine = scripted({"<q>": ONE_CALL, "<x>": "It is so."})
-        (rows,), logged = team(engine, guard="strict", guard_verifier=verifier, timeout=0.4)
-        assert told(engine, rows) == ["[unverified] It is so."] and logged["m_grpo_rollout/guard_failed"] == failed
+@pytest.mark.parametrize("name", ["guard_verifier", "guard_splitter", "guard_entailment"])
+@pytest.mark.parametrize("bad", [lambda _: 1 / 0, lambda _: time.sleep(0.6), lambda _: "nonsense"])
+def test_a_part_of_the_guard_that_raises_hangs_or_answers_nonsense_tags_the_result(name, bad):
+    engine = scripted({"<q>": ONE_CALL, "<x>": "It is so."})
+    (rows,), logged = team(engine, guard="strict", timeout=0.4, **{name: bad})
+    assert told(engine, rows) == ["[unverified] It is so."]
+    assert logged["m_grpo_rollout/guard_failed"] == 0 and logged["m_grpo_rollout/calls_failed"] == 1
+    assert logged["m_grpo_rollout/verified"] == (name == "guard_verifier")
 
 
-def test_a_guard_that_fails_as_a_whole_tags_the_result(monkeypatch):
-    async def broken(*_, **__):
-        raise RuntimeError("down")
+def test_splitter_and_entailment_of_ones_own():
+    engine = scripted({"<q>": ONE_CALL, "<x>": "a|b|c"})
+    (rows,), logged = team(
+        engine,
+        guard="speed",
+        guard_retries=0,
+        guard_splitter=lambda message: message.split("|"),
+        guard_entailment=lambda fields: {"a": "green", "b": "red", "c": None}[fields["claim"]],
+    )
+    assert told(engine, rows) == ["a||[unverified] c"] and logged["m_grpo_rollout/calls_failed"] == 0
 
+
+def test_the_log_of_the_guard_tells_who_said_what_and_is_replayed(tmp_path):
+    facts = ["It is 3 m."]
+    engine = scripted({"<q>": CALL, "<x>": "It is 4 m. Fine.", "<y>": "Fine."})
+    method = MGrpoRollout(
+        MGrpoRollout.Params(guard="speed", guard_facts="facts", guard_retries=0, guard_log=str(tmp_path / "log"))
+    )
+    prompt = make_prompt(engine.chat, "q", n=2, max_tokens=200, columns={"facts": facts})
+    logged = {}
+    run_program(method, prompt, engine, logged)
+    entries = list(read_logs(tmp_path / "log"))
+    assert logged["m_grpo_rollout/log_failed"] == 0 and sorted(e["rollout"] for e in entries) == [0, 1]
+    assert all(e["batch"] == 0 and e["training"] and e["prompt"] == "<q>" for e in entries)
+    lineage = Lineage.from_log(entries[0]["records"])
+    assert [(c.author, c.text, c.status, c.round, c.parents, c.released) for c in lineage.claims] == [
+        ("given", "It is 3 m.", "confirmed", 0, (), True),
+        ("sub 1", "It is 4 m.", "rejected", 1, (0,), False),
+        ("sub 1", "Fine.", "unverified", 1, (), True),
+        ("sub 2", "Fine.", "unverified", 1, (2,), True),
+    ]
+    strict = LineageGuard("strict", verifier=lambda f: f["claim"] != "Fine.", retries=0)
+    again = asyncio.run(replay(entries[0]["records"], strict))
+    assert [r["released"] for r in again if r["receiver"]] == [WITHHELD, WITHHELD]
+
+    (tmp_path / "file").write_text("")
+    method = MGrpoRollout(MGrpoRollout.Params(guard="speed", guard_log=str(tmp_path / "file")))
+    run_program(method, make_prompt(engine.chat, "q", max_tokens=200), engine, logged)
+    assert logged["m_grpo_rollout/log_failed"] == 1  # training goes on
+
+
+def test_parameters_of_the_guard_without_a_guard_are_refused():
+    for name, value in (("guard_retries", 2), ("guard_log", "x"), ("guard_splitter", "json:loads")):
+        with pytest.raises(ConfigError, match=f"`{name}` has no effect"):
+            build_params(MGrpoRollout.Params, {name: value}, "m_grpo_rollout")
+    with pytest.raises(ConfigError, match="`guard_verifier` has no effect"):
+        build_params(MGrpoRollout.Params, {"guard": "speed", "guard_verifier": "json:loads"}, "m_grpo_rollout")
+    with pytest.raises(ConfigError, match="`invalid_penalty` has no effect"):
+        build_params(MGrpoRollout.Params, {"invalid_penalty": 0.5}, "m_grpo_rollout")
+    with pytest.raises(ConfigError, match="'balanced'.*off.*speed.*strict"):
+        build_params(MGrpoRollout.Params, {"guard": "balanced"}, "m_grpo_rollout")
+
+
+async def raises(*_, **__):
+    raise RuntimeError("down")
+
+
+async def hangs(*_, **__):
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("broken", [raises, hangs])
+def test_a_guard_that_fails_as_a_whole_tags_the_result(monkeypatch, broken):
     monkeypatch.setattr(LineageGuard, "check", broken)
     engine = scripted({"<q>": CALL, "<x>": "1 + 1 = 2. More.", "<y>": "Fine."})
-    (rows,), logged = team(engine, guard="strict")
+    (rows,), logged = team(engine, guard="strict", timeout=0.2)
     assert told(engine, rows) == ["[unverified] 1 + 1 = 2. More.", "[unverified] Fine."]
     assert logged["m_grpo_rollout/guard_failed"] == 1
 

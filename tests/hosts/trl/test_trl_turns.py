@@ -3,9 +3,11 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 import random
+import time
 import zlib
 from typing import Any
 
@@ -17,7 +19,7 @@ from harness import history, make, score, weights
 from rl_plugins.agents import Observation
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.messages.contracts import Contract
+from rl_plugins.messages import Contract, Lineage, LineageGuard, check_arithmetic, read_logs
 from rl_plugins.methods.epo import NO_BOUND, Epo
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.trl import generation as module
@@ -206,8 +208,9 @@ def test_tools_without_records_give_what_was_read(with_tools):
     assert {a for a, t in zip(steps.anchor, steps.turn.tolist(), strict=True) if not t} == {""}
 
 
-def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
-    """UI-S1 and M-GRPO with their own rollouts: rows of a rollout, advantages per step and per role."""
+def test_recorded_trajectories_and_teams_take_real_steps(tmp_path, monkeypatch):
+    """UI-S1 and M-GRPO with their own rollouts: rows of a rollout, advantages per step and per role. The guard of
+    M-GRPO's messages has a verifier that raises, hangs and answers nonsense, and twice it fails as a whole."""
     rows = [{"prompt": r["prompt"], "expert": [["7", "7"], ["8", "8"]]} for r in build_dataset(40)]
     from datasets import Dataset
 
@@ -229,6 +232,20 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
     assert torch.equal(rollouts.turns.turn, rollouts.index[rollouts.turns.row])
     assert (weights(trainer) - before).abs().max() > 1e-4
 
+    bad = iter([lambda: 1 / 0, lambda: time.sleep(2), lambda: "perhaps"])
+    broken = iter([lambda: 1 / 0, lambda: asyncio.sleep(60)])
+    check = LineageGuard.check
+
+    async def sometimes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.log == [] and (fault := next(broken, None)):
+            await fault()
+        return await check(self, *args, **kwargs)
+
+    monkeypatch.setattr(LineageGuard, "check", sometimes)
+
+    def verifier(fields: Any) -> Any:
+        return next(bad, lambda: check_arithmetic(fields["claim"]))()
+
     trainer = make(
         tmp_path,
         ["m_grpo_rollout", "m_grpo"],
@@ -240,7 +257,10 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
                 "parse": often,
                 "max_calls": 2,
                 "guard": "strict",
-                "guard_verifier": "rl_plugins.messages.rules:verify_arithmetic",
+                "guard_verifier": verifier,
+                "guard_log": str(tmp_path / "guard"),
+                "timeout": 3,
+                "sub_tokens": 14,
                 "contract": short_result,
                 "invalid_penalty": 0.5,
             },
@@ -254,10 +274,23 @@ def test_recorded_trajectories_and_teams_take_real_steps(tmp_path):
     invalid = torch.tensor([float(v) for v in rollouts.meta["invalid"]], dtype=rollouts.reward.dtype)
     assert 0 < invalid.mean() < 1
     assert invalid[[agent == "sub" for agent in rollouts.meta["agent"]]].unique().tolist() == [0.0, 1.0]
-    names = ("unverified", "guard_failed", "invalid", "message_density")
+    names = ("unverified", "invalid", "message_density", "messages", "agent_turns", "agent_tokens", "log_failed")
+    names = (*names, "guard_failed", "verified", "calls_failed")
     logged = {name: history(trainer, f"m_grpo_rollout/{name}")[0] for name in names}
-    assert logged["unverified"] > 0 and logged["guard_failed"] == 0 and 0 < logged["invalid"] < 1
-    assert 0 < logged["message_density"] <= 2
+    print(logged, [e["records"] for e in read_logs(tmp_path / "guard") if e["records"]], [e["prompt"] for e in read_logs(tmp_path / "guard")])
+    assert logged["unverified"] > 0 and 0 < logged["invalid"] < 1
+    assert 0 < logged["message_density"] <= 2 and logged["agent_turns"] > 1 and logged["log_failed"] == 0
+    entries = list(read_logs(tmp_path / "guard"))
+    n = len(entries)
+    assert n * logged["guard_failed"] == pytest.approx(2) and n * logged["calls_failed"] == pytest.approx(3)
+    assert n * logged["verified"] >= 4, "the others were asked on"
+    assert sum(e["records"] == [] for e in entries) >= 2
+    claims = [c for e in entries for c in Lineage.from_log(e["records"]).claims]
+    assert len(claims) >= 4 and {c.author for c in claims} <= {"sub 1", "sub 2"}
+    assert sum(r.get("source") == "verifier" for e in entries for m in e["records"] for r in m["claims"]) >= 4
+    assert {c.status for c in claims} <= {"unverified", "confirmed", "rejected"} and claims[0].released
+    tokens = sum(len(row) for row in rollouts.length) if False else float(rollouts.length.sum())
+    assert 0 < n * logged["agent_tokens"] <= tokens
     assert int(decision.stays.sum()) <= 64
     assert (weights(trainer) - before).abs().max() > 1e-5
 
@@ -268,11 +301,11 @@ def first_digit(response: str, expert: str, columns: Any) -> tuple[bool, float]:
 
 
 def short_result() -> Contract:
-    return Contract("result", {"type": "string"}, size=30)
+    return Contract("result", {"type": "string"}, size=12)
 
 
 def often(text: str) -> list[str]:
-    return [text[:3]] if text and text[0] in "0123456789=?+" else []
+    return [text[:3], text[:2]] if text else []
 
 
 def test_epo_keeps_the_entropy_of_each_turn_in_its_corridor(tmp_path, monkeypatch):
