@@ -35,7 +35,7 @@ from rl_plugins.messages import (
     write_log,
 )
 from rl_plugins.messages.guard import WITHHELD
-from rl_plugins.messages.rules import read_verdict, verify_arithmetic
+from rl_plugins.messages.rules import entail_by_words, read_verdict, verify_arithmetic
 
 FACTS = {"The tower is 300 m high.": True, "The tower is in Rome.": False, "The river is long.": None}
 
@@ -178,7 +178,7 @@ def test_arithmetic_is_the_default_verifier() -> None:
     guard = LineageGuard("strict", retries=0)
     assert run(guard, "We have 2 * 3 = 6. And 2 * 3 = 7.") == "We have 2 * 3 = 6."
     assert "the calculation is wrong" in json.dumps(guard.log)
-    same = LineageGuard("strict", retries=0, verifier=verify_arithmetic)
+    same = LineageGuard("strict", retries=0, verifier=verify_arithmetic, entailment=entail_by_words)
     assert run(same, "We have 2 * 3 = 6. And 2 * 3 = 7.") == "We have 2 * 3 = 6."
     assert same.counts["verified"] == 2 and same.counts["failed"] == 0
 

@@ -74,6 +74,11 @@ def verify_arithmetic(fields: Mapping[str, str]) -> Verdict:
     return check_arithmetic(fields["claim"])
 
 
+def entail_by_words(fields: Mapping[str, Any]) -> tuple[Verdict, tuple[int, ...]]:
+    """`compare_claims` in the form of an entailment."""
+    return compare_claims(fields["claim"], fields["premises"])
+
+
 def read_verdict(value: Any) -> Verdict:
     """The verdict in an answer: green, yellow or red; True, None or False; 1, 0 or -1.
 

@@ -115,13 +115,14 @@ class MGrpoRollout(Method):
         )
         guard_splitter: Callable[..., Any] | None = param(
             None,
-            "function guard_splitter(message) that returns the list of claims; none: sentences and JSON fields",
+            "function guard_splitter(message) that returns the list of claims, for example "
+            "rl_plugins.messages.rules:split_claims (the default: sentences and JSON fields)",
             only_if={"guard": _GUARDS},
         )
         guard_entailment: Callable[..., Any] | None = param(
             None,
             "function guard_entailment(fields) that returns green, yellow or red for fields['claim'] against "
-            "fields['premises']; none: rules on words",
+            "fields['premises'], for example rl_plugins.messages.rules:entail_by_words (the default)",
             only_if={"guard": _GUARDS},
         )
         guard_log: str = param(
