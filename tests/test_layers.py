@@ -46,7 +46,7 @@ CONTRACT = {
     "method",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
-ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "disaggregated"}
+ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "nft", "cheap", "disaggregated"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervised": {"contract", "supervised"},
     "masked": {"contract", "masked"},
     "flows": {"contract"},
+    "cheap": {"contract"},
     "nft": {"contract"},
     "runtime": {"contract", "runtime", "supervised", "papers"},  # whose names are no methods
     "methods": {*AUTHORS, "methods"},

@@ -82,7 +82,7 @@ LAYERS = {
     "For methods: turns, judges, messages, memory of prompts, audits": (
         "agents services judges messages evidence thompson priors audit environments turns"
     ),
-    "Papers: a file each, and a list of the rest": "methods rewards supervised masked flows nft papers",
+    "Papers: a file each, and a list of the rest": "methods rewards supervised masked flows nft cheap papers",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl",
     "Tools": "testing simulation disaggregated fusion attribution compare demo commands cli",
