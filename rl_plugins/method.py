@@ -205,7 +205,9 @@ class Method:
         disagreements: where paper and code differ and which parameter selects.
         Params: a frozen dataclass of parameters.
         needs: signals (see SIGNALS). Only what somebody needs is computed.
-        hosts: those that can serve it at all; `check` says why another cannot.
+        hosts: those that can serve it at all; `check` says why another cannot. A `rollout` program is one of language
+            models ("trl", "verl") or of diffusion policies ("diffusion"). Every other method runs on "diffusion" as
+            well if that serves its hooks and needs, and names it here where this is tested.
         host_options: {"trl": {"option": value}}: host settings this method sets; a value may be `SameAs("other")`. A
             different value of the user's own is an error that shows both.
         advantages_per: what `advantages` returns: "row" (rows,), or "turn" (turns,) over `rollouts.turns`, which

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rl_plugins.demo.environments import Calculator, Grid
+from rl_plugins.denoising import Denoise
 from rl_plugins.groups import Groups
 from rl_plugins.losses import ppo_clip
 from rl_plugins.method import HOOKS, Bundle, Method, Paper
@@ -309,6 +310,23 @@ def test_what_a_program_notes_reaches_the_other_hooks():
     assert seen == [16]
 
 
+def test_decisions_see_what_a_program_of_a_diffusion_policy_notes_of_its_samples():
+    seen = []
+
+    def noted(self, prompt):
+        return [x.noted(places=[t.step for t in x.trained]) for x in (yield from flows(self, prompt))]
+
+    def shape(self, rollouts, tokens):
+        if len(rollouts) and all(isinstance(places, list) for places in rollouts.meta["places"]):
+            assert [t for places in rollouts.meta["places"] for t in places] == tokens.position.tolist()
+            assert tokens.old_logprobs.unique().numel() == len(tokens)
+            seen.append(len(tokens))
+
+    needs = frozenset({"column:places", "tokens", "old_logprobs"})
+    report = check_method(toy(rollout=noted, shape=shape, needs=needs, hosts=("diffusion",)))
+    assert seen == [16 * 20] and any("programs of diffusion policies" in check for check in report.checks)
+
+
 def test_prose_is_advice_for_a_method_of_your_own():
     bare = {"__doc__": None, "__module__": "mine", "use_when": "", "avoid_when": ""}
     own = {k: v for k, v in (GOOD | bare).items() if k not in ("paper", "fidelity")}
@@ -474,6 +492,25 @@ def one_more(self, prompt):
 def texts(self, prompt):
     rows = yield from plain(self, prompt)
     return [prompt.chat.decode(row.tokens) for row in rows]
+
+
+def flows(self, prompt):
+    made = yield [Denoise(prompt.start(seed)) for seed in prompt.seeds(prompt.n)]
+    return [x for (x,) in made]
+
+
+def flows_by_chance(self, prompt):
+    (made,) = yield Denoise(prompt.start(random.SystemRandom().randrange(2**31 - 1)))
+    return [made]
+
+
+def flows_with_torch(self, prompt):
+    torch.rand(1)
+    return (yield from flows(self, prompt))
+
+
+def flows_half_way(self, prompt):
+    return (yield Denoise(prompt.start(1), steps=1))
 
 
 def a_text(self, prompt):
@@ -676,6 +713,11 @@ BROKEN = [
     (dict(rollout=one_more), "the program returned 5 rollouts for a prompt that asks for 4"),
     (dict(rollout=texts), "the program returned a list with str instead of a trajectory"),
     (dict(rollout=a_text), "it yielded str. Yield Generate, Score or Call"),
+    (dict(rollout=flows_by_chance, hosts=("diffusion",)), "the same prompts give other samples; seeds come from"),
+    (dict(rollout=flows_with_torch, hosts=("diffusion",)), "`rollout` uses the global random generator of torch"),
+    (dict(rollout=flows_half_way, hosts=("diffusion",)), "a sample has 1 of 20 steps"),
+    (dict(rollout=plain, hosts=("diffusion",)), "SamplePrompt.start() missing"),
+    (dict(rollout=flows), "'Prompt' object has no attribute 'seeds'"),
     (dict(rollout=lambda self, prompt: None), "it returned NoneType instead of a generator"),
     (dict(rollout=remembers), "reads self.state in the generation place"),
     (dict(rollout=wants_a_reward), "cannot convert float NaN to integer"),

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
 from rl_plugins.errors import RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Measured, Method
 from rl_plugins.runtime import registry
@@ -30,6 +31,7 @@ class ServedByHost:
 HOSTS = {
     "trl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
     "verl": ServedByHost(hooks=set(HOOKS), eval_hooks={"plan", "rollout"}),
+    "diffusion": ServedByHost(hooks=set(HOOKS) - set(NO_HOOKS), missing=set(NO_SIGNALS)),
 }
 
 FIDELITY = {

@@ -160,6 +160,8 @@ def _usage(usage: Usage, found: type[Method] | Bundle) -> Sequence[str]:
         lines += [f"TRL, in Python ({names}):", f"    {usage.python()}"]
     if "verl" in usage.hosts:
         lines += ["verl:", *(f"    {line}" for line in usage.command().splitlines())]
+    if "diffusion" in usage.hosts:
+        lines += ["Diffusion (from rl_plugins.diffusion import DiffusionConfig):", f"    {usage.python_of_diffusion()}"]
     return lines
 
 

@@ -51,7 +51,7 @@ def conflicts(classes: tuple[type[Method], ...]) -> tuple[Conflict, ...]:
 
 def _refusals(a: Method, b: Method) -> Iterator[tuple[str, tuple[str, str]]]:
     """Reasons and the two names, in the order in which the reason names them."""
-    for host in HOSTS:
+    for host in [h for h in HOSTS if h in a.hosts and h in b.hosts]:
         try:
             stack = MethodStack([a, b])
             stack.warn_once = lambda message: None  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""A config to copy for one method or bundle: everything that it needs and that the paper set, for TRL and for verl."""
+"""A config to copy for one method or bundle: everything that it needs and that the paper set, for every host."""
 
 from __future__ import annotations
 
@@ -8,16 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from rl_plugins.commands.catalog import example_of, parts_of
+from rl_plugins.commands.catalog import HOSTS, example_of, parts_of
 from rl_plugins.masked import MaskedOptions
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
 
 # What a run must have for a signal to exist, where no paper says otherwise.
 _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
-    "several_updates": {"trl": {"num_iterations": 2}, "verl": {"actor_rollout_ref.actor.ppo_epochs": 2}},
-    "off_policy": {"trl": {"num_iterations": 2}, "verl": {"actor_rollout_ref.actor.ppo_epochs": 2}},
-    "ref_logprobs": {"trl": {"beta": 0.04}, "verl": {"actor_rollout_ref.actor.use_kl_loss": True}},
+    "several_updates": {
+        "trl": {"num_iterations": 2},
+        "verl": {"actor_rollout_ref.actor.ppo_epochs": 2},
+        "diffusion": {"updates_per_batch": 2},
+    },
+    "off_policy": {
+        "trl": {"num_iterations": 2},
+        "verl": {"actor_rollout_ref.actor.ppo_epochs": 2},
+        "diffusion": {"updates_per_batch": 2},
+    },
+    "ref_logprobs": {
+        "trl": {"beta": 0.04},
+        "verl": {"actor_rollout_ref.actor.use_kl_loss": True},
+        "diffusion": {"beta": 0.04},
+    },
     "several_rewards": {"verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}},
     "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
 }
@@ -83,6 +95,14 @@ class Usage:
         words += [f"{k}={v!r}" for k, v in self.options["trl"].items()]
         return f"{'Masked' * self.masked}GRPOConfig({', '.join(words)})"
 
+    def python_of_diffusion(self) -> str:
+        """Arguments of the config of the diffusion trainer."""
+        words = [f"methods={list(self.methods)!r}"]
+        if self.params:
+            words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
+        words += [f"{k}={v!r}" for k, v in self.options["diffusion"].items()]
+        return f"DiffusionConfig({', '.join(words)})"
+
     def overrides(self, base: bool = True) -> list[str]:
         """Words of `python -m verl.trainer.main_ppo`, quoted for a shell.
 
@@ -114,7 +134,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
     helpers = [cls for name in _needed_beside(parts) for cls in parts_of(registry.load(name))]
     everything = [*helpers, *parts]
     made = [example_of(cls) for cls in everything]
-    options: dict[str, dict[str, Any]] = {"trl": {}, "verl": {}}
+    options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
     signals = {signal.partition(":")[0] for m in made for signal in m.needs}
     if any("admit" in m.claims() or m.replays for m in made):
         signals.discard("off_policy")
@@ -141,7 +161,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
         params={cls.name: dict(cls.example_params) for cls in everything if cls.example_params},
         options=options,
         notes=tuple(notes),
-        hosts=tuple(h for h in ("trl", "verl") if all(h in cls.hosts for cls in everything)),
+        hosts=tuple(h for h in HOSTS if all(h in cls.hosts for cls in everything)),
         masked=bool({option for host, option in set_by_methods} & {f.name for f in fields(MaskedOptions)}),
     )
 

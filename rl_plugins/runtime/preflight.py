@@ -79,6 +79,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
     older = bool(stack.claims["admit"]) or any(m.replays for m in stack.methods)  # groups that were begun before
     for m in stack.methods:
+        problems += _other_policies(m, host.name)
         for hook in m.claims():
             if hook not in host.hooks:
                 why = host.missing_hooks.get(hook, f"this version of the {host.name} adapter does not serve it.")
@@ -118,6 +119,19 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
             f"trained as if they were fresh. Name a method whose loss corrects for that (decoupled_ppo, minpro, vcpo)."
         )
     return options
+
+
+def _other_policies(m: Method, host: str) -> Iterator[str]:
+    """A program is written for language models or for diffusion policies, and some methods for the latter only."""
+    of_diffusion = "diffusion" in m.hosts
+    if host in m.hosts or not (of_diffusion or (host == "diffusion" and "rollout" in m.claims())):
+        return
+    made, trained = ("samples of diffusion policies", "language models"), ("text", "diffusion policies")
+    what, policies = made if of_diffusion else trained
+    yield (
+        f"`{m.name}` is for {what}, and {host} trains {policies} here. It runs on: {', '.join(m.hosts)}. Remove it, or "
+        f"take one of these hosts."
+    )
 
 
 def _wrong_sizes(m: Method, run: Run, host: HostFacts) -> Iterator[str]:

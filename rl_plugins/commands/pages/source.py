@@ -84,7 +84,7 @@ LAYERS = {
     ),
     "Papers: a file each, and a list of the rest": "methods rewards supervised masked flows nft cheap papers",
     "The host-free engine, for adapters": "runtime",
-    "One adapter per host": "trl verl",
+    "One adapter per host": "trl verl diffusion",
     "Tools": "testing simulation disaggregated fusion attribution compare demo commands cli",
 }
 

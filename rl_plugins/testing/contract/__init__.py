@@ -7,9 +7,9 @@ What is checked follows from the hooks the class claims. Rollouts are made by ha
 unscorable, with turns, ..), and a small host plans, "generates" and decides several batches. A method gets only what
 its `needs` name, so a signal it forgot is found here and not in a training run.
 
-Checks are in documents, decisions, plans, programs, queues, batches and updates; `results` is asked on every call of a
-hook. They work with `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches) and
-`update_step` (one update).
+Checks are in documents, decisions, plans, programs, denoising, queues, batches and updates; `results` is asked on every
+call of a hook. They work with `kit` (instances, data, problems), `scenarios` (odd rollouts), `host` (several batches)
+and `update_step` (one update).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rl_plugins.testing.contract.decisions import (
     check_row_order,
     check_unscorable,
 )
+from rl_plugins.testing.contract.denoising import check_denoising
 from rl_plugins.testing.contract.documents import check_declaration, check_parameters, check_prose
 from rl_plugins.testing.contract.kit import Kit
 from rl_plugins.testing.contract.plans import check_budget, check_plans, check_prompts
@@ -50,6 +51,7 @@ CHECKS: tuple[Callable[[Kit], bool | None], ...] = (
     check_programs,
     check_books,
     check_odd_engines,
+    check_denoising,
     check_admission,
     check_budget,
     check_determinism,

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
+from rl_plugins.denoising import Denoise, Sample
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.method import Method
 from rl_plugins.params import Is, MethodParams, has_effect, holds
@@ -21,13 +22,17 @@ from rl_plugins.requests import Call, Generate, Score
 from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.programs import Running, run
+from rl_plugins.runtime.samples import RunningSamples, run_samples
+from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.services import ChatEndpoint, Endpoint, Service
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.decisions import decided
+from rl_plugins.testing.contract.denoising import makes_samples
 from rl_plugins.testing.contract.host import run_batch
 from rl_plugins.testing.contract.kit import GROUP_SIZE, GROUPS, Kit
 from rl_plugins.testing.contract.scenarios import scenarios
 from rl_plugins.testing.contract.update_step import UpdateStep
+from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt
 from rl_plugins.testing.generation import Simulation
 
@@ -150,6 +155,8 @@ class Trial(Kit):
         method, requests = stack.methods[-1], list[Any]()
         make = method.rollout
         method.rollout = lambda prompt: _watched(make(prompt), requests)  # type: ignore[method-assign]
+        if makes_samples(self.cls):
+            return self._samples(method, rows, requests, stack)
         engine = TableEngine(self.world.model or _letters, self.world.reward or _reward)
         made = []
         for row, training in [*((row, True) for row in rows), (rows[0], False)]:
@@ -167,6 +174,20 @@ class Trial(Kit):
             program = Running(method, prompt)
             run([program], engine)
             made.append(program.rows)
+        return {"rows": made, "requests": requests, "metrics": combine([stack.metrics.take()])}
+
+    def _samples(self, method: Method, rows: Sequence[PlanRow], requests: list[Any], stack: MethodStack) -> Any:
+        """The same of a diffusion policy."""
+        engine = FlowEngine(GaussianFlow(0.1, 0.8), lambda x, columns: float(x.mean()), cheap=GaussianFlow(0.0, 0.8))
+        made = []
+        for row in rows:
+            columns = {**self.dataset[max(row.prompt_index, 0)], **self.world.columns}
+            prompt = make_sample_prompt(
+                n=self.world.n, columns=columns, payload=row.payload, has_cheap=True, seed=f"{row.prompt_index}"
+            )
+            program = RunningSamples(method, prompt)
+            run_samples([program], engine)
+            made.append([[x.latent, x.meta, x.rewards, len(x.trained), x.group] for x in program.samples])
         return {"rows": made, "requests": requests, "metrics": combine([stack.metrics.take()])}
 
     @cached_property
@@ -370,7 +391,10 @@ def _noted(request: Any) -> Any:
         t = request.trajectory
         return [t.prompt, t.tokens, request.n, request.max_tokens, request.stop, request.temperature, request.top]
     if isinstance(request, Score):
-        return [request.trajectory.tokens]
+        return [request.trajectory.seed if isinstance(request.trajectory, Sample) else request.trajectory.tokens]
+    if isinstance(request, Denoise):
+        names = ("count", "n", "shared_noise", "noisy", "model", "noise_scale", "seed")
+        return [request.sample.seed, request.sample.total, *(getattr(request, name) for name in names)]
     return [request.name, request.timeout] if isinstance(request, Call) else shown(request)
 
 

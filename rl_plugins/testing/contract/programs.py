@@ -29,9 +29,14 @@ LETTERS = "ab 01=[]\n"
 CLOSE = 1e-6  # between a row's log-prob and the engine's
 
 
+def writes_text(cls: type[Method]) -> bool:
+    """Whether its rollout program is one of language models."""
+    return "rollout" in cls.claims() and bool({"trl", "verl"} & set(cls.hosts))
+
+
 def check_programs(kit: Kit) -> bool:
     """programs on the fake engine: legal rows, their groups, the same rows again, and decisions on them"""
-    if "rollout" not in kit.cls.claims():
+    if not writes_text(kit.cls):
         return False
     with kit.at("a program"):
         made = _made(kit, _Setting())
@@ -47,7 +52,7 @@ def check_programs(kit: Kit) -> bool:
 
 def check_books(kit: Kit) -> bool:
     """tokens of programs: log-prob, version and kind are those of the engine that made them"""
-    if "rollout" not in kit.cls.claims():
+    if not writes_text(kit.cls):
         return False
     with kit.at("tokens"):
         _check_rows(kit, _made(kit, _Setting()))
@@ -56,7 +61,7 @@ def check_books(kit: Kit) -> bool:
 
 def check_odd_engines(kit: Kit) -> bool:
     """programs where rewards are missing or equal, there is room for one token or none, or the engine is interrupted"""
-    if "rollout" not in kit.cls.claims():
+    if not writes_text(kit.cls):
         return False
     for name, setting in {
         "one rollout": _Setting(prompt={"n": 1}),

@@ -1,0 +1,4 @@
+"""The diffusion adapter: a trainer for flow-matching models of diffusers with `methods` and `method_params`.
+
+from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
+"""
