@@ -25,6 +25,7 @@ class Reviewed:
         name: what a user would write in `methods`.
         arxiv: "2402.12527".
         why: where it is, or the reason.
+        part_of: the bundle of the same paper, where this is one of its pieces; else empty.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Reviewed:
     arxiv: str
     verdict: Verdict
     why: str
+    part_of: str = ""
 
 
 @cache

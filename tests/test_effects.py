@@ -284,6 +284,11 @@ CASES: dict[str, Case] = {
     ),
     "dora_reuse": Case(settings=({"spare_share": 1.0},), elsewhere=("max_staleness", "buffer_groups")),
     "dora_loss": Case(settings=({}, {"neg_high": 1.2}, {"weight_cap": 1.05}), elsewhere=("mu",)),
+    "difficulty_slices": Case(
+        World(prepare=harder_and_easier),
+        {"column": ["level"], "head": [1], "refresh": [3]},
+        ({"refresh": 1}, {"refresh": 1, "heads": 2}, {"heads": 2, "refresh": 1, "decay": 0.5}, {"column": "level"}),
+    ),
     "dots": Case(
         World(),
         {"embeddings": [lambda data: [[math.cos(3.0 * i + j) for j in range(4)] for i in range(16)]], "adapter": []},

@@ -65,6 +65,11 @@ def with_sets(rows: int, size: int) -> tuple[Any, list[str]]:
         (["drive"], {"drive": {**STAGES, "sizes": [6, 8]}}, "a set is part of the one before"),
         (["drive"], {"drive": {**STAGES, "max_tokens": [14, 99]}}, "the host's completion length is 14"),
         (["linear_ts"], {"linear_ts": {"column": "domain"}}, "dataset has no column `domain`.* task"),
+        (["difficulty_slices"], {"difficulty_slices": {"column": "wins"}}, "dataset has no column `wins`.* level"),
+        (["difficulty_slices"], {"difficulty_slices": {"column": "task"}}, "column `task` must hold a number in every"),
+        (["difficulty_slices"], {"difficulty_slices": {"heads": 201}}, "`heads` is 201, and the dataset has 200"),
+        (["difficulty_slices", "vade"], {}, "`difficulty_slices` and `vade` both"),
+        (["mode_switching"], {}, "It is preference training and no step of a run"),
     ],
 )
 def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], message: str) -> None:
@@ -73,7 +78,8 @@ def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
-    "name", ["linear_ts", "vade", "gdro_prompt", "gdro_rollout", "drive", "best_perm", "xrpo_seeds"]
+    "name",
+    ["linear_ts", "vade", "gdro_prompt", "gdro_rollout", "drive", "best_perm", "xrpo_seeds", "difficulty_slices"],
 )
 def test_what_belongs_to_dataset_rows_is_refused_for_a_stream(tmp_path: Any, name: str) -> None:
     params = {"linear_ts": {"column": "task"}, "best_perm": {"templates": ["{prompt}"]}}.get(name, {})

@@ -42,6 +42,8 @@ STACKS: dict[str, dict[str, dict[str, Any]]] = {
     "xrpo": {"xrpo_allocate": {}, "xrpo_seeds": {"second_round": False}},
     "brorl": {"brorl": {"ramp": [[1, 16]]}},
     "linear_ts": {"linear_ts": {"column": "level", "draws": 4}},
+    "slices": {"difficulty_slices": {"heads": 4, "column": "level"}},
+    "slices of own counts": {"difficulty_slices": {"heads": 2, "refresh": 2}},
     "best_perm": {"best_perm": HINTS},
     "gdro_rollout": {"gdro_rollout": {"edges": [0.55], "hysteresis": 0.0, "arm_sign": "paper", "baseline": "none"}},
     "drive": {"drive": {"sizes": [1.0, 12], "batches": [1], "rollouts": [8, 16], "max_tokens": [14, 6]}},

@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from methods.ps_grpo_loops import COLUMN, check_ps_grpo
+from methods.slices_loops import check_slices
 from runs import PROBES, PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, broken, check_costs, check_groups, finished, start
 
 sys.path.insert(0, str(PROBES))
@@ -94,8 +95,9 @@ SAMPLER_PARAMS = [
 FURTHER = ["drpo", "d3s", "mssr_baseline+mssr_shaping", "v0_5", "v0", "brpo", "fapo"]
 SWARM = ["swarm_sapo+watch"]
 SETS = ["ps_grpo+watch"]
+SLICES = ["difficulty_slices+watch"]
 AUDIT = ["reward_audit"]
-ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + AUDIT
+ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -129,6 +131,9 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.swarm_sapo.external_weight=0.5",
             "+carousel_params.ps_grpo.compare=exact",
             "+carousel_params.ps_grpo.gamma=0.5",
+            "+carousel_params.difficulty_slices.column=level",
+            "+carousel_params.difficulty_slices.heads=3",
+            "+carousel_params.difficulty_slices.head=2",
             "+carousel_params.reward_audit.on_preflight=quarantine",
             "+carousel_params.reward_audit.gold_renderer='verl_probes:turned_answer'",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
@@ -575,6 +580,15 @@ def test_ps_grpo_trains_whole_sets_and_compares_wordings(carousel: Run) -> None:
     expected = centered(d, deviation(1e-6))
     torch.testing.assert_close(d.row_advantages[d.trained], expected, rtol=1e-4, atol=1e-5)
     assert logged["ps_grpo/distinct_answers"] in (0.5, 1.0) and 0 < logged["ps_grpo/consistency"] < 1
+
+
+def test_difficulty_slices_takes_half_of_a_batch_from_its_slice(carousel: Run) -> None:
+    d, _, logged = sampler(carousel, "difficulty_slices")
+    table = pyarrow.parquet.read_table(carousel.folder / "data" / "train.parquet").to_pylist()
+    level = [row["extra_info"]["level"] for row in table]
+    assert d.rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and bool(d.trained.all())
+    check_slices([d.rollouts.prompt_index[::SAMPLES].tolist()], level, heads=3, head=2, share=0.5)
+    assert logged["difficulty_slices/own"] == 0.5 and logged["difficulty_slices/spread"] > 1
 
 
 def test_swarm_sapo_trains_groups_of_another_node_as_they_were_sent(carousel: Run) -> None:

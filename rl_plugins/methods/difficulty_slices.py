@@ -1,0 +1,299 @@
+"""The sampler of EconProver's heads (arXiv 2509.12603): half of a batch is of one slice of difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.evidence import Counts
+from rl_plugins.groups import Groups
+from rl_plugins.method import Idle, Method, Paper
+from rl_plugins.params import MethodParams, param
+from rl_plugins.priors import Column
+from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+
+COUNTS = Counts(("right", "trials"))
+OWN, OTHERS = "own", "others"
+WITHOUT_COLUMN = {"column": ""}
+Ids = NDArray[np.int64]
+
+
+class DifficultySlices(Method):
+    """Trains one of several heads: a share of its prompts is of its own slice of difficulty, the rest of the others.
+    This is a reconstruction: how the slices are cut, in which order their prompts come, and how the others are drawn
+    were not published.
+
+    A head is a small adapter (LoRA, prompt or prefix tuning) on a frozen base model, trained by a run of its own. The
+    run of head i of n = `heads` sorts the D prompts of the dataset by difficulty and cuts them into n slices:
+
+        rank_x  = place of prompt x by successes of the base policy, fewest first; ties by dataset row
+        slice_x = floor(rank_x n / D)                     sizes differ by at most 1; slice 0 is the hardest
+        of B prompts of a batch, `own_share` B are of slice i, the others of all other slices
+
+    Half a prompt that rounding adds to a batch is taken from the next one. The prompts of slice i come in a shuffled
+    order, all of them before one is repeated, and so do the prompts of the other slices together.
+
+    The successes are a number per prompt: in the dataset column `column`, for example how many of 32 attempts of the
+    base policy were right (a rate will do). Without a column the run counts its own rollouts: for `refresh` batches
+    the prompts come in the host's order, then all prompts are sorted by (right + 1) / (rollouts + 2), and again every
+    `refresh` batches. These counts are of the policy in training. A prompt without a rollout counts as 1/2.
+
+    Symbols: right, rollouts (D,) float64; a success is a reward >= success_threshold.
+
+    Special cases: `heads: 1` is the host's order. A batch that is not full asks again; the answer goes on in the same
+    orders. If a slice has too few prompts that are not in the batch yet, the other side gives the rest. A rollout of
+    several rows counts once; those without a reward (NaN) and foreign prompts do not count. `own_share: 1` trains the
+    slice alone. In asynchronous modes the counts come with the delay of those modes.
+
+    State: the position in both orders, the rounding carried over and the dataset's size; without a column also the
+    counts, and which prompts are in the slice.
+
+    Logs: `own`, share of the batch's prompts that are of the slice; `size`, prompts of the slice; `spread`, mean
+    number of the easiest slice minus that of the hardest.
+
+    Raises:
+        ConfigError: head i is not below n; more heads than prompts; no such column, or a value that is no number; a
+            stream.
+        MethodError: more prompts are asked for than are left.
+        StateError: the state belongs to a dataset of another size.
+
+    Source: arXiv 2509.12603 (Diverse parallel-scaled RL), as two independent notes describe it. No code was found.
+    """
+
+    name = "difficulty_slices"
+    paper = Paper(
+        "2509.12603",
+        "EconProver: Towards More Economical Test-Time Scaling for Automated Theorem Proving",
+        "Mukai Li and others",
+        2025,
+    )
+    fidelity = "reconstruction"
+    does = "Trains one of several heads, half on its own slice of difficulty and half on the rest"
+    problems = ("exploration", "few_prompts")
+    use_when = (
+        "A fixed number of samples per problem is spread over several small heads of one model, and samples of a "
+        "single policy are too much alike."
+    )
+    avoid_when = (
+        "You deploy one policy and take one sample per problem: a head is trained for a part of the problems. Or base "
+        "successes hardly differ between prompts."
+    )
+    cost = (
+        "No extra rollouts or forward passes, but n runs, one per head. The column costs attempts of the base policy "
+        "before training (32 per prompt in the paper)."
+    )
+    disagreements = (
+        "What was read is two notes on the paper. Slices of equal size, ties by dataset row, shuffled orders and "
+        "uniform draws from the other slices are inferred.",
+        "The paper trains each head with PPO; TRL 1.16 has no PPO trainer. Here the estimator is the host's, or that "
+        "of another method.",
+        "Counting the run's own rollouts in place of attempts of the base policy is ours. Heads then disagree about "
+        "the slices, because each run sees its own policy.",
+        "The paper also tries slices of similar proofs; they are not built. A column of your own numbers can stand for "
+        "them.",
+    )
+    needs = frozenset({"prompt_index"})
+    idle = (
+        Idle(
+            {"spread": 0.0},
+            "the slices are alike. `heads` is 1, or all prompts have the same number of successes: look at `column`.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        heads: int = param(8, "n, number of heads and of slices; 1: the host's order", ge=1)
+        head: int = param(0, "i, the head that this run trains, counted from 0; slice 0 is the hardest", ge=0)
+        column: str = param(
+            "", "dataset column with the base policy's successes, more is easier; empty: the run's own rollouts"
+        )
+        own_share: float = param(0.5, "share of a batch's prompts that are of the head's own slice", ge=0, le=1)
+        refresh: int = param(
+            10, "number of generation batches between two sortings by the run's own rollouts", ge=1,
+            only_if=WITHOUT_COLUMN,
+        )  # fmt: skip
+        decay: float = param(
+            1.0, "share of a prompt's older outcomes that remains after a visit", ge=0, le=1, only_if=WITHOUT_COLUMN
+        )
+        success_threshold: float = param(0.5, "lowest reward that counts as a success", only_if=WITHOUT_COLUMN)
+
+        def check(self) -> None:
+            if self.head >= self.heads:
+                raise ConfigError(
+                    f"parameter `head` is {self.head}, and `heads` is {self.heads}. Heads are counted from 0: `head` "
+                    f"must be at most {self.heads - 1}. Lower `head` or raise `heads`."
+                )
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        column = {f"column:{self.params.column}"} if self.params.column else set()
+        self.needs = frozenset({"prompt_index"} | column)
+
+    def check(self, run: Run) -> None:
+        if run.dataset_size is not None and self.params.heads > run.dataset_size:
+            raise ConfigError(
+                f"`heads` is {self.params.heads}, and the dataset has {run.dataset_size} prompts, so a slice would be "
+                f"empty. Lower `heads` or give more prompts."
+            )
+        if run.dataset is not None and run.dataset_size is not None:
+            self._successes(run)
+
+    def start(self, run: Run) -> None:
+        if run.dataset_size is None:
+            raise ConfigError(
+                "the dataset is a stream, whose prompts cannot be sorted; give one with random access, or remove "
+                "`difficulty_slices`."
+            )
+        self.check(run)
+        size = run.dataset_size
+        self._orders: dict[str, tuple[int, Ids]] = {}
+        self._cut: Tensor | None = None  # the slice that these are the members of
+        self._members: dict[str, Ids] = {}
+        self._slice = torch.ones(size, dtype=torch.bool)
+        self._spread = 0.0 if self.params.heads == 1 else None  # None: not known, no slices were cut in this process
+        self.state = {"prompts": size, "owed": 0.0, OWN: _begin(), OTHERS: _begin()}
+        successes = self._successes(run)
+        if successes is None:
+            self.state |= {**COUNTS.start(size), "slice": self._slice, "sorted": 0}
+        else:
+            self._slice = self._split(successes)
+
+    def select_prompts(self, pool: PromptPool, n: int) -> Sequence[int]:
+        state, p = self.state, self.params
+        if state["prompts"] != pool.size:
+            raise StateError(
+                f"The state is of a dataset with {state['prompts']} prompts, and the dataset has {pool.size}. Slices "
+                f"belong to dataset rows: resume with the dataset of the checkpoint, or start a new run from its "
+                f"weights."
+            )
+        taken = np.unique(np.array([i for i in pool.taken if i >= 0], dtype=np.int64))  # a foreign prompt is -1
+        if n > pool.size - len(taken):
+            raise MethodError(
+                f"{n} prompts are to be chosen, but only {pool.size - len(taken)} of the dataset's {pool.size} are "
+                f"left. Make the batch smaller (fewer prompts, or more rollouts per prompt) or the dataset larger."
+            )
+        own_free, others_free = self._free(taken, pool.batch)
+        if not len(self._members[OTHERS]):
+            if len(pool.proposal) == n and not len(taken):
+                return pool.proposal
+            own = n
+        else:
+            own, state["owed"] = rounded(p.own_share * n + state["owed"])
+            own = min(max(own, n - others_free), own_free)
+            self.log("own", own / n, weight=n)
+            self.log("size", len(self._members[OWN]))
+        chosen = np.concatenate([self._next(OWN, own, taken), self._next(OTHERS, n - own, taken)])
+        mixed: list[int] = self.rng("mix").permutation(chosen).tolist()  # an optimizer step has prompts of both sides
+        return mixed
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        p, each = self.params, rollouts.once
+        if "trials" in self.state:
+            known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
+            prompts, right = Groups(each.prompt_index[known]), (each.reward[known] >= p.success_threshold).double()
+            if len(prompts.ids) and int(prompts.ids.max()) >= self.state["prompts"]:
+                raise StateError(
+                    f"The state has counts of {self.state['prompts']} prompts, but prompt {int(prompts.ids.max())} was "
+                    f"trained. Counts belong to dataset rows: resume with the dataset of the checkpoint, or start a "
+                    f"new run from its weights."
+                )
+            COUNTS.visit(self.state, prompts.ids, p.decay, (prompts.sum(right), prompts.n(right).double()))
+
+    # ---- slices
+
+    def _successes(self, run: Run) -> Tensor | None:
+        """(prompts,) successes of the base policy; None without a column."""
+        name = self.params.column
+        if not name:
+            return None
+        column = Column(name)
+        try:
+            found = column.predict(column.start(run), torch.arange(run.dataset_size or 0))
+        except ValueError as e:
+            raise ConfigError(f"the column `{name}` must hold a number in every row, and one of its values does not "
+                              f"fit: {e} Fill the column, or name another.") from None  # fmt: skip
+        wrong = (~torch.isfinite(found)).nonzero()[:, 0]
+        if len(wrong):
+            raise ConfigError(
+                f"the column `{name}` must hold a number in every row, and row {int(wrong[0])} has "
+                f"{float(found[wrong[0]]):g}. Fill the column, or name another."
+            )
+        return found
+
+    def _split(self, successes: Tensor) -> Tensor:
+        """(prompts,) bool: those of the slice."""
+        p, found = self.params, slices(successes, self.params.heads)
+        easiest, hardest = (float(successes[found == k].mean()) for k in (p.heads - 1, 0))
+        self._spread = easiest - hardest
+        return found == p.head
+
+    def _free(self, taken: Ids, batch: int) -> tuple[int, int]:
+        """Prompts of the slice and of the others that are not among those taken; without a column sorts first."""
+        state, p = self.state, self.params
+        if "trials" in state and p.heads > 1 and batch // p.refresh > state["sorted"]:
+            right, trials = COUNTS.of(state, slice(None))
+            state["slice"] = self._split((right + 1) / (trials + 2))
+            state |= {"sorted": batch // p.refresh, "owed": 0.0, OWN: _begin(), OTHERS: _begin()}
+        mask = state.get("slice", self._slice)
+        if mask is not self._cut:  # at the start, after a sorting, and after a resume
+            self._cut, self._orders = mask, {}
+            self._members = {OWN: np.flatnonzero(mask), OTHERS: np.flatnonzero(~mask)}
+        if self._spread is not None and not len(taken):
+            self.log("spread", self._spread)
+        own = int(mask.numpy()[taken].sum())
+        return len(self._members[OWN]) - own, len(self._members[OTHERS]) - (len(taken) - own)
+
+    def _next(self, side: str, k: int, without: Ids) -> Ids:
+        """The next k prompts of a side in its order, without these. Those it passes by come first the next time."""
+        at, chosen, late = self.state[side], np.empty(0, dtype=np.int64), list[int]()
+        waiting = np.array(at["late"], dtype=np.int64)
+        while True:
+            passed = np.isin(waiting, np.concatenate([without, chosen]))
+            found, need = waiting[~passed], k - len(chosen)
+            chosen = np.concatenate([chosen, found[:need]])
+            late += [*waiting[passed].tolist(), *found[need:].tolist()]
+            if len(chosen) == k:
+                break
+            if at["seed"] < 0 or at["place"] == len(self._members[side]):
+                at["seed"], at["place"] = int(self.rng(f"{side} after {at['seed']}").integers(2**31)), 0
+            waiting = self._order(side)[at["place"] : at["place"] + k - len(chosen)]
+            at["place"] += len(waiting)
+        at["late"] = list(dict.fromkeys(late))
+        return chosen
+
+    def _order(self, side: str) -> Ids:
+        """The members of a side in the order of the present pass."""
+        seed = self.state[side]["seed"]
+        if self._orders.get(side, (-1,))[0] != seed:
+            self._orders[side] = seed, np.random.default_rng(seed).permutation(self._members[side])
+        return self._orders[side][1]
+
+
+def slices(successes: Tensor, count: int) -> Tensor:
+    """(prompts,) int64 slice of each prompt, 0 for the fewest successes; equal ones by dataset row.
+
+    Args:
+        successes: (prompts,) numbers.
+        count: slices, whose sizes differ by at most 1.
+    """
+    found = torch.empty(len(successes), dtype=torch.int64)
+    found[torch.sort(successes, stable=True).indices] = torch.arange(len(successes)) * count // max(1, len(successes))
+    return found
+
+
+def rounded(exact: float) -> tuple[int, float]:
+    """A whole number near this, halves up, and what is left over, in [-1/2, 1/2)."""
+    whole = int(np.floor(exact + 0.5))
+    return whole, exact - whole
+
+
+def _begin() -> dict[str, Any]:
+    """The position before an order's first prompt."""
+    return {"seed": -1, "place": 0, "late": []}
