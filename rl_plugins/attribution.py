@@ -51,6 +51,20 @@ def coalitions(players: Sequence[str]) -> list[frozenset[str]]:
     return [frozenset(p for k, p in enumerate(players) if i >> k & 1) for i in range(2 ** len(players))]
 
 
+def needed(
+    players: Sequence[str], *, index: Index = "shapley", samples: int | None = None, seed: int = 0
+) -> list[frozenset[str]]:
+    """The coalitions whose scores `attribute` asks for with these arguments, in the order of their bits."""
+    asked: list[frozenset[str]] = []
+
+    def score(coalition: frozenset[str]) -> float:
+        asked.append(coalition)
+        return 0.0
+
+    attribute(score, players, index=index, samples=samples, seed=seed)
+    return sorted(asked, key=lambda s: sum(1 << k for k, p in enumerate(players) if p in s))
+
+
 def attribute(
     value: Value | Mapping[Collection[str], float],
     players: Sequence[str],
@@ -107,6 +121,8 @@ def attribute(
 class AttributionInterval:
     """Values over all tasks, with percentile intervals of a bootstrap over tasks.
 
+    The intervals hold the noise of the scores. Where coalitions were sampled, `Attribution.error` has that noise.
+
     Attributes:
         players: their names.
         values, low, high: (players,) float64.
@@ -125,35 +141,39 @@ def bootstrap(
     players: Sequence[str],
     *,
     index: Index = "shapley",
+    samples: int | None = None,
     draws: int = 2000,
     level: float = 0.95,
     seed: int = 0,
 ) -> AttributionInterval:
-    """Exact values of noisy scores, with intervals by resampling tasks.
+    """Values of noisy scores, with intervals by resampling tasks.
 
     v(S) is the mean of `scores[S]`. The j-th score of every coalition belongs to the same task (or seed), and a draw
     takes the same tasks for all coalitions, so what all coalitions share cancels.
 
     Args:
-        scores: (tasks,) for every coalition.
+        scores: (tasks,) for every coalition in `needed` with the same index, samples and seed.
+        samples, seed: as for `attribute`; the seed is also that of the resampling.
 
     Raises:
-        ConfigError: a coalition is missing, numbers of tasks differ, fewer than 2 tasks, more than 10 players, or a
-            number out of range.
+        ConfigError: a coalition is missing, numbers of tasks differ, fewer than 2 tasks, more than 10 players without
+            `samples`, or a number out of range.
     """
     if not 0 < level < 1:
         raise ConfigError(f"`level` is {level:g}. It must be between 0 and 1, for example 0.95.")
     if draws < 1:
         raise ConfigError(f"`draws` is {draws}. It must be at least 1.")
-    n = len(players)
-    if n > MOST_EXACT:
-        raise ConfigError(f"There are {n} players; intervals need all coalitions, so at most {MOST_EXACT}.")
+    if samples is None and len(players) > MOST_EXACT:
+        raise ConfigError(
+            f"There are {len(players)} players. Intervals without `samples` need all coalitions, so at most "
+            f"{MOST_EXACT} players. Give `samples`."
+        )
     by_set = {frozenset(s): np.asarray(list(given), np.float64) for s, given in scores.items()}
-    subsets = coalitions(players)
+    subsets = needed(players, index=index, samples=samples, seed=seed)
     missing = [s for s in subsets if s not in by_set]
     if missing:
         raise ConfigError(
-            f"There is no score of {_named(missing[0])}. Give one for each of the {len(subsets)} subsets."
+            f"There is no score of {_named(missing[0])}. Give one for each of the {len(subsets)} coalitions."
         )
     tasks = {len(by_set[s]) for s in subsets}
     if len(tasks) > 1 or min(tasks) < 2:
@@ -162,7 +182,12 @@ def bootstrap(
     if not np.isfinite(table).all():
         raise ConfigError("A score is not finite. Leave its task out of all coalitions.")
     m = table.shape[1]
-    per_task = _exact(table, n, index)  # (players, tasks): the values are linear in the scores
+    if samples is None:  # (players, tasks): the values are linear in the scores
+        per_task = _exact(table, len(players), index)
+    else:
+        tasks_of: list[dict[Collection[str], float]] = [dict(zip(subsets, task, strict=True)) for task in table.T]
+        found = [attribute(task, players, index=index, samples=samples, seed=seed) for task in tasks_of]
+        per_task = np.stack([f.values for f in found], axis=1)
     rng = np.random.default_rng(seed)
     weights = rng.multinomial(m, np.full(m, 1 / m), size=draws) / m
     low, high = np.quantile(per_task @ weights.T, [(1 - level) / 2, (1 + level) / 2], axis=1)

@@ -407,6 +407,10 @@ def compare(
     attribute: Annotated[
         bool, typer.Option("--attribute", help="Train every subset of the methods, and print what each one brought.")
     ] = False,
+    attribute_pairs: Annotated[
+        int | None,
+        typer.Option("--attribute-pairs", help="Train only the subsets along this many pairs of random orders."),
+    ] = None,
     dry_run: Annotated[bool, _DRY] = False,
 ) -> None:
     """Compare methods with a baseline on your own run, under one budget, with intervals.
@@ -425,9 +429,10 @@ def compare(
         _one_job(jobs)
         if launcher:
             raise ConfigError("--launcher is for TRL; verl starts its own processes. Leave it out.")
-        compare.compare_verl(words, vs, seeds, out, metric or [], method_params, budget.value, dry_run, attribute)
+        budgeted = (method_params, budget.value, dry_run, attribute, attribute_pairs)
+        compare.compare_verl(words, vs, seeds, out, metric or [], *budgeted)
     else:
-        budgeted = (method_params, budget.value, dry_run, attribute)
+        budgeted = (method_params, budget.value, dry_run, attribute, attribute_pairs)
         compare.compare(words, vs, seeds, out, jobs or 1, metric or [], launcher, *budgeted)
 
 

@@ -12,7 +12,7 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.attribution import MOST_EXACT, attribute, bootstrap, coalitions, synergies
+from rl_plugins.attribution import MOST_EXACT, attribute, bootstrap, coalitions, needed, synergies
 from rl_plugins.errors import ConfigError
 
 GOLDEN = Golden("capabench")
@@ -146,6 +146,35 @@ def test_intervals_of_noisy_scores() -> None:
     np.testing.assert_allclose(found.values, attribute(means, players).values, atol=1e-12)
 
 
+@given(st.integers(0, 5), st.sampled_from(["shapley", "banzhaf"]), st.sampled_from([None, 1, 3]), st.integers(0, 3))
+@settings(deadline=None, max_examples=40)
+def test_the_needed_coalitions_are_those_asked_for(n: int, index: Any, samples: int | None, seed: int) -> None:
+    players = list("abcde"[:n])
+    asked: set[frozenset[str]] = set()
+    attribute(lambda s: asked.add(s) or 0.0, players, index=index, samples=samples, seed=seed)
+    found = needed(players, index=index, samples=samples, seed=seed)
+    assert set(found) == asked and len(found) == len(asked)
+    assert samples is not None or found == coalitions(players)
+
+
+def test_intervals_of_sampled_coalitions() -> None:
+    """12 players, 4 pairs of orders: the values are those of the mean scores, and what tasks share cancels."""
+    players = [f"p{i}" for i in range(12)]
+    rng = np.random.default_rng(0)
+    task = rng.normal(scale=10, size=20)
+    asked = needed(players, samples=4, seed=5)
+    scores = {s: task + sum(int(p[1:]) for p in s) + rng.normal(scale=0.1, size=20) for s in asked}
+    assert len(scores) <= 4 * 2 * 11 + 2
+    found = bootstrap(scores, players, samples=4, seed=5, draws=300)
+    means = {s: float(v.mean()) for s, v in scores.items()}
+    np.testing.assert_allclose(found.values, attribute(means, players, samples=4, seed=5).values, atol=1e-9)
+    np.testing.assert_allclose(found.values, np.arange(12.0), atol=0.15)
+    assert (found.low <= found.values).all() and (found.values <= found.high).all()
+    assert (found.high - found.low).max() < 0.2
+    with pytest.raises(ConfigError, match="no score of the coalition"):
+        bootstrap(scores, players, samples=4, seed=6)
+
+
 def test_synergies() -> None:
     table = {s: float(len(s)) + 2 * (s == {"a", "b"}) for s in coalitions(["a", "b"])}
     assert synergies(table, ["a", "b"]) == {("a", "b"): 2.0}
@@ -168,7 +197,7 @@ def test_errors_say_what_to_change() -> None:
         attribute(whole, ["a", "b"], samples=0)
     with pytest.raises(ConfigError, match="scores. Each needs one per task"):
         bootstrap({s: [0.0] * (1 + len(s)) for s in whole}, ["a", "b"])
-    with pytest.raises(ConfigError, match="at most 10"):
+    with pytest.raises(ConfigError, match="at most 10 players. Give `samples`"):
         bootstrap({}, [f"p{i}" for i in range(11)])
     with pytest.raises(ConfigError, match="`level` is 95"):
         bootstrap({}, ["a"], level=95)

@@ -1,39 +1,85 @@
-"""`rl-plugins compare --attribute`: every subset of the methods as an arm, and which method brought what."""
+"""`rl-plugins compare --attribute`: subsets of the methods as arms, and which method brought what."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.attribution import attribute, bootstrap
+from rl_plugins.attribution import attribute, bootstrap, needed
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
+from rl_plugins.runtime.stack import build_stack
 
-MOST = 5  # methods: 2^5 arms, each with every seed
+MOST = 5  # methods whose subsets are all trained: 2^5 arms, each with every seed
 
 
-def cube(methods: Sequence[str]) -> list[str]:
-    """An arm for every subset of the methods but the empty one, which is the baseline.
+@dataclass(frozen=True)
+class Cube:
+    """The subsets of methods that are arms.
+
+    Args:
+        methods: different names; `vade+mc_grpo` counts as one.
+        pairs: of a random order and its reverse, along which methods are added; None: every subset is an arm.
 
     Raises:
-        ConfigError: too many methods, or one of them named twice.
+        ConfigError: no method, one of them named twice, too many for every subset, or no pair.
     """
-    if len(methods) > MOST:
-        raise ConfigError(
-            f"--attribute has {len(methods)} methods, which are {2 ** len(methods)} arms. Name at most {MOST}; "
-            f"`vade+mc_grpo` counts as one."
-        )
-    twice = sorted({m for m in methods if list(methods).count(m) > 1})
-    if twice:
-        raise ConfigError(f"--attribute names {twice[0]} twice. Name every method once.")
-    subsets = [[m for k, m in enumerate(methods) if i >> k & 1] for i in range(1, 2 ** len(methods))]
-    return ["+".join(subset) for subset in sorted(subsets, key=len)]
+
+    methods: tuple[str, ...]
+    pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.methods:
+            raise ConfigError("No method is named. Name them, or set `methods` in the config.")
+        twice = sorted({m for m in self.methods if self.methods.count(m) > 1})
+        if twice:
+            raise ConfigError(f"--attribute names {twice[0]} twice. Name every method once.")
+        if self.pairs is not None and self.pairs < 1:
+            raise ConfigError(f"--attribute-pairs is {self.pairs}. It must be at least 1.")
+        if self.pairs is None and len(self.methods) > MOST:
+            n = len(self.methods)
+            raise ConfigError(
+                f"--attribute has {n} methods, which are {2**n} arms. Name at most {MOST} (`vade+mc_grpo` counts as "
+                f"one), or give --attribute-pairs: 4 pairs of orders are at most {4 * 2 * (n - 1) + 2} arms."
+            )
+
+    @property
+    def subsets(self) -> list[frozenset[str]]:
+        """Those that are scored, small ones first; the first is empty."""
+        return sorted(needed(self.methods, samples=self.pairs), key=len)
+
+    @property
+    def arms(self) -> list[str]:
+        """Labels of all but the empty one, which is the baseline."""
+        return [self.label(subset) for subset in self.subsets if subset]
+
+    def label(self, subset: Collection[str]) -> str:
+        """The methods of a subset in their order."""
+        return "+".join(m for m in self.methods if m in subset)
+
+    def check(self, baseline: str, params: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuses what would end in an arm that cannot run, before any is trained.
+
+        Raises:
+            ConfigError: the baseline has methods, or not all of the methods can run together.
+        """
+        if baseline not in registry.BASELINES:
+            raise ConfigError(
+                f"--vs is {baseline}. With --attribute the baseline is the host without methods: leave --vs out."
+            )
+        names = [name for m in self.methods for name in m.split("+")]
+        try:
+            build_stack(names, {n: v for n, v in params.items() if n in registry.select(names).classes})
+        except ConfigError as e:
+            raise ConfigError(f"--attribute trains all of {', '.join(self.methods)} together. {e}") from None
 
 
-def attributed(summary: Mapping[str, Any], methods: Sequence[str], metric: str) -> dict[str, Any]:
-    """Shapley values of the methods in one metric of a report on the arms of `cube`.
+def attributed(summary: Mapping[str, Any], cube: Cube, metric: str) -> dict[str, Any]:
+    """Shapley values of the methods in one metric of a report on the arms of a cube.
 
     Seeds that every arm has are paired. The intervals resample them; one seed gives none.
 
@@ -41,51 +87,48 @@ def attributed(summary: Mapping[str, Any], methods: Sequence[str], metric: str) 
         ConfigError: an arm has not logged the metric, or no seed is finished in every arm.
     """
     by_seed: dict[frozenset[str], dict[int, float]] = {}
-    for label in [summary["baseline"], *cube(methods)]:
+    for subset in cube.subsets:
+        label = cube.label(subset) or summary["baseline"]
         arm = summary["arms"][label]
         if metric not in arm["metrics"]:
             raise ConfigError(f"The arm {label} has not logged {metric}. Name another one with --metric.")
-        subset = frozenset() if label == summary["baseline"] else frozenset(_players(label, methods))
         by_seed[subset] = dict(zip(arm["seeds"], arm["metrics"][metric]["end"], strict=True))
     seeds = sorted(set.intersection(*(set(of) for of in by_seed.values())))
     if not seeds:
         raise ConfigError("No seed is finished in every arm. Give the same command again to go on.")
     scores: dict[Collection[str], Sequence[float]] = {subset: [of[s] for s in seeds] for subset, of in by_seed.items()}
-    found = attribute({subset: sum(v) / len(v) for subset, v in scores.items()}, list(methods))
-    told: dict[str, Any] = {"metric": metric, "seeds": seeds, "total": found.total}
-    told["methods"] = {m: {"value": found[m]} for m in methods}
+    found = attribute({subset: sum(v) / len(v) for subset, v in scores.items()}, cube.methods, samples=cube.pairs)
+    told: dict[str, Any] = {"metric": metric, "seeds": seeds, "total": found.total, "pairs": cube.pairs}
+    told["methods"] = {m: {"value": found[m]} for m in cube.methods}
+    if cube.pairs is not None:
+        for m, error in zip(cube.methods, found.error.tolist(), strict=True):
+            told["methods"][m]["sampling"] = error if math.isfinite(error) else None
     if len(seeds) > 1:
-        interval = bootstrap(scores, list(methods))
-        for m, low, high in zip(methods, interval.low.tolist(), interval.high.tolist(), strict=True):
+        interval = bootstrap(scores, cube.methods, samples=cube.pairs)
+        for m, low, high in zip(cube.methods, interval.low.tolist(), interval.high.tolist(), strict=True):
             told["methods"][m] |= {"low": low, "high": high}
     return told
 
 
 def table(told: Mapping[str, Any]) -> str:
     """The attribution as Markdown."""
+    sampled = told["pairs"] is not None
     lines = [
-        f"Shapley values of `{told['metric']}` over {len(told['seeds'])} seeds",
+        f"Shapley values of `{told['metric']}` over {len(told['seeds'])} seeds"
+        + (f", from {told['pairs']} pairs of random orders of the methods" if sampled else ""),
         "",
-        "| method | brought |",
-        "|---|---|",
+        "| method | brought |" + (" error of sampling orders |" if sampled else ""),
+        "|---|---|" + ("---|" if sampled else ""),
     ]
     for name, of in told["methods"].items():
-        interval = f" ({of['low']:+.3f} to {of['high']:+.3f})" if math.isfinite(of.get("low", math.nan)) else ""
-        lines.append(f"| {name} | {of['value']:+.3f}{interval} |")
-    return "\n".join([*lines, f"| all together | {told['total']:+.3f} |"])
+        interval = f" ({of['low']:+.3f} to {of['high']:+.3f})" if "low" in of else ""
+        error = f" {'not known' if of['sampling'] is None else format(of['sampling'], '.3f')} |" if sampled else ""
+        lines.append(f"| {name} | {of['value']:+.3f}{interval} |{error}")
+    return "\n".join([*lines, f"| all together | {told['total']:+.3f} |" + (" |" if sampled else "")])
 
 
-def write(summary: Mapping[str, Any], methods: Sequence[str], folder: Path) -> str:
+def write(summary: Mapping[str, Any], cube: Cube, folder: Path) -> str:
     """Writes `attribution.json` and returns the table."""
-    told = attributed(summary, methods, summary["metrics"][0])
+    told = attributed(summary, cube, summary["metrics"][0])
     (folder / "attribution.json").write_text(json.dumps(told, indent=1))
     return table(told)
-
-
-def _players(label: str, methods: Sequence[str]) -> list[str]:
-    """The methods whose subset has this label."""
-    for i in range(1, 2 ** len(methods)):
-        subset = [m for k, m in enumerate(methods) if i >> k & 1]
-        if "+".join(subset) == label:
-            return subset
-    raise AssertionError(label)

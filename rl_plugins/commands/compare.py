@@ -14,14 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from rl_plugins.commands.attribute import cube, write
+from rl_plugins.commands.attribute import Cube, write
 from rl_plugins.compare import costs, report
 from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime.config_text import read_yaml
-from rl_plugins.runtime.registry import parse_method_params, select
+from rl_plugins.runtime.registry import parse_method_params, parse_methods, select
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -47,11 +47,14 @@ def compare(
     currency: str,
     dry_run: bool,
     attribute: bool = False,
+    pairs: int | None = None,
 ) -> None:
     """Trains every arm with every seed on the user's own config of TRL and writes figures and a report.
 
     Args:
-        attribute: the arms are all subsets of the methods, and the report says which method brought what.
+        attribute: the arms are subsets of the methods, and the report says which method brought what. Without named
+            methods they are those of the config.
+        pairs: of orders of the methods whose subsets are the arms; none: all subsets.
         words: the YAML file, methods, and options of `trl grpo`.
     """
     need_plots()
@@ -59,14 +62,25 @@ def compare(
     if not config.is_file():
         raise ConfigError(f"There is no config {config}. Give the YAML file you run `trl grpo` with.")
     methods, extra = _split(words[1:], r"-.*")
-    arms = parse_arms(cube(_named(methods)) if attribute else _named(methods), baseline)
     values = read_yaml(config, f"The config {config}") or {}
+    if attribute:
+        methods = methods or parse_methods(values.get("methods"))
+    cube = _cube(methods, attribute, pairs)
+    arms = parse_arms(cube.arms if cube else _named(methods), baseline)
     held_out = _option("eval_strategy", values, extra) not in ("no", False, None)  # YAML reads a bare no as false
     host = Trl(config.read_text(), tuple(extra))
     notes = _notes(arms, host.sets, held_out, "eval_strategy and a test split") + timing_notes(currency, jobs)
     params = _params(arms, parse_method_params(values.get("method_params")), method_params)
+    if cube:
+        cube.check(baseline, params)
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes, shlex.split(launcher))
-    run(comparison, metrics, jobs, currency, dry_run, attribute=methods if attribute else ())
+    run(comparison, metrics, jobs, currency, dry_run, cube=cube)
+
+
+def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | None:
+    if pairs is not None and not attribute:
+        raise ConfigError("--attribute-pairs is given without --attribute. Add --attribute, or leave it out.")
+    return Cube(tuple(methods), pairs) if attribute else None
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
@@ -97,6 +111,7 @@ def compare_verl(
     currency: str,
     dry_run: bool,
     attribute: bool = False,
+    pairs: int | None = None,
 ) -> None:
     """The same on the user's own run of verl.
 
@@ -108,15 +123,18 @@ def compare_verl(
 
     need_plots()
     methods, command = _split(words, r"[-~].*|.*=.*|(.*/)?python[\d.]*")
-    arms = parse_arms(cube(_named(methods)) if attribute else _named(methods), baseline)
+    cube = _cube(methods, attribute, pairs)
+    arms = parse_arms(cube.arms if cube else _named(methods), baseline)
     host = Verl.of(read_command(command))
     notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
     if host.rewards:
         parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
         notes.append(f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function.")
     params = _params(arms, host.method_params, method_params)
+    if cube:
+        cube.check(baseline, params)
     comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
-    run(comparison, metrics, 1, currency, dry_run, attribute=methods if attribute else ())
+    run(comparison, metrics, 1, currency, dry_run, cube=cube)
 
 
 def need_plots() -> None:
@@ -173,7 +191,7 @@ def run(
     watch: str = "reward",
     environment: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
-    attribute: Sequence[str] = (),
+    cube: Cube | None = None,
 ) -> None:
     """Says what is set, runs what is not finished, and writes and prints the report.
 
@@ -181,7 +199,7 @@ def run(
         metrics: logged values of the report; none: rewards and each reward function.
         currency: of :data:`rl_plugins.compare.costs.CURRENCIES`, in which all arms have the same budget.
         watch: the logged value shown next to the bars.
-        attribute: methods whose subsets are the arms; empty: nothing is attributed.
+        cube: of methods, whose subsets are the arms; None: nothing is attributed.
 
     Raises:
         ConfigError: a finished run has not counted the currency.
@@ -203,8 +221,8 @@ def run(
     seconds = run_all(comparison, jobs, watch, console, dict(environment or {}))
     summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, currency)
     console.print(Markdown(report.text({**summary, "notes": []})))
-    if attribute:
-        console.print(Markdown(write(summary, attribute, comparison.out)))
+    if cube:
+        console.print(Markdown(write(summary, cube, comparison.out)))
     console.print(f"{comparison.out}{os.sep}{', '.join(summary['files'])} ({seconds:.0f} s)", highlight=False)
 
 
