@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "verl": {*ADAPTER, "verl"},
     "diffusion": {*ADAPTER, "diffusion"},
     "testing": {*ADAPTER, "testing"},
-    "compare": {"contract", "runtime", "compare"},
+    "compare": {"contract", "runtime", "messages", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
     # one command trains what one method loads
     "commands": {

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_plugins.errors import ConfigError
-from rl_plugins.messages.metrics import AgentRuns, amplified, coordination, message_density, redundancy
+from rl_plugins.messages.metrics import AgentMeans, AgentRuns, amplified, coordination, message_density, redundancy
 
 ONE = AgentRuns(success=[1, 0.5], turns=[2, 2], tokens=[100, 100])
 
@@ -40,6 +40,21 @@ def test_errors_are_compared_at_equal_tokens_only() -> None:
     assert coordination(more, ONE, tolerance=0.2).error_amplification == 4
     assert amplified(0.5, 0) == math.inf and math.isnan(amplified(0, 0)) and amplified(0, 0.5) == 0
     assert math.isnan(message_density(0, 0))
+
+
+def test_means_give_what_their_episodes_give() -> None:
+    several = AgentRuns([1, 0], [6, 4], [110, 110], [3, 1], [["a b", "a b", ""], ["a", "b"]])
+    assert AgentMeans.of(several) == AgentMeans(0.5, 5.0, 110.0, 2.0, pytest.approx(0.5))
+    assert coordination(AgentMeans.of(several), AgentMeans.of(ONE)) == coordination(several, ONE)
+
+
+def test_what_is_not_known_leaves_the_other_measures() -> None:
+    found = coordination(AgentMeans(math.nan, 4.0, math.nan), AgentMeans(0.5, 2.0, 10.0))
+    assert found.overhead == 1.0 and found.message_density == 0.0
+    for value in (found.redundancy, found.efficiency, found.error_amplification, found.tokens_ratio):
+        assert math.isnan(value)
+    equal = coordination(AgentMeans(0.25, 4.0, 90.0), AgentMeans(0.5, 2.0, 10.0), tolerance=math.inf)
+    assert equal.error_amplification == 1.5 and equal.tokens_ratio == 9.0
 
 
 @given(st.lists(st.text(alphabet="abAB .", max_size=12), max_size=5))

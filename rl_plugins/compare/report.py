@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rl_plugins.compare import agents
 from rl_plugins.compare.costs import COSTS, Course, Cut
 from rl_plugins.compare.plan import Comparison
 from rl_plugins.errors import ConfigError
@@ -165,6 +166,7 @@ def summarize(
         "metrics": list(metrics),
         "labels": {m: (labels or {}).get(m) or label_of(m) for m in metrics},
         "arms": arms,
+        "agents": agents.measure(budget, metrics[0], ends) if metrics else {},
         "notes": list(comparison.notes),
         "seconds": seconds,
     }
@@ -226,6 +228,9 @@ def text(summary: dict[str, Any]) -> str:
     lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
     for key, (_, what) in COSTS.items():
         lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
+    if found := summary["agents"]:
+        label = labels[found["metric"]]
+        lines += ["", *agents.text(found, label, lambda values: str(Interval.of(values)))]
     collapsed = [_collapse(label, arm) for label, arm in arms.items() if any(arm["collapsed"])]
     lines += ["", *collapsed] if collapsed else []
     if others:

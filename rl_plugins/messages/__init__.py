@@ -7,11 +7,12 @@ from rl_plugins.messages.endpoints import endpoint_entailment, endpoint_splitter
 from rl_plugins.messages.guard import GuardDecision, LineageGuard, find_hubs, replay
 from rl_plugins.messages.lineage import Claim, Lineage
 from rl_plugins.messages.logs import marker_run, read_logs, write_log
-from rl_plugins.messages.metrics import AgentRuns, Coordination, coordination, redundancy
+from rl_plugins.messages.metrics import AgentMeans, AgentRuns, Coordination, coordination, redundancy
 from rl_plugins.messages.risk import Rates, estimate_rates, propagate, risk, spectral_radius
 from rl_plugins.messages.rules import check_arithmetic, compare_claims, split_claims
 
 __all__ = [
+    "AgentMeans",
     "AgentRuns",
     "Claim",
     "Contract",

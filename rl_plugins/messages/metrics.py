@@ -71,38 +71,66 @@ class AgentRuns:
             raise ConfigError("A success is outside of [0, 1]. Scale it, for example to 1 for a solved task.")
 
 
-def coordination(several: AgentRuns, one: AgentRuns, tolerance: float = 0.1) -> Coordination:
+@dataclass(frozen=True)
+class AgentMeans:
+    """Means over the episodes of one system; NaN where a value is not known.
+
+    Args:
+        success, turns, tokens, messages: as in `AgentRuns`.
+        redundancy: of the outputs of its agents.
+    """
+
+    success: float
+    turns: float
+    tokens: float
+    messages: float = 0.0
+    redundancy: float = math.nan
+
+    @classmethod
+    def of(cls, runs: AgentRuns) -> AgentMeans:
+        """The means of these episodes."""
+        overlaps = [v for v in map(redundancy, runs.outputs) if not math.isnan(v)]
+        return cls(
+            float(np.mean(runs.success)),
+            float(np.mean(runs.turns)),
+            float(np.mean(runs.tokens)),
+            float(np.mean(runs.messages)) if len(runs.messages) else 0.0,
+            float(np.mean(overlaps)) if overlaps else math.nan,
+        )
+
+
+def coordination(several: AgentRuns | AgentMeans, one: AgentRuns | AgentMeans, tolerance: float = 0.1) -> Coordination:
     """Measures of a system of several agents against one agent on the same tasks.
 
     Args:
-        several, one: their episodes.
-        tolerance: largest relative difference of mean tokens at which two budgets count as equal.
+        several, one: their episodes, or means over them. A measure without its values is NaN.
+        tolerance: largest relative difference of mean tokens at which two budgets count as equal; infinite if they are
+            equal by other means.
 
     Raises:
         ConfigError: the single agent has no turn or no token.
 
     Source: arXiv 2512.08296. Its fitted predictor is not here: its fit changed between the versions of the paper.
     """
-    turns, base = float(np.mean(several.turns)), float(np.mean(one.turns))
-    tokens, budget = float(np.mean(several.tokens)), float(np.mean(one.tokens))
-    if base <= 0 or budget <= 0:
-        raise ConfigError(f"The single agent has {base:g} turns and {budget:g} tokens. Both must be above 0.")
-    ratio = tokens / budget
-    error, error_of_one = 1 - float(np.mean(several.success)), 1 - float(np.mean(one.success))
-    amplification = amplified(error, error_of_one) if abs(ratio - 1) <= tolerance + 1e-9 else math.nan
-    overlaps = [v for v in map(redundancy, several.outputs) if not math.isnan(v)]
+    several, one = (v if isinstance(v, AgentMeans) else AgentMeans.of(v) for v in (several, one))
+    if one.turns <= 0 or one.tokens <= 0:
+        raise ConfigError(f"The single agent has {one.turns:g} turns and {one.tokens:g} tokens. Both must be above 0.")
+    ratio = several.tokens / one.tokens
+    equal = tolerance == math.inf or abs(ratio - 1) <= tolerance + 1e-9
     return Coordination(
-        overhead=(turns - base) / base,
-        message_density=message_density(sum(several.messages), sum(several.turns)),
-        redundancy=float(np.mean(overlaps)) if overlaps else math.nan,
-        efficiency=(1 - error) / (turns / base) if turns else math.nan,
-        error_amplification=amplification,
+        overhead=(several.turns - one.turns) / one.turns,
+        message_density=message_density(several.messages, several.turns),
+        redundancy=several.redundancy,
+        efficiency=several.success / (several.turns / one.turns) if several.turns else math.nan,
+        error_amplification=amplified(1 - several.success, 1 - one.success) if equal else math.nan,
         tokens_ratio=ratio,
     )
 
 
 def amplified(error: float, error_of_one: float) -> float:
-    """error / error_of_one; infinite if only the first is above 0, NaN if neither is."""
+    """error / error_of_one; infinite if only the first is above 0, NaN if neither is or one is not known."""
+    if math.isnan(error) or math.isnan(error_of_one):
+        return math.nan
     if error_of_one > 0:
         return error / error_of_one
     return math.inf if error > 0 else math.nan
