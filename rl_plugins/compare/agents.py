@@ -42,7 +42,7 @@ def measure(cut: Cut, metric: str, ends: Ends) -> dict[str, Any]:
         return {}
     currency = cut.currency
     tolerance = math.inf if currency == "tokens_decoded" else 0.1
-    found: dict[str, Any] = {"one": single, "metric": metric, "arms": {}}
+    found: dict[str, Any] = {"one": single, "metric": metric, "currency": currency, "arms": {}}
     for label, prefix in several.items():
         by_seed = []
         for seed, budget in cut.of.items():
@@ -81,7 +81,7 @@ def text(found: Mapping[str, Any], label: str, cell: Callable[[list[float]], str
         lines.append(f"| {what} | {' | '.join(cells)} |")
     if not any(_known(of["efficiency"]) for of in arms.values()):
         lines += ["", f"Errors are not compared: {label} is not in [0, 1]. Name a share of successes with --metric."]
-    elif not all(_known(of["error_amplification"]) for of in arms.values()):
+    elif found["currency"] != "tokens_decoded" and not all(_known(of["error_amplification"]) for of in arms.values()):
         lines += [
             "",
             "Errors are not compared where tokens per rollout differ by more than 10 %, or nobody errs. With --budget "

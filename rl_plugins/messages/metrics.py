@@ -159,4 +159,4 @@ def redundancy(outputs: Sequence[str]) -> float:
         row[[place[word] for word in c]] = list(c.values())
     table /= np.linalg.norm(table, axis=1, keepdims=True)
     n = len(counts)
-    return float((np.sum(table.sum(0) ** 2) - n) / (n * (n - 1)))
+    return min(max(float((np.sum(table.sum(0) ** 2) - n) / (n * (n - 1))), 0.0), 1.0)
