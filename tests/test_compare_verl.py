@@ -446,6 +446,15 @@ def test_compare_takes_a_command_of_verl(command, tmp_path):
     assert all(" data.train_batch_size=8 " in r and "main_ppo" not in r for r in first)
 
 
+def test_compare_attributes_in_verl(tmp_path):
+    given = ["compare", "--host", "verl", "--seeds", "1", "--out", str(tmp_path), "vade", "mc_grpo", "--attribute"]
+    code, text = plan_of(*given, "--", "data.train_batch_size=8")
+    arms = [line.split()[0] for line in text.splitlines() if "(to run)" in line]
+    assert code == 0 and arms == ["grpo", "vade", "mc_grpo", "vade+mc_grpo"]
+    code, text = plan_of(*given, "gdpo", "--", "data.train_batch_size=8")
+    assert code == 2 and "both decide `advantages`" in " ".join(text.split())
+
+
 def test_what_is_only_for_trl_is_refused():
     for arguments, match in (
         (["demo", "--host", "verl", "--jobs", "2"], "--jobs 2 is given; runs of verl go one at a time"),

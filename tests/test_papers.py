@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from rl_plugins.commands.pages import papers as page
+from rl_plugins.commands.pages.source import ROOT
 from rl_plugins.errors import ConfigError
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.papers import VERDICTS, no_method, reviewed
@@ -45,6 +46,25 @@ def test_who_names_one_is_told_why(name: str, said: str) -> None:
         registry.select([name])
     assert re.search(said, str(error.value)) and f"arXiv {reviewed()[name].arxiv}" in str(error.value)
     assert "docs/papers.md" in str(error.value)
+
+
+@pytest.mark.parametrize("name", list(reviewed()))
+def test_every_one_of_them_is_refused_with_its_text(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        registry.select(["vade", name])
+    paper = reviewed()[name]
+    assert str(error.value).endswith(
+        f"`{name}` ({paper.title}, arXiv {paper.arxiv}) {VERDICTS[paper.verdict]}. {paper.why} Remove it from "
+        f"`methods`; docs/papers.md lists every paper."
+    )
+
+
+def test_only_one_file_says_why_a_paper_is_not_built() -> None:
+    safety, papers = ((ROOT.parent / "docs" / f"{n}.md").read_text("utf-8") for n in ("agents_safety", "papers"))
+    assert "(papers.md#reviewed-and-not-built)" in safety and "## Reviewed and not built" in papers
+    for paper in reviewed().values():
+        if paper.verdict == "no":
+            assert paper.arxiv not in safety and paper.why in papers
 
 
 def test_an_installed_method_of_that_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
