@@ -56,12 +56,23 @@ def hinted(r: Any) -> Any:
     return r.replace(meta={**r.meta, "adhint": [[0, 2 * (n % 2)] for n in r.length.tolist()]})
 
 
+def in_trees(r: Any) -> Any:
+    """Every group is a tree: two rollouts share a token, and each has an end of its own."""
+    ways = [
+        {"tree": "a", "nodes": [0, 1 + i // 2, 100 + 10 * i + k], "stops": [0, 1, max(n, 1)]}
+        for i, k, n in zip(r.rollout.tolist(), r.index.tolist(), r.length.tolist(), strict=True)
+    ]
+    return r.replace(meta={**r.meta, "branches": ways})
+
+
 # Methods whose data cannot be guessed from `needs`.
 PREPARE: dict[str, Callable[..., Any]] = {
     "fission_grpo_reward": lambda r: r.replace(reward_names=("format", "accuracy")),
     "scope": lambda r: r.replace(meta={**r.meta, "scope": [[1, 3] if n % 2 else None for n in r.length.tolist()]}),
     "adhint_advantages": hinted,
     "adhint_gradients": hinted,
+    "branch_advantages": in_trees,
+    "branch_pruning": in_trees,
     # episodes of 1 to 4 turns, the longest ones cut off
     "turn_control": lambda r: r.replace(
         meta={

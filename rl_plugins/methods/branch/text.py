@@ -1,0 +1,186 @@
+"""Trees of completions: BranchGRPO's rollouts (arXiv 2509.06040) for language models."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import Idle, Method
+from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
+from rl_plugins.methods.branch.trees import COLUMN, note
+from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.rollouts import Run
+
+
+class BranchTextRollout(Method):
+    """Samples the rollouts of a prompt as a tree: completions split at given token places, and share what is before.
+
+    Reconstruction: the paper branches denoising steps of images. That completions split at token places, and what a
+    depth is then, is ours.
+
+        begin with the prompt's n rollouts in one branch
+        for every place b of `places`, in order:
+            sample every branch on, up to b tokens
+            split a branch of r rollouts into min(children, r) branches of about r / children rollouts each, and at the
+            last place into r branches
+        sample all branches to their end
+
+    Every token is an ordinary sample of the policy in its context, with its log-prob. So each completion is distributed
+    like an independent one, and completions of a branch are independent given its tokens.
+
+    Symbols: the depth of a token is the number of splits before it. A node is what a branch samples between two splits.
+    Column `branches` of a row: the nodes on its way, one per depth, and where the tokens of each end (see
+    `rl_plugins.methods.branch.trees`).
+
+    Special cases: a branch that ends before a split becomes r equal rows, and `branch_advantages` trains one of them.
+    They keep the mean of a node equal to that of its children. Of several places inside a prefix of the plan one split
+    remains, right behind the prefix. Places beyond the length of a completion are not reached. Evaluation samples
+    independent rollouts.
+
+    Logs: `leaves`, different rows of a prompt; `copies`, share of the rows that repeat another one; `saved`, share of
+    the rows' tokens that were not sampled, because another row shares them.
+
+    Raises:
+        ConfigError: `places` is empty or does not rise, lies beyond the completion length, or makes fewer branches than
+            the run has rollouts of a prompt.
+
+    Source: arXiv 2509.06040, carried over to text.
+    """
+
+    name = "branch_text_rollout"
+    paper = PAPER
+    fidelity = "reconstruction"
+    does = "Splits completions at given token places, so that rollouts of a prompt form a tree"
+    problems = ("few_rollouts",)
+    goes_with = {
+        "branch_advantages": "Compares what completions share at every split, and trains it once.",
+        "branch_pruning": "Leaves a part of the tree out of the update.",
+    }
+    use_when = "Completions decide their outcome in a few stretches, and sampling their beginnings again costs much."
+    avoid_when = (
+        "Completions are short or end at very different lengths, or the estimator takes rollouts of a prompt for "
+        "independent (use `branch_advantages`)."
+    )
+    cost = (
+        "Fewer sampled tokens than independent rollouts (`saved`), in one round of generation per place. An engine "
+        "that caches prefixes does not read the shared tokens again."
+    )
+    disagreements = (
+        "The paper has no text form. It splits into 2 children at 4 of 20 steps, most of them early.",
+        "The advantages of nodes with unequal numbers of rollouts count equally, as in the paper's balanced trees.",
+    )
+    brings_columns = (COLUMN,)
+    needs = frozenset({f"column:{COLUMN}"})
+    idle = (Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer than the first one."),)
+    paper_settings = PAPER_SETTINGS
+    min_group_size = 2
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        places: tuple[int, ...] = param(
+            (0, 64, 128), "numbers of tokens of a completion after which it splits", ge=0
+        )
+        children: int = param(2, "K, number of branches that a split makes", ge=2)
+
+        def check(self) -> None:
+            if not self.places or any(b <= a for a, b in itertools.pairwise(self.places)):
+                raise ConfigError(
+                    f"`places` is {list(self.places)}. It must have at least one place, and they must rise. Give the "
+                    f"tokens after which completions split, for example (0, 64, 128)."
+                )
+
+    def check(self, run: Run) -> None:
+        p = self.params
+        if p.places[-1] >= run.max_completion_length:
+            raise ConfigError(
+                f"`places` has {p.places[-1]}, and a completion has at most {run.max_completion_length} tokens. Give "
+                f"places below that (method_params.branch_text_rollout.places)."
+            )
+        most = p.children ** len(p.places)
+        if run.group_size > most:
+            raise ConfigError(
+                f"{len(p.places)} splits into {p.children} branches make {most} completions, and the run has "
+                f"{run.group_size} of a prompt. Give more `places` or `children`, or fewer rollouts per prompt."
+            )
+
+    def rollout(self, prompt: Prompt) -> Program:
+        start, n = prompt.start(), prompt.n
+        if not prompt.training:
+            made = yield Generate(start, n=n)
+            return [start.add(g) for g in made]
+        places = sorted({max(b, len(start)) for b in self.params.places})
+        open_, ended = [Branch(start, n, (0,), (len(start),))], list[Branch]()
+        numbers = itertools.count(1)
+        sampled = 0
+        if places[0] > len(start):
+            (made,) = yield Generate(start, max_tokens=places[0] - len(start))
+            sampled += len(made.tokens)
+            open_ = [open_[0].grown(made)]
+        for place, until in itertools.zip_longest(places, places[1:]):
+            ended += [b for b in open_ if not reached(b, place, prompt)]
+            open_ = [b for b in open_ if reached(b, place, prompt)]
+            widths = [min(self.params.children, b.rollouts) if until else b.rollouts for b in open_]
+            asked = [
+                Generate(b.trajectory, n=k, max_tokens=None if until is None else until - place)
+                for b, k in zip(open_, widths, strict=True)
+            ]
+            answers: list[list[Generated]] = yield asked
+            sampled += sum(len(g.tokens) for made in answers for g in made)
+            open_ = [
+                b.split(next(numbers), share).grown(g)
+                for b, made in zip(open_, answers, strict=True)
+                for g, share in zip(made, shares(b.rollouts, len(made)), strict=True)
+            ]
+        return self._rows(sorted(ended + open_, key=lambda b: b.nodes), len(start), sampled)
+
+    def _rows(self, leaves: Sequence[Branch], prefix: int, sampled: int) -> list[Trajectory]:
+        """One row per rollout, with its way."""
+        content = repr([list(b.trajectory.tokens) for b in leaves])
+        tree = hashlib.sha256(content.encode()).hexdigest()[:12]
+        rows = [b.trajectory.noted(**{COLUMN: note(tree, b.nodes, b.stops)}) for b in leaves for _ in range(b.rollouts)]
+        tokens = sum(len(row) - prefix for row in rows)
+        self.log("leaves", len(leaves))
+        self.log("copies", 1 - len(leaves) / len(rows))
+        self.log("saved", 1 - sampled / tokens if tokens else 0.0, weight=tokens)
+        return rows
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A completion in the making, and how many rollouts it stands for.
+
+    Attributes:
+        nodes, stops: of its way from the root on.
+    """
+
+    trajectory: Trajectory
+    rollouts: int
+    nodes: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    def split(self, node: int, rollouts: int) -> Branch:
+        """A child that has no token yet."""
+        return Branch(self.trajectory, rollouts, (*self.nodes, node), (*self.stops, len(self.trajectory)))
+
+    def grown(self, made: Generated) -> Branch:
+        """With what was sampled for its last node."""
+        longer = self.trajectory.add(made)
+        return Branch(longer, self.rollouts, self.nodes, (*self.stops[:-1], len(longer)))
+
+
+def reached(branch: Branch, place: int, prompt: Prompt) -> bool:
+    """Whether a branch goes on behind this place."""
+    t = branch.trajectory
+    return len(t) == place and t.finish in ("", "length") and prompt.room(t) > 0
+
+
+def shares(rollouts: int, branches: int) -> list[int]:
+    """Rollouts of each branch, as equal as can be, the larger ones first."""
+    return [rollouts // branches + (i < rollouts % branches) for i in range(branches)]
