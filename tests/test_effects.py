@@ -201,6 +201,15 @@ def swarm(files: int) -> Callable[[str], Any]:
     return opened
 
 
+def deep_trees(r: Any) -> Any:
+    """Two rollouts share a token, then each has a node for every token."""
+    ways = [
+        {"tree": "t", "nodes": [0, 1 + i // 2, *range(99 + 9 * i, 99 + 9 * i + n)], "stops": [*range(n + 2)]}
+        for i, n in zip(r.rollout.tolist(), r.length.tolist(), strict=True)
+    ]
+    return r.replace(meta={**r.meta, "branches": ways})
+
+
 NOWHERE = "http://127.0.0.1:9/v1"
 THREE = ("accuracy", "format", "length", "other")
 TURNS = ('x{"arguments": "ab"}', 'yy{"arguments": "ac"}', 'x{"name": "d", "arguments": "ab"}', "stop")
@@ -232,6 +241,13 @@ CASES: dict[str, Case] = {
         ({"detect_tokens": 4},),
         {"cold_start": 1, "min_keep": 1},
     ),
+    "branch_advantages": Case(World(prepare=PREPARE["branch_advantages"]), {"clip": [0.5]}),
+    "branch_pruning": Case(
+        World(prepare=deep_trees),
+        {"depths": [(3,)], "interval": [2], "stop_depth": [3, 0], "until": [0.5], "ratio": [1.0]},
+        ({}, {"depths": (3,), "interval": 2}, {"width": "extreme"}, {"code_compat": True}),
+    ),
+    "branch_text_rollout": Case(World(n=8), {"places": [(0, 2, 5)]}, ({"places": (0, 1, 2)},)),
     "brpo": Case(
         World(),
         {"judge": [lambda prompt, a, b: "A"], "judge_url": ["http://127.0.0.1:8/v1"], "judge_key_env": ["PATH"]}

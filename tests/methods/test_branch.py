@@ -342,9 +342,7 @@ def test_counts_of_the_paper() -> None:
 def test_the_window_moves_with_the_batches(batch_number: int, params: dict[str, Any], wanted: Any) -> None:
     rollouts, tokens = batch(paper_tree(), torch.linspace(0, 1, 16).tolist(), batch=batch_number)
     own = {"depths": tuple(range(15, 20)), "interval": 30, "width": "none", **params}
-    decision, logged = shaped(
-        rollouts, tokens, built(BranchAdvantages), built(BranchPruning, **own), total_batches=300
-    )
+    decision, logged = shaped(rollouts, tokens, built(BranchAdvantages), built(BranchPruning, **own), total_batches=300)
     depth = tokens.position + 1
     assert set(depth.tolist()) - set(depth[decision.keep_tokens].tolist()) == set(wanted)
     if wanted:
@@ -362,7 +360,12 @@ def test_width_pruning_by_hand() -> None:
     """Splits at steps 0 and 2: the children of the last split have depth 3, their tails the depths 4 to 6."""
     rewards = [0.1, 0.9, 0.8, 0.3]
     assert by_hand({}, rewards) == [[1, 2, 3], [3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [3]]
-    assert by_hand({"code_compat": True, "ratio": 0.7}, rewards) == [[1, 2, 3, 4, 5], [3, 4, 5], [1, 2, 3, 4, 5], [3, 4, 5]]
+    assert by_hand({"code_compat": True, "ratio": 0.7}, rewards) == [
+        [1, 2, 3, 4, 5],
+        [3, 4, 5],
+        [1, 2, 3, 4, 5],
+        [3, 4, 5],
+    ]
     # 12 tail nodes: 5 stay, the 2 best (of row 1) and the 3 worst (of row 0)
     assert by_hand({"width": "extreme", "ratio": 0.45}, rewards) == [[1, 2, 3, 4, 5, 6], [3, 4, 5], [1, 2, 3], [3]]
     # depth first: of 8 tail nodes 4 stay
@@ -375,7 +378,12 @@ def test_width_pruning_by_hand() -> None:
 def test_segments_behind_the_last_split_are_tails_themselves() -> None:
     ways = [{"tree": "t", "nodes": [0, 1 + i // 2, 10 + i], "stops": [1, 2, 4]} for i in range(4)]
     assert by_hand({}, [0.1, 0.9, 0.8, 0.3], ways) == [[1, 2], [3, 4], [2, 3, 4], []]
-    assert by_hand({"depths": (0,), "width": "none"}, [0.1, 0.9, 0.8, 0.3], ways) == [[2, 3, 4], [3, 4], [2, 3, 4], [3, 4]]
+    assert by_hand({"depths": (0,), "width": "none"}, [0.1, 0.9, 0.8, 0.3], ways) == [
+        [2, 3, 4],
+        [3, 4],
+        [2, 3, 4],
+        [3, 4],
+    ]
     without_split = [{"tree": "t", "nodes": [0, 1], "stops": [1, 4]}] * 2
     assert by_hand({}, [1.0, 0.0], without_split) == [[1, 2, 3, 4], []]  # no split, no tail
 
@@ -401,7 +409,7 @@ def test_pruning_never_changes_what_stays(random: Random, width: str, depths: tu
 
 
 def test_parameters_that_prune_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match="`depths` is empty and `width` is none"):
+    with pytest.raises(ConfigError, match="`depths` is empty and `width` is 'none'"):
         built(BranchPruning, width="none")
     with pytest.raises(ConfigError, match="`interval` is 30, and there are no `depths` to move"):
         built(BranchPruning, interval=30)

@@ -1,4 +1,4 @@
-"""BranchGRPO (arXiv 2509.06040): rollouts that form a tree, advantages of its nodes, and pruning. Methods usable apart."""
+"""BranchGRPO (arXiv 2509.06040): rollouts that form a tree, advantages of its nodes, and pruning."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ class BranchAdvantages(Method):
         A_t  = clip(A(n), -clip, clip)          for every token t of n
 
     These replace the advantages of any estimator. Of the copies of a token that several rows share, one stays in the
-    update and the others leave it (`shared: first`): the copy of the first row, in the order of the rollouts' numbers,
-    in which the token was trained so far. Averages over tokens then count each token once. Averages over rows (TRL
-    `loss_type: grpo`, verl `seq-mean-*`) give tokens of rows that lost their copies a larger weight; there,
+    update and the others leave it (`shared: first`). It is the copy in the rollout with the lowest number, among those
+    that no other method took out. Averages over tokens then count each token once. Averages over rows (TRL
+    `loss_type: grpo`, verl `seq-mean-*`) give the tokens of rows that lost their copies a larger weight. There,
     `shared: every` trains all copies with the advantage divided by their number.
 
     One split before the first token, with as many children as rollouts, is GRPO: the nodes of depth 1 are the rollouts.
@@ -85,7 +85,9 @@ class BranchAdvantages(Method):
         "The code's option `use_group` leaves inner nodes without an advantage, and its training then fails. It is not "
         "offered.",
     )
-    idle = (Idle({"in_trees": 0}, "no row has a tree. Let `branch_text_rollout` or `branch_rollout` make the rollouts."),)
+    idle = (
+        Idle({"in_trees": 0}, "no row has a tree. Let `branch_text_rollout` or `branch_rollout` make the rollouts."),
+    )
     paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class BranchAdvantages(Method):
         fusion: Literal["uniform", "paths", "levels"] = param(
             "uniform", "weights of the leaves below a node: equal, by path (paper), or by level (code)"
         )
-        beta: float = param(1.0, "beta, factor of the log-probs in the weights; 0: equal weights", ge=0, only_if=_WEIGHTED)
+        beta: float = param(
+            1.0, "beta, factor of the log-probs in the weights; 0: equal weights", ge=0, only_if=_WEIGHTED
+        )
         edge_logprob: Literal["mean", "sum"] = param(
             "mean", "log-prob of a node of several tokens: their mean, or their sum", only_if=_WEIGHTED
         )

@@ -12,7 +12,7 @@ PAPER = Paper(
     code="Fredreic1849/BranchGRPO",
 )
 
-# Of the authors' script for FLUX, as far as a text host has the option; rollouts of a prompt are the leaves of its tree.
+# Of the authors' script for FLUX, where a text host has the option. Rollouts of a prompt are the leaves of its tree.
 PAPER_SETTINGS: dict[str, dict[str, object]] = {
     "trl": {"num_generations": 16, "learning_rate": 1e-5},
     "verl": {"actor_rollout_ref.rollout.n": 16, "actor_rollout_ref.actor.optim.lr": 1e-5},

@@ -27,7 +27,7 @@ class BranchPruning(Method):
 
         depth   nodes whose depth is in {d - shift : d in depths} leave
                 shift = min(floor(i / interval), max(0, min(depths) - stop))         0 without `interval`
-        width   of the nodes behind the last split, the tails, some leave; then, after depth:
+        width   some nodes of the tails leave, those after the last split; `depths` come first:
                 parent_top1   of the children of one node at the last split, the best one keeps its tail
                 extreme       N tail nodes of a tree -> min(N, max(2, floor(ratio N))): the best half of these, and the
                               worst for the rest
@@ -35,8 +35,8 @@ class BranchPruning(Method):
     stop is `stop_depth`, or the largest depth of a node with several children in the batch. Nodes are ranked by their
     advantages, so list `branch_advantages` first. What stays keeps its advantage, its log-probs and its copy.
 
-    The tail of a child of the last split is all below it: the child itself stays. Where nothing lies below these
-    children (completions, whose last segments reach to the end) they are the tails themselves.
+    The tail of a child of the last split is all below it: the child itself stays. Where no node is below these
+    children (completions, whose last segments reach to the end), they are the tails themselves.
 
     With `code_compat: true` parent_top1 is the code's form: each tail keeps its max(1, floor(ratio n)) best nodes.
 
@@ -48,7 +48,7 @@ class BranchPruning(Method):
     Logs: `nodes`, trained nodes of a tree before pruning, and `pruned`, share of them that left; `shift`.
 
     Raises:
-        ConfigError: `depths` is empty and `width` is none, so nothing could leave.
+        ConfigError: `depths` is empty and `width` is "none", so no node could leave.
         MethodError: as of `branch_advantages`.
 
     Source: arXiv 2509.06040; `train_one_step_tree` in `fastvideo/train_branchgrpo_flux.py` of the authors' code.
@@ -62,7 +62,10 @@ class BranchPruning(Method):
     goes_with = {"branch_advantages": "Ranks the nodes, and trains what rollouts share once."}
     use_when = "The update is a large part of a step, and rollouts form a tree."
     avoid_when = "Sampling is most of the cost: pruning saves none of it."
-    cost = "Saves the trained tokens of `pruned` nodes where the host skips them; a padded text batch may not be shorter."
+    cost = (
+        "No extra work. It saves the passes of the transitions that leave, where the host skips them. A padded batch "
+        "of text is as long as before unless whole rows leave."
+    )
     disagreements = (
         "The code ranks the transitions of one tail, whose advantages hardly differ. Parent-Top1 of the paper keeps "
         "the whole tail of the better child; its exact meaning is inferred from its name and a summary. "
@@ -80,23 +83,19 @@ class BranchPruning(Method):
     @dataclass(frozen=True)
     class Params(MethodParams):
         depths: tuple[int, ...] = param((), "depths whose nodes leave, at the start of the run", ge=0)
-        interval: int | None = param(
-            None, "number of batches after which these depths move one up; none: never", ge=1
-        )
+        interval: int | None = param(None, "number of batches after which these depths move one up; none: never", ge=1)
         stop_depth: int | None = param(
             None, "depth at which the moving stops; none: that of the last split", ge=0, only_if={"interval": GIVEN}
         )
         width: Literal["parent_top1", "extreme", "none"] = param("parent_top1", "choice among the tails of a tree")
         ratio: float = param(0.5, "share of the nodes that stay", gt=0, le=1, only_if=_RANKED)
-        code_compat: bool = param(
-            False, "form of parent_top1 in the authors' code", only_if={"width": "parent_top1"}
-        )
+        code_compat: bool = param(False, "form of parent_top1 in the authors' code", only_if={"width": "parent_top1"})
         until: float = param(1.0, "share of the run in which pruning acts", ge=0, le=1)
 
         def check(self) -> None:
             if not self.depths and self.width == "none":
                 raise ConfigError(
-                    "`depths` is empty and `width` is none, so nothing would leave. Give depths, or set `width`."
+                    "`depths` is empty and `width` is 'none', so no node would leave. Give depths, or set `width`."
                 )
             if not self.depths and self.interval is not None:
                 raise ConfigError(
@@ -142,7 +141,7 @@ class BranchPruning(Method):
 
 @dataclass(frozen=True)
 class Tails:
-    """What lies behind the last split of every tree.
+    """The nodes after the last split of every tree.
 
     Attributes:
         trees: all of them.

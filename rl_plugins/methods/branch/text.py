@@ -6,9 +6,6 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
@@ -41,7 +38,7 @@ class BranchTextRollout(Method):
 
     Special cases: a branch that ends before a split becomes r equal rows, and `branch_advantages` trains one of them.
     They keep the mean of a node equal to that of its children. Of several places inside a prefix of the plan one split
-    remains, right behind the prefix. Places beyond the length of a completion are not reached. Evaluation samples
+    remains, right after the prefix. Places beyond the length of a completion are not reached. Evaluation samples
     independent rollouts.
 
     Logs: `leaves`, different rows of a prompt; `copies`, share of the rows that repeat another one; `saved`, share of
@@ -78,15 +75,15 @@ class BranchTextRollout(Method):
     )
     brings_columns = (COLUMN,)
     needs = frozenset({f"column:{COLUMN}"})
-    idle = (Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer than the first one."),)
+    idle = (
+        Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer than the first one."),
+    )
     paper_settings = PAPER_SETTINGS
     min_group_size = 2
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        places: tuple[int, ...] = param(
-            (0, 64, 128), "numbers of tokens of a completion after which it splits", ge=0
-        )
+        places: tuple[int, ...] = param((0, 64, 128), "numbers of tokens of a completion after which it splits", ge=0)
         children: int = param(2, "K, number of branches that a split makes", ge=2)
 
         def check(self) -> None:
@@ -176,7 +173,7 @@ class Branch:
 
 
 def reached(branch: Branch, place: int, prompt: Prompt) -> bool:
-    """Whether a branch goes on behind this place."""
+    """Whether a branch goes on after this place."""
     t = branch.trajectory
     return len(t) == place and t.finish in ("", "length") and prompt.room(t) > 0
 

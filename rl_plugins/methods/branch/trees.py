@@ -4,8 +4,9 @@ A row that ends a branch notes its way from the root as plain data, `rollouts.me
 
     {"tree": "a", "nodes": [0, 2, 5], "stops": [0, 8, 20]}
 
-Entry d is its node of depth d, and the position after that node's last token. Tokens 0..7 of this row belong to node 2,
-and the rows whose way has node 2 share them. Numbers of nodes are unique in a tree, labels of trees in a group.
+Entry d is its node of depth d, and the position after that node's last token. The first 8 tokens of this row
+belong to node 2, and the rows whose way has node 2 share them. Numbers of nodes are unique in a tree, labels of trees
+in a group.
 """
 
 from __future__ import annotations
