@@ -37,7 +37,6 @@ def test_every_entry_says_why() -> None:
     [
         ("hecrl", "was reviewed and is not built. Offline control"),
         ("contest_trade", "is built, and is no method. Its rule"),
-        ("branch_grpo", "is not built yet. It trains image"),
         ("mode_switching", "is not built yet. It is preference training"),
     ],
 )

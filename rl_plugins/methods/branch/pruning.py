@@ -63,8 +63,8 @@ class BranchPruning(Method):
     use_when = "The update is a large part of a step, and rollouts form a tree."
     avoid_when = "Sampling is most of the cost: pruning saves none of it."
     cost = (
-        "No extra work. It saves the passes of the transitions that leave, where the host skips them. A padded batch "
-        "of text is as long as before unless whole rows leave."
+        "No extra rollouts. It saves the passes of the transitions that leave, where the host skips them. A padded "
+        "batch of text is as long as before unless whole rows leave."
     )
     disagreements = (
         "The code ranks the transitions of one tail, whose advantages hardly differ. Parent-Top1 of the paper keeps "

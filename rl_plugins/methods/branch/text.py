@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
 from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
-from rl_plugins.methods.branch.trees import COLUMN, note
+from rl_plugins.methods.branch.trees import COLUMN, note, shares
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
 from rl_plugins.rollouts import Run
@@ -176,8 +176,3 @@ def reached(branch: Branch, place: int, prompt: Prompt) -> bool:
     """Whether a branch goes on after this place."""
     t = branch.trajectory
     return len(t) == place and t.finish in ("", "length") and prompt.room(t) > 0
-
-
-def shares(rollouts: int, branches: int) -> list[int]:
-    """Rollouts of each branch, as equal as can be, the larger ones first."""
-    return [rollouts // branches + (i < rollouts % branches) for i in range(branches)]

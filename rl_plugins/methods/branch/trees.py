@@ -32,6 +32,11 @@ def note(tree: str, nodes: Sequence[int], stops: Sequence[int]) -> dict[str, Any
     return {"tree": tree, "nodes": list(nodes), "stops": list(stops)}
 
 
+def shares(rollouts: int, branches: int) -> list[int]:
+    """Rollouts of each branch, as equal as can be, the larger ones first."""
+    return [rollouts // branches + (i < rollouts % branches) for i in range(branches)]
+
+
 @dataclass(frozen=True)
 class Trees:
     """The trees of a batch. Their nodes are numbered by tree, depth and first row, whatever the order of the rows.
