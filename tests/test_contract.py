@@ -59,7 +59,7 @@ def hinted(r: Any) -> Any:
 def in_trees(r: Any) -> Any:
     """Every group is a tree: two rollouts share a token, and each has an end of its own."""
     ways = [
-        {"tree": "a", "nodes": [0, 1 + i // 2, 100 + 10 * i + k], "stops": [0, 1, max(n, 1)]}
+        {"nodes": [0, 1 + i // 2, 100 + 10 * i + k], "stops": [0, 1, max(n, 1)]}
         for i, k, n in zip(r.rollout.tolist(), r.index.tolist(), r.length.tolist(), strict=True)
     ]
     return r.replace(meta={**r.meta, "branches": ways})

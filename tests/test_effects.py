@@ -204,7 +204,7 @@ def swarm(files: int) -> Callable[[str], Any]:
 def deep_trees(r: Any) -> Any:
     """Two rollouts share a token, then each has a node for every token."""
     ways = [
-        {"tree": "t", "nodes": [0, 1 + i // 2, *range(99 + 9 * i, 99 + 9 * i + n)], "stops": [*range(n + 2)]}
+        {"nodes": [0, 1 + i // 2, *range(99 + 9 * i, 99 + 9 * i + n)], "stops": [*range(n + 2)]}
         for i, n in zip(r.rollout.tolist(), r.length.tolist(), strict=True)
     ]
     return r.replace(meta={**r.meta, "branches": ways})

@@ -14,7 +14,7 @@ import torch
 from rl_plugins.rollouts import Rollouts, Tokens
 from rl_plugins.testing import make_rollouts, make_tokens
 
-Key = tuple[int, Any, int]  # group, tree, node
+Key = tuple[int, int]  # group, node
 
 
 @dataclass
@@ -37,7 +37,7 @@ def nodes_of(rollouts: Rollouts, tokens: Tokens) -> dict[Key, Node]:
             continue
         parent, start = None, 0
         for depth, (number, stop) in enumerate(zip(way["nodes"], way["stops"], strict=True)):
-            key = (int(rollouts.group[row]), way["tree"], number)
+            key = (int(rollouts.group[row]), number)
             if key not in found:
                 found[key] = Node(depth, parent, [logprob[row, p] for p in range(start, stop) if (row, p) in logprob])
                 if parent is not None:
@@ -98,7 +98,7 @@ def advantages_by_loops(
     values = {key: value(key, nodes, reward, fusion, beta, how) for key in nodes}
     out = {}
     for key, node in nodes.items():
-        peers = [values[k] for k, n in nodes.items() if k[:2] == key[:2] and n.depth == node.depth]
+        peers = [values[k] for k, n in nodes.items() if k[0] == key[0] and n.depth == node.depth]
         peers = [v for v in peers if not math.isnan(v)]
         std = statistics.stdev(peers) if len(peers) > 1 else 0.0
         known = not math.isnan(values[key]) and std >= 1e-6
@@ -115,7 +115,7 @@ def node_of(rollouts: Rollouts, row: int, position: int) -> Key | None:
     start = 0
     for number, stop in zip(way["nodes"], way["stops"], strict=True):
         if start <= position < stop:
-            return (int(rollouts.group[row]), way["tree"], number)
+            return (int(rollouts.group[row]), number)
         start = stop
     return None
 

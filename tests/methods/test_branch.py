@@ -48,25 +48,25 @@ def paper_tree(splits: Sequence[int] = (0, 3, 6, 9), steps: int = 20, children: 
     for step in range(steps):
         k = children if step in splits else 1
         ways = [([*nodes, next(number)], [*stops, step + 1]) for nodes, stops in ways for _ in range(k)]
-    return [{"tree": "t", "nodes": nodes, "stops": stops} for nodes, stops in ways]
+    return [{"nodes": nodes, "stops": stops} for nodes, stops in ways]
 
 
 def grow(random: Random, rewards: Sequence[float]) -> tuple[Rollouts, Tokens]:
     """Ragged trees in several groups, rows in any order, with copies, rows without a tree, and empty segments."""
     rows: list[tuple[int, Any]] = []
     number = itertools.count(1)
-    for group, label in itertools.product(range(random.randint(1, 2)), "ab"[: random.randint(1, 2)]):
+    for group in range(random.randint(1, 4)):
         open_ = [([0], [random.randint(0, 2)])]
         for _ in range(random.randint(1, 3)):
             grown = []
             for nodes, stops in open_:
                 if random.random() < 0.2:  # it ends early
-                    rows += [(group, {"tree": label, "nodes": nodes, "stops": stops})] * random.randint(1, 2)
+                    rows += [(group, {"nodes": nodes, "stops": stops})] * random.randint(1, 2)
                     continue
                 for _ in range(random.randint(1, 3)):
                     grown.append(([*nodes, next(number)], [*stops, stops[-1] + random.randint(0, 2)]))
             open_ = grown
-        rows += [(group, {"tree": label, "nodes": nodes, "stops": stops}) for nodes, stops in open_]
+        rows += [(group, {"nodes": nodes, "stops": stops}) for nodes, stops in open_]
     rows += [(0, None)] * random.randint(0, 1)
     rows = random.sample(rows, min(len(rows), 14))
     given_ = random.choices(rewards, k=len(rows))
@@ -150,7 +150,7 @@ def test_one_split_at_the_root_is_grpo(rewards: list[float], how: Any) -> None:
     """With the host's eps, and whatever the average over tokens and rows."""
     rewards[0] = 0.5
     rows = range(12)
-    ways = [{"tree": "t", "nodes": [0, 1 + i % 4], "stops": [0, 1 + i % 3]} for i in rows]
+    ways = [{"nodes": [0, 1 + i % 4], "stops": [0, 1 + i % 3]} for i in rows]
     rollouts, tokens = batch(ways, rewards, [i // 4 for i in rows])
     decision, logged = shaped(rollouts, tokens, built(BranchAdvantages, eps=1e-4, clip=math.inf))
     flat = grpo_advantages(rollouts)
@@ -176,7 +176,7 @@ def gradient(tokens: Tokens, advantages: torch.Tensor, keep: torch.Tensor, how: 
 
 def test_every_token_weighs_the_same_in_both_averages() -> None:
     """Shared tokens once under a mean over tokens; all copies with their share under a mean over rows of one length."""
-    ways = [{"tree": "t", "nodes": [0, 1 + i // 2, 10 + i], "stops": [0, 4, 6]} for i in range(4)]
+    ways = [{"nodes": [0, 1 + i // 2, 10 + i], "stops": [0, 4, 6]} for i in range(4)]
     rollouts, tokens = batch(ways, [1.0, 0.0, 0.25, 0.0])
     wanted = advantages_by_loops(rollouts, tokens)
     for shared, how, weight in (("first", "token-mean", 1 / 16), ("every", "seq-mean-token-mean", 1 / 24)):
@@ -238,7 +238,7 @@ def test_a_leaf_without_a_reward_is_as_if_it_were_not_there(fusion: str) -> None
 
 def test_advantages_are_clipped() -> None:
     """One of 40 leaves has the reward: its advantage is 39/40 over the deviation, sqrt(1/40)."""
-    ways = [{"tree": "t", "nodes": [0, 1 + i], "stops": [0, 1]} for i in range(40)]
+    ways = [{"nodes": [0, 1 + i], "stops": [0, 1]} for i in range(40)]
     rollouts, tokens = batch(ways, [1.0] + [0.0] * 39)
     decision, logged = shaped(rollouts, tokens, built(BranchAdvantages))
     assert float(decision.advantages[0]) == 5.0 and logged["branch_advantages/clipped"] == pytest.approx(1 / 41)
@@ -246,9 +246,9 @@ def test_advantages_are_clipped() -> None:
     assert float(free.advantages[0]) == pytest.approx(39 / 40 / math.sqrt(1 / 40))
 
 
-def test_trees_of_one_group_are_apart() -> None:
-    ways = [{"tree": label, "nodes": [0, 1 + i], "stops": [0, 2]} for label in "ab" for i in range(2)]
-    rollouts, tokens = batch(ways, [1.0, 0.0, 5.0, 5.0])
+def test_groups_are_trees_of_their_own() -> None:
+    ways = [{"nodes": [0, 1 + i], "stops": [0, 2]} for _ in range(2) for i in range(2)]
+    rollouts, tokens = batch(ways, [1.0, 0.0, 5.0, 5.0], [0, 0, 1, 1])
     decision, _ = shaped(rollouts, tokens, built(BranchAdvantages))
     assert decision.advantages[tokens.position == 0].tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0, 0])
     assert decision.keep_tokens.all()
@@ -264,7 +264,7 @@ def test_rows_without_a_tree() -> None:
 
 def test_copies_leave_and_so_do_their_rows() -> None:
     """Two rows that ended before the last split are the same: one of them is trained."""
-    ways = [{"tree": "t", "nodes": [0, 1 + i // 2], "stops": [0, 3]} for i in range(4)]
+    ways = [{"nodes": [0, 1 + i // 2], "stops": [0, 3]} for i in range(4)]
     rollouts, tokens = batch(ways, [1.0, 1.0, 0.0, 0.0])
     decision, logged = shaped(rollouts, tokens, built(BranchAdvantages))
     assert decision.trained.tolist() == [True, False, True, False] == decision.stays.tolist()
@@ -274,17 +274,17 @@ def test_copies_leave_and_so_do_their_rows() -> None:
 @pytest.mark.parametrize(
     ("ways", "said"),
     [
-        ([{"nodes": [0], "stops": [1]}], r"has \{'nodes': \[0\], 'stops': \[1\]\} in the column `branches`"),
-        ([{"tree": "t", "nodes": [0, 1], "stops": [1]}], "a node and a stop of each depth"),
-        ([{"tree": "t", "nodes": [], "stops": []}], "must have the label of its tree"),
+        ([{"nodes": [0]}], r"has \{'nodes': \[0\]\} in the column `branches`"),
+        ([{"nodes": [0, 1], "stops": [1]}], "a node and a stop of each depth"),
+        ([{"nodes": [], "stops": []}], "must have a node and a stop of each depth"),
         (["0"], "Let `branch_text_rollout` or `branch_rollout` make the rollouts"),
-        ([{"tree": "t", "nodes": [0, 1], "stops": [3, 2]}], r"the stops \[3, 2\] .* must not fall"),
+        ([{"nodes": [0, 1], "stops": [3, 2]}], r"the stops \[3, 2\] .* must not fall"),
         (
-            [{"tree": "t", "nodes": [0, 1], "stops": [0, 2]}, {"tree": "t", "nodes": [1, 2], "stops": [0, 2]}],
+            [{"nodes": [0, 1], "stops": [0, 2]}, {"nodes": [1, 2], "stops": [0, 2]}],
             "The rows of a tree do not fit together.*a number of its own",
         ),
         (
-            [{"tree": "t", "nodes": [0, 1], "stops": [0, 2]}, {"tree": "t", "nodes": [0, 1], "stops": [1, 2]}],
+            [{"nodes": [0, 1], "stops": [0, 2]}, {"nodes": [0, 1], "stops": [1, 2]}],
             "or with other tokens",
         ),
     ],
@@ -376,7 +376,7 @@ def test_width_pruning_by_hand() -> None:
 
 
 def test_segments_behind_the_last_split_are_tails_themselves() -> None:
-    ways = [{"tree": "t", "nodes": [0, 1 + i // 2, 10 + i], "stops": [1, 2, 4]} for i in range(4)]
+    ways = [{"nodes": [0, 1 + i // 2, 10 + i], "stops": [1, 2, 4]} for i in range(4)]
     assert by_hand({}, [0.1, 0.9, 0.8, 0.3], ways) == [[1, 2], [3, 4], [2, 3, 4], []]
     assert by_hand({"depths": (0,), "width": "none"}, [0.1, 0.9, 0.8, 0.3], ways) == [
         [2, 3, 4],
@@ -384,7 +384,7 @@ def test_segments_behind_the_last_split_are_tails_themselves() -> None:
         [2, 3, 4],
         [3, 4],
     ]
-    without_split = [{"tree": "t", "nodes": [0, 1], "stops": [1, 4]}] * 2
+    without_split = [{"nodes": [0, 1], "stops": [1, 4]}] * 2
     assert by_hand({}, [1.0, 0.0], without_split) == [[1, 2, 3, 4], []]  # no split, no tail
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_plugins.groups import Groups, joint
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
+from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS, READ
 from rl_plugins.methods.branch.trees import COLUMN, Trees
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Rollouts, Shape, Tokens
@@ -84,7 +84,9 @@ class BranchAdvantages(Method):
         "the batch by default; equal trees give the same.",
         "The code's option `use_group` leaves inner nodes without an advantage, and its training then fails. It is not "
         "offered.",
+        READ,
     )
+    hosts = ("trl", "verl", "diffusion")
     idle = (
         Idle({"in_trees": 0}, "no row has a tree. Let `branch_text_rollout` or `branch_rollout` make the rollouts."),
     )

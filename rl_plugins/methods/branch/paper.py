@@ -12,6 +12,8 @@ PAPER = Paper(
     code="Fredreic1849/BranchGRPO",
 )
 
+READ = "The paper was read through detailed notes that quote its equations, and the code in full."
+
 # Of the authors' script for FLUX, where a text host has the option. Rollouts of a prompt are the leaves of its tree.
 PAPER_SETTINGS: dict[str, dict[str, object]] = {
     "trl": {"num_generations": 16, "learning_rate": 1e-5},

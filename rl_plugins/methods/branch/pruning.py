@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.groups import Groups, places
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
+from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS, READ
 from rl_plugins.methods.branch.trees import COLUMN, Trees
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.rollouts import Rollouts, Run, Shape, Tokens
@@ -73,7 +73,9 @@ class BranchPruning(Method):
         "The code takes the extremes over all trees of a process, here they are those of each tree.",
         "Whether a child's own transition leaves with its tail is not said. It stays, as in the code.",
         "A training step of the authors is one batch here.",
+        READ,
     )
+    hosts = ("trl", "verl", "diffusion")
     idle = (
         Idle({"pruned": 0}, "nothing was pruned. Look at `depths` (are rollouts that deep?), `until` and `width`."),
     )

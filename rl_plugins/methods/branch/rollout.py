@@ -10,7 +10,7 @@ from typing import cast
 from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.branch.paper import PAPER
+from rl_plugins.methods.branch.paper import PAPER, READ
 from rl_plugins.methods.branch.trees import COLUMN, note, shares
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.requests import Program, Prompt
@@ -76,6 +76,7 @@ class BranchRollout(Method):
         "The code takes the interval of depth pruning (30) as the stride of its windows. With 20 steps there is one "
         "window then, at the first steps.",
         "The paper names 16 sampling steps in one place and 20 in others. The host decides.",
+        READ,
     )
     hosts = ("diffusion",)
     brings_columns = (COLUMN,)
@@ -152,7 +153,7 @@ class BranchRollout(Method):
         self.log("saved", 1 - passes / (len(open_) * total))
         self.log("trained", sum(noisy) / total)
         stops = range(total + 1)
-        return [b.sample.noted(**{COLUMN: note(str(seed), b.nodes, stops)}) for b in open_]  # type: ignore[misc]
+        return [b.sample.noted(**{COLUMN: note(b.nodes, stops)}) for b in open_]  # type: ignore[misc]
 
     def _split(self, sample: Sample, steps: int, children: int, noisy: tuple[bool, ...]) -> Denoise:
         p = self.params

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rl_plugins.errors import ConfigError
@@ -83,14 +81,16 @@ class BranchTextRollout(Method):
 
     @dataclass(frozen=True)
     class Params(MethodParams):
-        places: tuple[int, ...] = param((0, 64, 128), "numbers of tokens of a completion after which it splits", ge=0)
+        places: tuple[int, ...] = param(
+            (0, 32, 64, 96), "numbers of tokens of a completion after which it splits", ge=0
+        )
         children: int = param(2, "K, number of branches that a split makes", ge=2)
 
         def check(self) -> None:
             if not self.places or any(b <= a for a, b in itertools.pairwise(self.places)):
                 raise ConfigError(
                     f"`places` is {list(self.places)}. It must have at least one place, and they must rise. Give the "
-                    f"tokens after which completions split, for example (0, 64, 128)."
+                    f"tokens after which completions split, for example (0, 32, 64, 96)."
                 )
 
     def check(self, run: Run) -> None:
@@ -113,7 +113,7 @@ class BranchTextRollout(Method):
             made = yield Generate(start, n=n)
             return [start.add(g) for g in made]
         places = sorted({max(b, len(start)) for b in self.params.places})
-        open_, ended = [Branch(start, n, (0,), (len(start),))], list[Branch]()
+        open_, ended = [_Branch(start, n, (0,), (len(start),))], list[_Branch]()
         numbers = itertools.count(1)
         sampled = 0
         if places[0] > len(start):
@@ -135,14 +135,9 @@ class BranchTextRollout(Method):
                 for b, made in zip(open_, answers, strict=True)
                 for g, share in zip(made, shares(b.rollouts, len(made)), strict=True)
             ]
-        return self._rows(sorted(ended + open_, key=lambda b: b.nodes), len(start), sampled)
-
-    def _rows(self, leaves: Sequence[Branch], prefix: int, sampled: int) -> list[Trajectory]:
-        """One row per rollout, with its way."""
-        content = repr([list(b.trajectory.tokens) for b in leaves])
-        tree = hashlib.sha256(content.encode()).hexdigest()[:12]
-        rows = [b.trajectory.noted(**{COLUMN: note(tree, b.nodes, b.stops)}) for b in leaves for _ in range(b.rollouts)]
-        tokens = sum(len(row) - prefix for row in rows)
+        leaves = sorted(ended + open_, key=lambda b: b.nodes)
+        rows = [b.trajectory.noted(**{COLUMN: note(b.nodes, b.stops)}) for b in leaves for _ in range(b.rollouts)]
+        tokens = sum(len(row) - len(start) for row in rows)
         self.log("leaves", len(leaves))
         self.log("copies", 1 - len(leaves) / len(rows))
         self.log("saved", 1 - sampled / tokens if tokens else 0.0, weight=tokens)
@@ -150,7 +145,7 @@ class BranchTextRollout(Method):
 
 
 @dataclass(frozen=True)
-class Branch:
+class _Branch:
     """A completion in the making, and how many rollouts it stands for.
 
     Attributes:
@@ -162,17 +157,17 @@ class Branch:
     nodes: tuple[int, ...]
     stops: tuple[int, ...]
 
-    def split(self, node: int, rollouts: int) -> Branch:
+    def split(self, node: int, rollouts: int) -> _Branch:
         """A child that has no token yet."""
-        return Branch(self.trajectory, rollouts, (*self.nodes, node), (*self.stops, len(self.trajectory)))
+        return _Branch(self.trajectory, rollouts, (*self.nodes, node), (*self.stops, len(self.trajectory)))
 
-    def grown(self, made: Generated) -> Branch:
+    def grown(self, made: Generated) -> _Branch:
         """With what was sampled for its last node."""
         longer = self.trajectory.add(made)
-        return Branch(longer, self.rollouts, self.nodes, (*self.stops[:-1], len(longer)))
+        return _Branch(longer, self.rollouts, self.nodes, (*self.stops[:-1], len(longer)))
 
 
-def reached(branch: Branch, place: int, prompt: Prompt) -> bool:
+def reached(branch: _Branch, place: int, prompt: Prompt) -> bool:
     """Whether a branch goes on after this place."""
     t = branch.trajectory
     return len(t) == place and t.finish in ("", "length") and prompt.room(t) > 0

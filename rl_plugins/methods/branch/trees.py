@@ -2,16 +2,16 @@
 
 A row that ends a branch notes its way from the root as plain data, `rollouts.meta["branches"]`:
 
-    {"tree": "a", "nodes": [0, 2, 5], "stops": [0, 8, 20]}
+    {"nodes": [0, 2, 5], "stops": [0, 8, 20]}
 
 Entry d is its node of depth d, and the position after that node's last token. The first 8 tokens of this row
-belong to node 2, and the rows whose way has node 2 share them. Numbers of nodes are unique in a tree, labels of trees
-in a group.
+belong to node 2, and the rows whose way has node 2 share them. The rows of a group are one tree, in which every node
+has a number of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,9 +27,9 @@ from rl_plugins.rollouts import Rollouts, Tokens
 COLUMN = "branches"
 
 
-def note(tree: str, nodes: Sequence[int], stops: Sequence[int]) -> dict[str, Any]:
+def note(nodes: Sequence[int], stops: Sequence[int]) -> dict[str, list[int]]:
     """What a row notes of its way."""
-    return {"tree": tree, "nodes": list(nodes), "stops": list(stops)}
+    return {"nodes": list(nodes), "stops": list(stops)}
 
 
 def shares(rollouts: int, branches: int) -> list[int]:
@@ -70,7 +70,7 @@ class Trees:
         Raises:
             MethodError: a note that cannot be read, or ways that form no tree.
         """
-        rows, ways, label = _ways(rollouts)
+        rows, ways = _ways(rollouts)
         if not rows:
             return None
         length = torch.tensor([way.shape[1] for way in ways])
@@ -79,7 +79,7 @@ class Trees:
         depth = places(length)
         start = torch.where(depth == 0, 0, stop.roll(1))
         _refuse_backward(rollouts, row, start, stop)
-        tree = torch.repeat_interleave(torch.tensor(label), length)
+        tree = Groups(rollouts.group[row]).index
         number = joint(tree, given)
         parent = torch.where(depth == 0, -1, number.roll(1))
         one = torch.zeros(int(number.max()) + 1, dtype=torch.int64).scatter_(0, number, torch.arange(len(number)))
@@ -144,28 +144,26 @@ class Trees:
         return first, copies
 
 
-def _ways(rollouts: Rollouts) -> tuple[list[int], list[np.ndarray[Any, np.dtype[np.int64]]], list[int]]:
-    """Rows that noted their way, (2, depths) node numbers and stops of each, and the number of its tree."""
+def _ways(rollouts: Rollouts) -> tuple[list[int], list[np.ndarray[Any, np.dtype[np.int64]]]]:
+    """Rows that noted their way, and (2, depths) node numbers and stops of each."""
     notes = rollouts.meta.get(COLUMN, ())
     rows = [i for i, way in enumerate(notes) if way is not None]
-    group, labels = rollouts.group.tolist(), dict[tuple[int, Hashable], int]()
-    ways, label = [], []
+    ways = []
     for i in rows:
         try:
             ways.append(np.array([notes[i]["nodes"], notes[i]["stops"]], dtype=np.int64).reshape(2, -1))
-            label.append(labels.setdefault((group[i], notes[i]["tree"]), len(labels)))
         except (KeyError, TypeError, ValueError, IndexError):
             raise MethodError(_unreadable(notes[i])) from None
         if not ways[-1].shape[1]:
             raise MethodError(_unreadable(notes[i]))
-    return rows, ways, label
+    return rows, ways
 
 
 def _unreadable(way: Any) -> str:
     return (
-        f"A row has {shown(way, 80)} in the column `{COLUMN}`. It must have the label of its tree, and a node and a "
-        f'stop of each depth: {{"tree": "a", "nodes": [0, 2], "stops": [0, 8]}}. Let `branch_text_rollout` or '
-        f"`branch_rollout` make the rollouts, or note the branches in this form."
+        f"A row has {shown(way, 80)} in the column `{COLUMN}`. It must have a node and a stop of each depth: "
+        f'{{"nodes": [0, 2], "stops": [0, 8]}}. Let `branch_text_rollout` or `branch_rollout` make the rollouts, or '
+        f"note the branches in this form."
     )
 
 
