@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diffusion": {*ADAPTER, "diffusion"},
     "testing": {*ADAPTER, "testing"},
     "compare": {"contract", "runtime", "messages", "compare"},
-    "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "demo"},
+    "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "masked", "demo"},
     # one command trains what one method loads
     "commands": {
         *ADAPTER,
@@ -101,6 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 BESIDE = {
     "compare.trl": "trl",
     "compare.trl_worker": "trl",
+    "compare.masked_worker": "trl",
     "compare.verl": "verl",
     "compare.verl_worker": "verl",
     "compare.verl_buffer": "verl",

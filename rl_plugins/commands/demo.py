@@ -50,8 +50,9 @@ def demo(
     methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool
 ) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
-    from rl_plugins.demo import agents, settings
-    from rl_plugins.demo.policy import policy_path
+    from rl_plugins.demo import agents, masked, settings
+    from rl_plugins.demo.masked_policy import load_masked_policy, masked_policy_path
+    from rl_plugins.demo.policy import load_policy, policy_path
 
     need_plots()
     arms = parse_arms(methods, baseline)
@@ -60,22 +61,28 @@ def demo(
     if agents.needed(names):
         _agents(arms, seeds, out, jobs, long, currency, dry_run, console)
         return
-    data = out / "data"
-    values = settings.config(policy_path().absolute(), data.absolute(), names, long)
+    data, diffusion = out / "data", masked.needed(names)
+    path, load, made = (
+        (masked_policy_path(), load_masked_policy, masked.config)
+        if diffusion
+        else (policy_path(), load_policy, settings.config)
+    )
+    values = made(path.absolute(), data.absolute(), names, long)
     if not dry_run:
-        _warm_start(console)
+        _warm_start(console, lambda progress: load(progress=progress))
         settings.write_data(data)
     params = _params(names)
+    about = masked.NOTES if diffusion else (settings.ABOUT,)
     notes = [
-        f"TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits, reward "
-        f"{_rewarded(values['reward_weights'])}. {_size(values)}",
+        *about[:-1],
+        f"{about[-1]} Reward: {_rewarded(values['reward_weights'])}. {_size(values)}",
         *settings.reasons(names),
         *_method_notes(params),
         SETS.format(out),
         TOY,
         *timing_notes(currency, jobs),
     ]
-    comparison = make_plan(_host(values), arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(_host(values, diffusion), arms, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         settings.metrics(values),
@@ -202,8 +209,8 @@ def _names(arms: Sequence[Arm]) -> list[str]:
     return list(dict.fromkeys(name for arm in arms for name in arm.methods))
 
 
-def _host(values: Mapping[str, Any]) -> Trl:
-    return Trl(yaml.safe_dump(dict(values), sort_keys=False))
+def _host(values: Mapping[str, Any], masked: bool = False) -> Trl:
+    return Trl(yaml.safe_dump(dict(values), sort_keys=False), masked=masked)
 
 
 def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:

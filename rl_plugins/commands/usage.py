@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins.commands.catalog import HOSTS, example_of, parts_of
-from rl_plugins.masked import MaskedOptions
+from rl_plugins.masked import MASKED_OPTIONS
 from rl_plugins.method import Bundle, Method
 from rl_plugins.runtime import registry
 
@@ -162,7 +162,7 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
         options=options,
         notes=tuple(notes),
         hosts=tuple(h for h in HOSTS if all(h in cls.hosts for cls in everything)),
-        masked=bool({option for host, option in set_by_methods} & {f.name for f in fields(MaskedOptions)}),
+        masked=bool({option for _, option in set_by_methods} & MASKED_OPTIONS),
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs of TRL: `trl grpo` on the user's YAML config."""
+"""Runs of TRL: `trl grpo` on the user's YAML config, or `rl-plugins trl masked_grpo`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from rl_plugins.compare.plan import CONFIG, Arm
 
 @dataclass(frozen=True)
 class Trl:
-    """Text of a YAML config, and options that follow it on the command line."""
+    """Text of a YAML config, and options that follow it on the command line.
+
+    Args:
+        masked: the trainer of masked diffusion language models trains all arms.
+    """
 
     config: str
     extra: tuple[str, ...] = ()
-    worker = "rl_plugins.compare.trl_worker"
+    masked: bool = False
     sets = "`--seed`, `--output_dir`, `--count_costs`, `--methods` and `--method_params`"
+
+    @property
+    def worker(self) -> str:
+        return f"rl_plugins.compare.{'masked' if self.masked else 'trl'}_worker"
 
     def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -11,8 +12,12 @@ from typing import Any
 from rl_plugins.compare.plan import LOG_VARIABLE
 
 
-def main() -> None:
-    """Trains with the arguments of the command line; logs go to the file named by RL_PLUGINS_LOG_FILE."""
+def main(script: str = "rl_plugins.trl.script") -> None:
+    """Trains with the arguments of the command line; logs go to the file named by RL_PLUGINS_LOG_FILE.
+
+    Args:
+        script: module whose `main` trains.
+    """
     from transformers import TrainerCallback
     from transformers import trainer as hf_trainer
 
@@ -41,9 +46,7 @@ def main() -> None:
             self._write(state, **(logs or {}))
 
     hf_trainer.DEFAULT_CALLBACKS.append(LogLines)
-    from rl_plugins.trl.script import main as train
-
-    train()
+    importlib.import_module(script).main()
 
 
 if __name__ == "__main__":

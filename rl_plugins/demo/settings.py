@@ -58,6 +58,8 @@ SUITED: Mapping[str, tuple[Any, set[str], str]] = {
 SHORT_STEPS, LONG_STEPS = 80, 200
 TRAIN_PROMPTS, TEST_PROMPTS = 300, 320  # few enough that a prompt comes back, for methods that remember prompts
 
+ABOUT = "TRL's GRPOTrainer, a policy of 78,272 parameters, tasks of sorting digits."
+
 # What every small run of TRL on a CPU has in common.
 ON_CPU: Mapping[str, Any] = {
     "dtype": "float32",

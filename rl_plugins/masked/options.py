@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rl_plugins.masked.decoding import Decoding
@@ -69,3 +69,7 @@ class MaskedOptions:
             end_stop=self.end_confidence_stop,
             end_index=self.end_confidence_index,  # type: ignore[arg-type]
         )
+
+
+MASKED_OPTIONS = frozenset(f.name for f in fields(MaskedOptions))
+"""Names of the options. A method that sets one of them needs a trainer that has them."""

@@ -16,7 +16,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from rl_plugins.errors import ConfigError, shown
 from rl_plugins.losses import TRL_AGGREGATION
-from rl_plugins.masked import MaskedOptions
+from rl_plugins.masked import MASKED_OPTIONS, MaskedOptions
 from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
@@ -30,11 +30,11 @@ from rl_plugins.trl.host import Trainer
 from rl_plugins.trl.hosts import Loss, unknown_loss
 from rl_plugins.trl.prompts import has_numbers
 
-NO_MASKED_OPTIONS = {
-    f.name: "it is one of masked diffusion language models: take `rl-plugins trl masked_grpo`, or MaskedGRPOConfig and "
-    "MaskedGRPOTrainer of rl_plugins.trl.masked"
-    for f in fields(MaskedOptions)
-}
+NO_MASKED_OPTIONS = dict.fromkeys(
+    MASKED_OPTIONS,
+    "it is one of masked diffusion language models: take `rl-plugins trl masked_grpo`, or MaskedGRPOConfig and "
+    "MaskedGRPOTrainer of rl_plugins.trl.masked",
+)
 """Options of another trainer, and where they are."""
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")  # divided by a number of rows, not of tokens
