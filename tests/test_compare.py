@@ -383,6 +383,27 @@ def test_parameters_of_the_config_reach_their_arms(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("config", "words", "masked"),
+    [
+        ("max_steps: 10\n", ["vade"], False),
+        ("max_steps: 10\n", ["eoser", "vade"], True),
+        ("max_steps: 10\n", ["mdlm"], True),
+        ("diffusion_steps: 4\n", ["vade"], True),
+        ("max_steps: 10\n", ["vade", "--recompute-states=True"], True),
+    ],
+)
+def test_masked_diffusion_models_are_trained_by_their_trainer(tmp_path, monkeypatch, config, words, masked):
+    from rl_plugins.commands import compare
+
+    planned = []
+    monkeypatch.setattr(compare, "run", lambda comparison, *args, **options: planned.append(comparison))
+    (tmp_path / "run.yaml").write_text(config)
+    command = ["compare", str(tmp_path / "run.yaml"), *words, "--out", str(tmp_path)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert {run.worker for run in planned[0].runs} == {f"rl_plugins.compare.{'masked' if masked else 'trl'}_worker"}
+
+
+@pytest.mark.parametrize(
     ("config", "options", "evaluates"),
     [
         ("max_steps: 10\n", [], False),

@@ -70,6 +70,12 @@ def test_the_rewards_of_the_headline_differ_in_size():
             ("reward_weights", [1.0, 0.0, 0.0]),
         ),
         (["mc_grpo"], "`mc_grpo` runs with advantage_clip=3.0.", ("beta", 0.0)),
+        (["mdlm"], "takes log-probs from one pass over an answer of masks", ("diffusion_steps", 3)),
+        (
+            ["ass", "eoser", "cj_grpo", "mdlm"],
+            "Every arm decodes an answer of 14 tokens in 3 passes",
+            ("max_steps", 48),
+        ),
     ],
 )
 def test_what_the_demo_sets_is_printed(tmp_path, config, methods, printed, value):
@@ -87,6 +93,11 @@ def test_bundles_and_methods_with_parameters_are_shown(tmp_path, host, names):
         code, text = dry("demo", name, "--host", host, "--seeds", "1", "--out", str(tmp_path))
         assert code == 0 and text.count("(to run)") == 2, text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_masked_diffusion_models_are_not_shown_on_verl(tmp_path):
+    code, text = dry("demo", "mdlm", "--host", "verl", "--out", str(tmp_path))
+    assert code == 2 and "verl has no engine for masked diffusion models. Run `rl-plugins demo mdlm`" in text
 
 
 def test_reasons_are_complete(tmp_path):

@@ -20,6 +20,7 @@ from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
+from rl_plugins.masked import MASKED_OPTIONS
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params, parse_methods, select
 
@@ -68,7 +69,7 @@ def compare(
     cube = _cube(methods, attribute, pairs)
     arms = parse_arms(cube.arms if cube else _named(methods), baseline)
     held_out = _option("eval_strategy", values, extra) not in ("no", False, None)  # YAML reads a bare no as false
-    host = Trl(config.read_text(), tuple(extra))
+    host = Trl(config.read_text(), tuple(extra), _masked(arms, values, extra))
     notes = _notes(arms, host.sets, held_out, "eval_strategy and a test split") + timing_notes(currency, jobs)
     params = _params(arms, parse_method_params(values.get("method_params")), method_params)
     if cube:
@@ -81,6 +82,18 @@ def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | 
     if pairs is not None and not attribute:
         raise ConfigError("--attribute-pairs is given without --attribute. Add --attribute, or leave it out.")
     return Cube(tuple(methods), pairs) if attribute else None
+
+
+def _masked(arms: Sequence[Arm], values: Mapping[str, Any], extra: Sequence[str]) -> bool:
+    """Whether the run is one of masked diffusion models: a method or the config sets an option of their trainer."""
+    set_by_methods = {
+        option
+        for arm in arms
+        for cls in select(arm.methods).classes.values()
+        for option in cls.host_options.get("trl", {})
+    }
+    words = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in extra if word.startswith("--")}
+    return bool(MASKED_OPTIONS & {*set_by_methods, *values, *words})
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:

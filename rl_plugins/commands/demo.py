@@ -146,7 +146,7 @@ def demo_verl(
 ) -> None:
     """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
     from rl_plugins.compare.verl import Verl
-    from rl_plugins.demo import agents, settings, verl_data
+    from rl_plugins.demo import agents, masked, settings, verl_data
     from rl_plugins.demo.policy import policy_path
 
     need_plots()
@@ -156,6 +156,11 @@ def demo_verl(
         raise ConfigError(
             f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
             f"your own environment and `rl-plugins compare`."
+        )
+    if masked.needed(names):
+        raise ConfigError(
+            f"{', '.join(names)}: verl has no engine for masked diffusion models. Run `rl-plugins demo "
+            f"{' '.join(methods)}`, which is on TRL."
         )
     console = Console()
     steps = verl_data.LONG_STEPS if long else verl_data.SHORT_STEPS

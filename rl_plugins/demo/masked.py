@@ -24,11 +24,10 @@ def needed(names: Iterable[str]) -> bool:
     """Whether any of the methods sets an option of masked diffusion models."""
     for name in names:
         found = registry.load(name)
-        if (
-            needed(found.parts)
-            if isinstance(found, Bundle)
-            else MASKED_OPTIONS & set(found.host_options.get("trl", {}))
-        ):
+        if isinstance(found, Bundle):
+            if needed(found.parts):
+                return True
+        elif MASKED_OPTIONS & set(found.host_options.get("trl", {})):
             return True
     return False
 
@@ -41,9 +40,9 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
 
 
 NOTES = (
-    f"TRL's trainer with the decoding of masked diffusion models (MaskedGRPOTrainer), a bidirectional policy of "
-    f"247,368 parameters, tasks of sorting digits. Every arm decodes an answer of {MAX_COMPLETION_LENGTH} tokens in {PASSES} "
-    f"passes of the model, in training and in evaluation.",
+    "TRL's trainer with the decoding of masked diffusion models (MaskedGRPOTrainer), a bidirectional policy of 247,368 "
+    f"parameters, tasks of sorting digits. Every arm decodes an answer of {MAX_COMPLETION_LENGTH} tokens in "
+    f"{PASSES} passes of the model, in training and in evaluation.",
     "The baseline unmasks equally many tokens per pass, does not hold end tokens back, and takes log-probs from one "
     "pass over an answer of masks, as diffu-GRPO does. The first evaluation shows what another way to decode changes "
     "by itself.",

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+import runpy
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
 import clean_processes
+import datasets
 import masked_runs
 import probes
 import pytest
 import torch
+import yaml
 from harness import history, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from masked_runs import LENGTH, Watched, make_masked, masked_policy
 from transformers import BertForMaskedLM
+from transformers import trainer as hf_trainer
 from waiting import NEVER
 
+from rl_plugins.compare.plan import make_plan, parse_arms
+from rl_plugins.compare.runs import read_log
+from rl_plugins.compare.trl import Trl
+from rl_plugins.demo import masked
+from rl_plugins.demo.settings import write_data
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.masked import ascending_schedule, step_weights
 from rl_plugins.trl.changes import changed
@@ -330,3 +340,25 @@ def test_a_lora_adapter_trains_against_the_base_model(folder: Path) -> None:
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters() if n in before)
     first, second = history(trainer, "kl")
     assert abs(first) < 1e-9 < 1e-6 < second
+
+
+def test_a_run_of_the_demo_trains_by_its_command(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rl-plugins trl masked_grpo` on the demo's config, as `rl-plugins demo mdlm` starts it, in this process."""
+    policy, data = masked_policy(folder / "masked-policy"), write_data(tmp_path / "data")
+    values = masked.config(policy, data, ["mdlm"], long=False)
+    values |= {"max_steps": 2, "eval_steps": 2, "eval_on_start": False, "per_device_train_batch_size": 32}
+    plan = make_plan(Trl(yaml.safe_dump(values), masked=True), parse_arms(["mdlm"], "grpo"), [0], tmp_path)
+    run = plan.runs[1]
+    run.folder.mkdir(parents=True)
+    run.write_config()
+    monkeypatch.setattr(sys, "argv", [run.worker, *run.arguments])
+    monkeypatch.setenv("RL_PLUGINS_LOG_FILE", str(run.log_file))
+    monkeypatch.setattr(hf_trainer, "DEFAULT_CALLBACKS", [*hf_trainer.DEFAULT_CALLBACKS])
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    runpy.run_module(run.worker, run_name="__main__")
+    logs = read_log(run)
+    assert [line["rl_plugins/tokens_decoded"] for line in logs if "reward" in line] == [32 * LENGTH, 64 * LENGTH]
+    assert any("eval_rewards/exact/mean" in line for line in logs)
+    assert "host options set: unmasking=ascending, end_confidence_start=0.01" in capsys.readouterr().out
