@@ -5,6 +5,7 @@ An adapter calls `first_plan`, and `next_plan` for further rounds. Nothing here 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,6 +202,17 @@ def check_versions(row: PlanRow, now: int) -> None:
                 f"newest published ones are {now}. A version is `rollouts.version` of this run; leave `versions` out "
                 f"for completions of other runs."
             )
+
+
+def split_plan(plan: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
+    """Plan rows of each rank: whole, in order, with about equally many rollouts."""
+    ends = list(itertools.accumulate(p.n + p.spare for p in plan))
+    total = ends[-1] if ends else 0
+    shares: list[list[PlanRow]] = [[] for _ in range(ranks)]
+    for p, end in zip(plan, ends, strict=True):
+        middle = end - (p.n + p.spare) / 2
+        shares[min(int(middle * ranks / max(total, 1)), ranks - 1)].append(p)
+    return shares
 
 
 def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_size: int | None = None) -> Plan:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.runtime.decide import Decision
+from rl_plugins.runtime.ranks import to_owners
 from rl_plugins.trl.facts import refuse_inexact_loss, refuse_token_advantages
 from rl_plugins.trl.host import HostBatch, Trainer
-from rl_plugins.trl.ranks import to_owners
 
 ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
 PUBLISHED = "rlp_published"  # the version the generation batch began with

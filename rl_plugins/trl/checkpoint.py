@@ -20,6 +20,7 @@ from rl_plugins.errors import ConfigError, StateError
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.ranks import gather, on_driver
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
@@ -28,7 +29,6 @@ from rl_plugins.trl.engine import chat_of
 from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
 from rl_plugins.trl.host import Trainer, tokenizer_of
 from rl_plugins.trl.prompts import has_numbers
-from rl_plugins.trl.ranks import gather, on_driver
 from rl_plugins.trl.rewards import with_reward_functions
 from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
 

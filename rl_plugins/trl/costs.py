@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rl_plugins.runtime.costs import Costs, Meter, total
+from rl_plugins.runtime.ranks import to_driver
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.host import Trainer
-from rl_plugins.trl.ranks import to_driver
 
 
 @contextlib.contextmanager

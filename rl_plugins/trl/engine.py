@@ -35,12 +35,12 @@ from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Tra
 from rl_plugins.rollouts import weighted_reward
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.costs import Meter, policy_made
+from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.costs import count
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
-from rl_plugins.trl.ranks import gather
 
 
 @dataclass(frozen=True)

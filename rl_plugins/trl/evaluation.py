@@ -9,10 +9,10 @@ from dataclasses import replace
 from rl_plugins.requests import Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.plan import evaluation_plan, in_evaluation
+from rl_plugins.runtime.ranks import gather, on_driver
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow, make_rollouts, served
-from rl_plugins.trl.ranks import gather, on_driver
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import check_length, check_rewards, check_versions
+from rl_plugins.runtime.ranks import deal, gather, on_driver, on_driver_for_each, to_driver, to_owners
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
@@ -51,7 +52,6 @@ from rl_plugins.trl.host import (
 from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
-from rl_plugins.trl.ranks import deal, gather, on_driver, on_driver_for_each, to_driver, to_owners
 from rl_plugins.trl.rows import FILLER, Row, Work, collect, flat, rollouts_of
 
 Made: TypeAlias = tuple[Completion, dict[str, Any]]  # a completion, and what reward functions added to its table

@@ -18,11 +18,11 @@ from rl_plugins.errors import MethodError
 from rl_plugins.losses import TRL_AGGREGATION, aggregate
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
+from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.batch import NEWEST_VERSION, PUBLISHED, ROW_COLUMN, TOKEN_COLUMN, VERSION, VERSIONS
 from rl_plugins.trl.facts import ROW_LOSSES
 from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input, more_model_input
-from rl_plugins.trl.ranks import gather
 
 HostLoss = Callable[[Any, HostBatch], Tensor]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.requests import Prompt, Trajectory, Turn
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.plan import split_plan
 from rl_plugins.runtime.programs import Running, given_trajectory, run
+from rl_plugins.runtime.ranks import gather, rows_each, to_owners
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.turn_table import spans
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Trainer, tokenizer_of
-from rl_plugins.trl.ranks import gather, rows_each, to_owners
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,6 @@ def make_rollouts(
     given = [[[given_trajectory(prompt, c)] for c in p.given] for p, prompt in zip(plan, prompts, strict=True)]
     made = [programs[i].rows or [] if i in programs else [] for i in range(len(prompts))]
     return [(prompt, old + new) for prompt, old, new in zip(prompts, given, made, strict=True)]
-
-
-def split_plan(plan: Sequence[PlanRow], ranks: int) -> list[list[PlanRow]]:
-    """Plan rows of each rank: whole, in order, with about equally many rollouts."""
-    ends = list(itertools.accumulate(p.n + p.spare for p in plan))
-    total = ends[-1] if ends else 0
-    shares: list[list[PlanRow]] = [[] for _ in range(ranks)]
-    for p, end in zip(plan, ends, strict=True):
-        middle = end - (p.n + p.spare) / 2
-        shares[min(int(middle * ranks / max(total, 1)), ranks - 1)].append(p)
-    return shares
 
 
 def number_rows(plan: Sequence[PlanRow], rollouts: Sequence[list[list[Trajectory]]]) -> list[ProgramRow]:

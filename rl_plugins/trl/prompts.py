@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.ranks import gather
 from rl_plugins.trl.host import Accelerator, DatasetRow
-from rl_plugins.trl.ranks import gather
 
 # Column added to what the dataloader yields; removed before anything of TRL or the user sees it.
 PROMPT_INDEX = "rl_plugins_prompt_index"

@@ -9,11 +9,11 @@ from rl_plugins.requests import Generate, Prompt, Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
 from rl_plugins.runtime.plan import check_length
+from rl_plugins.runtime.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.host import DatasetRow, Trainer
 from rl_plugins.trl.programs import ProgramRow, outline
 from rl_plugins.trl.prompts import Prompts
-from rl_plugins.trl.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
 
 
 def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:

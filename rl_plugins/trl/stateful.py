@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.ranks import on_driver
 from rl_plugins.trl.saved import resume_from
 
 _Host: Any = object  # for the type checker: whatever trainer the mixin is put before

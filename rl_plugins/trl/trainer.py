@@ -17,6 +17,7 @@ from rl_plugins.runtime import update
 from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import HostFacts, render_table
+from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.trl import costs, facts, hosts, logs, loss
@@ -28,7 +29,6 @@ from rl_plugins.trl.evaluation import evaluation_view
 from rl_plugins.trl.generation import GenerationBatch
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
 from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
-from rl_plugins.trl.ranks import on_driver
 from rl_plugins.trl.saved import CostsCallback, note_costs
 from rl_plugins.trl.stateful import StatefulMixin
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from rl_plugins.errors import MethodError
 from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
+from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.asynchronous.packing import LIVE, ROW, STEP, TOKEN
 from rl_plugins.trl.asynchronous.samples import GROUP, NEWEST, SAMPLED, VERSION, VERSIONS
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.ranks import gather
 
 Batch = dict[str, Tensor]
 HostLoss = Callable[[Batch], Tensor]

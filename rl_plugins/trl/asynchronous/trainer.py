@@ -15,6 +15,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
+from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.resume import resume
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import build_stack
@@ -27,7 +28,6 @@ from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import RunCallback
 from rl_plugins.trl.compat import ASYNC_TRAINER, moved_symbols, trl_version
 from rl_plugins.trl.prompts import has_numbers
-from rl_plugins.trl.ranks import on_driver
 from rl_plugins.trl.saved import is_marked
 from rl_plugins.trl.stateful import StatefulMixin
 

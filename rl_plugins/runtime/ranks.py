@@ -5,18 +5,26 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rl_plugins.errors import MethodError, RLPluginsError
 from rl_plugins.runtime.seconds import SECONDS
-from rl_plugins.trl.host import Accelerator
 
 T = TypeVar("T")
 
 
-def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
+class Ranks(Protocol):
+    """What is used of accelerate's `Accelerator`."""
+
+    num_processes: int
+    process_index: int
+    is_main_process: bool
+    device: torch.device
+
+
+def on_driver(accelerator: Ranks, decide: Callable[[], T]) -> T:
     """Runs `decide` in the main process; every rank gets its result, or raises its error. No rank
     waits for a result that never comes.
 
@@ -34,7 +42,7 @@ def on_driver(accelerator: Accelerator, decide: Callable[[], T]) -> T:
     return _opened(box[0])
 
 
-def on_driver_for_each(accelerator: Accelerator, decide: Callable[[], Sequence[T]]) -> T:
+def on_driver_for_each(accelerator: Ranks, decide: Callable[[], Sequence[T]]) -> T:
     """As `on_driver`, for a `decide` that returns a result for each rank; every rank gets its own and no other.
 
     Raises:
@@ -70,7 +78,7 @@ def _opened(outcome: tuple[str, Any]) -> Any:
     return content
 
 
-def gather(accelerator: Accelerator, part: T) -> list[T]:
+def gather(accelerator: Ranks, part: T) -> list[T]:
     """The parts of all ranks, in rank order, on every rank."""
     if accelerator.num_processes == 1:
         return [part]
@@ -81,7 +89,7 @@ def gather(accelerator: Accelerator, part: T) -> list[T]:
     return parts
 
 
-def to_driver(accelerator: Accelerator, part: T) -> list[T]:
+def to_driver(accelerator: Ranks, part: T) -> list[T]:
     """The parts of all ranks, in rank order, in the main process; nothing elsewhere."""
     if accelerator.num_processes == 1:
         return [part]
@@ -91,7 +99,7 @@ def to_driver(accelerator: Accelerator, part: T) -> list[T]:
     return parts or []
 
 
-def to_owners(accelerator: Accelerator, items: Mapping[int, T], owner: Callable[[int], int]) -> dict[int, T]:
+def to_owners(accelerator: Ranks, items: Mapping[int, T], owner: Callable[[int], int]) -> dict[int, T]:
     """Items of all ranks, by their places, each where it belongs: an item goes to its owner and to nobody else.
 
     Args:
@@ -135,3 +143,14 @@ def deal(items: Sequence[T], ranks: int, at_least: int, filler: T) -> list[list[
     each = rows_each(len(items), ranks, at_least)
     full = [*items, *[filler] * (each * ranks - len(items))]
     return [full[k * each : (k + 1) * each] for k in range(ranks)]
+
+
+def everywhere(accelerator: Ranks, work: Callable[[], T]) -> list[T]:
+    """Runs `work` on every rank; every rank gets the results of all, in rank order, or raises the first error.
+
+    Raises:
+        RLPluginsError: as `on_driver`.
+    """
+    if accelerator.num_processes == 1:
+        return [work()]
+    return [_opened(outcome) for outcome in gather(accelerator, _outcome(work))]
