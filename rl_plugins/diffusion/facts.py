@@ -17,7 +17,11 @@ from rl_plugins.runtime.stack import MethodStack
 
 
 def host_version() -> str:
-    return importlib.metadata.version("diffusers")
+    """Of diffusers; empty where it is not installed, as for pages."""
+    try:
+        return importlib.metadata.version("diffusers")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def columns_of(dataset: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

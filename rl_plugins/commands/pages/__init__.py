@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.commands.guides import with_code
-from rl_plugins.commands.pages import choose, losses, methods, papers, source
+from rl_plugins.commands.pages import choose, diffusion, losses, methods, papers, source
 from rl_plugins.commands.reference import reference_page
 from rl_plugins.errors import ConfigError
 
@@ -20,6 +20,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/architecture.md": source.with_map,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl.md": partial(source.with_changes, "verl"),
+    "docs/diffusion.md": diffusion.with_parts,
     "docs/samplers.md": source.with_samplers,
     "docs/reference.md": lambda _: reference_page(),
     "README.md": choose.readme,

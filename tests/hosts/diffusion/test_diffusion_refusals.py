@@ -1,0 +1,122 @@
+"""What the diffusion trainer refuses before it trains, with the reason and the change that fixes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from flow_runs import bright, flat, make
+
+from rl_plugins.commands.catalog import HOSTS
+from rl_plugins.commands.pages.diffusion import accepted, with_parts
+from rl_plugins.diffusion.config import DiffusionConfig
+from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
+from rl_plugins.errors import ConfigError
+from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import MethodStack
+
+pytestmark = pytest.mark.host
+
+
+@pytest.mark.parametrize(
+    ("methods", "why"),
+    [
+        (["waits"], "`waits` changes `admit`, and diffusion cannot do that here: every sample takes the same number"),
+        (["reads"], "`reads` needs completions as text, special tokens removed: samples are latents, not text"),
+        (["of_text"], "`of_text` is for text, and diffusion trains diffusion policies here. It runs on: trl, verl"),
+        (["gives"], "`gives` gives completions or tokens, and samples of a diffusion policy have none"),
+        (["whole"], "it needs whole groups in every optimizer step, and rows are shuffled"),
+        (["looks"], "the dataset has no column `level`"),
+        (["forks", "explores"], "both decide `rollout`"),
+        (["gigpo"], "a sample is made in one go, without turns of an agent"),
+        (["epo"], "The method `epo`|entropy"),
+        (["april"], "every sample takes the same number of steps"),
+        (["latr"], "is for text"),
+        (["eoser"], "needs|changes|only sets options of trl"),
+        (["no_such"], "There is no method `no_such`"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else ",".join(x),
+)
+def test_methods_that_cannot_act(tmp_path, methods, why):
+    data = [{"prompt": c} for c in range(4)]
+    with pytest.raises(ConfigError, match=why):
+        make(tmp_path, methods, updates_per_batch=2, train_dataset=data)
+
+
+def test_a_plan_about_tokens_is_refused_when_it_is_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"gives prompt \d prefix=\(1, 2\), which is about tokens"):
+        make(tmp_path, ["prefixes"]).train()
+
+
+def test_every_signal_and_hook_is_served_or_has_a_reason():
+    assert set(NO_HOOKS) <= set(HOOKS) and set(NO_SIGNALS) <= {*SIGNALS, "engine"}
+    for why in [*NO_HOOKS.values(), *NO_SIGNALS.values()]:
+        assert why.endswith("Remove the method.")
+
+
+@pytest.mark.parametrize("host", ["trl", "verl"])
+def test_hosts_of_text_refuse_programs_of_samples(host):
+    class Flows(Method):
+        name = "flows"
+        hosts = ("diffusion",)
+
+        def rollout(self, prompt):
+            yield
+
+    given = HostFacts(host, "", HOSTS[host].hooks, {}, (), {}, None, {})
+    with pytest.raises(
+        ConfigError, match="`flows` is for samples of diffusion policies, and .* trains language models"
+    ):
+        preflight(MethodStack([Flows()]), given)
+
+
+def test_the_page_lists_the_methods_that_are_accepted():
+    names = accepted()
+    assert {"mc_grpo", "gdpo", "branch_rollout", "branch_advantages"} <= set(names)
+    assert not {"epo", "gigpo", "april", "latr", "branch_text_rollout", "eoser", "turn_control"} & set(names)
+    page = (Path(__file__).parents[3] / "docs" / "diffusion.md").read_text(encoding="utf-8")
+    assert with_parts(page) == page
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"steps": 0}, "steps=0 is given; it must be a whole number at least 1."),
+        ({"steps": 2.5}, "steps=2.5 is given; it must be a whole number"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan is given; it must be a finite number at least 0."),
+        ({"eta": 0}, "eta=0 is given; it must be a finite number above 0."),
+        ({"shift": -1.0}, "shift=-1.0 is given"),
+        ({"scale_rewards": "std"}, "scale_rewards='std' is given; allowed: group, batch, none."),
+        ({"mixed_precision": "fp8"}, "mixed_precision='fp8' is given; allowed: no, bf16."),
+        ({"loss_aggregation": "mean"}, "loss_aggregation='mean' is given; allowed: seq-mean"),
+        ({"report_to": "wandb"}, "report_to='wandb' is given; allowed: none, tensorboard."),
+        ({"updates_per_batch": 99}, "updates_per_batch=99 is given, and a batch has 32 rows. Make it smaller."),
+        ({"max_unrewarded_batches": -1}, "max_unrewarded_batches=-1 is given"),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_allowed(options, why):
+    with pytest.raises(ConfigError) as e:
+        DiffusionConfig(**options)
+    assert why in str(e.value)
+
+
+def test_every_option_has_a_help():
+    assert all(f.metadata["help"] for f in DiffusionConfig.__dataclass_fields__.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"reward_funcs": []}, "It must be a function"),
+        ({"reward_funcs": [bright, bright]}, "must have different names"),
+        ({"reward_funcs": [bright, flat], "reward_weights": [1.0]}, "reward_weights has 1 entries for 2"),
+        ({"objective": "dpo"}, "objective='dpo' is given; allowed: ppo"),
+        ({"objective_params": {"beta": 1}}, "and the objective ppo has none"),
+    ],
+    ids=str,
+)
+def test_trainers_that_cannot_be_made(tmp_path, given, why):
+    with pytest.raises(ConfigError, match=why):
+        make(tmp_path, **given)
