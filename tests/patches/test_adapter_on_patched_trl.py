@@ -55,3 +55,15 @@ def test_seams_are_used(tmp_path_factory):
     done, _ = run(tmp_path_factory.mktemp("refused"), [BONUS])
     assert done.returncode != 0 and "`half` removes rows" in done.stderr
     assert len(patched["bonus"]["decisions"]) == 1
+
+
+@pytest.mark.patches
+def test_two_functions_train_a_masked_diffusion_model(tmp_path_factory):
+    """T15: the weights that `MaskedTrainer` gets with five overrides."""
+    host, out = mails.patched(tmp_path_factory.mktemp("patched"), "trl"), tmp_path_factory.mktemp("masked")
+    command = [sys.executable, str(mails.HERE / "trl_masked_script.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER, env=mails.environment(host))
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = torch.load(out / "out.pt")
+    assert (found["overrides"] - found["begun"]).abs().max() > 1e-3
+    torch.testing.assert_close(found["functions"], found["overrides"], atol=1e-6, rtol=0)

@@ -77,7 +77,7 @@ def stock(patched_trl: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_patches_are_those_of_the_page() -> None:
-    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11", "T12", "T13", "T14"]
+    assert [mails.number(patch) for patch in PATCHES] == ["T1", "T2", "T3", "T5", "T11", "T12", "T13", "T14", "T15"]
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=mails.number)
@@ -151,7 +151,7 @@ def test_the_readme_names_each_mail_by_its_title() -> None:
         assert f"| {mails.title(patch)} |" in readme
 
 
-@pytest.mark.parametrize("name", ["T2", "T3", "T5", "V5", "V9", "V12"])
+@pytest.mark.parametrize("name", ["T2", "T3", "T5", "T15", "V5", "V9", "V12"])
 def test_a_seam_begins_as_an_issue(name: str) -> None:
     text = (mails.ROOT / "patches" / "issues" / f"{name}.md").read_text()
     assert text.startswith("# ") and len(text.split()) < 400
