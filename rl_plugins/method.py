@@ -103,6 +103,8 @@ SIGNALS: dict[str, str] = {
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
     "turn_limits": "agents that keep the turn limit of their plan row (`PlanRow.max_turns`)",
+    "redundancy": "rollouts that begin beyond those that are kept (`PlanRow.redundant`) and are closed by a program, or by "
+    "the queue of groups that wait",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 
@@ -218,11 +220,14 @@ class Method:
             later one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of
             one size out of a buffer (verl's asynchronous modes) refuses it; where parameters may leave the host's
             number, the instance says False.
-        brings_columns: columns in `needs` that its own rollout program notes, so that no dataset must have them.
+        brings_columns: columns in `needs` that its own rollout program, or the runtime for it, notes, so that no dataset
+            must have them.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
             missing nevertheless.
         rows_per_rollout: rows one rollout becomes (agents, turns).
+        independent_rollouts: its program makes the rollouts of a prompt with `rl_plugins.redundancy.independent`, so
+            redundant ones can be closed.
         corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
             rollout log-probs). The host's own such correction and a second such method are refused beside it: the
             weight would count twice.
@@ -272,6 +277,7 @@ class Method:
     brings_columns: ClassVar[Collection[str]] = ()
     full_batch: ClassVar[bool] = False
     rows_per_rollout: int = 1
+    independent_rollouts: ClassVar[bool] = False
     corrects_sampling: bool = False
     proximal_old_logprobs: bool = False
     generating_logprobs: bool = False

@@ -308,6 +308,7 @@ class Prompt:
         training: False in evaluation.
         reward_names: of the run's reward functions.
         max_turns: most turns of an agent as the plan limits them; None: it does not. See `turns`.
+        redundant: rollouts to begin beyond `n`, see `rl_plugins.redundancy`.
         seed: of random numbers, see `rng`.
     """
 
@@ -324,6 +325,7 @@ class Prompt:
     training: bool = True
     reward_names: tuple[str, ...] = ()
     max_turns: int | None = None
+    redundant: int = 0
     seed: str = ""
 
     def turns(self, limit: int) -> int:
@@ -417,11 +419,12 @@ class SideBySide(list[Request]):
     Args:
         requests: those without a result.
         keys: of each. A request that is still open in the next list has the same key there.
+        sides: number of the program that asks, of each.
     """
 
-    def __init__(self, requests: Sequence[Request], keys: Sequence[Hashable]) -> None:
+    def __init__(self, requests: Sequence[Request], keys: Sequence[Hashable], sides: Sequence[int]) -> None:
         super().__init__(requests)
-        self.keys = list(keys)
+        self.keys, self.sides = list(keys), list(sides)
 
 
 class Some(dict[Hashable, Any]):
@@ -507,7 +510,7 @@ def together(programs: Sequence[Generator[Any, Any, T]], first: int | None = Non
         while not enough():
             places = [(i, p) for i, w in sorted(waiting.items()) for p in range(len(w.asked)) if p not in w.got]
             keys = [(mine, i, waiting[i].keys[p]) for i, p in places]
-            answers = yield SideBySide([waiting[i].asked[p] for i, p in places], keys)
+            answers = yield SideBySide([waiting[i].asked[p] for i, p in places], keys, [i for i, _ in places])
             given = answers if isinstance(answers, Some) else dict(zip(keys, answers, strict=True))
             touched: dict[int, None] = {}
             for (i, p), key in zip(places, keys, strict=True):

@@ -72,6 +72,8 @@ class PlanRow(Replaceable):
         group: rollouts with the same number form a group. Unique per prompt unless a method merges prompts.
         n: rollouts that are trained. They count against the budget.
         spare: further rollouts, made to leave again (`select`, `shape`) by the method that asked for them.
+        redundant: further rollouts that only begin: those that end last are closed and become no row (signal
+            "redundancy").
         edit: dataset columns that replace those of the row (a prompt with a hint, say).
         prefix: token ids every completion of this row starts with. They are marked `forced`.
         max_tokens: completion length, at most the host's.
@@ -84,6 +86,7 @@ class PlanRow(Replaceable):
     group: int
     n: int
     spare: int = 0
+    redundant: int = 0
     edit: Mapping[str, Any] | None = None
     prefix: tuple[int, ...] = ()
     max_tokens: int | None = None

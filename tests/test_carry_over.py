@@ -365,7 +365,7 @@ def test_a_rollout_without_a_version_waits_too() -> None:
 def test_a_group_is_saved_with_the_same_types_whatever_its_rollouts_hold() -> None:
     for rollout in (Trajectory(()), Trajectory((3,)).add(Generated((5,), (0,), "eos", 1))):
         (saved,) = to_plain(Group(PlanRow(0, 0, 1), 0, (rollout,)))["rollouts"]
-        types = {name: values.dtype for name, values in saved.items() if name != "finish"}
+        types = {name: values.dtype for name, values in saved.items() if name not in ("finish", "meta")}
         whole = dict.fromkeys(("prompt", "tokens", "versions"), torch.int64)
         assert types == {**whole, "kinds": torch.int8, "logprobs": torch.float64}
 

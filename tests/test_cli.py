@@ -242,7 +242,7 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         found = registry.load(name)
         if isinstance(found, Bundle):
             continue
-        beside = ["turn_control"] if {"turn_limits"} & set(found.needs) else []
+        beside = ["turn_control"] if {"turn_limits", "redundancy"} & set(found.needs) else []
         named = [*(registry.load(n) for n in beside), found]
         stack = build_stack([*beside, name], {cls.name: dict(cls.example_params) for cls in named})
         masked = usage_of(found).masked

@@ -1,6 +1,6 @@
 """The layers of the package: which may import which, no circles, and one meaning for every public class name.
 
-contract                          errors .. method: what the author of a method reads
+contract                          errors .. method, redundancy: what the author of a method reads
 agents, services, judges, priors  for methods, on the contract
 audit, messages                   for methods, on the contract
 methods                           on those
@@ -44,6 +44,7 @@ CONTRACT = {
     "entries",
     "estimators",
     "method",
+    "redundancy",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
 ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "nft", "cheap", "disaggregated"}

@@ -167,7 +167,8 @@ def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
 
 
 def _needed_beside(parts: Sequence[type[Method]]) -> list[str]:
-    """Methods without which these do nothing: where they read turns or rows of agents, one that plays them."""
+    """Methods without which these do nothing: one that plays agents, where they read turns or close rollouts; or
+    one that makes the rows that they read."""
     signals = {signal for cls in parts for signal in example_of(cls).needs}
     if any("rollout" in cls.claims() for cls in parts):
         return []
@@ -175,7 +176,7 @@ def _needed_beside(parts: Sequence[type[Method]]) -> list[str]:
     known = [name for name in own if registry.origins_of(name)]
     if known:
         return known[:1]
-    return ["turn_control"] if "turns" in signals else []
+    return ["turn_control"] if {"turns", "redundancy"} & signals else []
 
 
 def _yaml(value: Any) -> str:

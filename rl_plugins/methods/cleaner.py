@@ -17,7 +17,8 @@ from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory, together
+from rl_plugins.redundancy import independent
+from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
@@ -119,6 +120,7 @@ class Cleaner(Method):
     )
     needs = frozenset({"chat_template"})
     forces_tokens = True
+    independent_rollouts = True
     in_eval = ("rollout",)
     example_params = {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["}
     idle = (
@@ -234,8 +236,7 @@ class Cleaner(Method):
                 ) from None
 
     def rollout(self, prompt: Prompt) -> Program:
-        made = yield from together([self._episode(prompt, number) for number in range(prompt.n)])
-        trajectories = [t for t in made if t is not None]
+        trajectories = yield from independent(prompt, lambda number: self._episode(prompt, number))
         if not trajectories:
             raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
         if prompt.training:

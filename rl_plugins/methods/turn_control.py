@@ -18,7 +18,8 @@ from rl_plugins.agents.environment import check_environment
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import Measured, Method, Paper
 from rl_plugins.params import MethodParams, above, has_effect, param
-from rl_plugins.requests import Call, Program, Prompt, Trajectory, together
+from rl_plugins.redundancy import independent
+from rl_plugins.requests import Call, Program, Prompt, Trajectory
 from rl_plugins.rollouts import Plan, Rollouts, Run, Shape, Tokens
 
 REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
@@ -131,6 +132,7 @@ class TurnControl(Method):
     )
     needs: frozenset[str] | set[str] = frozenset({"chat_template"})
     brings_columns = ("turns", "stop_reason", "extended")
+    independent_rollouts = True
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
     example_params = {"environment": "rl_plugins.demo.environments:Grid"}
@@ -364,8 +366,7 @@ class TurnControl(Method):
     # ---- the rollouts
 
     def rollout(self, prompt: Prompt) -> Program:
-        made = yield from together([self._episode(prompt) for _ in range(prompt.n)])
-        trajectories = [t for t in made if t is not None]
+        trajectories = yield from independent(prompt, lambda k: self._episode(prompt))
         if not trajectories:
             raise MethodError("none of the environments of a prompt's rollouts could be reset; see the warnings above.")
         return trajectories

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rl_plugins.entries import Entries
 from rl_plugins.errors import MethodError
+from rl_plugins.redundancy import note
 from rl_plugins.requests import Trajectory
 from rl_plugins.rollouts import Carried, PlanRow, Queue
 from rl_plugins.runtime import gate
@@ -42,11 +43,17 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Rollouts in the making, redundant ones included."""
+        return self.enough + self.row.redundant
+
+    @property
+    def enough(self) -> int:
+        """Rollouts that it ends with."""
         return self.row.n + self.row.spare
 
     @property
     def complete(self) -> bool:
-        return len(self.rollouts) == self.size and all(finished(t) for t in self.rollouts)
+        return len(self.rollouts) == self.size and sum(map(finished, self.rollouts)) >= self.enough
 
 
 def finished(trajectory: Trajectory) -> bool:
@@ -55,6 +62,28 @@ def finished(trajectory: Trajectory) -> bool:
 
 
 UNFINISHED = ("", "abort")  # why a rollout ended that goes on
+
+
+def without_redundant(group: Group, ticks: Sequence[int]) -> tuple[Group, int]:
+    """A complete group with the rollouts that ended first, in the order of their numbers; the others are closed.
+
+    Args:
+        ticks: when each rollout ended, 0 for those of an earlier batch; of those that have not, anything. Rollouts that
+            end at the same time are taken in the order of their numbers.
+
+    Returns:
+        The group, and when the last of them ended.
+    """
+    ended = [i for i, t in enumerate(group.rollouts) if finished(t)]
+    first = sorted(sorted(ended, key=lambda i: ticks[i])[: group.enough])
+    last = max((ticks[i] for i in first), default=0)
+    if not group.row.redundant:
+        return group, last
+    kept = [t for i, t in enumerate(group.rollouts) if i in first]
+    closed = [t for i, t in enumerate(group.rollouts) if i not in first]
+    told = note([(1, len(t)) for t in kept], [(1, len(t)) for t in closed])
+    row = group.row.replace(redundant=0)
+    return replace(group, row=row, rollouts=tuple(t.noted(**told) for t in kept)), last
 
 
 def admit(
@@ -145,7 +174,7 @@ def _seen(group: Mapping[str, Any]) -> Carried:
     row, rollouts = group["row"], group["rollouts"]
     return Carried(
         prompt_index=row["prompt_index"],
-        size=row["n"] + row["spare"],
+        size=row["n"] + row["spare"] + row.get("redundant", 0),
         drawn=group["drawn"],
         tokens=tuple(len(t["tokens"]) for t in rollouts),
         finished=tuple(t["finish"] not in UNFINISHED for t in rollouts),
@@ -177,6 +206,7 @@ def to_plain(group: Group) -> dict[str, Any]:
             "group": row.group,
             "n": row.n,
             "spare": row.spare,
+            "redundant": row.redundant,
             "edit": None if row.edit is None else dict(row.edit),
             "prefix": list(row.prefix),
             "max_tokens": row.max_tokens,
@@ -191,6 +221,7 @@ def to_plain(group: Group) -> dict[str, Any]:
                 "logprobs": _tensor(t.logprobs, np.float64),
                 "versions": _tensor(t.versions, np.int64),
                 "finish": t.finish,
+                "meta": dict(t.meta),
             }
             for t in group.rollouts
         ],
@@ -214,6 +245,7 @@ def from_plain(content: Mapping[str, Any]) -> Group:
                 logprobs=Entries.of_array(t["logprobs"].numpy(), "d"),
                 versions=Entries.of_array(t["versions"].numpy(), "q"),
                 finish=t["finish"],
+                meta=t.get("meta", {}),
             )
             for t in content["rollouts"]
         ),

@@ -190,8 +190,9 @@ def plan(m: Method, value: object, asked: Plan, pool_size: int | None, vocabular
         if problem:
             raise refusal(m, "plan", f"{problem}: {shown(row)}.")
     most = MOST_GENERATED * max(asked.budget, asked.trained, asked.group_size)
-    if value.generated > most or len(value.rows) > most:
-        why = f"{value.generated} rollouts in {len(value.rows)} rows, and the batch trains {asked.budget}"
+    begun = value.generated + sum(row.redundant for row in value.rows)
+    if begun > most or len(value.rows) > most:
+        why = f"{begun} rollouts in {len(value.rows)} rows, and the batch trains {asked.budget}"
         raise refusal(m, "plan", f"{why}; at most {MOST_GENERATED} times as many can be generated.")
     return value
 
@@ -200,14 +201,16 @@ def _row_problem(row: object, pool_size: int | None, vocabulary: int | None) -> 
     """What is illegal about a plan row."""
     if not isinstance(row, PlanRow):
         return f"{type(row).__name__} instead of a PlanRow"
-    if not all(isinstance(v, Integral) for v in (row.prompt_index, row.group, row.n, row.spare)):
-        return "`prompt_index`, `group`, `n` and `spare` must be whole numbers"
+    if not all(isinstance(v, Integral) for v in (row.prompt_index, row.group, row.n, row.spare, row.redundant)):
+        return "`prompt_index`, `group`, `n`, `spare` and `redundant` must be whole numbers"
     if not -INT64 <= row.group < INT64 or row.prompt_index >= INT64:
         return "a number beyond 64 bits in `group` or `prompt_index`"
     if isinstance(row.given, str) or not isinstance(row.given, Sequence):
         return f"`given` is {type(row.given).__name__} instead of a tuple of Completion"
     if row.n < 0 or row.spare < 0 or len(row.given) > row.n + row.spare:
         return f"{row.n} + {row.spare} rollouts, {len(row.given)} given"
+    if row.redundant < 0:
+        return f"{row.redundant} redundant rollouts"
     if row.prompt_index < -1 or (pool_size is not None and row.prompt_index >= pool_size):
         return f"prompt {row.prompt_index} of a dataset of {'unknown' if pool_size is None else pool_size} rows"
     if row.prompt_index == -1 and not row.edit:

@@ -20,6 +20,26 @@ NO_TURN_LIMITS = (
 )
 
 
+
+def no_redundancy(stack: MethodStack, waits: str) -> str:
+    """Why nothing in a run closes redundant rollouts; empty if its program does.
+
+    Args:
+        waits: who waits for all rollouts of a prompt where no program makes them, and what to change.
+    """
+    makers = stack.claims["rollout"]
+    if not makers:
+        return f"without a rollout program {waits}"
+    if makers[0].independent_rollouts:
+        return ""
+    name = makers[0].name
+    return (
+        f"`{name}` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one of "
+        f"the two. If `{name}` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
+        f"`independent_rollouts = True`."
+    )
+
+
 @dataclass(frozen=True)
 class HostFacts:
     """What one run of a host offers.
@@ -77,6 +97,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
     problems: list[str] = []
     options: dict[str, Any] = {}
     wanted: dict[str, tuple[str, Any]] = {}  # option -> the method that asked first, and its value
+    brought = {f"column:{column}" for m in stack.methods for column in m.brings_columns}
     older = bool(stack.claims["admit"]) or any(m.replays for m in stack.methods)  # groups that were begun before
     for m in stack.methods:
         problems += _other_policies(m, host.name)
@@ -87,7 +108,7 @@ def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
         for hook in m.in_eval:
             if hook not in host.eval_hooks:
                 problems.append(f"`{m.name}` acts with `{hook}` in evaluation, which {host.name} does not serve.")
-        for signal in sorted(m.needs):
+        for signal in sorted(m.needs - brought):
             why_not = None if signal == "off_policy" and older else _missing(signal, host)
             if why_not:
                 problems.append(f"`{m.name}` needs {SIGNALS.get(signal, f'`{signal}`')}: {why_not}")

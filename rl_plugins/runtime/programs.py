@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -86,6 +87,7 @@ class Running:
         self._results: dict[int, Any] = {}
         self._single = False
         self._keys: list[Hashable] | None = None
+        self._sides: list[int] = []
         self.rows_made, self._count = 0, RowCount()
         self._given = watched((prompt,))
         self._program = self._placed(lambda: method.rollout(prompt))
@@ -116,6 +118,11 @@ class Running:
         """Of each request: one that is still open after `settle` has the same key then."""
         return list(range(len(self.requests))) if self._keys is None else self._keys
 
+    def side(self, number: int) -> int:
+        """Which of the programs that run side by side asks: the number of the rollout, in most programs. 0 where none
+        do."""
+        return self._sides[number] if self._keys is not None else 0
+
     def settle(self) -> bool:
         """Goes on with the results so far, if the program runs several side by side and there are any."""
         if self._keys is None or not self._results or len(self._results) == len(self.requests):
@@ -137,7 +144,7 @@ class Running:
                 return
             self._single = not isinstance(asked, list)
             self.requests = [asked] if self._single else list(asked)
-            self._keys = asked.keys if isinstance(asked, SideBySide) else None
+            self._keys, self._sides = (asked.keys, asked.sides) if isinstance(asked, SideBySide) else (None, [])
             for i, request in enumerate(self.requests):
                 if self._keys is not None and self._keys[i] in before:
                     self.requests[i] = before[self._keys[i]]  # it is under way
@@ -296,7 +303,8 @@ async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]
                 under_way.pop(key).cancel()  # of a program that was closed
             for key, i in places.items():
                 if i in opened and key not in under_way:
-                    under_way[key] = asyncio.ensure_future(_serve(program, i, engine))
+                    serving = _serve(engine, program.prompt, program.requests[i], program.side(i))
+                    under_way[key] = asyncio.ensure_future(serving)
             done, _ = await asyncio.wait(under_way.values(), return_when=asyncio.FIRST_COMPLETED)
             answered = [(key, places[key]) for key, task in under_way.items() if task in done]
             results = [(i, under_way.pop(key).result()) for key, i in sorted(answered, key=lambda pair: pair[1])]
@@ -310,10 +318,14 @@ async def drive(program: Running, engine: AsyncEngine) -> list[list[Trajectory]]
         program.close()
 
 
-def _serve(program: Running, i: int, engine: AsyncEngine) -> Coroutine[Any, Any, Any]:
-    request = program.requests[i]
+SIDE: ContextVar[int] = ContextVar("side", default=0)
+"""In a task that serves a request: `Running.side` of it."""
+
+
+async def _serve(engine: AsyncEngine, prompt: Prompt, request: Request, side: int) -> Any:
+    SIDE.set(side)
     if isinstance(request, Generate):
-        return engine.generate(program.prompt, request)
+        return await engine.generate(prompt, request)
     if isinstance(request, Score):
-        return engine.score(program.prompt, request.trajectory)
-    return run_call(request)
+        return await engine.score(prompt, request.trajectory)
+    return await run_call(request)

@@ -134,11 +134,13 @@ _OF_ROW: dict[str, Any] = {
     "group": int,
     "n": int,
     "spare": int,
+    "redundant": int,
     "edit": (dict, type(None)),
     "prefix": list,
     "max_tokens": (int, type(None)),
     "payload": object,
 }
+_OF_EARLIER = {"redundant": 0}  # what rows of earlier versions lack
 _OF_ROLLOUT = {
     "prompt": torch.int64,
     "tokens": torch.int64,
@@ -153,7 +155,7 @@ def _group_problem(group: Any) -> str | None:
     if not isinstance(group, dict) or set(group) != {"row", "drawn", "rollouts"}:
         return "its fields are others"
     row, rollouts = group["row"], group["rollouts"]
-    if not isinstance(row, dict) or set(row) != set(_OF_ROW):
+    if not isinstance(row, dict) or set(row := {**_OF_EARLIER, **row}) != {*_OF_ROW}:
         return "the fields of `row` are others"
     if not isinstance(rollouts, list) or type(group["drawn"]) is not int:
         return "`rollouts` or `drawn` has another type"
@@ -163,8 +165,10 @@ def _group_problem(group: Any) -> str | None:
     if not all(type(t) is int for t in row["prefix"]):
         return "`row.prefix` is not of token ids"
     for one in rollouts:
-        if not isinstance(one, dict) or set(one) != {*_OF_ROLLOUT, "finish"} or not isinstance(one["finish"], str):
+        if not isinstance(one, dict) or {*one, "meta"} != {*_OF_ROLLOUT, "finish", "meta"}:
             return "the fields of a rollout are others"
+        if not isinstance(one["finish"], str) or not isinstance(one.get("meta", {}), dict):
+            return "`finish` or `meta` of a rollout has another type"
         for name, dtype in _OF_ROLLOUT.items():
             value = one[name]
             if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.dim() != 1:

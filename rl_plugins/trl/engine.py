@@ -52,6 +52,20 @@ class _Options:
     top: int
 
 
+@dataclass(frozen=True)
+class _Race:
+    """Groups that are decoded together until `enough` are complete.
+
+    Args:
+        group: of each row.
+        missing: of each group, rows that must end.
+    """
+
+    group: Tensor
+    missing: Tensor
+    enough: int
+
+
 class TrlEngine:
     """`programs.Engine` on a trainer.
 
@@ -106,13 +120,14 @@ class TrlEngine:
         return results
 
     def race(
-        self, requests: Sequence[Generate], group: Sequence[int], enough: int
+        self, requests: Sequence[Generate], group: Sequence[int], missing: Sequence[int], enough: int
     ) -> tuple[list[Generated], list[int]]:
         """One completion for each request, all decoded together until `enough` groups are complete on this rank; the
         others come back as they are, with finish "abort".
 
         Args:
-            group: number of each request's group, from 0; a group is complete when all its requests have ended.
+            group: number of each request's group, from 0.
+            missing: of each group, how many of its requests must end. It is complete then, and its others stop.
             enough: groups; 0 decodes nothing.
 
         Returns:
@@ -125,8 +140,8 @@ class TrlEngine:
             return [Generated((), (), "abort", t.state.global_step) for _ in requests], [0] * len(requests)
         options = _Options(float(t.temperature), (), 0)
         limits = torch.tensor([r.max_tokens or 1 for r in requests])
-        groups = torch.tensor(group)
-        with self._transformers(options, limits, (groups, enough)) as watch:
+        race = _Race(torch.tensor(group), torch.tensor(missing), enough)
+        with self._transformers(options, limits, race) as watch:
             ids, _ = self._host([r.trajectory.context_array for r in requests], None, {}, 1)
         eos = set(t.eos_token_ids)
         made = []
@@ -175,10 +190,9 @@ class TrlEngine:
 
     @contextlib.contextmanager
     def _transformers(
-        self, options: _Options, limits: Tensor, race: tuple[Tensor, int] | None = None
+        self, options: _Options, limits: Tensor, race: _Race | None = None
     ) -> Iterator[_Watch]:
-        """`generate` of the policy with the options of a call. `race`: group of each row, and how many groups must be
-        complete for all to stop."""
+        """`generate` of the policy with the options of a call. `race`: when all of it stops."""
         t = self.trainer
         model = t.accelerator.unwrap_model(t.model_wrapped)
         host = model.generate
@@ -358,7 +372,7 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
     """Every row has its own limit of tokens, and stops after a stop text; in a race all stop when enough groups are
     complete."""
 
-    def __init__(self, watch: _Watch, race: tuple[Tensor, int] | None, eos: Sequence[int]) -> None:
+    def __init__(self, watch: _Watch, race: _Race | None, eos: Sequence[int]) -> None:
         self.watch, self.race, self.eos = watch, race, torch.tensor(list(eos))
         self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
         self.ended = self.done.clone()
@@ -372,10 +386,11 @@ class _Stop(StoppingCriteria):  # type: ignore[misc]
             texts = w.tokenizer.batch_decode(input_ids[:, w.start :][:, -_window(w.options.stop) :])
             now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts])
         if self.race is not None:
-            group, enough = self.race
+            race = self.race
             self.ended |= now | torch.isin(input_ids[:, -1].cpu(), self.eos)
-            running = torch.zeros(int(group.max()) + 1).index_add(0, group, (~self.ended).float())
-            if int((running == 0).sum()) >= enough:
+            complete = torch.zeros_like(race.missing).index_add(0, race.group, self.ended.long()) >= race.missing
+            now |= complete[race.group]
+            if int(complete.sum()) >= race.enough:
                 now = torch.ones_like(now)
         first = now & ~self.done
         w.length[first] = made

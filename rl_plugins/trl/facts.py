@@ -21,7 +21,7 @@ from rl_plugins.method import HOOKS, Method
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, TEMPLATE_FILES, has_template
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, preflight
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, no_redundancy, preflight
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
@@ -416,6 +416,12 @@ def _defaults() -> dict[str, Any]:
     return {f.name: f.default for config in (MaskedOptions, trl.GRPOConfig) for f in fields(config)}
 
 
+_ONE_BATCH = (
+    "TRL generates all rollouts in one batch and waits for the longest. Name a method that plays agents (turn_control), or "
+    "one that lets groups wait (april)."
+)
+
+
 def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
     args = known.args
     missing: dict[str, str] = {}
@@ -431,6 +437,8 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
         )
     if not stack.claims["rollout"]:
         missing["turn_limits"] = NO_TURN_LIMITS
+    if not stack.claims["admit"] and (why := no_redundancy(stack, _ONE_BATCH)):
+        missing["redundancy"] = why
     truncations = {
         "top_p": (args.top_p, 1.0),
         "top_k": (args.top_k, 0),

@@ -83,6 +83,7 @@ def make_rollouts(
             training=training,
             reward_names=tuple(trainer.reward_func_names),
             max_turns=p.max_turns,
+            redundant=p.redundant,
             seed=f"{stack.seed}|{method.name}|{p.group}",
         )
         for p, row, ids in zip(plan, rows, tokens, strict=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from rl_plugins.requests import Generate, Prompt, Trajectory
 from rl_plugins.rollouts import PlanRow
-from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue
+from rl_plugins.runtime.carry_over import Group, admit, finished, settle_queue, without_redundant
 from rl_plugins.runtime.plan import check_length
 from rl_plugins.runtime.ranks import on_driver, on_driver_for_each, rows_each, to_driver, to_owners
 from rl_plugins.runtime.seconds import SECONDS
@@ -57,7 +57,7 @@ def run_queue(trainer: Trainer, prompts: Prompts) -> list[ProgramRow]:
 def decode(
     trainer: Trainer, groups: Sequence[Group], enough: int, row_of: Callable[[PlanRow], DatasetRow]
 ) -> tuple[list[Group], list[int]]:
-    """Decodes groups until `enough` are complete.
+    """Decodes groups until `enough` are complete. Of those that are, the redundant rollouts are gone.
 
     Returns:
         The groups with their tokens, and for each after how many tokens its last rollout ended.
@@ -70,7 +70,6 @@ def decode(
         replace(g, rollouts=(Trajectory(prompts[id(g)]).force(g.row.prefix),) * g.size) if id(g) in prompts else g
         for g in groups
     ]
-    ready = sum(g.complete for g in begun)
     requests: list[Generate] = []
     place: list[tuple[int, int]] = []
     whole: list[list[Trajectory]] = [list(g.rollouts) for g in begun]
@@ -93,13 +92,19 @@ def decode(
                 continue
             requests.append(Generate(t, max_tokens=left))
             place.append((i, n))
-    ready = sum(all(finished(t) for t in of) for of in whole)
+    begun = [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)]
+    ready = [g.complete for g in begun]
+    going = [k for k, (i, _) in enumerate(place) if not ready[i]]
+    requests, place = [requests[k] for k in going], [place[k] for k in going]
     numbers = {i: k for k, i in enumerate(dict.fromkeys(i for i, _ in place))}
-    made, lengths = engine.race(requests, [numbers[i] for i, _ in place], max(0, enough - ready))
+    missing = [begun[i].enough - sum(map(finished, begun[i].rollouts)) for i in numbers]
+    made, lengths = engine.race(requests, [numbers[i] for i, _ in place], missing, max(0, enough - sum(ready)))
     engine.log("train")
-    ticks = [0] * len(begun)
+    ticks = [[0] * g.size for g in begun]
     for (i, n), new, length in zip(place, made, lengths, strict=True):
         t = whole[i][n]
         whole[i][n] = t.add(new) if new.tokens else replace(t, finish=t.finish or "abort")
-        ticks[i] = max(ticks[i], length)
-    return [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)], ticks
+        ticks[i][n] = length
+    after = [replace(g, rollouts=tuple(of)) for g, of in zip(begun, whole, strict=True)]
+    ended = [without_redundant(g, of) if g.complete else (g, max(of)) for g, of in zip(after, ticks, strict=True)]
+    return [g for g, _ in ended], [tick for _, tick in ended]

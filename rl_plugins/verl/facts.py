@@ -13,7 +13,7 @@ from rl_plugins.method import HOOKS, SameAs
 from rl_plugins.rollouts import Plan, Run
 from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, preflight
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostFacts, no_redundancy, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.compat import untested_allowed, verl_version
 from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
@@ -339,6 +339,8 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
         )
     if not stack.claimed("rollout"):
         missing["turn_limits"] = NO_TURN_LIMITS
+    if why := no_redundancy(stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."):
+        missing["redundancy"] = why
     truncations = {"top_p": 1.0, "top_k": -1}
     changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
     if changed:

@@ -57,7 +57,7 @@ class Note(TypedDict):
         round: of the plan.
         planned_at: generation batch in which it was planned.
         draw: number of the plan in that batch, from 1.
-        prompt_index, group, prefix, max_tokens, max_turns, given, payload: of the plan row.
+        prompt_index, group, prefix, max_tokens, max_turns, redundant, given, payload: of the plan row.
     """
 
     prompt_index: int
@@ -70,6 +70,7 @@ class Note(TypedDict):
     given: list[Given]
     payload: Any
     max_turns: NotRequired[int | None]
+    redundant: NotRequired[int]
     planned_at: NotRequired[int]
     draw: NotRequired[int]
 
@@ -285,6 +286,7 @@ def note_of(plan: PlanRow, wave: str, place: int, round_: int, weights: Mapping[
         "prefix": list(plan.prefix),
         "max_tokens": plan.max_tokens,
         "max_turns": plan.max_turns,
+        "redundant": plan.redundant,
         "given": [
             {
                 "tokens": Entries(c.tokens, "i"),

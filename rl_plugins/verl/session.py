@@ -19,7 +19,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from rl_plugins.errors import MethodError
 from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
-from rl_plugins.runtime.programs import Running, drive
+from rl_plugins.runtime.programs import SIDE, Running, drive
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import costs
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
@@ -108,8 +108,10 @@ class ProgramAgentLoop(PlannedAgentLoop):
         return outputs
 
     def _request_id(self, kwargs: Mapping[str, Any]) -> str:
-        """One for all requests of a prompt: they go to the same server, whose cache has the prompt."""
-        return f"{kwargs['uid']}_{kwargs['session_id']}"
+        """One for all requests of a prompt: they go to the same server, whose cache has the prompt. A router gets one
+        for each rollout (see `VerlEngine`), behind the tag of its task."""
+        tag = f"{kwargs.get('data_source', '')}|" if self.rollout_config.get("router_config_path") else ""
+        return f"{tag}{kwargs['uid']}_{kwargs['session_id']}"
 
     async def _prompt(self, session: Session, kwargs: dict[str, Any], note: Note | None) -> Prompt:
         messages = list(kwargs["raw_prompt"])
@@ -134,6 +136,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
             training=session.training,
             reward_names=tuple(session.rewards) or ("score",),
             max_turns=told.get("max_turns"),
+            redundant=told.get("redundant", 0),
             # asynchronous modes plan several times in one batch, and these plans number their groups alike
             seed=f"{session.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
         )
@@ -148,7 +151,8 @@ class VerlEngine:
         session: of the prompt.
         kwargs: what verl gives to an agent loop.
         sampling: of the run, or of its validation.
-        request_id: of every request; requests with the same id go to the same server.
+        request_id: of every request; requests with the same id go to the same server. With a router of its own
+            (`router_config_path`) the number of the rollout is added, because it routes rollouts.
     """
 
     def __init__(
@@ -163,6 +167,7 @@ class VerlEngine:
         self._server, self._rollout, self._session = server, rollout, session
         self._kwargs, self._sampling, self._request_id = dict(kwargs), dict(sampling), request_id
         self._newest = published(kwargs)
+        self._routed = bool(rollout.get("router_config_path"))
         self._requests = 0
 
     # ---- generation
@@ -199,8 +204,9 @@ class VerlEngine:
     async def _one(self, chat: Chat, request: Generate, params: Mapping[str, Any]) -> Generated:
         self._requests += 1
         unique = f"_{self._requests}" if self._rollout.get("full_determinism", False) else ""  # verl passes it on then
+        of_rollout = f"_{SIDE.get()}" if self._routed else ""
         out = await self._server.generate(
-            request_id=self._request_id + unique,
+            request_id=self._request_id + of_rollout + unique,
             prompt_ids=request.trajectory.context_array.tolist(),
             sampling_params=dict(params),
         )

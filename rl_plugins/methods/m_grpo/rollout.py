@@ -19,7 +19,8 @@ from rl_plugins.method import Method
 from rl_plugins.methods.m_grpo.method import MGrpo
 from rl_plugins.methods.m_grpo.team import Team
 from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.requests import Call, Called, Generate, Program, Prompt, together
+from rl_plugins.redundancy import independent
+from rl_plugins.requests import Call, Called, Generate, Program, Prompt
 from rl_plugins.rollouts import Rollouts
 
 _GUARDS = ("speed", "strict")
@@ -79,6 +80,7 @@ class MGrpoRollout(Method):
         "so a batch holds that many times fewer rollouts. No feature of the engine is needed."
     )
     needs = frozenset({"chat_template"})
+    independent_rollouts = True
     in_eval = ("rollout",)
 
     @dataclass(frozen=True)
@@ -175,7 +177,7 @@ class MGrpoRollout(Method):
         return rollouts.reward - self.params.invalid_penalty * invalid
 
     def rollout(self, prompt: Prompt) -> Program:
-        return (yield from together([self._one(prompt, k) for k in range(prompt.n)]))
+        return (yield from independent(prompt, lambda k: self._one(prompt, k)))
 
     def _one(self, prompt: Prompt, number: int) -> Any:
         p, chat = self.params, prompt.chat

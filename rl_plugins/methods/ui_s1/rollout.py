@@ -13,7 +13,8 @@ from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 from rl_plugins.methods.ui_s1.method import UiS1
 from rl_plugins.params import MethodParams, param
-from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Trajectory, together
+from rl_plugins.redundancy import independent
+from rl_plugins.requests import Call, Called, Generate, Program, Prompt, Trajectory
 
 
 class UiS1Rollout(Method):
@@ -73,6 +74,7 @@ class UiS1Rollout(Method):
     )
     disagreements = ("Patches per rollout: 1 in the paper's final model (default), 2 in the released script.",)
     needs = frozenset({"chat_template"})
+    independent_rollouts = True
     in_eval = ("rollout",)
     idle = (Idle({"patches": 0}, "no step was patched. All steps matched, `match` failed, or `max_patches` is 0."),)
     paper_settings = UiS1.paper_settings
@@ -109,7 +111,7 @@ class UiS1Rollout(Method):
                 "place for it. Remove that method or `ui_s1_rollout`."
             )
         expert = recorded_turns(prompt.columns, self.params.column, self.params.max_steps)
-        return (yield from together([self._one(prompt, expert) for _ in range(prompt.n)]))
+        return (yield from independent(prompt, lambda k: self._one(prompt, expert)))
 
     def _one(self, prompt: Prompt, expert: Sequence[ExpertStep]) -> Any:
         p = self.params

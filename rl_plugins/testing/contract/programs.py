@@ -12,6 +12,7 @@ import torch
 
 from rl_plugins.errors import MethodError, shown
 from rl_plugins.method import Method
+from rl_plugins.redundancy import NOTE
 from rl_plugins.requests import Chat, Kind, Prompt, Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
@@ -47,6 +48,9 @@ def check_programs(kit: Kit) -> bool:
             kit.fail("the same prompts and the same engine give other rows; random numbers come from `prompt.rng`.")
         _check_groups(kit, made)
         _check_decisions(kit, made)
+    if kit.cls.independent_rollouts:
+        with kit.at("redundant rollouts"):
+            _check_redundancy(kit)
     return True
 
 
@@ -167,6 +171,7 @@ def _prompt(row: PlanRow, dataset: StoredDataset, chat: Chat, batch: int, settin
         batch=batch,
         reward_names=("reward",),
         max_turns=row.max_turns,
+        redundant=row.redundant,
         seed=f"0|check|{row.group}",
     )
     return Prompt(**{**fields, **setting.prompt})
@@ -187,6 +192,18 @@ def _check_groups(kit: Kit, made: _Made) -> None:
             kit.fail(
                 f"every row has a `group` of its own ({shown(labels[:3])}), so nothing is compared. Rows with the same "
                 f"label are compared; None is the prompt's own group."
+            )
+
+
+def _check_redundancy(kit: Kit) -> None:
+    """Rows say what became of the rollouts that are no rows."""
+    made = _made(kit, _Setting(prompt={"redundant": 2}))
+    for row in made.all_rows if made else ():
+        note = row.meta.get(NOTE, {})
+        if note.get("closed", 0) + note.get("failed", 0) < 2:
+            kit.fail(
+                "it says `independent_rollouts = True`, and of 2 redundant rollouts of a prompt its rows tell nothing; "
+                "make its rollouts with `rl_plugins.redundancy.independent`."
             )
 
 

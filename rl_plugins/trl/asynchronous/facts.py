@@ -200,6 +200,7 @@ def _missing_signals(given: KnownAsync) -> dict[str, str]:
     missing = {
         "engine": "no rollout program runs in TRL's asynchronous trainer.",
         "turn_limits": NO_TURN_LIMITS,
+        "redundancy": "the rollout worker of TRL's asynchronous trainer waits for all rollouts of a prompt.",
         "turns": "samples in the queue of TRL's asynchronous trainer do not tell turns.",
         "ref_logprobs": "TRL's asynchronous trainer has no reference model.",
         "entropies": before,

@@ -594,7 +594,7 @@ class Wishing(Method):
     name = "wishing"
     paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
-    needs = frozenset({"turns", "turn_limits", "entropies", "ref_logprobs", "engine:logprobs=5"})
+    needs = frozenset({"turns", "turn_limits", "redundancy", "entropies", "ref_logprobs", "engine:logprobs=5"})
     corrects_sampling = True
 
     def shape(self, rollouts, tokens):
@@ -625,6 +625,7 @@ TRLS = "TRL's rollout worker is a process of its own that walks the dataset and 
         (["wishing"], {}, "`wishing` needs .*: TRL's asynchronous trainer has no reference model"),
         (["wishing"], {}, "`wishing` needs .*: no rollout program runs in TRL's asynchronous trainer"),
         (["wishing"], {}, "`wishing` needs .*: no method of the run plays agents"),
+        (["wishing"], {}, "`wishing` needs .*: the rollout worker of TRL's asynchronous trainer waits for all rollouts"),
         (
             ["wishing"],
             {},

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from rl_plugins.methods.training_free_grpo import read_library
 from rl_plugins.requests import Generate, Kind, Trajectory
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl import generation as module
+from rl_plugins.trl import queue as queue_module
 from rl_plugins.trl.engine import TrlEngine
 
 pytestmark = pytest.mark.host
@@ -903,6 +905,84 @@ def test_april_weighs_tokens_of_older_policies(train):
         assert torch.allclose(sent[t.row, t.position].double(), wanted, atol=1e-5)
     assert capped > 8
     assert (seen.after - seen.before).abs().max() > 1e-3
+
+
+# ---- redundant rollouts
+
+
+class Stuck(Grid):
+    """Of the five environments of every prompt the second never returns."""
+
+    made, closed = 0, 0
+    leave = threading.Event()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stuck = Stuck.made % 5 == 1
+        Stuck.made += 1
+
+    def act(self, action: str) -> Any:
+        if self.stuck:
+            Stuck.leave.wait(60)
+        return super().act(action)
+
+    def close(self) -> None:
+        Stuck.closed += 1
+        super().close()
+
+
+def test_an_environment_that_never_returns_costs_its_own_rollout(train):
+    """TRL goes in lockstep, so each turn waits for the time-out once. The spare rollout takes the place of the hung one."""
+    play = {"turn_control": {"environment": Stuck, "limit": 3, "turn_tokens": 4, "timeout": 0.3}}
+    size = {"per_device_train_batch_size": 20, "num_generations": 5, "max_steps": 1, "max_completion_length": 120}
+    options = {"policy": load_agent_policy("Grid"), "dataset": rows_of(Grid), "reward": won}
+    try:
+        plain = train(["turn_control"], play, **options, **size)
+        reasons = [row.trajectory.meta["stop_reason"] for row in plain.batches[0].made]
+        assert [i for i, reason in enumerate(reasons) if reason == "error"] == [1, 6, 11, 16]
+        redundant = {"num_generations": 4, "per_device_train_batch_size": 16}
+        seen = train(["turn_control", "rollart_redundancy"], play, **options, **{**size, **redundant})
+    finally:
+        Stuck.leave.set()
+    (batch,) = seen.batches
+    check_books(batch, 16)
+    assert batch.rollouts.groups.size.tolist() == [4] * 4
+    assert not {row.trajectory.meta["stop_reason"] for row in batch.made} & {"error"}
+    assert Stuck.made == Stuck.closed == 40, "hung ones are closed too"
+    assert seen.log("rollart_redundancy/failed") == [1.0]
+    noted = [row.trajectory.meta["redundancy"] for row in batch.made]
+    for name in ("closed", "kept_turns", "kept_tokens"):
+        assert seen.log(f"rollart_redundancy/{name}") == [pytest.approx(np.mean([note[name] for note in noted]), abs=1e-4)]
+    turns = [len(row.trajectory.turns) for row in batch.made]
+    assert seen.log("rollart_redundancy/kept_turns") == [pytest.approx(np.mean(turns))]
+
+
+def test_waiting_groups_with_spare_rollouts_keep_the_first_to_end(train, monkeypatch):
+    """24 groups of 2 + 1 begin, and one is complete with 2: the two shortest of it, where nothing was begun before."""
+    ended: list[tuple[Any, Any]] = []
+    cut = queue_module.without_redundant
+
+    def watched(group: Any, ticks: Any) -> Any:
+        after = cut(group, ticks)
+        ended.append((group, after[0]))
+        return after
+
+    monkeypatch.setattr(queue_module, "without_redundant", watched)
+    spare = {"april": {"over_sampling": 1.5}, "rollart_redundancy": {"spare": 1}}
+    seen = train(["april", "rollart_redundancy"], spare, **{**LONG, "max_steps": 2, "per_device_train_batch_size": 32})
+    for k, batch in enumerate(seen.batches):
+        assert batch.rollouts.groups.size.tolist() == [2] * 16
+        assert seen.log("rollart_redundancy/closed")[k] == 1.0 and seen.log("rollart_redundancy/failed")[k] == 0.0
+        kept = float(batch.rollouts.length.double().mean())
+        assert seen.log("rollart_redundancy/kept_tokens")[k] == pytest.approx(kept, abs=1e-3)
+    first = [pair for pair in ended if {v for t in pair[0].rollouts for v in t.versions} == {0}]  # of the first batch
+    assert len(first) >= 16
+    for before, after in first:
+        lengths = sorted(map(len, before.rollouts))
+        assert sorted(map(len, after.rollouts)) == lengths[:2] and (before.size, after.size) == (3, 2)
+        assert lengths[2] == lengths[1], "the third stops with the second"
+    waiting = seen.trainer.methods.carried
+    assert len(waiting) == 8 and {len(g["rollouts"]) for g in waiting} <= {2, 3}
 
 
 # ---- two ranks

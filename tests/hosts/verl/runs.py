@@ -39,6 +39,8 @@ PROGRAMS = {
     "failing": "Failing",
     "gone": "Gone",
     "wasteful": "Wasteful",
+    "spared": "Spared",
+    "routed": "Routed",
 }
 
 # Rollouts on a device of their own, one batch per publication.

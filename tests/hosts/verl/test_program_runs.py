@@ -21,7 +21,7 @@ from rl_plugins.methods.ui_s1 import UiS1
 pytestmark = pytest.mark.host
 
 PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
-PLACES += ["ladder+mc_grpo", "wasteful", "ladder"]
+PLACES += ["ladder+mc_grpo", "wasteful", "spared+rollart_redundancy", "ladder"]
 ADHINT = "adhint_rollouts+adhint_advantages+adhint_gradients+watch"
 METHODS = [
     "turn_control+hgpo+epo+watch",
@@ -284,6 +284,23 @@ def test_a_plan_asks_programs_for_spare_rollouts(carousel: Run) -> None:
     d = step(carousel, "ladder+mc_grpo")["decision"]
     assert d.rollouts.groups.size.tolist() == [SAMPLES + 1] * PROMPTS and int(d.trained.sum()) == 64
     assert carousel.metrics(PLACES.index("ladder+mc_grpo") + 1)["ladder/asked"] == 72
+
+
+def test_nobody_waits_for_an_environment_that_never_returns(carousel: Run) -> None:
+    """Of nine rollouts of each prompt one hangs for an hour. The first eight to end are the other ones."""
+    rollouts, _ = seen(carousel, "spared.pt")
+    number = PLACES.index("spared+rollart_redundancy") + 1
+    logged, d = carousel.metrics(number), step(carousel, "spared+rollart_redundancy")["decision"]
+    assert rollouts.groups.size.tolist() == [SAMPLES] * PROMPTS and int(d.trained.sum()) == 64
+    assert set(rollouts.meta["error"]) == {""} and all(score == score for score in rollouts.meta["score"])
+    assert logged["rollart_redundancy/closed"] == 1.0 and logged["rollart_redundancy/failed"] == 0.0
+    assert logged["rollart_redundancy/kept_turns"] == 3.0 and logged["rollart_redundancy/closed_turns"] == 1.0
+    events = carousel.of("environment")
+    for what in ("open", "close"):
+        numbers = [e["number"] for e in events if e["what"] == what]
+        assert sorted(numbers) == sorted([*range(SAMPLES + 1)] * PROMPTS), "hung ones are closed too"
+    assert of_step(carousel, "stepped", number) - of_step(carousel, "step", number) < 300
+    assert spent(carousel, number)["rows_made"] == (SAMPLES + 1) * PROMPTS and logged["rl_plugins/rows_generated"] == 64
 
 
 def test_validation_plays_too(carousel: Run) -> None:

@@ -107,6 +107,14 @@ COMMON = [
 # Methods whose loss or pool acts in a later batch or optimizer step; each comes twice, with its state.
 TWICE = ["fission_grpo+echo_clip+watch", "aepo_clip+aepo_advantages+watch", "ppo_million", "epo"]
 EPO = {"corridor": "batch", "entropy_coeff": 0.1, "kl": 0.9, "kr": 1.1}
+ROUTED = ["routed"]  # a program, whose requests have the tag of their task
+ROUTER = f"""
+router_class: verl_routes.NotedBalancer
+pools:
+  - {{name: fast, servers: ["hf_cpu:0"], capacity: 40, prefill_rate: 20000, decode_rate: 300}}
+  - {{name: slow, replicas: [1], capacity: 64, prefill_rate: 20000, decode_rate: 100}}
+tags: {{{SOURCE}: [fast, slow]}}
+"""
 RANK_PLACES = ["mc_grpo", "half+per_token", "filter+corridor", "softmax", "minpro", "odd", "decoupled_ppo", "vcpo"]
 
 
@@ -173,21 +181,24 @@ def foreign_files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens. The last batch ends it:
-    a hook raises on one rank."""
+    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens, and a router for the two
+    rollout replicas, one of which is slow. The last batch ends it: a hook raises on one rank."""
+    folder = tmp_path_factory.mktemp("verl")
+    (folder / "router.yaml").write_text(ROUTER)
     return broken(
-        tmp_path_factory.mktemp("verl") / "ranks",
+        folder / "ranks",
         [
             *COMMON,
-            f"+carousel=[{','.join([*RANK_PLACES, *2 * TWICE, 'boom'])}]",
+            f"actor_rollout_ref.rollout.router_config_path={folder / 'router.yaml'}",
+            f"+carousel=[{','.join([*RANK_PLACES, *2 * TWICE, *ROUTED, 'boom'])}]",
             "+carousel_params.boom.where=rank1",
-            "+rl_plugins.methods=[mc_grpo]",
+            "+rl_plugins.methods=[mc_grpo,routed]",
             *(f"+carousel_params.epo.{k}={v}" for k, v in EPO.items()),
             "+carousel_params.fission_grpo.role=user",
             "+carousel_params.fission_grpo.message='verl_programs:complaint'",
             "+carousel_params.fission_grpo.error_threshold=0.5",
             "data.max_prompt_length=64",
-            f"trainer.total_training_steps={len(RANK_PLACES + 2 * TWICE) + 1}",
+            f"trainer.total_training_steps={len(RANK_PLACES + 2 * TWICE + ROUTED) + 1}",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
             f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
@@ -196,6 +207,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
         trainer="carousel",
         ranks=2,
         RL_PLUGINS_TEST_DUMP="1",
+        RL_PLUGINS_TEST_SLOW_REPLICA="0.006",
     )
 
 
@@ -851,6 +863,31 @@ def mean_k3(parts: Any) -> float:
                 mask = row["response_mask"].bool()
                 total, tokens = total + float((d.expm1() - d)[mask].sum()), tokens + int(mask.sum())
     return total / tokens
+
+
+def test_the_router_of_two_replicas(ranks: Run) -> None:
+    """Requests without a tag go where a turn is cheapest by what was measured. Those of the program have a tag, whose
+    first pool takes as many as it has places for."""
+    routed, released = ranks.of("routed"), ranks.of("released")
+    servers = ("hf_cpu:0", "hf_cpu:1")
+    tagged = [e for e in routed if e["request"].startswith(f"{SOURCE}|")]
+    plain = [e for e in routed if "|" not in e["request"]]
+    assert len(tagged) == 128 and len(tagged) + len(plain) == len(routed) and len(plain) >= 64 * len(RANK_PLACES)
+    got = {s: sum(e["server"] == s for e in plain) for s in servers}
+    assert got[servers[0]] > 1.2 * got[servers[1]] > 0, got
+    took = {s: sorted(e["took"] for e in released if e["server"] == s) for s in servers}
+    assert took[servers[0]][len(took[servers[0]]) // 2] < took[servers[1]][len(took[servers[1]]) // 2], "it is slow"
+    first, turns = {}, {}
+    for e in tagged:
+        assert e["load"][servers[0]] <= 40 and e["load"][servers[1]] <= 64
+        first.setdefault(e["request"], e["server"])
+        turns.setdefault(e["request"], []).append((e["server"], e["tokens"]))
+    assert len(turns) == 64 and all(len(of) == 2 and of[0][1] < of[1][1] for of in turns.values())
+    assert list(first.values())[:40] == ["hf_cpu:0"] * 40 and "hf_cpu:1" in first.values()
+    changed = sum(a[0] != b[0] for a, b in turns.values())
+    assert changed == tagged[-1]["moved"] - plain[-1]["moved"] <= 8, "a trajectory leaves a full server only"
+    lines = [json.loads(line) for line in (ranks.folder / "served.jsonl").read_text().splitlines()]
+    assert [sum(line[3] == k for line in lines) for k in (0, 1)] == [sum(e["server"] == s for e in routed) for s in servers]
 
 
 def test_steps_do_not_cut_groups(ranks: Run) -> None:

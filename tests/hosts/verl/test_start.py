@@ -76,6 +76,16 @@ REFUSED = {
         "minpro",
         "calculate_log_probs=False is given. Set it to True",
     ),
+    "redundancy without a program": (
+        [],
+        "rollart_redundancy",
+        "`rollart_redundancy` needs rollouts that begin .*: without a rollout program verl waits for all rollouts of a",
+    ),
+    "redundancy beside a tree": (
+        [],
+        "latr,rollart_redundancy",
+        "`rollart_redundancy` needs .*: `latr` makes the rollouts and does not say that each is alone.*independent",
+    ),
     "rounds ahead of time": (["trainer.v1.trainer_mode=rl_plugins_colocate_async"], "probing", "rounds"),
     "helpings ahead of time": (
         ["trainer.v1.trainer_mode=rl_plugins_separate_async"],

@@ -28,6 +28,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.redundancy import independent
 from rl_plugins.requests import Generate, Score, Trajectory
 from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.stack import MethodStack
@@ -154,6 +155,26 @@ def output(tokens: list[int], first: float = -1.0, reason: str = "completed", st
     )
 
 
+@pytest.mark.parametrize("router", [None, "router.yaml"])
+def test_a_router_sees_tasks_and_rollouts(router: str | None) -> None:
+    """Without one, all requests of a prompt have one id, so that verl sends them to the server that has the prompt."""
+
+    def program(prompt: Any) -> Any:
+        def one(k: int) -> Any:
+            t = prompt.start()
+            for _ in range(2):
+                (made,) = yield Generate(t, max_tokens=2 + k)
+                t = t.add(made)
+            return t
+
+        return (yield from independent(prompt, one))
+
+    server = ScriptedServer([output([7]) for _ in range(4)])
+    made_by(program, server, rollout={"router_config_path": router})
+    ids = {limit: {asked["id"] for asked in server.asked if asked["max_tokens"] == limit} for limit in (2, 3)}
+    assert ids == ({2: {"here|u_0_0"}, 3: {"here|u_0_1"}} if router else {2: {"u_0"}, 3: {"u_0"}})
+
+
 def test_prompts_are_verls_own() -> None:
     seen = []
 
@@ -162,7 +183,7 @@ def test_prompts_are_verls_own() -> None:
         yield []
         return []
 
-    note = note_of(PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20, max_turns=6), "w", 0, 0)
+    note = note_of(PlanRow(3, 5, 2, payload={"k": 1}, prefix=(9,), max_tokens=20, max_turns=6, redundant=3), "w", 0, 0)
     assert made_by(program, None, n=3, **{COLUMN: note | {"planned_at": 7, "draw": 1}}) == []
     (prompt,) = seen
     assert TOKENIZER.decode(prompt.tokens) == "<user>a:12<asst>"
@@ -170,6 +191,7 @@ def test_prompts_are_verls_own() -> None:
     assert prompt.chat.reply([{"role": "user", "content": "9"}]) == prompt.chat.encode("<user>9<asst>")
     assert (prompt.n, prompt.max_tokens, prompt.max_context, prompt.batch) == (3, 20, 40, 7)
     assert (prompt.prefix, prompt.payload, prompt.training, prompt.seed) == ((9,), {"k": 1}, True, "0|scripted|5")
+    assert prompt.redundant == 3
     assert prompt.max_turns == 6 and prompt.turns(9) == 6 and prompt.turns(4) == 4
     assert prompt.columns["level"] == 3 and prompt.columns["x"] == 1, "extra_info before reward_model"
     assert prompt.columns["ground_truth"] == "7" and prompt.columns["prompt"] == COLUMNS["raw_prompt"]

@@ -260,11 +260,24 @@ def _slow_decoder(module: object) -> None:
     host = module.Decoder.step
 
     def step(self, arriving):
-        time.sleep(seconds)
+        time.sleep(getattr(self, "seconds", seconds))
         return host(self, arriving)
 
-    if seconds:
-        module.Decoder.step = step
+    module.Decoder.step = step
+
+
+def _slow_replica(module: object) -> None:
+    """Every token of the second replica takes so many seconds more."""
+    seconds = os.environ.get("RL_PLUGINS_TEST_SLOW_REPLICA")
+    host = module.ServerActor.__init__
+
+    def __init__(self, config, model_config, replica_rank):
+        host(self, config, model_config, replica_rank)
+        self.replica = replica_rank
+        if seconds and replica_rank == 1:
+            self.decoder.seconds = float(seconds)
+
+    module.ServerActor.__init__ = __init__
 
 
 def _served(module: object) -> None:
@@ -273,7 +286,8 @@ def _served(module: object) -> None:
 
     def _output(self, request, stop_reason):
         with (OUT / "served.jsonl").open("a") as f:
-            f.write(f"[{time.time()}, {len(request.tokens)}, {len(request.prompt)}]\n")
+            told = [time.time(), len(request.tokens), len(request.prompt), getattr(self, "replica", 0)]
+            f.write(f"{told}\n")
         return host(self, request, stop_reason)
 
     module.Server._output = _output
@@ -285,6 +299,7 @@ after_import("rl_plugins.verl.loss", _dump_updates)
 after_import("rl_plugins.verl.workers", _worker_of_carousel)
 after_import("rl_plugins.verl.cpu.decoder", _slow_decoder)
 after_import("rl_plugins.verl.cpu.server", _served)
+after_import("rl_plugins.verl.cpu.rollout", _slow_replica)
 
 
 def _methods():

@@ -12,6 +12,7 @@ from verl_probes import OUT, note
 
 from rl_plugins.agents import Observation, play
 from rl_plugins.messages.contracts import Contract
+from rl_plugins.redundancy import independent
 from rl_plugins.requests import Call, Generate, Score, together
 from rl_plugins.rollouts import Shape
 
@@ -172,6 +173,56 @@ class Sleepy(Program):
 
     def observe(self, rollouts, tokens, stats):
         torch.save((rollouts, tokens), OUT / "sleepy.pt")
+
+
+class Uneven(Ladder):
+    """Longer episodes in a group are slower too, and in every group one environment never returns."""
+
+    def __init__(self, number):
+        self.number = number
+        note("environment", what="open", number=number)
+
+    def act(self, action):
+        time.sleep(3600 if self.number == 3 else 0.02 * self.number)
+        return super().act(action)
+
+    def close(self):
+        note("environment", what="close", number=self.number)
+
+
+class Spared(Program):
+    """Plays the ladder with rollouts that may be closed."""
+
+    name = "spared"
+    independent_rollouts = True
+    needs = frozenset({"tokens", "column:score", "column:error"})
+
+    def rollout(self, prompt):
+        def one(k):
+            t = yield from play(prompt, lambda: Uneven(k), max_turns=3, timeout=600, turn_tokens=6)
+            return t.noted(number=k)
+
+        return (yield from independent(prompt, one))
+
+    def observe(self, rollouts, tokens, stats):
+        torch.save((rollouts, tokens), OUT / "spared.pt")
+
+
+class Routed(Program):
+    """Two turns of four tokens; the prompt of the second holds the first."""
+
+    name = "routed"
+    independent_rollouts = True
+
+    def rollout(self, prompt):
+        def one(k):
+            t = prompt.start()
+            for _ in range(2):
+                (made,) = yield Generate(t, max_tokens=4)
+                t = t.add(made)
+            return t
+
+        return (yield from independent(prompt, one))
 
 
 class Failing(Program):
