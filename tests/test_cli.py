@@ -753,6 +753,7 @@ def test_arguments_of_the_script_and_of_the_launcher_are_told_apart(run, monkeyp
         (["--metods", "vade"], "the option `--metods`, which neither .* knows. Did you mean `methods`"),
         (["--method_parms", "{}"], "Did you mean `method_params`"),
         (["--num_process", "2"], "Did you mean `num_processes`"),
+        (["--router_config_path", "r.yaml"], "`--router_config_path`, which neither .* nothing to route. verl has a router"),
         (["--method", "vade"], "ambiguous option: --method could match --methods, --method_params"),
         (["--methods", "vade", "-dist:some"], "write it in one word with a name: --methods 'name,-dist:some'"),
         (["--num_generations", "four"], "invalid int value: 'four'"),
@@ -784,6 +785,8 @@ def test_names_that_other_tools_use_are_none_of_the_host_and_lead_to_some_of_it(
 def test_keys_of_the_config_that_nobody_knows_are_refused(run, tmp_path):
     with pytest.raises(ConfigError, match=r"the key `metods`, which neither .* Did you mean `methods`"):
         sort_arguments("--config", run(metods=["vade"]))
+    with pytest.raises(ConfigError, match="the key `router_config_path`, .* TRL has one address of a vLLM server"):
+        sort_arguments("--config", run(router_config_path="router.yaml"))
     with pytest.raises(ConfigError, match=r"`env` in the config .* must map variables"):
         sort_arguments("--config", run(env=["A"]))
     (tmp_path / "list.yaml").write_text("- methods\n")

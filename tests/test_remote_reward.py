@@ -52,14 +52,17 @@ class Rewards:
         self.params = {"url": f"http://127.0.0.1:{self.http.server_address[1]}/", "timeout": 5.0, "backoff": 0.0}
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
+    def close(self) -> None:
+        self.leave.set()
+        self.http.shutdown()
+        self.http.server_close()
+
 
 @pytest.fixture
 def server() -> Iterator[Rewards]:
     made = Rewards()
     yield made
-    made.leave.set()
-    made.http.shutdown()
-    made.http.server_close()
+    made.close()
 
 
 def rewards(texts: list[Any], params: dict[str, Any], **columns: Any) -> list[float]:

@@ -157,7 +157,7 @@ class _Client:
         if self.params.on_failure == "stop":
             raise MethodError(
                 f"The reward service at {self.params.url} gave no reward in {self.params.retries + 1} tries: "
-                f"{answer.error.rstrip('.')}. Start it again and resume, or set `on_failure: mask`."
+                f"{answer.error.partition(chr(10))[0].rstrip('.')}. Start it again and resume, or set `on_failure: mask`."
             )
         return math.nan
 
