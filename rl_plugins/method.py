@@ -103,8 +103,8 @@ SIGNALS: dict[str, str] = {
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
     "turn_limits": "agents that keep the turn limit of their plan row (`PlanRow.max_turns`)",
-    "redundancy": "rollouts that begin beyond those that are kept (`PlanRow.redundant`) and are closed by a program, or by "
-    "the queue of groups that wait",
+    "redundancy": "rollouts that begin beyond those that are kept (`PlanRow.redundant`), and that a program or the "
+    "queue of waiting groups closes",
     "turns": "turns of agents: environments or tools with what was observed and a reward per turn",
 }
 
@@ -220,7 +220,7 @@ class Method:
             later one would win. Spare rollouts and edits are no such decision, and compose. A host that takes groups of
             one size out of a buffer (verl's asynchronous modes) refuses it; where parameters may leave the host's
             number, the instance says False.
-        brings_columns: columns in `needs` that its own rollout program, or the runtime for it, notes, so that no dataset
+        brings_columns: columns in `needs` that its own rollout program notes, or the runtime for it, so that no dataset
             must have them.
         full_batch: True: as many rows are trained as the host planned. What this method takes out it has asked for in
             addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is

@@ -6,9 +6,9 @@
         def rollout(self, prompt):
             return (yield from independent(prompt, lambda k: self.one(prompt)))
 
-A plan says how many (`PlanRow.redundant`; the method `rollart_redundancy` sets it), and `independent` does it for rollout
-programs. Groups of `admit` do the same (`rl_plugins.runtime.carry_over`). Every row that is kept says in `meta` what
-became of the others of its prompt, under the name `NOTE`.
+A plan says how many (`PlanRow.redundant`; the method `rollart_redundancy` sets it), and `independent` does it for
+rollout programs. Groups of `admit` do the same (`rl_plugins.runtime.carry_over`). Every row that is kept says in `meta`
+what became of the others of its prompt, under the name `NOTE`.
 
 Short rollouts end earlier, so they are kept more often.
 """
@@ -25,8 +25,8 @@ T = TypeVar("T")
 
 NOTE = "redundancy"
 FIELDS = ("closed", "failed", "kept_turns", "kept_tokens", "closed_turns", "closed_tokens")
-"""What a note says: rollouts that were closed before their end and rollouts that failed, of the prompt; and mean numbers
-of generations and tokens of those that are kept and of those that were closed, NaN where there are none."""
+"""What a note says: rollouts of the prompt that were closed before their end, and that failed; mean numbers of
+generations and tokens of those that are kept, and of those that were closed, NaN where there are none."""
 
 
 def independent(prompt: Prompt, one: Callable[[int], Generator[Any, Any, T | None]]) -> Generator[Any, Any, list[T]]:

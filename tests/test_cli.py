@@ -753,7 +753,10 @@ def test_arguments_of_the_script_and_of_the_launcher_are_told_apart(run, monkeyp
         (["--metods", "vade"], "the option `--metods`, which neither .* knows. Did you mean `methods`"),
         (["--method_parms", "{}"], "Did you mean `method_params`"),
         (["--num_process", "2"], "Did you mean `num_processes`"),
-        (["--router_config_path", "r.yaml"], "`--router_config_path`, which neither .* nothing to route. verl has a router"),
+        (
+            ["--router_config_path", "r.yaml"],
+            "`--router_config_path`, which neither .* nothing to route. verl has a router",
+        ),
         (["--method", "vade"], "ambiguous option: --method could match --methods, --method_params"),
         (["--methods", "vade", "-dist:some"], "write it in one word with a name: --methods 'name,-dist:some'"),
         (["--num_generations", "four"], "invalid int value: 'four'"),

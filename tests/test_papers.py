@@ -20,7 +20,7 @@ def test_a_paper_is_a_method_or_stands_in_the_file() -> None:
     assert not set(reviewed()) & set(registry.all_names())
     found = re.findall(r"\]\(https://arxiv\.org/abs/([^)]+)\)", page.page())
     pieces = {p.arxiv: p for p in reviewed().values() if p.part_of}
-    assert {arxiv for arxiv, n in Counter(found).items() if n > 1} == set(pieces) == {"2509.12603"}
+    assert {arxiv for arxiv, n in Counter(found).items() if n > 1} == set(pieces) == {"2509.12603", "2512.22560"}
     for arxiv, piece in pieces.items():
         assert registry.load(piece.part_of).paper.arxiv == arxiv
     assert {paper.arxiv for paper in reviewed().values()} < set(found)

@@ -1,5 +1,5 @@
-"""Redundant rollouts: the first to end are kept, the others are closed, and rows say what became of them. Programs on the
-fake engines, and groups that wait, without a host."""
+"""Redundant rollouts: the first to end are kept, the others are closed, and rows say what became of them. Programs on
+the fake engines, and groups that wait, without a host."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def test_the_first_to_end_are_kept_and_say_what_was_closed(host: str) -> None:
         assert told["closed_turns"] - 1 <= told["closed_tokens"] <= told["closed_turns"]
 
 
-PLANS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["ends", "ends", "error", "gone"])), min_size=1, max_size=7)
+PLANS = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["ends", "ends", "error", "gone"])), min_size=1, max_size=7
+)
 
 
 @settings(max_examples=50, deadline=None)
@@ -281,5 +283,7 @@ def test_a_waiting_group_is_saved_with_its_redundancy_and_older_ones_are_read() 
     older = {**saved, "row": {k: v for k, v in saved["row"].items() if k != "redundant"}}
     older["rollouts"] = [{k: v for k, v in t.items() if k != "meta"} for t in saved["rollouts"]]
     assert resume._group_problem(older) is None and from_plain(older).row.redundant == 0
-    assert "`meta` of a rollout" in str(resume._group_problem({**saved, "rollouts": [{**saved["rollouts"][0], "meta": 3}]}))
+    assert "`meta` of a rollout" in str(
+        resume._group_problem({**saved, "rollouts": [{**saved["rollouts"][0], "meta": 3}]})
+    )
     assert "`row.redundant`" in str(resume._group_problem({**saved, "row": {**saved["row"], "redundant": "1"}}))

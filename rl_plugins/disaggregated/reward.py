@@ -155,9 +155,10 @@ class _Client:
         if not isinstance(answer, Failure):
             return float(answer)
         if self.params.on_failure == "stop":
+            said = answer.error.partition("\n")[0].rstrip(".")
             raise MethodError(
-                f"The reward service at {self.params.url} gave no reward in {self.params.retries + 1} tries: "
-                f"{answer.error.partition(chr(10))[0].rstrip('.')}. Start it again and resume, or set `on_failure: mask`."
+                f"The reward service at {self.params.url} gave no reward in {self.params.retries + 1} tries: {said}. "
+                f"Start it again and resume, or set `on_failure: mask`."
             )
         return math.nan
 

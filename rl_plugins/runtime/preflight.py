@@ -20,7 +20,6 @@ NO_TURN_LIMITS = (
 )
 
 
-
 def no_redundancy(stack: MethodStack, waits: str) -> str:
     """Why nothing in a run closes redundant rollouts; empty if its program does.
 
@@ -34,8 +33,8 @@ def no_redundancy(stack: MethodStack, waits: str) -> str:
         return ""
     name = makers[0].name
     return (
-        f"`{name}` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one of "
-        f"the two. If `{name}` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
+        f"`{name}` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one "
+        f"of the two. If `{name}` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
         f"`independent_rollouts = True`."
     )
 

@@ -189,9 +189,7 @@ class TrlEngine:
         return Generated(g.tokens, g.logprobs, finish, version, g.top, options.temperature != 0)
 
     @contextlib.contextmanager
-    def _transformers(
-        self, options: _Options, limits: Tensor, race: _Race | None = None
-    ) -> Iterator[_Watch]:
+    def _transformers(self, options: _Options, limits: Tensor, race: _Race | None = None) -> Iterator[_Watch]:
         """`generate` of the policy with the options of a call. `race`: when all of it stops."""
         t = self.trainer
         model = t.accelerator.unwrap_model(t.model_wrapped)

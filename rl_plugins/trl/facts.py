@@ -417,8 +417,8 @@ def _defaults() -> dict[str, Any]:
 
 
 _ONE_BATCH = (
-    "TRL generates all rollouts in one batch and waits for the longest. Name a method that plays agents (turn_control), or "
-    "one that lets groups wait (april)."
+    "TRL generates all rollouts in one batch and waits for the longest. Name a method that plays agents "
+    "(turn_control), or one that lets groups wait (april)."
 )
 
 

@@ -128,7 +128,7 @@ class ProgramEngine(Engine, Protocol):
 
     def log(self, mode: str) -> None: ...
     def race(
-        self, requests: Sequence[Generate], group: Sequence[int], enough: int
+        self, requests: Sequence[Generate], group: Sequence[int], missing: Sequence[int], enough: int
     ) -> tuple[list[Generated], list[int]]: ...
 
 

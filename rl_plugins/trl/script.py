@@ -316,7 +316,8 @@ def _unknown(name: str, known: set[str], in_file: bool, script: Script) -> None:
     if bare in ("methods", "method_params", "method-params"):
         hint = " Methods act on rollouts; `rl-plugins trl grpo` takes them."
     elif "router" in bare:
-        hint = " TRL has one address of a vLLM server, so there is nothing to route. verl has a router (docs/disaggregated.md)."
+        hint = " TRL has one address of a vLLM server, so there is nothing to route. verl has a router, see "
+        hint += "docs/disaggregated.md."
     elif not in_file and not name.startswith("--"):
         hint = f" To take something out of `methods`, write it in one word with a name: --methods 'name,{name}'."
     raise ConfigError(

@@ -339,7 +339,9 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
         )
     if not stack.claimed("rollout"):
         missing["turn_limits"] = NO_TURN_LIMITS
-    if why := no_redundancy(stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."):
+    if why := no_redundancy(
+        stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."
+    ):
         missing["redundancy"] = why
     truncations = {"top_p": 1.0, "top_k": -1}
     changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]

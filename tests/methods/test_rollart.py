@@ -88,7 +88,9 @@ def test_logs_equal_a_loop_over_the_groups(notes: list[Any], data: Any) -> None:
     group = data.draw(st.lists(st.integers(0, len(notes) - 1), min_size=1, max_size=20))
     told = [None if notes[g] is None else dict(zip(FIELDS, notes[g], strict=True)) for g in group]
     stack = stack_of()
-    stack.call("observe", stack.methods[0], make_rollouts([0.0] * len(group), group).replace(meta={NOTE: told}), None, {})
+    stack.call(
+        "observe", stack.methods[0], make_rollouts([0.0] * len(group), group).replace(meta={NOTE: told}), None, {}
+    )
     found = combine([stack.metrics.take()])
     for i, name in enumerate(FIELDS):
         known = [notes[g][i] for g in set(group) if notes[g] is not None and not math.isnan(notes[g][i])]

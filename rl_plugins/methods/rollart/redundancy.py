@@ -27,28 +27,29 @@ class RollartRedundancy(Method):
         begin G + x rollouts of the prompt, each in an environment of its own
         as soon as G of them have ended: keep these, close the others
 
-    Nothing else changes: the group has G rollouts as before, and the closed ones are no rows. Closing runs the `finally`
-    blocks of a rollout, which end its environment. A request that is under way is cancelled on our side.
+    Nothing else changes: the group has G rollouts as before, and the closed ones are no rows. Closing runs the
+    `finally` blocks of a rollout, which end its environment. A request that is under way is cancelled on our side.
 
-    Symbols: G = rollouts that the plan asks for (`num_generations`, rollout.n, and what other methods add), x = `spare`.
+    Symbols: G = rollouts that the plan asks for (`num_generations`, rollout.n, and what other methods add),
+    x = `spare`.
 
     Special cases: a rollout whose environment is broken (it raised, or took longer than its time-out) does not count as
     ended while others may still take its place. Rollouts that end at the same moment are kept in the order of their
-    numbers. `spare: 0` changes nothing. Evaluation has no redundancy. Groups that wait for a later batch (`april` in TRL)
-    begin with G + x rollouts and are complete with G.
+    numbers. `spare: 0` changes nothing. Evaluation has no redundancy. Groups that wait for a later batch (`april` in
+    TRL) begin with G + x rollouts and are complete with G.
 
-    Short rollouts end earlier, so they are kept more often than they are sampled. This bias grows with x / G and with the
-    spread of the times. The logs compare rollouts that are kept with those that were closed. A limit that is learned from
-    episodes (`turn_control` without a `limit`) sees only those that are kept.
+    Short rollouts end earlier, so they are kept more often than they are sampled. This bias grows with x / G and with
+    the spread of the times. The logs compare rollouts that are kept with those that were closed. A limit that is
+    learned from episodes (`turn_control` without a `limit`) sees only those that are kept.
 
     State: none.
 
     Logs, means over the groups of a batch: `closed`, rollouts of a prompt that were closed before their end; `failed`,
-    rollouts that failed; `kept_turns`, `closed_turns`, generations of a rollout; `kept_tokens`, `closed_tokens`, tokens it
-    generated. Of closed rollouts these are numbers so far, and tokens under way are not known.
+    rollouts that failed; `kept_turns`, `closed_turns`, generations of a rollout; `kept_tokens`, `closed_tokens`, tokens
+    that it generated. Of closed rollouts these are numbers so far, and tokens under way are not known.
 
-    Source: arXiv 2512.22560, redundant environments; `GroupQueue` of alibaba/ROLL, commit 8eb27cc2, starts G + x rollouts
-    and completes a group with G.
+    Source: arXiv 2512.22560, redundant environments; `GroupQueue` of alibaba/ROLL, commit 8eb27cc2, starts G + x
+    rollouts and completes a group with G.
     """
 
     name = "rollart_redundancy"
@@ -71,8 +72,8 @@ class RollartRedundancy(Method):
         "environments run at the same time as the others."
     )
     disagreements = (
-        "The paper's code returns a group with more than G rollouts where redundant ones end before it is taken. Here a "
-        "group has exactly G.",
+        "The paper's code returns a group with more than G rollouts where redundant ones end before it is taken. Here "
+        "a group has exactly G.",
         "The paper's code counts a rollout of a broken environment as ended. Here another one takes its place.",
     )
     needs: frozenset[str] | set[str] = frozenset({"redundancy", f"column:{NOTE}"})

@@ -625,7 +625,11 @@ TRLS = "TRL's rollout worker is a process of its own that walks the dataset and 
         (["wishing"], {}, "`wishing` needs .*: TRL's asynchronous trainer has no reference model"),
         (["wishing"], {}, "`wishing` needs .*: no rollout program runs in TRL's asynchronous trainer"),
         (["wishing"], {}, "`wishing` needs .*: no method of the run plays agents"),
-        (["wishing"], {}, "`wishing` needs .*: the rollout worker of TRL's asynchronous trainer waits for all rollouts"),
+        (
+            ["wishing"],
+            {},
+            "`wishing` needs .*: the rollout worker of TRL's asynchronous trainer waits for all rollouts",
+        ),
         (
             ["wishing"],
             {},

@@ -182,8 +182,12 @@ def test_signals_options_and_hooks(tmp_path):
         steps_per_generation=4,
         gradient_accumulation_steps=2,
     )
-    waits = "`rollart_redundancy` needs rollouts that begin beyond.*: without a rollout program TRL generates all rollouts"
-    refused(tmp_path, f"{waits} in one batch and waits for the longest. Name .*turn_control.*april", ["rollart_redundancy"])
+    waits = (
+        "`rollart_redundancy` needs rollouts that begin beyond.*: without a rollout program TRL generates all rollouts"
+    )
+    refused(
+        tmp_path, f"{waits} in one batch and waits for the longest. Name .*turn_control.*april", ["rollart_redundancy"]
+    )
     tree = "`latr` makes the rollouts and does not say that each is alone.*set `independent_rollouts = True`"
     refused(tmp_path, tree, ["latr", "rollart_redundancy"])
     grid = {"turn_control": {"environment": Calculator}}

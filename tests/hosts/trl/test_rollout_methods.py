@@ -932,7 +932,7 @@ class Stuck(Grid):
 
 
 def test_an_environment_that_never_returns_costs_its_own_rollout(train):
-    """TRL goes in lockstep, so each turn waits for the time-out once. The spare rollout takes the place of the hung one."""
+    """TRL goes in lockstep, so the batch waits for the time-out once. The spare rollout takes the hung one's place."""
     play = {"turn_control": {"environment": Stuck, "limit": 3, "turn_tokens": 4, "timeout": 0.3}}
     size = {"per_device_train_batch_size": 20, "num_generations": 5, "max_steps": 1, "max_completion_length": 120}
     options = {"policy": load_agent_policy("Grid"), "dataset": rows_of(Grid), "reward": won}
@@ -952,7 +952,9 @@ def test_an_environment_that_never_returns_costs_its_own_rollout(train):
     assert seen.log("rollart_redundancy/failed") == [1.0]
     noted = [row.trajectory.meta["redundancy"] for row in batch.made]
     for name in ("closed", "kept_turns", "kept_tokens"):
-        assert seen.log(f"rollart_redundancy/{name}") == [pytest.approx(np.mean([note[name] for note in noted]), abs=1e-4)]
+        assert seen.log(f"rollart_redundancy/{name}") == [
+            pytest.approx(np.mean([note[name] for note in noted]), abs=1e-4)
+        ]
     turns = [len(row.trajectory.turns) for row in batch.made]
     assert seen.log("rollart_redundancy/kept_turns") == [pytest.approx(np.mean(turns))]
 

@@ -1,7 +1,8 @@
-"""A reward service that goes down in a real training: the run goes on without its rewards, or it stops, as the user says."""
+"""A reward service that goes down in a real training: the run goes on without its rewards or stops, by choice."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -58,7 +59,7 @@ def test_training_goes_on_without_the_rewards(tmp_path: Path, server: Rewards) -
     failed = history(trainer, "remote_reward/failed")[:4]
     assert failed[0] == failed[3] == 0.0 and 0 < failed[1] < 1 and failed[2] == 1.0
     before = [*outage.weights, weights(trainer)]
-    moved = [bool((b - a).abs().max() > 0) for a, b in zip(before, before[1:], strict=False)]
+    moved = [bool((b - a).abs().max() > 0) for a, b in itertools.pairwise(before)]
     assert moved == [True, True, False, True], "a batch without a reward moves nothing"
     assert history(trainer, "rl_plugins/unrewarded_batches")[-1] == 1.0
     assert not any(math.isnan(x) for x in history(trainer, "loss"))
@@ -66,7 +67,9 @@ def test_training_goes_on_without_the_rewards(tmp_path: Path, server: Rewards) -
 
 def test_training_stops_and_names_the_service(tmp_path: Path, server: Rewards) -> None:
     trainer, outage = run(tmp_path, server, "stop")
-    with pytest.raises(MethodError, match=f"reward service at {server.params['url']} gave no reward in 2 tries.*resume"):
+    with pytest.raises(
+        MethodError, match=f"reward service at {server.params['url']} gave no reward in 2 tries.*resume"
+    ):
         trainer.train()
     assert trainer.state.global_step == 1 and len(outage.weights) == 2
     assert bool((outage.weights[1] == weights(trainer)).all()), "nothing was trained on what came back"

@@ -181,7 +181,7 @@ def foreign_files() -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens, and a router for the two
+    """Two FSDP2 ranks, two optimizer steps per batch, means over rows, micro-batches by tokens, and a router for both
     rollout replicas, one of which is slow. The last batch ends it: a hook raises on one rank."""
     folder = tmp_path_factory.mktemp("verl")
     (folder / "router.yaml").write_text(ROUTER)
@@ -887,7 +887,9 @@ def test_the_router_of_two_replicas(ranks: Run) -> None:
     changed = sum(a[0] != b[0] for a, b in turns.values())
     assert changed == tagged[-1]["moved"] - plain[-1]["moved"] <= 8, "a trajectory leaves a full server only"
     lines = [json.loads(line) for line in (ranks.folder / "served.jsonl").read_text().splitlines()]
-    assert [sum(line[3] == k for line in lines) for k in (0, 1)] == [sum(e["server"] == s for e in routed) for s in servers]
+    assert [sum(line[3] == k for line in lines) for k in (0, 1)] == [
+        sum(e["server"] == s for e in routed) for s in servers
+    ]
 
 
 def test_steps_do_not_cut_groups(ranks: Run) -> None:
