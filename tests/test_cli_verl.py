@@ -223,6 +223,7 @@ def test_a_run_with_methods(tmp_path):
         "engine",
         "turns",
         "turn_limits",
+        "redundancy",
         "ref_logprobs",
         "several_rewards",
         "several_updates",

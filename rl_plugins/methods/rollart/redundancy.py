@@ -72,6 +72,7 @@ class RollartRedundancy(Method):
         "environments run at the same time as the others."
     )
     disagreements = (
+        "The paper was read through its abstract and a note that quotes its sections, not in full.",
         "The paper's code returns a group with more than G rollouts where redundant ones end before it is taken. Here "
         "a group has exactly G.",
         "The paper's code counts a rollout of a broken environment as ended. Here another one takes its place.",
