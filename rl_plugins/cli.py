@@ -537,12 +537,18 @@ def grpo(ctx: typer.Context) -> None:
     raise typer.Exit(launch(argv))
 
 
-@trl_app.command(context_settings=_ANYTHING)
+@trl_app.command("masked_grpo", context_settings=_ANYTHING)
 def masked_grpo(ctx: typer.Context) -> None:
-    """Run `trl grpo` on a masked diffusion language model; adds its options and --methods."""
+    """Run `trl grpo` on a masked diffusion language model; adds its options, --methods and --dry-run."""
+    dry = {"--dry-run", "--dry_run"} & set(ctx.args)
+    argv = [a for a in ctx.args if a not in dry]
+    if dry:
+        from rl_plugins.commands.doctor import dry_run
+
+        raise typer.Exit(dry_run(argv, masked=True))
     from rl_plugins.trl.script import MASKED_GRPO, launch
 
-    raise typer.Exit(launch(ctx.args, MASKED_GRPO))
+    raise typer.Exit(launch(argv, MASKED_GRPO))
 
 
 @trl_app.command(context_settings=_ANYTHING)

@@ -699,6 +699,22 @@ def test_a_dry_run_names_what_would_fail(run, changes, problem):
     assert re.search(problem, text[text.rindex("problem") :]), text
 
 
+def test_a_dry_run_of_a_masked_diffusion_model(run):
+    """By its command, and by the doctor, who sees it from a method or an option."""
+    config = run(methods=["mdlm", "mc_grpo"])
+    for words in (("trl", "masked_grpo", "--config", config, "--dry-run"), ("doctor", "--config", config)):
+        text = rl_plugins(*words)
+        assert "host options set: unmasking=ascending, end_confidence_start=0.01, logprobs_from=trajectory" in text
+        assert values(text)["rows generated"] == "20"
+    for changes, problem in (
+        ({"methods": ["vade"], "diffusion_steps": 9}, "cannot be decoded in 9 steps"),
+        ({"methods": ["mdlm", "april"]}, "`april` changes `admit`.*continues no text"),
+        ({"methods": ["mdlm", "rollout_replay"]}, "`rollout_replay` .*order in which their tokens"),
+    ):
+        text = rl_plugins("doctor", "--config", run(method_params=None, **changes), status=1)
+        assert re.search(problem, text[text.rindex("problem") :]), text
+
+
 def test_a_dry_run_lists_all_problems(run):
     config = run(loss_type="bnpo", reward_funcs=["no_module.reward"], methods=["v0_5"], method_params=None)
     text = rl_plugins("doctor", "--config", config, status=1)

@@ -19,6 +19,7 @@ from rl_plugins.compare import costs, report
 from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished, run_all
 from rl_plugins.compare.trl import Trl
+from rl_plugins.demo.masked import needed
 from rl_plugins.errors import ConfigError
 from rl_plugins.masked import MASKED_OPTIONS
 from rl_plugins.runtime.config_text import read_yaml
@@ -86,14 +87,8 @@ def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | 
 
 def _masked(arms: Sequence[Arm], values: Mapping[str, Any], extra: Sequence[str]) -> bool:
     """Whether the run is one of masked diffusion models: a method or the config sets an option of their trainer."""
-    set_by_methods = {
-        option
-        for arm in arms
-        for cls in select(arm.methods).classes.values()
-        for option in cls.host_options.get("trl", {})
-    }
     words = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in extra if word.startswith("--")}
-    return bool(MASKED_OPTIONS & {*set_by_methods, *values, *words})
+    return needed({name for arm in arms for name in arm.methods}) or bool(MASKED_OPTIONS & {*values, *words})
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:

@@ -9,9 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rl_plugins.commands.catalog import entries
+from rl_plugins.demo.masked import needed
 from rl_plugins.errors import ConfigError
+from rl_plugins.masked import MASKED_OPTIONS
 from rl_plugins.method import SIGNALS
 from rl_plugins.runtime import preflight
+from rl_plugins.runtime.config_text import read_yaml
+from rl_plugins.runtime.registry import parse_methods
 from rl_plugins.runtime.report import VARIABLES, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import build_stack
 
@@ -33,25 +37,36 @@ def examine(config: Path | None, methods: Sequence[str], method_params: str | No
         argv = ["--config", str(config)]
         argv += ["--methods", ",".join(methods)] if methods else []
         argv += ["--method_params", method_params] if method_params else []
-        problems += _print_run(argv, world_size)
+        problems += _print_run(argv, world_size, _masked(config, methods))
     elif methods or method_params:
         problems += _print_methods(methods, method_params)
     return print_problems(problems, SHOWN)
 
 
-def dry_run(argv: Sequence[str]) -> int:
-    """Prints what `rl-plugins trl grpo` with these arguments would do.
+def dry_run(argv: Sequence[str], masked: bool = False) -> int:
+    """Prints what `rl-plugins trl grpo` (or `masked_grpo`) with these arguments would do.
 
     Returns:
         1 if something would fail, else 0.
     """
-    return print_problems(_print_run(argv, None), SHOWN)
+    return print_problems(_print_run(argv, None, masked), SHOWN)
 
 
-def _print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
+def _print_run(argv: Sequence[str], world_size: int | None, masked: bool) -> list[str]:
     from rl_plugins.trl.doctor import print_run
 
-    return print_run(argv, world_size)
+    return print_run(argv, world_size, masked)
+
+
+def _masked(config: Path, methods: Sequence[str]) -> bool:
+    """Whether the config or a method has an option of the trainer of masked diffusion models. A config or a name that
+    cannot be read is told of later."""
+    try:
+        values = read_yaml(config, f"The config {config}") or {}
+        named = parse_methods(list(methods) or values.get("methods"))
+        return bool(MASKED_OPTIONS & set(values)) or needed([n for n in named if not n.startswith("-")])
+    except (ConfigError, AttributeError, TypeError):
+        return False
 
 
 # ---- the installation

@@ -1,4 +1,4 @@
-"""What a run of `rl-plugins trl grpo` would do, found out from its config alone: no model, no process group."""
+"""What `rl-plugins trl grpo` or `masked_grpo` would do, found out from the config alone: no model, no process group."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.trl import facts, script
 from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
+from rl_plugins.trl.masked import MaskedGRPOConfig
+from rl_plugins.trl.masked import facts as masked_facts
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,19 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
 
-def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
+def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False) -> list[str]:
     """Prints the methods in effect and the batch plan.
 
     Args:
         argv: arguments of `rl-plugins trl grpo`.
         world_size: processes, if not those this machine would start.
+        masked: they are those of `rl-plugins trl masked_grpo`.
 
     Returns:
         What would fail.
     """
-    arguments = script.sort_arguments(argv)
+    command = script.MASKED_GRPO if masked else script.GRPO
+    arguments = script.sort_arguments(argv, command)
     try:
         stack = build_stack(arguments.methods, arguments.method_params)
     except ConfigError as e:
@@ -57,16 +61,14 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
         return [str(e)]
     processes = world_size or launch.processes
     try:
-        known = _known_of(arguments.script, processes, world_size is not None, launch.deepspeed, found)
+        known = _known_of(arguments.script, processes, world_size is not None, launch.deepspeed, found, masked)
     except (ValueError, TypeError, ImportError) as e:
         return [f"TRL refuses the config: {e}"]
     options: dict[str, Any] = {}
     try:
-        options = facts.check(stack, known, Seams.of(trl.GRPOTrainer)) if stack else {}
+        options = _check(stack, known)
     except ConfigError as e:
         found.problems.extend(str(e).splitlines())
-    for name, value in options.items():
-        setattr(known.args, name, value)
     if stack:
         print(f"\n{preflight.render_table(stack, options)}")
         idle = facts.without_effect(stack, known.args)
@@ -86,9 +88,27 @@ def print_run(argv: Sequence[str], world_size: int | None) -> list[str]:
     return found.problems
 
 
-def _known_of(argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings) -> facts.KnownRun:
+def _check(stack: MethodStack, known: facts.KnownRun) -> dict[str, Any]:
+    """Options that the methods set, which the config then has."""
+    args, offered = known.args, None
+    if isinstance(args, MaskedGRPOConfig):
+        problems = masked_facts.problems_of(stack)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        offered = masked_facts.masked_facts(facts.trl_facts(stack, known), stack, args)
+    options = facts.check(stack, known, Seams.of(trl.GRPOTrainer), offered) if stack else {}
+    for name, value in options.items():
+        setattr(args, name, value)
+    if isinstance(args, MaskedGRPOConfig):
+        args.check_masked()
+    return options
+
+
+def _known_of(
+    argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings, masked: bool
+) -> facts.KnownRun:
     """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
-    planned = planned_config(processes)
+    planned = planned_config(processes, MaskedGRPOConfig if masked else GRPOConfig)
     try:
         script_args, args, model_args, dataset_args = script.parse(argv, config=planned)
     except ValueError as e:
@@ -124,11 +144,11 @@ def reward_names_of(script_args: Any) -> tuple[str, ...]:
     return facts.reward_names(script_args.reward_model_name_or_path) + named
 
 
-def planned_config(processes: int) -> type[GRPOConfig]:
+def planned_config(processes: int, config: type[GRPOConfig] = GRPOConfig) -> type[GRPOConfig]:
     """A config that believes in `processes` processes, without joining a process group or touching a device here."""
     return type(
         "GRPOConfig",
-        (GRPOConfig,),
+        (config,),
         {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
     )
 
