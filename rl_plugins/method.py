@@ -415,6 +415,19 @@ class Method:
         else:
             self._context.warn_once(f"{self.name}: {message}")
 
+    def note(self, rows: Tensor | int | Sequence[int] | None, text: str, *values: Any) -> None:
+        """Says why something became of rows, for the trace of the run. Without a trace it costs nothing.
+
+            self.note(left, "posterior {:.2f} +- {:.2f}", mean, spread)
+
+        Args:
+            rows: of the hook that is running: (rows,) bool, numbers of rows, one number, or None for all of them.
+            text: a template of `str.format`.
+            values: for the template: one for all of these rows, or a tensor with one for each row of the hook.
+        """
+        if self._context is not None and self._context.notes is not None:
+            self._context.notes.append((self.name, rows, text, values))
+
     def stop(self, reason: str) -> None:
         """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved.
 
@@ -443,11 +456,16 @@ class Method:
 
 
 class Context:
-    """What the stack lends to its methods: metrics, warnings, random generators."""
+    """What the stack lends to its methods: metrics, warnings, notes, random generators.
+
+    Attributes:
+        notes: of methods since the last hook ended, as `Method.note` was called; None without a trace.
+    """
 
     metrics: Any
     warn_once: Callable[[str], None]
     stop_reason: str
+    notes: list[tuple[str, Any, str, tuple[Any, ...]]] | None = None
 
     def rng(self, method: str, purpose: str) -> np.random.Generator:
         raise MethodError("no run")

@@ -23,22 +23,29 @@ logger = logging.getLogger("rl_plugins")
 
 
 MAX_UNREWARDED_BATCHES = 3
+Note = tuple[str, Any, str, tuple[Any, ...]]
+"""Of `Method.note`: method, rows, template, values."""
 
 
 def build_stack(
-    methods: Any, method_params: Any = None, seed: int = 0, max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
+    methods: Any,
+    method_params: Any = None,
+    seed: int = 0,
+    max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES,
+    watchers: Sequence[Watcher] = (),
 ) -> MethodStack:
     """The methods a run names, with their parameters, as a stack.
 
     Args:
         max_unrewarded_batches: see `MethodStack`.
+        watchers: behind the methods.
 
     Raises:
         ConfigError: see `registry.select`, `registry.build` and `MethodStack`.
     """
     selection = registry.select(methods, method_params)
     built = [registry.build(cls, selection.params[name], name) for name, cls in selection.classes.items()]
-    return MethodStack(built, seed, selection.bundle_of, max_unrewarded_batches)
+    return MethodStack([*built, *watchers], seed, selection.bundle_of, max_unrewarded_batches)
 
 
 def check_max_unrewarded_batches(value: Any, name: str) -> int:
@@ -67,6 +74,19 @@ def _only_one(methods: Sequence[Method], what: str, bundle_of: Mapping[str, str]
         )
 
 
+class Watcher(Method):
+    """A part of the stack that is told what the driver hooks of all methods return. It decides nothing."""
+
+    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note]) -> None:
+        """Called after each driver hook, this one's own included.
+
+        Args:
+            args: what the hook got.
+            result: what it returned, before it was checked.
+            notes: of the method in this hook.
+        """
+
+
 class MethodStack(Context):
     """Methods in the order of the flag.
 
@@ -88,6 +108,7 @@ class MethodStack(Context):
         carried: groups that wait to go on in a later batch (`rl_plugins.runtime.carry_over`): they are replaced, never
             changed; part of the saved state.
         stop_reason: of a method that wants the run to end; empty: none does. Only the driver's says so.
+        watchers: those that are told what driver hooks return (the trace).
         idle_batches: batches in a row that changed nothing (`rl_plugins.runtime.idle`); not saved.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
@@ -117,6 +138,8 @@ class MethodStack(Context):
         self.stats: dict[str, float] = {}
         self.metrics = Metrics()
         self.idle_batches: dict[str, int] = {}
+        self.watchers = [m for m in methods if isinstance(m, Watcher)]
+        self.notes = [] if self.watchers else None
         self.stop_reason = ""
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]
@@ -231,6 +254,10 @@ class MethodStack(Context):
                 f"Method `{method.name}` changed what it was given in `{hook}`: {names}. "
                 f"A hook returns new values; work on a copy (`x.clone()`)."
             )
+        if self.watchers and hook in HOOKS and HOOKS[hook].place == "driver":
+            for watcher in self.watchers:
+                watcher.saw(hook, method.name, args, result, self.notes or [])
+            self.notes = []
         return result
 
     def one(self, hook: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with five more words: methods, their parameters, two limits, and whether costs are counted."""
+"""TRL's `GRPOConfig` with six more words: methods, their parameters, two limits, whether costs are counted, the trace."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import trainer as hf_trainer
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
+from rl_plugins.runtime.trace import trace_of
 
 
 @dataclass
@@ -30,6 +31,8 @@ class GRPOConfig(trl.GRPOConfig):
             back when the rollouts are made.
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
+        trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every
+            method does with it to the folder `trace` of `output_dir`, with methods and without.
 
     Attributes:
         has_trainer: a trainer with methods is taking this config.
@@ -70,6 +73,14 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={"help": "Without methods: log tokens, engine calls and rows as runs with methods do."},
     )
 
+    trace: dict[str, Any] | str | bool | None = field(
+        default=None,
+        metadata={
+            "help": "Write rollouts and every decision about them to OUTPUT_DIR/trace, for `rl-plugins inspect`: true, "
+            'or options such as \'{"every": 10, "groups": 16}\'.'
+        },
+    )
+
     has_trainer = False  # no field: not an option
 
     def __post_init__(self) -> None:
@@ -79,7 +90,7 @@ class GRPOConfig(trl.GRPOConfig):
         super().__post_init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "methods" and value:
+        if name in ("methods", "trace") and value:
             refuse_stock_trainers()
         super().__setattr__(name, value)
 
@@ -94,12 +105,18 @@ def read_methods(config: Any) -> None:
     config.methods = registry.parse_methods(config.methods)
     config.method_params = registry.parse_method_params(config.method_params)
     registry.select(config.methods, config.method_params)
+    trace_of(getattr(config, "trace", None), "trace", "")
 
 
 class RefuseStockTrainer(TrainerCallback):
     """Stops a trainer of TRL itself that is handed a config naming methods: it would train without them."""
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if getattr(args, "trace", None) and not getattr(args, "has_trainer", False):
+            raise ConfigError(
+                "The config asks for a `trace`, and the trainer is TRL's own, which would write none. Use `from "
+                "rl_plugins.trl import GRPOTrainer`, or `rl-plugins trl grpo` instead of `trl grpo`, or remove `trace`."
+            )
         if getattr(args, "methods", None) and not getattr(args, "has_trainer", False):
             raise ConfigError(
                 f"The config names the methods {', '.join(args.methods)}, but the trainer is TRL's own, which would "

@@ -20,6 +20,7 @@ from rl_plugins.runtime.preflight import HostFacts, render_table
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
+from rl_plugins.runtime.trace import trace_of
 from rl_plugins.trl import costs, facts, hosts, logs, loss
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
@@ -59,7 +60,7 @@ class MethodsMixin(StatefulMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
-        named = bool(getattr(config, "methods", None))
+        named = bool(getattr(config, "methods", None) or getattr(config, "trace", None))
         if named:
             hosts.check_served(type(self))
         if named or (config is None and isinstance(self, HostTrainer)):  # a constructor may make the config itself
@@ -101,6 +102,7 @@ class MethodsMixin(StatefulMixin):
             getattr(config, "method_params", None),
             getattr(config, "seed", 0),
             getattr(config, "max_unrewarded_batches", MAX_UNREWARDED_BATCHES),
+            trace_of(getattr(config, "trace", None), "trace", str(getattr(config, "output_dir", ""))),
         )
         if not self.methods:
             return contextlib.nullcontext()

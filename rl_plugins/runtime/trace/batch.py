@@ -1,0 +1,59 @@
+"""A traced batch: what the driver hooks saw and returned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
+from rl_plugins.runtime.stack import Note
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One driver hook of one method: what it returned, and what it noted."""
+
+    hook: str
+    method: str
+    args: tuple[Any, ...]
+    result: Any
+    notes: Sequence[Note]
+
+
+@dataclass(frozen=True)
+class TracedBatch:
+    """A batch as the driver left it.
+
+    Args:
+        rollouts, tokens: of all rows, and of those that `select` left, after every hook.
+        seen: hooks of this batch in their order.
+        plans: group -> (plan row, methods that changed it).
+        selected: (method, dataset rows) of `select_prompts`.
+        groups: numbers of the groups to record.
+        stats: logged by the last updates.
+    """
+
+    rollouts: Rollouts
+    tokens: Tokens
+    seen: Sequence[Seen]
+    plans: Mapping[int, tuple[PlanRow, tuple[str, ...]]]
+    selected: tuple[str, tuple[int, ...]]
+    groups: frozenset[int]
+    stats: Mapping[str, float]
+
+
+def shapes(batch: TracedBatch) -> list[tuple[str, Shape]]:
+    """(method, what it returned) of every `shape` hook that changed something."""
+    return [(s.method, s.result) for s in batch.seen if s.hook == "shape" and isinstance(s.result, Shape)]
+
+
+def first_advantages(batch: TracedBatch) -> Tensor:
+    """(tokens,) before the first `shape` hook that changed advantages; those of the end if none did."""
+    for s in batch.seen:
+        if s.hook == "shape" and isinstance(s.result, Shape) and s.result.advantages is not None:
+            before: Tensor = s.args[1].advantages
+            return before
+    return batch.tokens.advantages

@@ -1,0 +1,125 @@
+"""`Trace`: collects what the driver hooks of a batch return, and hands it to the writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_plugins.errors import ConfigError, did_you_mean, shown
+from rl_plugins.method import TOKEN_SIGNALS
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.runtime.stack import Note, Watcher
+from rl_plugins.runtime.trace.batch import Seen, TracedBatch
+from rl_plugins.runtime.trace.writer import Writer
+
+SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs"}), "turns")
+
+
+@dataclass(frozen=True)
+class TraceParams(MethodParams):
+    """Options of the config word `trace`."""
+
+    every: int = param(1, "batches from one recorded one to the next", ge=1)
+    groups: int = param(0, "groups of a batch that are recorded, drawn at random; 0: all", ge=0)
+    max_gb: float = param(4.0, "GB on disk; the oldest batches leave when there are more", gt=0)
+    signals: tuple[str, ...] = param((), f"what is recorded per token beside ids and advantages: {', '.join(SIGNALS)}")
+    folder: str = param("", "where the trace is written; empty: the folder `trace` of the run")
+
+    def check(self) -> None:
+        for name in self.signals:
+            if name not in SIGNALS:
+                raise ConfigError(
+                    f"`signals` names {shown(name)}. Allowed are {', '.join(SIGNALS)}."
+                    f"{did_you_mean(str(name), SIGNALS)}"
+                )
+
+
+@dataclass
+class _Planned:
+    """What was planned since the last decisions."""
+
+    rows: dict[int, tuple[PlanRow, tuple[str, ...]]] = field(default_factory=dict)
+    selected: tuple[str, tuple[int, ...]] = ("", ())
+
+
+class Trace(Watcher):
+    """Writes what was generated and what became of it; decides nothing.
+
+    Args:
+        params: see `TraceParams`.
+        folder: the run's output folder.
+
+    Raises:
+        ConfigError: from the preflight check, if the run does not have a signal that is asked for.
+    """
+
+    name = "trace"
+    does = "Writes rollouts, rewards, advantages and every decision to Parquet files"
+    Params = TraceParams
+    full_batch = True
+
+    def __init__(self, params: TraceParams, folder: str) -> None:
+        super().__init__(params)
+        self.folder = Path(params.folder or Path(folder) / "trace")
+        self.needs = frozenset({"tokens", "token_ids", *params.signals})
+        self._seen: list[Seen] = []
+        self._planned = _Planned()
+        self._writer: Writer | None = None
+        self._run: Run | None = None
+
+    def start(self, run: Run) -> None:
+        self._run = run
+        self._writer = Writer(self.folder, run, self.params.max_gb, self._methods)
+
+    @property
+    def _methods(self) -> tuple[str, ...]:
+        names = getattr(self._context, "names", ())
+        return tuple(name for name in names if name != self.name)
+
+    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note]) -> None:
+        if method == self.name:
+            return
+        if hook == "select_prompts":
+            self._planned.selected = (method, (*self._planned.selected[1], *map(int, result)))
+        elif hook == "plan" and self._run is not None and not self._run.buffered:
+            self._note_plan(method, args[0], result)
+        elif hook in ("rewards", "select", "advantages", "shape"):
+            self._seen.append(Seen(hook, method, args, result, tuple(notes)))
+
+    def _note_plan(self, method: str, before: Plan, after: Any) -> None:
+        rows = self._planned.rows
+        if before.round == 0 and not any(by for _, by in rows.values()):
+            rows.clear()  # of the evaluation, or of a plan that came to nothing
+        known = {row.group: row for row in before.rows}
+        for row in (after or before).rows:
+            by = rows[row.group][1] if row.group in rows else ()
+            changed = row is not known.get(row.group) and row != known.get(row.group)
+            first = rows[row.group][0] if row.group in rows and before.round else row
+            rows[row.group] = (first, (*by, method) if changed and method not in by else by)
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        seen, planned = self._seen, self._planned
+        self._seen, self._planned = [], _Planned()
+        if rollouts.batch % self.params.every or self._writer is None:
+            return
+        batch = TracedBatch(
+            rollouts, tokens, seen, planned.rows, planned.selected, self._chosen(rollouts), dict(stats)
+        )
+        failed = self._writer.write(batch)
+        if failed:
+            self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")
+        if self._run is not None and rollouts.batch + 1 >= self._run.total_batches:
+            self._writer.wait()
+
+    def _chosen(self, rollouts: Rollouts) -> frozenset[int]:
+        ids = rollouts.groups.ids
+        most = self.params.groups
+        if not most or len(ids) <= most:
+            return frozenset(ids.tolist())
+        places = self.rng("groups").permutation(len(ids))[:most]
+        return frozenset(ids[torch.from_numpy(places)].tolist())

@@ -1,0 +1,122 @@
+"""The tables of a trace. A change of a column's meaning raises `VERSION`; columns may be added without that.
+
+    trace/rollouts/batch-00000012.parquet   a record for each recorded row of generation batch 12
+    trace/batches/batch-00000012.parquet    one record of the batch, with a summary of every group
+    trace/tokens/batch-00000012.parquet     texts of token ids that appear for the first time
+
+Lists per token are as long as the completion; a place without a value is NaN (null for whole numbers).
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+VERSION = 1
+STAYS = -1
+"""In `token_left`: the token was trained, or never could be."""
+
+_FLOATS, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
+
+ROLLOUTS = pa.schema(
+    {
+        "schema": pa.int16(),
+        "batch": pa.int32(),
+        "row": pa.int32(),  # place in the batch
+        "group": pa.int64(),
+        "prompt_index": pa.int64(),  # dataset row, -1: foreign
+        "rollout": pa.int32(),
+        "index": pa.int32(),  # of the row in its rollout
+        "prompt": pa.string(),  # special tokens kept, as in `completion`
+        "completion": pa.string(),
+        "prompt_ids": pa.list_(pa.int32()),
+        "completion_ids": pa.list_(pa.int32()),
+        "kinds": pa.list_(pa.int8()),  # of each token, rl_plugins.requests.Kind: 0 read, 1 sampled, 2 forced
+        "origin": pa.string(),  # generated, given (by a plan), carried (begun in an earlier batch)
+        "version": pa.int32(),  # published weights of the oldest token
+        "newest_version": pa.int32(),
+        "current_version": pa.int32(),
+        "versions": pa.list_(pa.int32()),  # of each token, if asked for
+        "truncated": pa.bool_(),
+        "length": pa.int32(),  # tokens that may carry a gradient
+        "rewards": pa.map_(pa.string(), pa.float64()),  # of each reward function
+        "raw_reward": pa.float64(),  # their weighted sum
+        "reward": pa.float64(),  # after all `rewards` hooks
+        "rewarded": pa.list_(pa.struct({"method": pa.string(), "reward": pa.float64()})),
+        "trained": pa.bool_(),
+        "left": pa.list_(pa.struct({"method": pa.string(), "hook": pa.string(), "tokens": pa.int32()})),
+        "token_left": pa.list_(pa.int8()),  # of each token, the entry of `left` that took it out, or STAYS
+        "grpo": pa.float64(),  # advantage that plain GRPO gives to `raw_reward` in the whole group
+        "advantage": pa.float64(),  # mean over the trained tokens
+        "advantages": pa.list_(  # after each stage; `tokens` where they differ inside the row
+            pa.struct({"stage": pa.string(), "advantage": pa.float64(), "tokens": _FLOATS})
+        ),
+        "old_logprobs": _FLOATS,
+        "rollout_logprobs": _FLOATS,
+        "ref_logprobs": _FLOATS,
+        "entropies": _FLOATS,
+        "turns": pa.list_(
+            pa.struct(
+                {
+                    "turn": pa.int32(),
+                    "start": pa.int32(),
+                    "stop": pa.int32(),
+                    "anchor": pa.string(),
+                    "reward": pa.float64(),
+                    "valid": pa.bool_(),
+                }
+            )
+        ),
+        "plan": pa.struct(
+            {
+                "by": _STRINGS,  # methods that changed it
+                "n": pa.int32(),
+                "spare": pa.int32(),
+                "given": pa.int32(),
+                "prefix": pa.int32(),  # tokens
+                "edited": _STRINGS,  # columns
+                "max_tokens": pa.int32(),
+                "max_turns": pa.int32(),
+            }
+        ),
+        "notes": pa.list_(pa.struct({"method": pa.string(), "hook": pa.string(), "text": pa.string()})),
+        "row_columns": pa.map_(pa.string(), pa.float64()),
+        "token_columns": pa.list_(pa.struct({"name": pa.string(), "values": _FLOATS})),
+    }
+)
+
+BATCHES = pa.schema(
+    {
+        "schema": pa.int16(),
+        "batch": pa.int32(),
+        "time": pa.timestamp("ms", tz="UTC"),
+        "host": pa.string(),
+        "methods": _STRINGS,
+        "rows": pa.int32(),
+        "trained_rows": pa.int32(),
+        "tokens": pa.int64(),
+        "trained_tokens": pa.int64(),
+        "current_version": pa.int32(),
+        "stages": _STRINGS,
+        "selected_by": pa.string(),
+        "selected": pa.list_(pa.int64()),  # dataset rows
+        "stats": pa.map_(pa.string(), pa.float64()),  # logged by the last updates
+        "groups": pa.list_(
+            pa.struct(
+                {
+                    "group": pa.int64(),
+                    "prompt_index": pa.int64(),
+                    "rows": pa.int32(),
+                    "trained": pa.int32(),
+                    "reward": pa.float64(),  # mean of the raw rewards
+                    "spread": pa.float64(),  # largest minus smallest
+                    "change": pa.float64(),  # largest |advantage - GRPO's|
+                    "truncated": pa.int32(),
+                    "age": pa.int32(),  # versions between the oldest token and now
+                    "recorded": pa.bool_(),
+                }
+            )
+        ),
+    }
+)
+
+TOKENS = pa.schema({"id": pa.int32(), "text": pa.string()})
