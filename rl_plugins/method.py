@@ -425,7 +425,7 @@ class Method:
             text: a template of `str.format`.
             values: for the template: one for all of these rows, or a tensor with one for each row of the hook.
         """
-        if self._context is not None and self._context.notes is not None:
+        if self._context is not None and self._context.notes is not None and self._place == "driver":
             self._context.notes.append((self.name, rows, text, values))
 
     def stop(self, reason: str) -> None:

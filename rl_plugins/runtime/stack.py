@@ -167,7 +167,8 @@ class MethodStack(Context):
 
     @property
     def names(self) -> list[str]:
-        return [m.name for m in self.methods]
+        """Of the methods; watchers are none."""
+        return [m.name for m in self.methods if not isinstance(m, Watcher)]
 
     def claimed(self, *hooks: str) -> bool:
         """Whether any method claims any of these hooks."""

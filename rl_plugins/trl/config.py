@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with six more words: methods, their parameters, two limits, whether costs are counted, the trace."""
+"""TRL's `GRPOConfig` with further words: methods, their parameters, two limits, costs, and the trace."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from rl_plugins.runtime.stack import (
     build_stack,
     check_max_unrewarded_batches,
 )
+from rl_plugins.runtime.trace import trace_of
 
 # Registered name -> the mode of verl it follows.
 MODES = {
@@ -23,7 +24,7 @@ MODES = {
     "rl_plugins_colocate_async": "colocate_async",
     "rl_plugins_separate_async": "separate_async",
 }
-KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches", "count_costs")
+KEYS = ("methods", "method_params", "rewards", "max_unrewarded_batches", "count_costs", "trace")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ class Settings:
         seed: of the run (`data.seed`, 0 if it is not set).
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
+        trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every
+            method does with it to the folder `trace` of `output_dir`, with methods and without.
+        output_dir: of the run (`trainer.default_local_dir`).
     """
 
     methods: tuple[str, ...]
@@ -48,6 +52,8 @@ class Settings:
     seed: int = 0
     max_unrewarded_batches: int = MAX_UNREWARDED_BATCHES
     count_costs: bool = False
+    trace: Any = None
+    output_dir: str = ""
 
     def stack(self) -> MethodStack:
         """The methods, built again.
@@ -56,7 +62,8 @@ class Settings:
             ConfigError: see `build_stack`.
         """
         params = {k: dict(v) for k, v in self.method_params.items()}
-        return build_stack(list(self.methods), params, self.seed, self.max_unrewarded_batches)
+        watchers = trace_of(self.trace, "rl_plugins.trace", self.output_dir)
+        return build_stack(list(self.methods), params, self.seed, self.max_unrewarded_batches, watchers)
 
 
 def read_settings(config: Any) -> Settings | None:
@@ -93,6 +100,8 @@ def read_settings(config: Any) -> Settings | None:
         seed=int(seed or 0),
         max_unrewarded_batches=check_max_unrewarded_batches(most, "rl_plugins.max_unrewarded_batches"),
         count_costs=counts,
+        trace=plain.get("trace"),
+        output_dir=str(OmegaConf.select(config, "trainer.default_local_dir") or ""),
     )
 
 

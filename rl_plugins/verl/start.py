@@ -60,7 +60,7 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     check_verl()
     options = facts.check(stack, settings, config)
     with open_dict(config):
-        for name, value in {**options, WORKERS: ",".join(stack.names)}.items():
+        for name, value in {**options, WORKERS: ",".join(m.name for m in stack.methods)}.items():
             OmegaConf.update(config, name, value, force_add=True)
     return options
 
@@ -100,9 +100,10 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
             )
         return
     weights = OmegaConf.select(config, "rl_plugins.rewards")
-    if (settings.methods or weights) and not ours:
+    if (settings.methods or weights or settings.trace) and not ours:
         suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
         given = f"rl_plugins.methods=[{','.join(settings.methods)}]" if settings.methods else "rl_plugins.rewards"
+        given = given if settings.methods or weights else "rl_plugins.trace"
         named = f"trainer.v1.trainer_mode={mode}" if v1 is not False else "trainer.use_v1=False"
         raise ConfigError(
             f"{given} is given, and {named} would ignore it. Set "

@@ -15,7 +15,7 @@ import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from rl_plugins.errors import MethodError
-from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.stack import MethodStack, Watcher
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import end_tokens, read_settings
 from rl_plugins.verl.host import Output
@@ -93,7 +93,9 @@ class ProgramWorker(AgentLoopWorker):
 
 def _of_its_own(stack: MethodStack) -> MethodStack:
     """The same methods for one program, so that what it logs is told from what others log meanwhile."""
-    own = MethodStack([type(m)(m.params) for m in stack.methods], stack.seed, stack.bundle_of)
+    own = MethodStack(
+        [type(m)(m.params) for m in stack.methods if not isinstance(m, Watcher)], stack.seed, stack.bundle_of
+    )
     own._warned = stack._warned
     return own
 

@@ -63,7 +63,7 @@ class Trace(Watcher):
     Params = TraceParams
     full_batch = True
 
-    def __init__(self, params: TraceParams, folder: str) -> None:
+    def __init__(self, params: TraceParams, folder: str = "") -> None:
         super().__init__(params)
         self.folder = Path(params.folder or Path(folder) / "trace")
         self.needs = frozenset({"tokens", "token_ids", *params.signals})
@@ -78,8 +78,7 @@ class Trace(Watcher):
 
     @property
     def _methods(self) -> tuple[str, ...]:
-        names = getattr(self._context, "names", ())
-        return tuple(name for name in names if name != self.name)
+        return tuple(getattr(self._context, "names", ()))
 
     def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note]) -> None:
         if method == self.name:
@@ -107,9 +106,7 @@ class Trace(Watcher):
         self._seen, self._planned = [], _Planned()
         if rollouts.batch % self.params.every or self._writer is None:
             return
-        batch = TracedBatch(
-            rollouts, tokens, seen, planned.rows, planned.selected, self._chosen(rollouts), dict(stats)
-        )
+        batch = TracedBatch(rollouts, tokens, seen, planned.rows, planned.selected, self._chosen(rollouts), dict(stats))
         failed = self._writer.write(batch)
         if failed:
             self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")

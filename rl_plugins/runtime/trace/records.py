@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -268,7 +268,7 @@ def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[st
     return {
         "schema": schema.VERSION,
         "batch": r.batch,
-        "time": datetime.fromtimestamp(now, timezone.utc),
+        "time": datetime.fromtimestamp(now, UTC),
         "host": host,
         "methods": list(methods),
         "rows": len(r),
