@@ -1,0 +1,272 @@
+"""The trace of a run: what its files say of a batch equals what the driver decided, and what a killed run leaves."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.method import Method
+from rl_plugins.requests import Kind
+from rl_plugins.rollouts import Completion, Rollouts, Shape, TokenIds, Tokens
+from rl_plugins.runtime.decide import decide
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.runtime.trace import schema, trace_of
+from rl_plugins.testing.data import make_rollouts, make_run
+
+GROUP = 4
+
+
+class Letters:
+    """`Chat` of an alphabet."""
+
+    eos = (0,)
+
+    def decode(self, tokens: Any, special: bool = False) -> str:
+        return "".join(chr(97 + t) for t in tokens)
+
+
+class Plans(Method):
+    name = "plans"
+
+    def plan(self, plan):
+        given = Completion(tokens=(1, 2))
+        first, *others = plan.rows
+        return plan.replace(rows=(first.replace(spare=1, given=(given,), edit={"prompt": "b"}), *others))
+
+
+class Halves(Method):
+    """Halves rewards above 1 and says so."""
+
+    name = "halves"
+
+    def rewards(self, rollouts):
+        high = rollouts.reward > 1
+        self.note(high, "was {:.1f}", rollouts.reward)
+        return torch.where(high, rollouts.reward / 2, rollouts.reward)
+
+
+class Drops(Method):
+    """The second row leaves."""
+
+    name = "drops"
+
+    def select(self, rollouts):
+        self.note(1, "too {}", "long")
+        keep = torch.ones(len(rollouts), dtype=torch.bool)
+        keep[1] = False
+        return keep
+
+
+class Ranks(Method):
+    name = "ranks"
+
+    def advantages(self, rollouts):
+        return torch.arange(len(rollouts)).double()
+
+
+class Shapes(Method):
+    """Later tokens count more; the first token of each row and the last row leave; a column for each."""
+
+    name = "shapes"
+    needs = frozenset({"tokens"})
+
+    def shape(self, rollouts, tokens):
+        rows = torch.ones(len(rollouts), dtype=torch.bool)
+        rows[-1] = False
+        self.note([0], "first")
+        return Shape(
+            advantages=tokens.advantages * (1 + tokens.position),
+            keep_tokens=tokens.position > 0,
+            keep_rows=rows,
+            row_columns={"length": rollouts.length.double()},
+            token_columns={"place": tokens.position.double()},
+        )
+
+
+def batch_of(number: int = 0, rows: int = 8) -> tuple[Rollouts, Tokens]:
+    """Groups of 4 with rewards of two functions; every completion ends in a token that was only read."""
+    rewards = torch.stack([torch.arange(rows) % 3, torch.full((rows,), 0.5)], 1).double()
+    rewards[3] = math.nan
+    r = make_rollouts(rewards, group_size=GROUP, lengths=[2 + i % 3 for i in range(rows)], batch=number)
+    lengths = r.length.tolist()
+    ids = TokenIds(
+        prompt=tuple(torch.tensor([int(g), 3]) for g in r.group),
+        completion=tuple(torch.arange(n + 1) for n in lengths),
+        observed=tuple(torch.tensor([False] * n + [True]) for n in lengths),
+    )
+    row = torch.repeat_interleave(torch.arange(rows), r.length)
+    position = torch.cat([torch.arange(n) for n in lengths])
+    tokens = Tokens(
+        row=row,
+        position=position,
+        advantages=torch.zeros(len(row), dtype=torch.float64),
+        keep=torch.ones(len(row), dtype=torch.bool),
+        forced=position == 1,
+        entropies=position.float() / 7,
+    )
+    return r.replace(token_ids=ids), tokens
+
+
+def started(folder: Path, *methods: Method, run: Any = None, **options: Any) -> MethodStack:
+    watchers = trace_of({"signals": ["entropies"], **options}, "trace", str(folder))
+    stack = MethodStack([*methods, *watchers])
+    stack.start(run or make_run(chat=Letters(), total_batches=1))
+    return stack
+
+
+def traced(stack: MethodStack, number: int = 0, rows: int = 8) -> Any:
+    return decide(stack, *batch_of(number, rows), None, grpo_advantages, 10**6)
+
+
+def read(folder: Path, table: str, number: int = 0) -> Any:
+    found = pq.read_table(folder / "trace" / table / f"batch-{number:08d}.parquet")
+    expected = {"rollouts": schema.ROLLOUTS, "batches": schema.BATCHES, "tokens": schema.TOKENS}[table]
+    assert found.schema.equals(expected)
+    return found.to_pylist()
+
+
+def test_files_say_what_was_decided(tmp_path: Path) -> None:
+    stack = started(tmp_path, Plans(), Halves(), Drops(), Ranks(), Shapes())
+    first_plan(stack, [0, 1], GROUP, 2 * GROUP, 16, None)
+    d = traced(stack)
+    rows, (rollouts, tokens) = read(tmp_path, "rollouts"), batch_of()
+    assert [r["row"] for r in rows] == list(range(8))
+    assert d.keep_tokens is not None and d.advantages is not None
+    for i, row in enumerate(rows):
+        mine = tokens.row == i
+        assert row["prompt"] == "ad"[int(rollouts.group[i])].replace("d", "b") + "d"
+        assert row["completion"] == "abcde"[: len(row["completion_ids"])]
+        kinds = [int(Kind.SAMPLED)] * (len(row["kinds"]) - 1) + [int(Kind.OBSERVED)]
+        if i != 1:  # of a row that `select` took out nobody hands on the tokens
+            kinds[1] = int(Kind.FORCED)
+        assert row["kinds"] == kinds
+        np.testing.assert_equal([v for _, v in row["rewards"]], rollouts.rewards[i].tolist())
+        np.testing.assert_equal(row["raw_reward"], float(rollouts.reward[i]))
+        np.testing.assert_equal(row["reward"], float(d.rollouts.reward[i]))
+        assert row["trained"] == bool(d.trained[i])
+        assert row["advantage"] == float(d.row_advantages[i])
+        live = d.keep_tokens[mine]
+        if row["trained"]:
+            assert row["token_left"] == [-1 if k else 0 for k in live.tolist()] + [-1]
+            last = row["advantages"][-1]
+            assert last["stage"] == "shapes.shape"
+            kept = [
+                x for x, k in zip(last["tokens"] or [last["advantage"]] * len(live), live.tolist(), strict=False) if k
+            ]
+            assert kept == d.advantages[mine][live].float().tolist()
+            assert row["entropies"][:-1] == tokens.entropies[mine].tolist() and math.isnan(row["entropies"][-1])
+            assert dict(row["row_columns"]) == {"length": float(rollouts.length[i])}
+            assert row["token_columns"][0]["values"][:-1] == tokens.position[mine].tolist()
+    grpo = grpo_advantages(rollouts)
+    assert [r["grpo"] for r in rows] == grpo.tolist()
+    # what left, by whom, and why
+    assert rows[1]["left"] == [{"method": "drops", "hook": "select", "tokens": 3}]
+    assert rows[7]["left"] == [{"method": "shapes", "hook": "shape", "tokens": 3}] and not rows[7]["trained"]
+    assert rows[0]["left"] == [{"method": "shapes", "hook": "shape", "tokens": 1}]
+    assert rows[1]["notes"][1:] == [{"method": "drops", "hook": "select", "text": "too long"}]
+    assert rows[2]["notes"] == [{"method": "halves", "hook": "rewards", "text": "was 2.5"}]
+    assert rows[0]["notes"][-1] == {"method": "shapes", "hook": "shape", "text": "first"}
+    assert [r["rewarded"][0]["reward"] for r in rows if r["row"] in (2, 5)] == [1.25, 1.25]
+    # stages: `ranks` numbers the rows that stayed
+    assert [r["advantages"][0]["advantage"] for r in rows if r["advantages"]] == [0, 1, 0, 3, 4, 5, 6]
+    assert rows[0]["advantages"][0]["stage"] == "ranks.advantages"
+    # the plan
+    assert (
+        rows[0]["plan"]["by"] == ["plans"] and rows[0]["origin"] == "given" and rows[0]["plan"]["edited"] == ["prompt"]
+    )
+    assert rows[4]["plan"]["by"] == [] and rows[4]["origin"] == "generated"
+    (summary,) = read(tmp_path, "batches")
+    assert summary["methods"] == ["plans", "halves", "drops", "ranks", "shapes"]
+    assert summary["rows"] == 8 and summary["trained_rows"] == int(d.trained.sum())
+    assert summary["trained_tokens"] == int(d.keep_tokens.sum())
+    change = (d.row_advantages - grpo).abs()
+    for group in summary["groups"]:
+        mine = rollouts.group == group["group"]
+        assert group["rows"] == 4 and group["trained"] == int(d.trained[mine].sum()) and group["recorded"]
+        assert group["change"] == pytest.approx(float(change[mine & d.trained].max()))
+        assert group["spread"] == pytest.approx(2.0)
+    assert {t["id"]: t["text"] for t in read(tmp_path, "tokens")} == dict(enumerate("abcde"))
+
+
+def test_a_trace_decides_nothing(tmp_path: Path) -> None:
+    methods = (Halves, Drops, Ranks, Shapes)
+    plain = MethodStack([m() for m in methods])
+    plain.start(make_run())
+    one, two = traced(plain), traced(started(tmp_path, *(m() for m in methods)))
+    for name in ("stays", "trained", "keep_tokens", "advantages", "row_advantages"):
+        assert torch.equal(getattr(one, name), getattr(two, name))
+    assert plain.notes is None
+
+
+def test_batches_and_groups_are_sampled(tmp_path: Path) -> None:
+    run = make_run(chat=Letters(), total_batches=5)
+    stack = started(tmp_path, every=2, groups=1, run=run)
+    for number in range(5):
+        traced(stack, number, 16)
+    assert sorted(os.listdir(tmp_path / "trace" / "rollouts")) == [f"batch-{n:08d}.parquet" for n in (0, 2, 4)]
+    chosen = [{r["group"] for r in read(tmp_path, "rollouts", n)} for n in (0, 2, 4)]
+    assert all(len(c) == 1 for c in chosen)
+    recorded = [{g["group"] for g in read(tmp_path, "batches", n)[0]["groups"] if g["recorded"]} for n in (0, 2, 4)]
+    assert recorded == chosen
+    assert len(read(tmp_path, "batches", 4)[0]["groups"]) == 4, "every group has a summary"
+
+
+def test_the_oldest_batches_leave(tmp_path: Path) -> None:
+    run = make_run(chat=Letters(), total_batches=6)
+    stack = started(tmp_path, max_gb=6e-5, run=run)
+    for number in range(6):
+        traced(stack, number)
+    kept = sorted(os.listdir(tmp_path / "trace" / "rollouts"))
+    assert kept[-1] == "batch-00000005.parquet" and 1 <= len(kept) < 6
+    assert len(os.listdir(tmp_path / "trace" / "batches")) == 6, "summaries stay"
+
+
+def test_a_write_that_fails_is_told_and_ends_nothing(tmp_path: Path, caplog: Any) -> None:
+    run = make_run(chat=Letters(), total_batches=3)
+    stack = started(tmp_path, run=run)
+    traced(stack, 0)
+    stack.watchers[0]._writer.wait()
+    (tmp_path / "trace" / "rollouts").rename(tmp_path / "elsewhere")
+    (tmp_path / "trace" / "rollouts").write_text("a file in its place")
+    traced(stack, 1)
+    traced(stack, 2)
+    assert "could not be written" in caplog.text and "Training goes on" in caplog.text
+    whole = pq.read_table(tmp_path / "elsewhere" / "batch-00000000.parquet")
+    assert len(whole) == 8
+
+
+def test_a_batch_without_rewards_of_its_own_is_no_batch(tmp_path: Path) -> None:
+    stack = started(tmp_path)
+    r, t = batch_of()
+    r = r.replace(reward=torch.full_like(r.reward, math.nan))
+    decide(stack, r, t, None, grpo_advantages, 10**6)
+    assert not os.listdir(tmp_path / "trace" / "rollouts")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (3, "`trace` is 3. Give true, false, or options"),
+        ({"evry": 2}, "evry"),
+        ({"every": 0}, "every"),
+        ({"signals": ["entropy"]}, "`signals` names 'entropy'. Allowed are"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(word: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trace_of(word, "trace", "out")
+
+
+def test_off_is_off() -> None:
+    assert trace_of(None, "trace", "") == trace_of(False, "trace", "") == trace_of("", "trace", "") == []
+    assert trace_of("true", "trace", "")[0].params == trace_of(True, "trace", "")[0].params
