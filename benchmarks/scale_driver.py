@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,12 +44,21 @@ class Batch:
         rows: of all ranks.
         tokens: of a row on average; lengths lie between a half and one and a half of it.
         ranks: processes.
+        watchers: of the stack.
+        chat: of the run.
     """
 
     def __init__(
-        self, names: list[str], rows: int, tokens: int, ranks: int = RANKS, params: dict[str, Any] | None = None
+        self,
+        names: list[str],
+        rows: int,
+        tokens: int,
+        ranks: int = RANKS,
+        params: dict[str, Any] | None = None,
+        watchers: Sequence[Any] = (),
+        chat: Any = None,
     ) -> None:
-        self.stack: MethodStack = build_stack(names, params)
+        self.stack: MethodStack = build_stack(names, params, watchers=watchers)
         self.rows, self.ranks = rows, ranks
         draw = torch.Generator().manual_seed(0)
         self.length = torch.randint(tokens // 2, tokens * 3 // 2 + 1, (rows,), generator=draw)
@@ -67,13 +77,15 @@ class Batch:
             reward_func_names=["right", "short"],
         )
         self.prompts: Any = SimpleNamespace(numbered=True)
-        self.stack.start(Run("trl", "1.16", None, 4 * rows // GROUP, (), ("right", "short"), GROUP, 10, 10, 2 * tokens))
+        size = 4 * rows // GROUP
+        self.stack.start(Run("trl", "1.16", None, size, (), ("right", "short"), GROUP, 10, 10, 2 * tokens, chat=chat))
 
     def made(self, rank: int) -> tuple[Any, dict[str, torch.Tensor]]:
         """What TRL generated on a rank, and the columns somebody reads."""
         each = self.rows // self.ranks
         length = self.length[rank * each : (rank + 1) * each].tolist()
-        made: Any = SimpleNamespace(ids=[range(2, n + 2) for n in length], tool_mask=None, completions=[None] * each)
+        ids, prompts = [range(2, n + 2) for n in length], [range(2, 66)] * each
+        made: Any = SimpleNamespace(ids=ids, prompts=prompts, tool_mask=None, completions=[None] * each)
         names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"} & self.stack.token_columns
         columns = {n: -torch.rand(each, max(length), generator=torch.Generator().manual_seed(rank)) for n in names}
         return made, columns

@@ -327,6 +327,21 @@ def audit(
     raise typer.Exit(run_audit(host.value, words or [], out, options, gold_renderer))
 
 
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that was made with `trace: true`.")],
+    batch: Annotated[int | None, typer.Option(help="Generation batch whose groups are listed.", min=0)] = None,
+    group: Annotated[int | None, typer.Option(help="Group of the batch whose rollouts are shown.")] = None,
+) -> None:
+    """Look at the trace of a run: batches, the groups of one, and what became of each rollout and why.
+
+    A run writes a trace if its config says `trace: true` (TRL) or `+rl_plugins.trace=true` (verl).
+    """
+    from rl_plugins.commands.inspect import show
+
+    show(run, batch, group)
+
+
 _SEEDS = typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; demo with --host verl: 2")
 _VS = typer.Option(help="Baseline; grpo is the host without methods.")
 _JOBS = typer.Option(min=1, help="Runs at a time; with --host verl always 1.", show_default=False)

@@ -90,7 +90,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fusion",
         "papers",
         "attribution",
+        "viewer",
     },
+    "viewer": {"contract", "viewer"},  # files alone
     "cli": {"contract", "runtime", "commands", "audit", "fusion", "compare", "demo", "testing", "trl", "verl"},
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},

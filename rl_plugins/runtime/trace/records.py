@@ -204,7 +204,12 @@ def _turns(read: Read, i: int, places: Tensor) -> list[Record] | None:
 
 
 def _text(value: Any) -> str:
-    return shortened(value if isinstance(value, str) else json.dumps(value, default=str), 2000)
+    return written(shortened(value if isinstance(value, str) else json.dumps(value, default=str), 2000))
+
+
+def written(text: str) -> str:
+    """A text that a file can hold: halves of a surrogate pair are written out."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plan(row: Any, by: tuple[str, ...]) -> Record:
@@ -244,7 +249,9 @@ def _notes(read: Read) -> Mapping[int, list[Record]]:
             for number in numbers.tolist():
                 own = [v[number] if isinstance(v, Tensor) and v.ndim else v for v in values]
                 said = text.format(*(v.item() if isinstance(v, Tensor) else v for v in own))
-                found.setdefault(int(here[number]), []).append({"method": method, "hook": s.hook, "text": said})
+                found.setdefault(int(here[number]), []).append(
+                    {"method": method, "hook": s.hook, "text": written(said)}
+                )
     return found
 
 

@@ -22,7 +22,7 @@ from rl_plugins.errors import shortened
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch
-from rl_plugins.runtime.trace.records import batch_record, row_records
+from rl_plugins.runtime.trace.records import batch_record, row_records, written
 
 TABLES = ("rollouts", "batches", "tokens")
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
@@ -86,7 +86,7 @@ class Writer:
         os.replace(unfinished, path)
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return "" if self._chat is None else self._chat.decode(ids, special=True)
+        return "" if self._chat is None else written(self._chat.decode(ids, special=True))
 
     def _new_tokens(self, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Texts of the token ids that no earlier batch had."""

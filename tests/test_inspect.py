@@ -1,0 +1,114 @@
+"""`rl-plugins inspect` in the terminal: numbers of a known batch, what is not there, and texts that are hostile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_trace import Drops, Halves, Ranks, Shapes, batch_of, started
+from typer.testing import CliRunner
+
+from rl_plugins.cli import app
+from rl_plugins.estimators import grpo_advantages
+from rl_plugins.rollouts import TokenIds
+from rl_plugins.runtime.decide import decide
+from rl_plugins.testing.data import make_run
+from rl_plugins.viewer.folder import Branch, tree_of
+from rl_plugins.viewer.terminal import visible
+
+HOSTILE = (
+    "\x1b[2J\x1b]0;title\x07",
+    "<script>alert(1)</script>",
+    "[bold]markup[/bold] [/nothing]",
+    "left\u202eright",
+    "\ud800 alone",
+    "a" * 5000,
+    "\x00\x08\x7f\x9b31m",
+)
+
+
+class Hostile:
+    """`Chat` whose tokens are hostile texts."""
+
+    eos = (0,)
+
+    def decode(self, tokens: Any, special: bool = False) -> str:
+        return "".join(HOSTILE[t % len(HOSTILE)] for t in tokens)
+
+
+def invoke(*words: str) -> Any:
+    return CliRunner().invoke(app, ["inspect", *words], env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    stack = started(folder, Halves(), Drops(), Ranks(), Shapes(), every=2, run=make_run(total_batches=1))
+    stack.watchers[0]._writer._chat = Hostile()
+    for number in range(3):
+        rollouts, tokens = batch_of(number)
+        ids = rollouts.token_ids
+        assert ids is not None
+        longer = tuple(torch.cat([c, torch.tensor([4, 5, 6])]) for c in ids.completion)
+        observed = tuple(torch.cat([o, torch.tensor([True] * 3)]) for o in ids.observed)
+        rollouts = rollouts.replace(token_ids=TokenIds(ids.prompt, longer, observed))
+        decide(stack, rollouts, tokens, None, grpo_advantages, 10**6)
+    assert not stack.watchers[0]._writer.wait()
+    return folder
+
+
+def test_batches_groups_and_rollouts(run: Path) -> None:
+    whole = invoke(str(run)).output
+    assert "2 batches" in whole and "halves, drops, ranks, shapes" in whole and "0 of 2" in whole
+    batch = invoke(str(run), "--batch", "2").output
+    assert "ranks.advantages -> shapes.shape" in batch
+    group = invoke(str(run), "--batch", "2", "--group", "0").output
+    assert "3 tokens left: drops in select" in group and "drops: too long" in group
+    assert "advantage: plain GRPO" in group and "halves: was 2.5" in group and "ranks.advantages 1" in group
+
+
+def test_no_text_of_a_completion_acts_on_the_terminal(run: Path) -> None:
+    for group in ("0", "1"):
+        shown = invoke(str(run), "--batch", "0", "--group", group).output
+        assert not {"\x1b", "\x07", "\x9b", "\u202e", "\x00"} & set(shown)
+        assert "\\u001b[2J" in shown and "[bold]markup[/bold]" in shown and "further characters]" in shown
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_every_character_can_be_seen(text: str) -> None:
+    shown = visible(text, 10**6)
+    assert shown.isprintable() and shown.encode("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--batch", "1"], "Batch 1 is not in the trace. Recorded are 0, 2."),
+        (["--batch", "2", "--group", "9"], "Batch 2 has no recorded group 9. Recorded are 0 to 1."),
+        (["--group", "1"], "--group 1 is given without a batch"),
+    ],
+)
+def test_what_is_not_there_is_named(run: Path, words: list[str], said: str) -> None:
+    done = invoke(str(run), *words)
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
+
+
+def test_a_folder_without_a_trace(tmp_path: Path) -> None:
+    done = invoke(str(tmp_path))
+    assert done.exit_code == 2 and "has no trace" in done.output and "trace: true" in done.output
+
+
+def test_completions_that_share_a_beginning_are_a_tree() -> None:
+    tree = tree_of([(1, 2, 3), (1, 2, 4, 5), (1, 2), (9,)])
+    assert tree == Branch(
+        (0, 1, 2, 3),
+        0,
+        0,
+        (
+            Branch((0, 1, 2), 0, 2, (Branch((0,), 2, 3), Branch((1,), 2, 4), Branch((2,), 2, 2))),
+            Branch((3,), 0, 1),
+        ),
+    )
+    assert tree_of([(1, 2), (1, 2)]) == Branch((0, 1), 0, 2) and tree_of([()]) == Branch((0,), 0, 0)
