@@ -41,6 +41,7 @@ elif MODE:
 sys.path.insert(0, str(Path(__file__).parent))
 
 import probes
+import pyarrow.parquet as pq
 import torch
 from harness import WORLD, history, make, policy, stub_sampling, weights
 from swarm_packages import fill
@@ -169,7 +170,14 @@ def train(folder, methods, options, real, checkpoint=None):
         kind=kind(t),
         waiting=t.methods.carried,
         decided_in_host=bool(in_host),
+        trace=traced(Path(t.args.output_dir) / "trace") if t.args.trace else [],
     )
+
+
+def traced(folder):
+    """Records of all batches of a trace, without what tells one run from another."""
+    tables = [pq.read_table(p).to_pylist() for n in ("rollouts", "batches") for p in sorted((folder / n).iterdir())]
+    return [{k: v for k, v in record.items() if k != "time"} for table in tables for record in table]
 
 
 def main(out, cases):

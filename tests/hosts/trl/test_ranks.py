@@ -28,7 +28,7 @@ CASES = [
     ["drive", ["drive"], dict(max_steps=3, learning_rate=0.05, resume=2, method_params={"drive": STAGES})],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
     ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
-    ["filter", ["filter", "ppo"], OFF],
+    ["filter", ["filter", "ppo"], {**OFF, "trace": {"signals": ["old_logprobs"]}}],
     ["softmax", ["softmax"], OFF],
     ["million", ["ppo_million"], {**OFF, "max_steps": 12, "method_params": {"ppo_million": CUTS}}],
     ["uneven", ["uneven"], ROWS],
@@ -45,7 +45,7 @@ CASES = [
     ["zero", ["zero"], ROWS],
     ["walk", ["walk", "epo"], {**ROWS, **REAL, "method_params": CORRIDOR}],
     ["idle", ["idle"], {**ROWS, "optim": "adamw_torch"}],
-    ["passes", ["mc_grpo"], {**PASSES, "resume": 4}],
+    ["passes", ["mc_grpo"], {**PASSES, "resume": 4, "trace": True}],
     ["replay", ["rollout_replay", "minpro"], REPLAY],
     ["pool", ["dart_pool", "dart_tis"], POOL],
     ["sets", ["ps_grpo"], dict(rows=30, sets=3, max_steps=4, learning_rate=0.05, resume=2)],
@@ -70,14 +70,32 @@ def sets_of(found):
     return [name for names in sets for name in names]
 
 
+def close(one, two, path=""):
+    """Records that are equal, numbers up to rounding."""
+    if isinstance(one, float):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-5, nan_ok=True), path
+    elif isinstance(one, dict):
+        assert one.keys() == two.keys(), path
+        for key in one:
+            close(one[key], two[key], f"{path}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(two), path
+        for i, (a, b) in enumerate(zip(one, two, strict=True)):
+            close(a, b, f"{path}[{i}]")
+    else:
+        assert one == two, path
+
+
 def test_two_ranks_are_one(tmp_path, one_rank):
     """Ragged groups, fillers, rounds, rows that leave on one rank only, one rank keeping more than its share."""
     code, text, results = launch(tmp_path, CASES, 2)
     assert code == 0, text
     for name, _, _ in CASES:
         same(one_rank[name], results[name], 2e-7)
+    close(one_rank["filter"]["trace"], results["filter"]["trace"])
     for run in (one_rank, results):  # resumed in the second pass over the dataset
         resumed_alike(run["passes"], batches=2)
+        assert repr(run["passes"]["resumed"]["trace"]) == repr(run["passes"]["trace"]), "batches are written again"
         resumed_alike(run["drive"], batches=1)  # in the middle of a phase
         resumed_alike(run["replay"], batches=1)  # the stored groups lie in the checkpoint
         resumed_alike(run["swarm"], batches=2)  # so does the inbox

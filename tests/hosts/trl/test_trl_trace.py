@@ -1,0 +1,94 @@
+"""The trace in TRL's trainer: its files beside the decisions, a run without methods, and what a run does not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import trl
+from harness import make, policy, stub_sampling, weights
+
+from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.errors import ConfigError
+from rl_plugins.trl import GRPOConfig
+from rl_plugins.trl import generation as module
+
+pytestmark = pytest.mark.host
+
+
+def read(folder: Path, table: str) -> list[dict[str, Any]]:
+    files = sorted((folder / "out" / "trace" / table).iterdir())
+    return [record for file in files for record in pq.read_table(file).to_pylist()]
+
+
+def test_files_equal_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decisions: list[Any] = []
+    decide = module.decide
+    monkeypatch.setattr(module, "decide", lambda *args: decisions.append(decide(*args)) or decisions[-1])
+    signals = ["entropies", "old_logprobs"]
+    t = make(tmp_path, ["mc_grpo", "filter", "per_token"], trace={"signals": signals})
+    with stub_sampling():
+        t.train()
+    rows, batches = read(tmp_path, "rollouts"), read(tmp_path, "batches")
+    assert [b["batch"] for b in batches] == [0, 1] and len(decisions) == 2
+    assert all(b["methods"] == ["mc_grpo", "filter", "per_token"] for b in batches)
+    for number, d in enumerate(decisions):
+        mine = [r for r in rows if r["batch"] == number]
+        assert len(mine) == len(d.rollouts) == 72, "a pivot beside 8 rollouts of 8 prompts"
+        assert [r["trained"] for r in mine] == d.trained.tolist()
+        assert [r["advantage"] for r in mine] == d.row_advantages.tolist()
+        assert [r["raw_reward"] for r in mine] == d.rollouts.reward.tolist()
+        assert [r["prompt_index"] for r in mine] == d.rollouts.prompt_index.tolist()
+        by = {(m["method"], m["hook"]) for r in mine for m in r["left"]}
+        assert by == {("mc_grpo", "shape"), ("filter", "shape"), ("per_token", "shape")}
+        assert all(r["trained"] == ({m["method"] for m in r["left"]} <= {"per_token"}) for r in mine)
+        keep, advantages = (
+            torch.split(d.keep_tokens, d.rollouts.length.tolist()),
+            torch.split(d.advantages, d.rollouts.length.tolist()),
+        )
+        for i, r in enumerate(mine):
+            tokenizer = t.processing_class
+            assert r["completion"] == tokenizer.decode(r["completion_ids"]) and r["prompt"] == tokenizer.decode(
+                r["prompt_ids"]
+            )
+            if r["trained"]:
+                left = [-1 if k else 0 for k in keep[i].tolist()]
+                assert (r["token_left"] or [-1] * len(left)) == left and (len(left) < 3 or 0 in left)
+                last = r["advantages"][-1]
+                values = torch.tensor(last["tokens"] or [last["advantage"]] * len(keep[i]))
+                torch.testing.assert_close(values[keep[i]], advantages[i][keep[i]].float())
+            assert len(r["entropies"]) == len(r["old_logprobs"]) == len(r["completion_ids"]) == r["length"]
+            assert max(r["old_logprobs"]) < 0 <= min(r["entropies"])
+    stats = [dict(b["stats"]) for b in batches]
+    assert stats == [{}, {}]
+
+
+def test_without_methods_the_weights_are_those_of_trl(tmp_path: Path) -> None:
+    found = []
+    for name, options in (("stock", {"stock": True}), ("traced", {"trace": True})):
+        (tmp_path / name).mkdir()
+        t = make(tmp_path / name, **options)
+        with stub_sampling():
+            t.train()
+        found.append(weights(t))
+    assert torch.equal(*found)
+    rows = read(tmp_path / "traced", "rollouts")
+    assert len(rows) == 2 * 64 and all(r["advantages"][0]["stage"] == "host" and r["trained"] for r in rows)
+    assert all(r["advantage"] == pytest.approx(r["grpo"], abs=1e-5) for r in rows)
+
+
+def test_signals_that_the_run_does_not_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`trace` needs turns of agents"):
+        make(tmp_path, trace={"signals": ["turns"]})
+    with pytest.raises(ConfigError, match="`trace` is 7. Give true, false, or options"):
+        make(tmp_path, trace=7)
+
+
+def test_a_trainer_of_trl_that_would_write_none_is_refused(tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), trace=True, use_cpu=True, bf16=False)
+    model, dataset = str(policy(tmp_path / "policy")), build_dataset(8, seed=1)
+    with pytest.raises(ConfigError, match="The config asks for a `trace`, and the trainer is TRL's own"):
+        trl.GRPOTrainer(model=model, reward_funcs=len, args=args, train_dataset=dataset)
