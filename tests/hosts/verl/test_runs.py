@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
+import pyarrow.parquet as pq
 import pytest
 import torch
 from methods.ps_grpo_loops import COLUMN, check_ps_grpo
@@ -925,7 +926,8 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
     """Killed in the save of step 3 and resumed from step 2: what was in flight is trained, and the plans go on where
     they were."""
     where = f"trainer.default_local_dir={tmp_path / 'checkpoints'}"
-    common = ["+rl_plugins.methods=[vade,mc_grpo]", *COMMON[2:3], where, "trainer.save_freq=1"]
+    traced = "+rl_plugins.trace={groups: 5, signals: [old_logprobs]}"
+    common = ["+rl_plugins.methods=[vade,mc_grpo]", *COMMON[2:3], where, "trainer.save_freq=1", traced]
     killed = start(
         tmp_path / "killed",
         [*common, "trainer.total_training_steps=9"],
@@ -960,6 +962,30 @@ def test_colocate_async_with_a_kill(tmp_path: Path) -> None:
     assert check_groups([killed, resumed], [2], rows=SAMPLES + 1) == (4 * PROMPTS, PROMPTS)
     assert resumed.metrics(4)["vade/seen"] > killed.metrics(2)["vade/seen"]
     check_costs(killed, resumed, 2, 4)
+    check_trace(tmp_path / "checkpoints" / "trace", [*killed.steps()[:2], *resumed.steps()])
+
+
+def check_trace(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """The files of a killed and a resumed run beside what was decided."""
+
+    def read(table: str, number: int) -> list[dict[str, Any]]:
+        return list(pq.read_table(folder / table / f"batch-{number:08d}.parquet").to_pylist())
+
+    assert len(list((folder / "batches").iterdir())) == len(steps) == 4
+    for number, step in enumerate(steps):
+        d, rows, (batch,) = step["decision"], read("rollouts", number), read("batches", number)
+        assert batch["rows"] == len(d.rollouts) == 72 and batch["trained_rows"] == int(d.trained.sum()) == 64
+        recorded = {g["group"] for g in batch["groups"] if g["recorded"]}
+        assert recorded == {r["group"] for r in rows} and len(recorded) == 5 and len(rows) == 5 * (SAMPLES + 1)
+        assert batch["stages"] == ["mc_grpo.advantages"]
+        for r in rows:
+            i = r["row"]
+            assert r["advantage"] == float(d.row_advantages[i]) and r["trained"] == bool(d.trained[i])
+            assert r["raw_reward"] == float(d.rollouts.reward[i])
+            assert r["prompt_index"] == int(d.rollouts.prompt_index[i])
+            assert r["trained"] or [m["method"] for m in r["left"]] == ["mc_grpo"]
+            assert len(r["old_logprobs"]) == len(r["completion_ids"]) and max(r["old_logprobs"]) < 0
+            assert r["prompt"].startswith("<user>") and r["plan"] is None, "plans of a buffer are not recorded"
 
 
 def test_separate_async_with_a_kill(tmp_path: Path) -> None:
