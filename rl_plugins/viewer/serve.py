@@ -1,0 +1,72 @@
+"""The page of a large trace, served on the loopback address: groups are read when somebody looks at them."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl_plugins.errors import ConfigError
+from rl_plugins.viewer.folder import TraceFolder
+from rl_plugins.viewer.page import FILES, STATIC, group_data, run_data
+
+HOST = "127.0.0.1"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
+_GROUP = re.compile(r"/data/b(\d{1,9})/g(\d{1,18})\.js")
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the files of the page and the data of one trace, and nothing else.
+
+    Args:
+        trace: what is shown.
+        port: 0: a free one.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, trace: TraceFolder, port: int = 0) -> None:
+        self.trace = trace
+        super().__init__((HOST, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.server_address[1]}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        # a page elsewhere that resolves to this address asks under a name of its own
+        if self.headers.get("Host", "").rsplit(":", 1)[0] not in (HOST, "localhost"):
+            return self.send_error(HTTPStatus.FORBIDDEN)
+        path = urlsplit(self.path).path
+        name = "index.html" if path == "/" else path.removeprefix("/")
+        if name in FILES:
+            return self._send((STATIC / name).read_bytes(), PurePosixPath(name).suffix)
+        if path == "/data/run.js":
+            return self._send(run_data(TraceFolder(self.server.trace.path)).encode(), ".js")
+        group = _GROUP.fullmatch(path)
+        if group is None:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        try:
+            data = group_data(self.server.trace, int(group[1]), int(group[2]))
+        except ConfigError:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        return self._send(data.encode(), ".js")
+
+    def _send(self, content: bytes, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", f"{TYPES[kind]}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is printed for a request."""
