@@ -73,7 +73,7 @@ class GRPOConfig(trl.GRPOConfig):
         metadata={"help": "Without methods: log tokens, engine calls and rows as runs with methods do."},
     )
 
-    trace: dict[str, Any] | str | bool | None = field(
+    trace: dict[str, Any] | str | None = field(
         default=None,
         metadata={
             "help": "Write rollouts and every decision about them to OUTPUT_DIR/trace, for `rl-plugins inspect`: true, "
