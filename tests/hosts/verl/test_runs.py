@@ -687,7 +687,7 @@ def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
         score = torch.stack([(lp.detach() * m).sum() / m.sum() for _, lp, _, m in terms])
         group = [int(row["rl_plugins_group"]) for row, *_ in terms]
         positive = [float(row["rl_plugins_row_column:positive"]) > 0 for row, *_ in terms]
-        loss = torch.zeros(())
+        loss = 0.0 * terms[0][1].sum()  # no group may have both a right and a wrong rollout
         for g in set(group):
             inside = [i for i in range(len(group)) if group[i] == g]
             pos, neg = [i for i in inside if positive[i]], [i for i in inside if not positive[i]]
