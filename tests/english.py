@@ -56,9 +56,9 @@ _NOT_A_NOUN = """
 NOT_A_NOUN = set(_NOT_A_NOUN.split())
 # Help of a command or flag begins with one of these.
 _VERBS = """
-    add build check compare copy create describe draw drop explain export find fuse keep leave list make measure name
-    print put read repeat replace report run save search send show skip start stop suggest summarize test train
-    use write"""
+    add build check compare copy create describe draw drop explain export find fuse keep leave list look make
+    measure name print put read repeat replace report run save search send serve show skip start stop suggest
+    summarize test train use write"""
 VERBS = set(_VERBS.split())
 # Sections of a method's docstring, in this order.
 SECTIONS = ("Reconstruction", "Symbols", "Special cases", "State", "Logs", "Raises", "Source")

@@ -15,7 +15,7 @@ from rl_plugins.estimators import grpo_advantages
 from rl_plugins.rollouts import TokenIds
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing.data import make_run
-from rl_plugins.viewer.folder import Branch, tree_of
+from rl_plugins.viewer.folder import SharedPiece, tree_of
 from rl_plugins.viewer.terminal import visible
 
 HOSTILE = (
@@ -102,13 +102,13 @@ def test_a_folder_without_a_trace(tmp_path: Path) -> None:
 
 def test_completions_that_share_a_beginning_are_a_tree() -> None:
     tree = tree_of([(1, 2, 3), (1, 2, 4, 5), (1, 2), (9,)])
-    assert tree == Branch(
+    assert tree == SharedPiece(
         (0, 1, 2, 3),
         0,
         0,
         (
-            Branch((0, 1, 2), 0, 2, (Branch((0,), 2, 3), Branch((1,), 2, 4), Branch((2,), 2, 2))),
-            Branch((3,), 0, 1),
+            SharedPiece((0, 1, 2), 0, 2, (SharedPiece((0,), 2, 3), SharedPiece((1,), 2, 4), SharedPiece((2,), 2, 2))),
+            SharedPiece((3,), 0, 1),
         ),
     )
-    assert tree_of([(1, 2), (1, 2)]) == Branch((0, 1), 0, 2) and tree_of([()]) == Branch((0,), 0, 0)
+    assert tree_of([(1, 2), (1, 2)]) == SharedPiece((0, 1), 0, 2) and tree_of([()]) == SharedPiece((0,), 0, 0)

@@ -18,7 +18,7 @@ from test_inspect import invoke, run  # noqa: F401
 
 from rl_plugins.viewer.folder import TraceFolder
 from rl_plugins.viewer.page import FILES, STATIC, write_page
-from rl_plugins.viewer.serve import Server
+from rl_plugins.viewer.serve import PageServer
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = [
@@ -102,8 +102,8 @@ def test_what_is_vendored_has_its_licence_and_a_script() -> None:
 
 
 @pytest.fixture
-def server(run: Path) -> Iterator[Server]:  # noqa: F811
-    made = Server(TraceFolder(run))
+def server(run: Path) -> Iterator[PageServer]:  # noqa: F811
+    made = PageServer(TraceFolder(run))
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made
@@ -112,7 +112,7 @@ def server(run: Path) -> Iterator[Server]:  # noqa: F811
     thread.join()
 
 
-def get(server: Server, path: str, host: str | None = None) -> tuple[int, bytes]:
+def get(server: PageServer, path: str, host: str | None = None) -> tuple[int, bytes]:
     link = http.client.HTTPConnection("127.0.0.1", server.server_address[1])
     link.putrequest("GET", path, skip_host=host is not None)
     if host is not None:
@@ -122,7 +122,7 @@ def get(server: Server, path: str, host: str | None = None) -> tuple[int, bytes]
     return answer.status, answer.read()
 
 
-def test_the_server_serves_the_page_and_its_groups(server: Server, page: Path) -> None:
+def test_the_server_serves_the_page_and_its_groups(server: PageServer, page: Path) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert get(server, "/")[1] == (STATIC / "index.html").read_bytes()
     for name in ("data/run.js", "data/b2/g0.js", "vendor/uplot.js"):
@@ -141,15 +141,15 @@ def test_the_server_serves_the_page_and_its_groups(server: Server, page: Path) -
         "/page.py",
     ],
 )
-def test_the_server_reads_nothing_else(server: Server, path: str) -> None:
+def test_the_server_reads_nothing_else(server: PageServer, path: str) -> None:
     assert get(server, path)[0] == 404
 
 
-def test_a_page_elsewhere_cannot_ask_the_server(server: Server) -> None:
+def test_a_page_elsewhere_cannot_ask_the_server(server: PageServer) -> None:
     assert get(server, "/data/run.js", host="evil.example:80")[0] == 403
 
 
-def test_a_port_that_is_taken_is_named(server: Server, run: Path) -> None:  # noqa: F811
+def test_a_port_that_is_taken_is_named(server: PageServer, run: Path) -> None:  # noqa: F811
     port = str(server.server_address[1])
     done = invoke(str(run), "--serve", "--port", port)
     assert done.exit_code == 2 and f"Port {port} cannot be used" in done.output

@@ -10,7 +10,7 @@ from rich.progress import track
 from rl_plugins.errors import ConfigError
 from rl_plugins.viewer.folder import TraceFolder
 from rl_plugins.viewer.page import write_page
-from rl_plugins.viewer.serve import Server
+from rl_plugins.viewer.serve import PageServer
 from rl_plugins.viewer.terminal import print_batch, print_group, print_run
 
 
@@ -42,7 +42,7 @@ def show(run: Path, batch: int | None, group: int | None, html: Path | None, ser
 
 def _serve(trace: TraceFolder, port: int, console: Console) -> None:
     try:
-        server = Server(trace, port)
+        server = PageServer(trace, port)
     except OSError as e:
         raise ConfigError(f"Port {port} cannot be used: {e.strerror}. Give another one, or none: --port 0") from None
     console.print(f"Open {server.url} in a browser. Ctrl-C ends it.", markup=False, soft_wrap=True)

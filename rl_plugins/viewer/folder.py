@@ -86,7 +86,7 @@ class TraceFolder:
 
 
 @dataclass(frozen=True)
-class Branch:
+class SharedPiece:
     """A piece that one or several completions of a group share.
 
     Args:
@@ -98,13 +98,13 @@ class Branch:
     rows: tuple[int, ...]
     start: int
     stop: int
-    branches: tuple[Branch, ...] = ()
+    branches: tuple[SharedPiece, ...] = ()
 
 
-def tree_of(completions: Sequence[Sequence[int]]) -> Branch:
+def tree_of(completions: Sequence[Sequence[int]]) -> SharedPiece:
     """The completions of a group as a tree: they share a piece as long as their token ids are equal."""
 
-    def grow(rows: tuple[int, ...], start: int) -> Branch:
+    def grow(rows: tuple[int, ...], start: int) -> SharedPiece:
         stop = start
         while True:
             tokens = {completions[i][stop] if stop < len(completions[i]) else None for i in rows}
@@ -112,11 +112,11 @@ def tree_of(completions: Sequence[Sequence[int]]) -> Branch:
                 break
             stop += 1
         if len(rows) == 1 or tokens == {None}:
-            return Branch(rows, start, stop)
+            return SharedPiece(rows, start, stop)
         parts: dict[int | None, list[int]] = {}
         for i in rows:
             parts.setdefault(completions[i][stop] if stop < len(completions[i]) else None, []).append(i)
-        return Branch(rows, start, stop, tuple(grow(tuple(part), stop) for part in parts.values()))
+        return SharedPiece(rows, start, stop, tuple(grow(tuple(part), stop) for part in parts.values()))
 
     return grow(tuple(range(len(completions))), 0)
 

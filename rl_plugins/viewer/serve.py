@@ -18,7 +18,7 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".t
 _GROUP = re.compile(r"/data/b(\d{1,9})/g(\d{1,18})\.js")
 
 
-class Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
     """Serves the files of the page and the data of one trace, and nothing else.
 
     Args:
@@ -38,7 +38,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: PageServer
 
     def do_GET(self) -> None:
         # a page elsewhere that resolves to this address asks under a name of its own
