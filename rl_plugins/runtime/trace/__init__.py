@@ -27,7 +27,7 @@ def trace_of(value: Any, name: str, folder: str) -> list[Watcher]:
         folder: the run's output folder.
 
     Raises:
-        ConfigError: something else, an unknown option, or pyarrow is missing.
+        ConfigError: something else, or an unknown option.
     """
     if isinstance(value, str):
         value = read_json_or_yaml(value, f"`{name}`") if value.strip() else None
@@ -40,6 +40,7 @@ def trace_of(value: Any, name: str, folder: str) -> list[Watcher]:
     from rl_plugins.runtime.trace.recorder import Trace, TraceParams
 
     params = build_params(TraceParams, {} if value is True else dict(value), name)
+    assert isinstance(params, TraceParams)
     return [Trace(params, folder)]
 
 
