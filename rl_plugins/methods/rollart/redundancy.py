@@ -102,8 +102,7 @@ class RollartRedundancy(Method):
         if not told:
             return
         values = torch.tensor([[note.get(name, torch.nan) for name in FIELDS] for note in told], dtype=torch.float64)
-        for name, column in zip(FIELDS, values.unbind(1), strict=True):
-            mean = rollouts.groups.mean(column)
-            known = ~torch.isnan(mean)
-            if bool(known.any()):
-                self.log(name, mean[known].mean())
+        means = {name: rollouts.groups.mean(c).nanmean() for name, c in zip(FIELDS, values.unbind(1), strict=True)}
+        self.log("closed", means.pop("closed"))
+        for name, mean in means.items():
+            self.log(name, mean)  # NaN, which is not logged, where no group has a number
