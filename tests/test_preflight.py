@@ -8,7 +8,7 @@ import pytest
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
-from rl_plugins.runtime.preflight import HostFacts, moved, no_row_has, preflight, render_table, table
+from rl_plugins.runtime.preflight import HostFacts, moved, no_redundancy, no_row_has, preflight, render_table, table
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_run, start_stack
 
@@ -137,6 +137,24 @@ def test_a_column_the_dataset_lacks_and_columns_that_are_not_known():
         "`m` needs `column:solution`: the dataset has no column `solution` (it has: answer, prompt). Add it."
     ]
     assert check(m, columns=None) == {} and check(m, columns=["solution"]) == {}
+
+
+def test_a_column_that_a_method_brings_is_no_need_of_the_dataset():
+    reads = method("reads", needs={"column:note", "column:other"})
+    brings = method("brings", brings_columns=("note",))
+    (problem,) = problems(reads, brings)
+    assert problem.startswith("`reads` needs `column:other`: the dataset has no column `other`")
+
+
+def test_what_closes_redundant_rollouts():
+    alone = method("alone", "rollout", independent_rollouts=True)
+    assert no_redundancy(MethodStack([alone]), "") == ""
+    assert no_redundancy(MethodStack([]), "all wait.") == "without a rollout program all wait."
+    assert no_redundancy(MethodStack([method("tree", "rollout")]), "all wait.") == (
+        "`tree` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one of "
+        "the two. If `tree` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
+        "`independent_rollouts = True`."
+    )
 
 
 @pytest.mark.parametrize("signal", ["entropy", "text:raw", "columns:answer", ""])
