@@ -68,8 +68,13 @@ def test_without_redundancy_it_is_together(host: str) -> None:
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_first_to_end_are_kept_and_say_what_was_closed(host: str) -> None:
     closed: list[int] = []
-    turns = [9, 2, 1, 9, 3]
-    rows = played(lambda p: independent(p, lambda k: turns_of(p, k, turns[k], closed)), 3, 2, host)
+    turns, alive = [9, 2, 1, 9, 3], []  # references keep the programs from being closed as garbage
+
+    def one(prompt: Any, k: int) -> Any:
+        alive.append(turns_of(prompt, k, turns[k], closed))
+        return alive[-1]
+
+    rows = played(lambda p: independent(p, lambda k: one(p, k)), 3, 2, host)
     assert [row.meta["k"] for (row,) in rows] == [1, 2, 4] and sorted(closed) == [0, 1, 2, 3, 4]
     for (row,) in rows:
         told = row.meta[NOTE]
