@@ -138,6 +138,33 @@ def first_copies(rollouts: Rollouts, tokens: Tokens) -> list[bool]:
     return out
 
 
+def worse_tails(rollouts: Rollouts, tokens: Tokens, advantages: Mapping[Key, float]) -> set[Key]:
+    """Nodes that leave with Parent-Top1."""
+    nodes, left = nodes_of(rollouts, tokens), set()
+    has_tokens = {node_of(rollouts, r, p) for r, p in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)}
+
+    def rank(key: Key) -> Any:
+        rows = nodes[key].leaves
+        scored = [row for row in rows if not math.isnan(rollouts.reward[row])]
+        score = advantages[key] if scored and key in has_tokens else -math.inf
+        return -score, min((math.isnan(rollouts.reward[row]), int(rollouts.rollout[row])) for row in rows)
+
+    for group in {key[0] for key in nodes}:
+        tree = {key: node for key, node in nodes.items() if key[0] == group}
+        last = max((node.depth for node in tree.values() if len(node.children) > 1), default=-1)
+        if last < 0:
+            continue
+        alone = max(node.depth for node in tree.values()) == last + 1
+        for parent in [node for node in tree.values() if node.depth == last and node.children]:
+            for head in sorted(parent.children, key=rank)[1:]:
+                below = [head]
+                while below:
+                    key = below.pop()
+                    below += nodes[key].children
+                    left |= {key} if alone or key != head else set()
+    return left
+
+
 def batch(
     ways: Sequence[Any], rewards: Sequence[float], group: Sequence[int] | None = None, **changes: Any
 ) -> tuple[Rollouts, Tokens]:

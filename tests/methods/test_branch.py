@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.branch_loops import advantages_by_loops, batch, first_copies, node_of, nodes_of
+from methods.branch_loops import advantages_by_loops, batch, first_copies, node_of, nodes_of, worse_tails
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
@@ -389,13 +389,9 @@ def test_segments_behind_the_last_split_are_tails_themselves() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    random=RANDOM,
-    width=st.sampled_from(WIDTHS),
-    depths=st.sampled_from([(1,), (0, 2), (5,)]),
-)
+@given(random=RANDOM, width=st.sampled_from(WIDTHS), depths=st.sampled_from([(1,), (0, 2), (5,)]))
 def test_pruning_never_changes_what_stays(random: Random, width: str, depths: tuple[int, ...]) -> None:
-    """And the best child of every split at the last depth keeps its tail."""
+    """And Parent-Top1 takes out what a loop finds."""
     rollouts, tokens = grow(random, SOME_NAN)
     whole, _ = shaped(rollouts, tokens, built(BranchAdvantages))
     pruned, _ = shaped(rollouts, tokens, built(BranchAdvantages), built(BranchPruning, width=width, depths=depths))
@@ -403,9 +399,11 @@ def test_pruning_never_changes_what_stays(random: Random, width: str, depths: tu
     assert (whole.keep_tokens | ~kept).all()
     torch.testing.assert_close(pruned.advantages[kept], whole.advantages[kept])
     nodes = nodes_of(rollouts, tokens)
-    for i in (whole.keep_tokens & ~kept).nonzero()[:, 0].tolist():
+    left = worse_tails(rollouts, tokens, advantages_by_loops(rollouts, tokens)) if width == "parent_top1" else set()
+    for i in whole.keep_tokens.nonzero()[:, 0].tolist():
         node = node_of(rollouts, int(tokens.row[i]), int(tokens.position[i]))
-        assert node is not None and (nodes[node].depth in depths or width != "none")
+        leaves = node is not None and (nodes[node].depth in depths or node in left)
+        assert (width == "extreme" and not leaves) or bool(kept[i]) != leaves
 
 
 def test_parameters_that_prune_nothing_are_refused() -> None:

@@ -18,12 +18,15 @@ from scipy import stats
 from rl_plugins.denoising import Sample
 from rl_plugins.errors import ConfigError
 from rl_plugins.flows import sde_mean, sde_std, shifted_sigmas, transition_logprob
+from rl_plugins.method import HOOKS
 from rl_plugins.methods.branch import BRANCH_GRPO, BranchAdvantages, BranchPruning, BranchRollout
 from rl_plugins.methods.branch.rollout import noisy_steps, split_steps
 from rl_plugins.methods.branch.trees import Trees
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts, Tokens
 from rl_plugins.runtime.metrics import combine
+from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt, run_sample_program
 
@@ -219,6 +222,18 @@ def test_the_bundle_trains_138_transitions_of_a_tree() -> None:
 def test_refusals(params: dict[str, Any], facts: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         branching(**params).check(make_run(**facts))
+
+
+@pytest.mark.parametrize("host", ["trl", "verl"])
+def test_on_language_models_the_bundle_names_its_text_form(host: str) -> None:
+    facts = {key: dict[str, Any]() for key in ("missing_hooks", "missing_signals", "options", "defaults")}
+    hooks = tuple(HOOKS)
+    told = HostFacts(host, "0", hooks, eval_hooks=(), columns=None, run=make_run(host=host, group_size=16), **facts)
+    with pytest.raises(ConfigError, match="Take `branch_text_rollout` with `branch_advantages` and `branch_pruning`"):
+        preflight(build_stack("branch_grpo"), told)
+    preflight(
+        build_stack("branch_text_rollout,branch_advantages", '{"branch_text_rollout": {"places": [0, 1, 2, 3]}}'), told
+    )
 
 
 # ---- numbers of the authors' code

@@ -21,6 +21,7 @@ import pytest
 import torch
 from datasets import Dataset
 from harness import EngineTruth, history, make, weights
+from methods.branch_loops import advantages_by_loops, first_copies, node_of, worse_tails
 from torch import Tensor
 from waiting import NEVER
 
@@ -1182,3 +1183,44 @@ def test_adhint_begins_failing_prompts_with_their_reference(train):
 
 def hinted_share(batch: Batch) -> float:
     return sum(row.trajectory.meta["adhint"][1] > 0 for row in batch.made) / len(batch.made)
+
+
+# ---- BranchGRPO on text
+
+
+def test_branches_share_tokens_and_train_them_once(train):
+    """Trees of 8 completions, advantages of their nodes and the pruned tails as a loop finds them, and the step is
+    plain SGD's on each token that stays, once."""
+    params = {
+        "branch_text_rollout": {"places": [0, 2, 4]},
+        "branch_advantages": {"fusion": "levels"},
+        "branch_pruning": {"until": 0.5},  # in the first of two batches
+    }
+    seen = train(
+        ["branch_text_rollout", "branch_advantages", "branch_pruning"], params, policy=load_policy(), reward=right
+    )
+    for number, batch in enumerate(seen.batches):
+        check_books(batch, 64)
+        r, d, tokens = batch.rollouts, batch.decision, batch.tokens
+        assert batch.engine_tokens < 0.85 * int(r.length.sum()), "what rows share was sampled once"
+        for group in batch.groups:
+            ways = [t.meta["branches"]["nodes"] for t in group]
+            levels = [Counter(way[depth] for way in ways if len(way) > depth) for depth in range(3)]
+            assert [max(level.values()) for level in levels] == [8, 4, 2] or len(group[0]) < 4
+            for (a, x), (b, y) in itertools.combinations(zip(group, ways, strict=True), 2):
+                common = sum(p == q for p, q in zip(x, y, strict=False))
+                assert shared(a, b) >= a.meta["branches"]["stops"][common - 1]
+        wanted = advantages_by_loops(r, tokens, "levels")
+        left = worse_tails(r, tokens, wanted) if number == 0 else set()
+        nodes = [node_of(r, i, p) for i, p in zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)]
+        first = first_copies(r, tokens)
+        keep = torch.tensor([once and node not in left for once, node in zip(first, nodes, strict=True)])
+        expected = torch.tensor([wanted[node] if stays else 0.0 for node, stays in zip(nodes, keep, strict=True)])
+        assert torch.equal(d.keep_tokens, keep) and 0 < int(keep.sum()) < sum(first) + (number == 1) < len(tokens)
+        torch.testing.assert_close(d.advantages, expected.double(), rtol=1e-6, atol=1e-8)
+        assert int((batch.data["completion_mask"] * batch.data["tool_mask"]).sum()) == int(keep.sum())
+        after = sgd_step(batch.model, batch.data, lambda lp, b=batch.data: -(b["advantages"] * lp))
+        told = weights(seen.trainer) if number == len(seen.batches) - 1 else flat(seen.batches[number + 1].model)
+        torch.testing.assert_close(after, told, rtol=0, atol=2e-5)
+    assert seen.log("branch_text_rollout/saved")[0] > 0.15 and seen.log("branch_pruning/pruned")[0] > 0
+    assert len(seen.log("branch_pruning/pruned")) == 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from methods.branch_loops import advantages_by_loops, first_copies, node_of, worse_tails
 from runs import COSTS, PROMPTS, SAMPLES, STALENESS, Run, broken, finished
 from test_runs import reference, rows_of
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.host
 PLACES = ["idle", "idle", "ladder+gigpo", "turns_apart", "grafting", "sleepy", "gone", "steep", "watch"]
 PLACES += ["ladder+mc_grpo", "wasteful", "spared+rollart_redundancy", "ladder"]
 ADHINT = "adhint_rollouts+adhint_advantages+adhint_gradients+watch"
+BRANCHES = "branch_text_rollout+branch_advantages+branch_pruning+watch"
 METHODS = [
     "turn_control+hgpo+epo+watch",
     "cleaner+watch",
@@ -36,6 +38,7 @@ METHODS = [
     "training_free_grpo+watch",
     "recorded+ui_s1_rollout+ui_s1+watch",
     "latr+watch",
+    BRANCHES,
 ]
 LADDER = "'verl_programs:Ladder'"
 PARAMS = [
@@ -94,6 +97,8 @@ PARAMS = [
     "rtv_pdr.summary_tokens=4",
     "rtv_pdr.judge_tokens=2",
     "training_free_grpo.llm='rl_plugins.demo.advisor:canned'",
+    "branch_text_rollout.places=[0,2,4]",
+    "branch_advantages.fusion=paths",
 ]
 REWARD = [
     "reward.custom_reward_function.path=pkg://verl_programs",
@@ -467,6 +472,23 @@ def test_adhint(carousel: Run) -> None:
     assert 0 < logged["adhint_gradients/weight"] < 1 and logged["adhint_advantages/factor"] > 0
 
 
+def test_branches(carousel: Run) -> None:
+    """Trees of 8 completions; advantages, the copies that leave and the pruned tails are those of a loop."""
+    rollouts, tokens, logged, s = of(carousel, "branch_text_rollout")
+    ways, d = rollouts.meta["branches"], s["decision"]
+    for group in rollouts.group.unique().tolist():
+        nodes = [ways[i]["nodes"] for i in (rollouts.group == group).nonzero()[:, 0].tolist()]
+        assert len(nodes) == 8 and len({way[1] for way in nodes}) == 2, "split in two before the first token"
+    assert logged["branch_text_rollout/saved"] > 0.1 and logged["branch_advantages/shared"] > 0.1
+    wanted = advantages_by_loops(rollouts, tokens, "paths")
+    left, first = worse_tails(rollouts, tokens, wanted), first_copies(rollouts, tokens.replace(keep=tokens.row >= 0))
+    assert left and d.keep_tokens is not None
+    for i, (row, position) in enumerate(zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)):
+        node = node_of(rollouts, row, position)
+        assert node is not None and bool(d.keep_tokens[i]) == (first[i] and node not in left)
+        assert float(d.advantages[i]) == pytest.approx(wanted[node] if d.keep_tokens[i] else 0.0, abs=1e-5)
+
+
 def test_m_grpo(carousel: Run) -> None:
     rollouts, _, logged, s = of(carousel, "m_grpo")
     assert logged["m_grpo_rollout/guard_failed"] == 0 and logged["m_grpo_rollout/unverified"] > 0
@@ -512,6 +534,7 @@ def test_gradients_of_methods_are_those_of_plain_torch(carousel: Run) -> None:
         "arrol",
         "m_grpo_rollout",
         "adhint_rollouts",
+        "branch_text_rollout",
     ):
         norm, rows = reference([updates[name]])
         assert updates[name]["global_batch_size"] == rows, name
