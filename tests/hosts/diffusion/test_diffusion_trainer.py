@@ -8,7 +8,9 @@ import pytest
 import torch
 from flow_probes import SEEN
 from flow_runs import PROMPTS, Tiny, bright, flat, make, weights
+from methods.branch_loops import advantages_by_loops, first_copies, node_of
 
+from rl_plugins.diffusion import batch as batch_module
 from rl_plugins.diffusion.logs import read_metrics
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.flows import shifted_sigmas
@@ -306,3 +308,77 @@ def test_conditions(tmp_path):
 def test_datasets_that_cannot_be_trained(tmp_path, dataset, why):
     with pytest.raises(ConfigError, match=why):
         make(tmp_path, train_dataset=dataset)
+
+
+# ---- BranchGRPO
+
+
+def test_branch_grpo_trains_every_transition_of_its_trees_once(tmp_path, monkeypatch):
+    """Trees of 8 samples with splits at steps 0, 1 and 3 of 6: passes, trained transitions and the update are those of
+    loops and plain torch on the very samples; one depth is pruned, and moves up after two batches."""
+    params = {
+        "branch_rollout": {"splits": [0, 1, 3], "s": 2.0},
+        "branch_pruning": {"depths": [6], "interval": 2, "stop_depth": 4, "width": "none"},
+    }
+    decided = []
+    decide_all = batch_module.decide
+
+    def watched(stack, rollouts, tokens, *rest):
+        decided.append((rollouts, tokens, decide_all(stack, rollouts, tokens, *rest)))
+        return decided[-1][2]
+
+    monkeypatch.setattr(batch_module, "decide", watched)
+    how = dict(method_params=params, group_size=8, max_grad_norm=1e9, advantage_clip=5.0)
+    trainer = make(tmp_path / "tree", ["branch_grpo"], **how)
+    copy = make(tmp_path / "copy", ["branch_grpo"], **how)
+    before = weights(trainer)
+    copy._start()
+    wanted = branch_step(copy, copy.batches.make(0).rows)
+    decided.clear()
+    logged = trainer.train()
+    edges = 2 + 4 + 4 + 8 + 8 + 8
+    passes = 1 + 2 + 4 + 4 + 8 + 8  # siblings share one
+    assert [h["rl_plugins/model_passes"] for h in logged] == [2 * passes] * 3
+    assert [h["rl_plugins/transitions_trained"] for h in logged] == [2 * (edges - 8)] * 3
+    assert [h["branch_pruning/shift"] for h in logged] == [0, 1, 1]
+    assert logged[0]["branch_rollout/saved"] == pytest.approx(1 - passes / 48)
+    for batch, (rollouts, tokens, decision) in enumerate(decided):
+        # rows of fixed log-probs: uniform fusion reads none
+        advantages = advantages_by_loops(rollouts, tokens.replace(old_logprobs=torch.zeros(len(tokens))))
+        first = first_copies(rollouts, tokens)
+        for i, (row, step) in enumerate(zip(tokens.row.tolist(), tokens.position.tolist(), strict=True)):
+            kept = first[i] and step + 1 != (6 if batch == 0 else 5)
+            assert bool(decision.keep_tokens[i]) == kept
+            value = advantages[node_of(rollouts, row, step)] if kept else 0.0
+            assert float(decision.advantages[i]) == pytest.approx(value, abs=1e-9)
+    trainer = make(tmp_path / "once", ["branch_grpo"], batches=1, **how)
+    trainer.train()
+    assert (weights(trainer) - before).abs().max() > 5e-3
+    assert (weights(trainer) - wanted).abs().max() < 2e-4
+
+
+def branch_step(trainer, rows):
+    """The weights after the first optimizer step, in plain torch: a node is a transition object that rows share."""
+    model, sigmas, eta = Tiny().double(), shifted_sigmas(6), 0.3
+    loss, count = torch.zeros((), dtype=torch.float64), 0
+    for place in {row.place for row in rows}:
+        group = [row for row in rows if row.place == place]
+        for step in range(5):  # depth 6 is pruned
+            nodes = {id(row.sample.transitions[step]): [] for row in group}
+            for row in group:
+                nodes[id(row.sample.transitions[step])].append(row.sample.rewards["bright"])
+            value = torch.tensor([sum(r) / len(r) for r in nodes.values()], dtype=torch.float64)
+            advantage = (value - value.mean()) / (value.std() + 1e-8)
+            moved = {id(row.sample.transitions[step]): row.sample.transitions[step] for row in group}
+            for key, a in zip(nodes, advantage, strict=True):
+                t, s, d = moved[key], sigmas[step], sigmas[step + 1] - sigmas[step]
+                x = t.start.double()[None]
+                v = model(x, torch.tensor([s]).double(), torch.tensor([group[0].condition]))
+                score = -(x - (1 - s) * (x - s * v)) / s**2
+                mean, std = x + d * v - 0.5 * eta**2 * score * d, max(eta * math.sqrt(-d), 1e-8)
+                ratio = (torch.distributions.Normal(mean, std).log_prob(t.end.double()[None]).mean() - t.logprob).exp()
+                loss, count = loss - torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a), count + 1
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-4)
+    (loss / count).backward()
+    optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).float()
