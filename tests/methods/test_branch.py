@@ -19,6 +19,7 @@ from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.losses import aggregate, ppo_clip
 from rl_plugins.methods.branch import BranchAdvantages, BranchPruning
+from rl_plugins.methods.branch.trees import Trees
 from rl_plugins.params import build_params
 from rl_plugins.rollouts import Rollouts, Tokens
 from rl_plugins.runtime.metrics import combine
@@ -262,6 +263,30 @@ def test_rows_without_a_tree() -> None:
     torch.testing.assert_close(decision.advantages, grpo_advantages(rollouts)[tokens.row])
 
 
+def test_tokens_after_the_last_node_are_no_part_of_the_tree() -> None:
+    rollouts = make_rollouts([1.0, 0.0], [0, 0], lengths=[3, 3], meta={"branches": [{"nodes": [0], "stops": [2]}] * 2})
+    tokens = make_tokens(rollouts)
+    decision, _ = shaped(rollouts, tokens, built(BranchAdvantages))
+    assert decision.keep_tokens.tolist() == [True, True, True, False, False, True]
+    flat = grpo_advantages(rollouts)
+    assert decision.advantages.tolist() == pytest.approx([0, 0, float(flat[0]), 0, 0, float(flat[1])])
+
+
+@pytest.mark.parametrize("fusion", ["paths", "levels"])
+def test_weights_of_very_unlikely_ways(fusion: str) -> None:
+    """Log-probs beyond the range of exp: the likelier child has e / (1 + e) of the weight."""
+    ways = [{"nodes": [0, 1, 2 + i], "stops": [0, 1, 2]} for i in range(2)] + [
+        {"nodes": [0, 9, 10], "stops": [0, 1, 2]}
+    ]
+    rollouts, tokens = batch(ways, [1.0, 0.0, 0.5])
+    old = torch.tensor([-2000.0, -2000.0, -2000.0, -2001.0, -3000.0, -3000.0])
+    method = built(BranchAdvantages, fusion=fusion)
+    trees = Trees.of(rollouts, tokens)
+    assert trees is not None
+    value = method._values(trees, rollouts.reward, tokens.replace(old_logprobs=old))
+    assert value[1:].tolist() == pytest.approx([math.e / (1 + math.e), 0.5, 1, 0, 0.5])
+
+
 def test_copies_leave_and_so_do_their_rows() -> None:
     """Two rows that ended before the last split are the same: one of them is trained."""
     ways = [{"nodes": [0, 1 + i // 2], "stops": [0, 3]} for i in range(4)]
@@ -370,6 +395,12 @@ def test_width_pruning_by_hand() -> None:
     assert by_hand({"width": "extreme", "ratio": 0.45}, rewards) == [[1, 2, 3, 4, 5, 6], [3, 4, 5], [1, 2, 3], [3]]
     # depth first: of 8 tail nodes 4 stay
     assert by_hand({"width": "extreme", "depths": (4,)}, rewards) == [[1, 2, 3, 5, 6], [3, 5, 6], [1, 2, 3], [3]]
+    assert by_hand({"width": "extreme", "depths": (4,), "ratio": 0.25}, rewards) == [
+        [1, 2, 3, 6],
+        [3, 5],
+        [1, 2, 3],
+        [3],
+    ]
     assert by_hand({"width": "extreme", "ratio": 0.01}, rewards) == [[1, 2, 3, 6], [3, 4], [1, 2, 3], [3]]
     # equal children: the first keeps its tail; one without a reward never does
     assert by_hand({}, [0.5, 0.5, NAN, 0.0]) == [[1, 2, 3, 4, 5, 6], [3], [3], [1, 2, 3, 4, 5, 6]]
