@@ -200,11 +200,27 @@ def test_columns_that_the_program_of_a_method_writes_are_not_asked_of_the_datase
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_host_options_of_the_paper_do_not_contradict_those_that_the_method_sets(name):
     settings, sets = card(name).paper_settings, getattr(card(name), "host_options", {})
-    assert set(settings) <= {"trl", "verl"}
+    assert set(settings) <= {"trl", "verl", "diffusion"} and set(settings) <= set(hosts_of_all(name))
     for host in settings:
         assert settings[host], name
         for option in set(settings[host]) & set(sets.get(host, {})):
             assert settings[host][option] == sets[host][option]
+
+
+def hosts_of_all(name):
+    """Hosts of a method, or of all parts of a bundle."""
+    found = card(name)
+    parts = [card(part) for part in found.parts] if isinstance(found, Bundle) else [found]
+    return set.intersection(*(set(part.hosts) for part in parts))
+
+
+def test_the_diffusion_trainer_takes_the_host_options_of_the_papers():
+    from rl_plugins.diffusion import DiffusionConfig
+
+    for name in BUILT_IN:
+        options = card(name).paper_settings.get("diffusion", {})
+        given = DiffusionConfig(**options)
+        assert {k: getattr(given, k) for k in options} == dict(options), name
 
 
 def test_trl_takes_the_host_options_of_the_papers(tmp_path):

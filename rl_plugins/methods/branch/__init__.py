@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_plugins.method import Bundle
 from rl_plugins.methods.branch.advantages import BranchAdvantages
-from rl_plugins.methods.branch.paper import PAPER
+from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.branch.pruning import BranchPruning
 from rl_plugins.methods.branch.rollout import BranchRollout
 from rl_plugins.methods.branch.text import BranchTextRollout
@@ -25,6 +25,7 @@ BRANCH_GRPO = Bundle(
     ),
     does="Samples images as a tree, gives every denoising step its own advantage, and prunes the update",
     problems=("few_rollouts",),
+    paper_settings={"diffusion": PAPER_SETTINGS["diffusion"]},
 )
 
 __all__ = ["BRANCH_GRPO", "BranchAdvantages", "BranchPruning", "BranchRollout", "BranchTextRollout"]

@@ -14,8 +14,9 @@ PAPER = Paper(
 
 READ = "The paper was read through detailed notes that quote its equations, and the code in full."
 
-# Of the authors' script for FLUX, where a text host has the option. Rollouts of a prompt are the leaves of its tree.
+# Of the authors' script for FLUX, where a host has the option. Rollouts of a prompt are the leaves of its tree.
 PAPER_SETTINGS: dict[str, dict[str, object]] = {
     "trl": {"num_generations": 16, "learning_rate": 1e-5},
     "verl": {"actor_rollout_ref.rollout.n": 16, "actor_rollout_ref.actor.optim.lr": 1e-5},
+    "diffusion": {"group_size": 16, "steps": 20, "shift": 3.0, "eta": 0.3, "learning_rate": 1e-5, "clip_range": 1e-3},
 }

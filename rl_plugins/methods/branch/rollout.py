@@ -10,7 +10,7 @@ from typing import cast
 from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
-from rl_plugins.methods.branch.paper import PAPER, READ
+from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS, READ
 from rl_plugins.methods.branch.trees import COLUMN, note, shares
 from rl_plugins.params import GIVEN, MethodParams, param
 from rl_plugins.requests import Program, Prompt
@@ -83,6 +83,7 @@ class BranchRollout(Method):
     needs = frozenset({f"column:{COLUMN}"})
     idle = (Idle({"saved": 0}, "no pass was shared. Splits at step 0 alone give independent samples."),)
     min_group_size = 2
+    paper_settings = {"diffusion": PAPER_SETTINGS["diffusion"]}
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -76,7 +76,7 @@ class BranchTextRollout(Method):
     idle = (
         Idle({"saved": 0}, "no token was shared. Lower `places`, or let completions be longer than the first one."),
     )
-    paper_settings = PAPER_SETTINGS
+    paper_settings = {host: PAPER_SETTINGS[host] for host in ("trl", "verl")}
     min_group_size = 2
 
     @dataclass(frozen=True)
