@@ -162,7 +162,7 @@ class CheapCopy:
         self.options, self.version, self.seconds = options, -1, 0.0
         unwrap = getattr(model, "get_base_model", None)  # of PEFT
         source: nn.Module = model if unwrap is None else unwrap()
-        self.module = _without_adapters(copy.deepcopy(source)).eval().requires_grad_(False)
+        self.module = _plain(copy.deepcopy(source)).eval().requires_grad_(False)
         linear = {n: m for n, m in self.module.named_modules() if isinstance(m, nn.Linear)}
         tied = {id(m.weight) for m in self.module.modules() if isinstance(m, nn.Embedding)}
         taken = {n: m for n, m in linear.items() if id(m.weight) not in tied and options.takes(n, m)}
@@ -220,9 +220,12 @@ def _is_adapter(layer: nn.Module) -> bool:
     return hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")
 
 
-def _without_adapters(model: nn.Module) -> nn.Module:
-    """The model with every layer that PEFT wrapped in the place of the wrapper."""
+def _plain(model: nn.Module) -> nn.Module:
+    """A copied model, with every layer that PEFT wrapped in the place of the wrapper, and with the `forward` of its
+    classes: one that was put on the model itself (TRL's fused head, accelerate's precision) calls the model it was put
+    on."""
     for name, layer in list(model.named_modules()):
+        vars(layer).pop("forward", None)
         if _is_adapter(layer):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer.base_layer)

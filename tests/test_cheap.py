@@ -185,6 +185,15 @@ def test_a_copy_follows_the_policy_when_it_is_told(precision: Any) -> None:
     assert not torch.allclose(copied.module(x)["logits"], first)
 
 
+def test_a_forward_that_was_put_on_the_policy_does_not_reach_back_to_it() -> None:
+    """As TRL's fused head: the new `forward` calls the one of the policy."""
+    model = Net()
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    copied, x = CheapCopy(model, CheapOptions("fp4")), torch.randn(3, 4)
+    assert not torch.equal(copied.module(x)["wide"], model(x)["wide"])
+
+
 def test_bfloat16_is_the_whole_model_and_changes_no_argument() -> None:
     torch.manual_seed(0)
     model, given_ = Net(), {"mask": torch.randn(2, 3)}

@@ -603,6 +603,7 @@ def test_doctor_shows_the_plan_of_a_run(run):
         "micro-batches": "2 of 8 rows on each of 2 processes per optimizer step",
         "optimizer steps": "1 per generation batch, of 32 rows each",
         "policy": "on-policy: every batch is used for one optimizer step",
+        "precision": "by the policy, in its own precision",
         "whole run": "1 optimizer steps, 1 generation batches",
     }
 

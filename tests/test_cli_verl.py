@@ -245,6 +245,22 @@ def test_what_batches_come_to(tmp_path):
     assert "Budget" not in text
 
 
+def test_the_precision_of_the_rollouts_is_named():
+    sync = (*RUN[:4], "trainer.v1.trainer_mode=rl_plugins_sync")
+    assert section(examine(*RUN[:4], "trainer.v1.trainer_mode=sync"), "The run")["precision"] == "rollouts in bfloat16"
+    quantized = (*sync, "actor_rollout_ref.rollout.quantization=fp8")
+    pool = "+rl_plugins.methods=[sol_rl_select]"
+    found = section(examine(*quantized, pool), "The run")["precision"]
+    assert found == (
+        "rollouts in bfloat16, quantized: fp8; NOT corrected for: set algorithm.rollout_correction.rollout_is=token, "
+        "or name a method that does (dart_tis)"
+    )
+    found = section(examine(*quantized, "+rl_plugins.methods=[sol_rl_select,dart_tis]"), "The run")["precision"]
+    assert found == "rollouts in bfloat16, quantized: fp8; corrected by dart_tis"
+    found = section(examine(*quantized, pool, "algorithm.rollout_correction.rollout_is=token"), "The run")["precision"]
+    assert found.endswith("corrected by algorithm.rollout_correction.rollout_is=token")
+
+
 def test_several_optimizer_steps_and_several_rewards():
     text = examine(
         *RUN[:4],

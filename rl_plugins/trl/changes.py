@@ -142,6 +142,13 @@ CHANGES = (
         "engine.TrlEngine",
     ),
     Change(
+        "`generate` of the model, while TRL makes completions",
+        "a cheap copy of the policy samples, and its log-probs are kept",
+        "`rollout_precision` with any method",
+        "none",
+        "precision.CheapRollouts.serving",
+    ),
+    Change(
         "`generate` of the model or of `VLLMGeneration`, and `rollout_func`, while TRL makes completions",
         "tokens and calls are counted",
         "any method, or `count_costs`",

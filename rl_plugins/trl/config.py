@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with further words: methods, their parameters, two limits, costs, and the trace."""
+"""TRL's `GRPOConfig` with further words: methods, their parameters, limits, precision of rollouts, costs, the trace."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import trl
 from transformers import TrainerCallback
 from transformers import trainer as hf_trainer
 
+from rl_plugins.cheap import PRECISIONS
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
@@ -29,6 +30,9 @@ class GRPOConfig(trl.GRPOConfig):
         rollout_cache_gb: with methods that make rollouts by a program on `transformers` (no vLLM): GB (1e9 bytes) of
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
+        rollout_precision: with methods and transformers' `generate`: "policy", or a copy of the policy makes the
+            rollouts of training, in "bf16", "int8" or "fp4" (`rl_plugins.cheap`). The log-probs of the loss are the
+            policy's. Name a method that corrects for the copy, such as `dart_tis`.
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
         trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every
@@ -39,7 +43,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     Raises:
         ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
-            `rollout_cache_gb` that is negative or not finite, a `max_unrewarded_batches` below 0.
+            `rollout_cache_gb` that is negative or not finite, a `max_unrewarded_batches` below 0, a
+            `rollout_precision` that is not known or cannot take effect.
     """
 
     methods: list[str] = field(
@@ -67,7 +72,13 @@ class GRPOConfig(trl.GRPOConfig):
             "0: none, contexts are read again each time."
         },
     )
-
+    rollout_precision: str = field(
+        default="policy",
+        metadata={
+            "help": "With methods: precision of a copy of the policy that makes the rollouts: bf16, int8, fp4; policy: "
+            "there is no copy."
+        },
+    )
     count_costs: bool = field(
         default=False,
         metadata={"help": "Without methods: log tokens, engine calls and rows as runs with methods do."},
@@ -87,12 +98,38 @@ class GRPOConfig(trl.GRPOConfig):
         if not 0 <= self.rollout_cache_gb < math.inf:
             raise ConfigError(f"rollout_cache_gb={self.rollout_cache_gb}: give a number of GB, 0 for none.")
         read_methods(self)
+        check_precision(self)
         super().__post_init__()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("methods", "trace") and value:
             refuse_stock_trainers()
         super().__setattr__(name, value)
+
+
+def check_precision(config: GRPOConfig) -> None:
+    """Refuses a `rollout_precision` that could not take effect, or that nothing would correct for.
+
+    Raises:
+        ConfigError: see above.
+    """
+    given = config.rollout_precision
+    if given == "policy":
+        return
+    if given not in PRECISIONS:
+        raise ConfigError(f"rollout_precision={given!r}: allowed are policy, {', '.join(PRECISIONS)}.")
+    copied = f"rollout_precision={given} is a copy of the policy for transformers' generate"
+    if config.use_vllm:
+        raise ConfigError(f"{copied}, and the run has use_vllm=True. Set use_vllm=False, or remove the option.")
+    if config.use_transformers_continuous_batching:
+        raise ConfigError(
+            f"{copied}, and continuous batching reports no log-probs. Set use_transformers_continuous_batching=False."
+        )
+    if not config.methods:
+        raise ConfigError(
+            f"{copied}, and no method is named that corrects for it. Add one to `methods`, such as dart_tis, or remove "
+            f"the option."
+        )
 
 
 def read_methods(config: Any) -> None:

@@ -27,6 +27,7 @@ from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.masked import MaskedGRPOConfig
 from rl_plugins.trl.masked import facts as masked_facts
+from rl_plugins.trl.precision import rollouts_text
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def _batch(stack: MethodStack, known: facts.KnownRun, processes: int, found: Fin
     yield "micro-batches", f"{ga} of {a.per_device_train_batch_size} rows on each of {where} per optimizer step"
     yield "optimizer steps", f"{steps:g} per generation batch, of {per_step} rows each"
     yield "policy", _off_policy(steps, a)
+    yield "precision", rollouts_text(stack, a)
     if known.dataset is not None or a.max_steps > 0:
         run = facts.run_of(known)
         yield "whole run", f"{run.total_steps} optimizer steps, {run.total_batches} generation batches"
@@ -270,4 +272,6 @@ def _off_policy(steps: float, args: GRPOConfig) -> str:
         text = f"one optimizer step takes {1 / steps:g} generation batches, all sampled by the policy before it"
     else:
         text = "on-policy: every batch is used for one optimizer step"
+    if args.rollout_precision != "policy":
+        return text + f"; sampled by a copy in {args.rollout_precision}, whose log-probs differ"
     return text + ("; sampled by vLLM, whose log-probs differ slightly" if args.use_vllm else "")

@@ -11,24 +11,12 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.requests import Finish, Generate, Generated, Prompt, Scored, Trajectory
@@ -41,29 +29,7 @@ from rl_plugins.trl.changes import changed
 from rl_plugins.trl.context_cache import ContextCache
 from rl_plugins.trl.costs import count
 from rl_plugins.trl.host import DatasetRow, HostTrainer, Score, SingleTurn, Trainer, VllmEngine, tokenizer_of
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What requests of one engine call share."""
-
-    temperature: float
-    stop: tuple[str, ...]
-    top: int
-
-
-@dataclass(frozen=True)
-class _Race:
-    """Groups that are decoded together until `enough` are complete.
-
-    Args:
-        group: of each row.
-        missing: of each group, rows that must end.
-    """
-
-    group: Tensor
-    missing: Tensor
-    enough: int
+from rl_plugins.trl.sampling import SamplingOptions, SamplingRace, SamplingStop, SamplingWatch, cuts_of, window
 
 
 class TrlEngine:
@@ -105,7 +71,7 @@ class TrlEngine:
     # ---- generation
 
     def generate(self, requests: Sequence[tuple[Prompt, Generate]]) -> list[list[Generated]]:
-        asked: dict[_Options, list[int]] = {}
+        asked: dict[SamplingOptions, list[int]] = {}
         for i, (_, request) in enumerate(requests):
             asked.setdefault(self._options(request), []).append(i)
         everybody = gather(self.trainer.accelerator, {o: sum(requests[i][1].n for i in v) for o, v in asked.items()})
@@ -138,9 +104,9 @@ class TrlEngine:
             raise ConfigError("Over-provisioned generation interrupts the engine, which is served with use_vllm=False.")
         if not requests or not enough:
             return [Generated((), (), "abort", t.state.global_step) for _ in requests], [0] * len(requests)
-        options = _Options(float(t.temperature), (), 0)
+        options = SamplingOptions(float(t.temperature), (), 0)
         limits = torch.tensor([r.max_tokens or 1 for r in requests])
-        race = _Race(torch.tensor(group), torch.tensor(missing), enough)
+        race = SamplingRace(torch.tensor(group), torch.tensor(missing), enough)
         with self._transformers(options, limits, race) as watch:
             ids, _ = self._host([r.trajectory.context_array for r in requests], None, {}, 1)
         eos = set(t.eos_token_ids)
@@ -154,11 +120,11 @@ class TrlEngine:
         self.meter.costs.rows_made += sum(not policy_made(r.trajectory) for r in requests)
         return made, [len(g.tokens) for g in made]
 
-    def _options(self, request: Generate) -> _Options:
+    def _options(self, request: Generate) -> SamplingOptions:
         temperature = self.trainer.temperature if request.temperature is None else request.temperature
-        return _Options(float(temperature), tuple(request.stop), request.top)
+        return SamplingOptions(float(temperature), tuple(request.stop), request.top)
 
-    def _call(self, options: _Options, requests: list[Generate], most: int) -> list[Generated]:
+    def _call(self, options: SamplingOptions, requests: list[Generate], most: int) -> list[Generated]:
         """One engine call. Every rank enters it with as many rows, because TRL cuts what comes back into equal parts;
         a rank with fewer repeats one."""
         t = self.trainer
@@ -180,21 +146,23 @@ class TrlEngine:
         eos, version = set(t.eos_token_ids), t.state.global_step
         return [self._finished(g, options, eos, version) for g in made]
 
-    def _finished(self, g: Generated, options: _Options, eos: set[int], version: int) -> Generated:
+    def _finished(self, g: Generated, options: SamplingOptions, eos: set[int], version: int) -> Generated:
         finish: Finish = "length"
         if g.tokens and g.tokens[-1] in eos:
             finish = "eos"
-        elif options.stop and any(s in self.chat.decode(g.tokens[-_window(options.stop) :]) for s in options.stop):
+        elif options.stop and any(s in self.chat.decode(g.tokens[-window(options.stop) :]) for s in options.stop):
             finish = "stop"
         return Generated(g.tokens, g.logprobs, finish, version, g.top, options.temperature != 0)
 
     @contextlib.contextmanager
-    def _transformers(self, options: _Options, limits: Tensor, race: _Race | None = None) -> Iterator[_Watch]:
+    def _transformers(
+        self, options: SamplingOptions, limits: Tensor, race: SamplingRace | None = None
+    ) -> Iterator[SamplingWatch]:
         """`generate` of the policy with the options of a call. `race`: when all of it stops."""
         t = self.trainer
         model = t.accelerator.unwrap_model(t.model_wrapped)
-        host = model.generate
-        watch = _Watch(options, limits, t.processing_class)
+        host = t.rollout_generate(model)
+        watch = SamplingWatch(options, limits, t.processing_class)
 
         def generate(generation_config: Any, **kwargs: Any) -> Any:
             config = copy.copy(generation_config)
@@ -204,7 +172,7 @@ class TrlEngine:
             if not config.do_sample:
                 config.top_k = config.top_p = config.min_p = None
             else:
-                watch.cuts = _cuts(config, model.generation_config)
+                watch.cuts = cuts_of(config, model.generation_config)
             watch.start = kwargs["input_ids"].size(1)
             with SECONDS.part("programs"), self.meter.busy():
                 out = self.contexts.generate(
@@ -212,7 +180,7 @@ class TrlEngine:
                     model,
                     config,
                     logits_processor=LogitsProcessorList([watch]),
-                    stopping_criteria=StoppingCriteriaList([_Stop(watch, race, t.eos_token_ids)]),
+                    stopping_criteria=StoppingCriteriaList([SamplingStop(watch, race, t.eos_token_ids)]),
                     **kwargs,
                 )
             watch.finish(out)
@@ -223,7 +191,7 @@ class TrlEngine:
             yield watch
 
     @contextlib.contextmanager
-    def _vllm(self, options: _Options, limits: Sequence[int]) -> Iterator[list[Any]]:
+    def _vllm(self, options: SamplingOptions, limits: Sequence[int]) -> Iterator[list[Any]]:
         """vLLM with the options of a call and a limit of new tokens for each of this rank's rows; yields the list its
         log-probs and their tokens are put into."""
         engine = self.trainer.vllm_generation
@@ -300,107 +268,6 @@ class TrlEngine:
         return rewards[start : start + len(rows)].detach().double().cpu()
 
 
-class _Watch(LogitsProcessor):  # type: ignore[misc]
-    """Sees the logits of every token: log-probs of the tokens that were chosen, under the distribution they were drawn
-    from, and the most likely ones of the whole one. `cuts` is what `generate` cuts from it afterwards."""
-
-    def __init__(self, options: _Options, limits: Tensor, tokenizer: Any) -> None:
-        self.options, self.limits, self.tokenizer = options, limits, tokenizer
-        self.cuts = LogitsProcessorList()
-        self.start = 0  # columns of the padded prompts
-        self.length = limits.clone()  # new tokens of each row when it was stopped
-        self._last: Tensor | None = None
-        self._logprobs: list[Tensor] = []
-        self._top: list[tuple[Tensor, Tensor]] = []
-        self._table: list[Any] = []  # when all is over: log-probs, top values, top tokens of all rows
-
-    @SECONDS.timed("programs")
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids)
-        logits = scores.float()
-        self._last = torch.log_softmax(self.cuts(input_ids, logits / (self.options.temperature or 1.0)), dim=-1)
-        if self.options.top:
-            plain = torch.log_softmax(logits, dim=-1)
-            values, tokens = plain.topk(min(self.options.top, plain.size(-1)), dim=-1)
-            self._top.append((values.cpu(), tokens.cpu()))
-        return scores
-
-    def finish(self, output: Tensor) -> None:
-        self._take(output)
-        self._table = [torch.stack(list(x), 1).tolist() for x in (self._logprobs, *zip(*self._top, strict=True))]
-
-    def _take(self, input_ids: Tensor) -> None:
-        """The log-prob of the token that was chosen from the last logits."""
-        if self._last is not None:
-            self._logprobs.append(self._last.gather(1, input_ids[:, -1:]).squeeze(1).cpu())
-            self._last = None
-
-    def generated(self, row: int, ids: list[int]) -> Generated:
-        """What TRL returned for a row (cut at the end of sequence), without what came after it was stopped."""
-        n = min(len(ids), int(self.length[row]))
-        own, *best = (x[row][:n] for x in self._table)
-        top = (tuple(zip(tokens, values, strict=True)) for values, tokens in zip(*best, strict=True))
-        return Generated(tuple(ids[:n]), tuple(own), "length", top=tuple(top))
-
-
-# Options of `generate` that cut tokens from what it samples, in its order, with the value that cuts nothing.
-_CUTS = {
-    "top_h": (TopHLogitsWarper, None),
-    "top_k": (TopKLogitsWarper, 0),
-    "top_p": (TopPLogitsWarper, 1.0),
-    "min_p": (MinPLogitsWarper, None),
-    "typical_p": (TypicalLogitsWarper, 1.0),
-    "epsilon_cutoff": (EpsilonLogitsWarper, 0.0),
-    "eta_cutoff": (EtaLogitsWarper, 0.0),
-}
-
-
-def _cuts(config: Any, of_model: Any) -> LogitsProcessorList:
-    """What `generate` cuts with this configuration, behind the temperature; an option of None is the model's own."""
-    cuts = LogitsProcessorList()
-    for name, (warper, neutral) in _CUTS.items():
-        value = getattr(config, name, None)
-        value = getattr(of_model, name, None) if value is None else value
-        if value not in (None, neutral):
-            cuts.append(warper(value))
-    return cuts
-
-
-class _Stop(StoppingCriteria):  # type: ignore[misc]
-    """Every row has its own limit of tokens, and stops after a stop text; in a race all stop when enough groups are
-    complete."""
-
-    def __init__(self, watch: _Watch, race: _Race | None, eos: Sequence[int]) -> None:
-        self.watch, self.race, self.eos = watch, race, torch.tensor(list(eos))
-        self.done = torch.zeros(len(watch.limits), dtype=torch.bool)
-        self.ended = self.done.clone()
-
-    @SECONDS.timed("programs")
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        w = self.watch
-        made = input_ids.size(1) - w.start
-        now = made >= w.limits
-        if w.options.stop:
-            texts = w.tokenizer.batch_decode(input_ids[:, w.start :][:, -_window(w.options.stop) :])
-            now |= torch.tensor([any(s in text for s in w.options.stop) for text in texts])
-        if self.race is not None:
-            race = self.race
-            self.ended |= now | torch.isin(input_ids[:, -1].cpu(), self.eos)
-            complete = torch.zeros_like(race.missing).index_add(0, race.group, self.ended.long()) >= race.missing
-            now |= complete[race.group]
-            if int(complete.sum()) >= race.enough:
-                now = torch.ones_like(now)
-        first = now & ~self.done
-        w.length[first] = made
-        self.done |= now
-        return self.done.to(input_ids.device)
-
-
-def _window(stop: Sequence[str]) -> int:
-    """Tokens at the end in which a stop text that just ended must lie: a token has at least one byte."""
-    return max(len(s.encode()) for s in stop) + 1
-
-
 def _limited(host: Callable[..., Any], limits: Sequence[int]) -> Callable[..., Any]:
     """`LLM.generate` with a limit of new tokens for every prompt: TRL gives it one for all."""
 
@@ -438,7 +305,7 @@ def _limited_requests(host: Callable[..., Any], limits: Sequence[int]) -> Callab
     return generate
 
 
-def _check_top(engine: VllmEngine, options: _Options) -> None:
+def _check_top(engine: VllmEngine, options: SamplingOptions) -> None:
     """vLLM in TRL reports log-probs of the distribution that is sampled; the argmax is taken of the policy's own.
 
     Raises:
@@ -461,7 +328,7 @@ def _check_top(engine: VllmEngine, options: _Options) -> None:
         )
 
 
-def _from_vllm(ids: Sequence[int], logprobs: Any, tokens: Any, options: _Options) -> Generated:
+def _from_vllm(ids: Sequence[int], logprobs: Any, tokens: Any, options: SamplingOptions) -> Generated:
     """vLLM reports log-probs by rank; the sampled token's is found by its id."""
     own, top = [], []
     for token, values, names in zip(ids, logprobs, tokens, strict=True):

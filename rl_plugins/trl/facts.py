@@ -296,6 +296,12 @@ def check(stack: MethodStack, known: KnownRun, seams: Seams, offered: HostFacts 
                 f"{names} generates in rounds, and the dataset has images: rows of image batches cannot be added or "
                 f"cut. Remove the method."
             )
+    if known.args.rollout_precision != "policy" and (known.rollout_func or known.tools):
+        what = "a rollout_func" if known.rollout_func else "tools or environments"
+        problems.append(
+            f"rollout_precision={known.args.rollout_precision} is served where TRL generates each completion in one "
+            f"call, and the trainer has {what}. Remove {what} or the option."
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     return options
@@ -484,19 +490,20 @@ def _missing_signals(stack: MethodStack, known: KnownRun) -> dict[str, str]:
             f"every generation batch is used for one optimizer step, so the ratio of current to old log-probs is 1. "
             f"{several}."
         )
-        if not args.use_vllm:
+        if not args.use_vllm and args.rollout_precision == "policy":
             if any(m.whole_groups for m in stack.methods):  # steps_per_generation cannot be raised then
                 several = "Set num_iterations=2 or more"
             missing["off_policy"] = (
                 f"every generation batch is used for one optimizer step and sampled by the trained model itself, so "
-                f"there is nothing to correct. {several}, or use_vllm, or name a method that carries or replays "
-                f"groups."
+                f"there is nothing to correct. {several}, or use_vllm, or rollout_precision, or name a method that "
+                f"carries or replays groups."
             )
     return missing
 
 
 _OTHER_STALENESS = (
-    "Rollouts of an older policy then come from num_iterations, use_vllm, or a method that carries or replays groups."
+    "Rollouts of another policy then come from num_iterations, use_vllm, rollout_precision, or a method that carries "
+    "or replays groups."
 )
 
 

@@ -318,7 +318,7 @@ class GenerationBatch:
                 given = row.given or Completion((eos,))
                 made[i] = list(given.tokens), _sampled(given)
         out = [made[i][0] or [eos] for i in range(len(rows))]
-        if not self.trainer.use_vllm:
+        if not self.trainer.use_vllm and self.trainer.cheap_rollouts is None:
             return out, None
         return out, [made[i][1] or [None] * len(tokens) for i, tokens in enumerate(out)]
 

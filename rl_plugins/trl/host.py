@@ -140,7 +140,9 @@ class Trainer(HostTrainer, Protocol):
     host_loss: Loss
     costs: Costs
     meter: Meter
+    cheap_rollouts: Any
 
+    def rollout_generate(self, model: Any) -> Callable[..., Any]: ...
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> ProgramEngine: ...
 
 

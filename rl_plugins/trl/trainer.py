@@ -29,6 +29,7 @@ from rl_plugins.trl.engine import TrlEngine
 from rl_plugins.trl.evaluation import evaluation_view
 from rl_plugins.trl.generation import GenerationBatch
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
+from rl_plugins.trl.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.saved import CostsCallback, note_costs
 from rl_plugins.trl.stateful import StatefulMixin
@@ -57,6 +58,7 @@ class MethodsMixin(StatefulMixin):
     costs: Costs
     meter: Meter
     _nothing_trained = False  # in the optimizer step that is being made
+    cheap_rollouts: CheapRollouts | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
@@ -82,6 +84,8 @@ class MethodsMixin(StatefulMixin):
         self.add_callback(self._methods_callback)
         if self.aux_loss_enabled and facts.droppers(self.methods):
             facts.refuse_inexact_loss(self)
+        if self.args.rollout_precision != "policy":
+            self.cheap_rollouts = CheapRollouts(self)
         if "rollout_logprobs" in self.methods.needs:
             on_driver(self.accelerator, self._check_server_logprobs)
         if self.accelerator.is_main_process:
@@ -150,6 +154,8 @@ class MethodsMixin(StatefulMixin):
     def describe_methods(self) -> str:
         """The table of methods in effect, with host options they set or make meaningless."""
         text = render_table(self.methods, self._method_options)
+        if self.cheap_rollouts is not None:
+            text += f"\n  rollouts: {rollouts_text(self.methods, self.args)}"
         idle = facts.without_effect(self.methods, self.args, self.host_loss)
         return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
@@ -215,7 +221,11 @@ class MethodsMixin(StatefulMixin):
         batch = self._generation_batch
         made_here = batch is None or not batch.programs  # rows of programs were counted when those ran
         counts = self._counts_costs and self.model.training and made_here
-        with costs.engine_counted(self) if counts else contextlib.nullcontext():
+        with contextlib.ExitStack() as inside:
+            if self.cheap_rollouts is not None and self.model.training and made_here:
+                inside.enter_context(self.cheap_rollouts.serving())
+            if counts:
+                inside.enter_context(costs.engine_counted(self))
             generated = super()._generate(*args, **kwargs)
         if counts:
             rows = HostRows.of(generated).ids
@@ -227,10 +237,17 @@ class MethodsMixin(StatefulMixin):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         host, batch = super()._generate_single_turn, self._generation_batch
+        if self.cheap_rollouts is not None:
+            host = self.cheap_rollouts.with_logprobs(host)
         if batch is None or not batch.serving:
             return host(*args, **kwargs)
         with SECONDS.part("driver"):
             return batch.generate(SECONDS.timed("")(host), *args, **kwargs)
+
+    def rollout_generate(self, model: Any) -> Any:
+        """The `generate` that makes rollouts of programs: the policy's, or that of its cheap copy in training."""
+        cheap = self.cheap_rollouts is not None and self.model.training
+        return self.cheap_rollouts.generate() if cheap else model.generate  # type: ignore[union-attr]
 
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> TrlEngine:
         """TRL's own generation and reward functions, for rollout programs."""

@@ -369,6 +369,7 @@ def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, 
     )  # fmt: skip
     yield "devices", f"{nodes} x {per_node} {read('trainer.device')}{rollout}"
     yield "engines", f"{read('actor_rollout_ref.actor.strategy')} trains, {_rollout_engine(read)} generates"
+    yield "precision", _precision(run)
     if settings is not None:
         parts = ", ".join(f"{name} (weight {weight:g})" for name, weight in settings.rewards.items())
         yield "rewards", f"{parts}: keys of the reward function's answer" if parts else "one, the reward function's"
@@ -393,6 +394,22 @@ def _rollout_engine(read: facts.Reader) -> str:
     if module is None or importlib.util.find_spec(module) is not None:
         return name
     return f"{name} (not installed here)"
+
+
+def _precision(run: _Examined) -> str:
+    """Of the rollouts, and what corrects for it."""
+    read, rollout = run.read, "actor_rollout_ref.rollout"
+    text = f"rollouts in {read(f'{rollout}.dtype')}"
+    given = read(facts.QUANTIZATION)
+    if not given:
+        return text
+    by = [m.name for m in run.stack.methods if m.corrects_sampling]
+    if kind := read(f"{facts.CORRECTION}.rollout_is"):
+        by.append(f"{facts.CORRECTION}.rollout_is={kind}")
+    corrected = f"corrected by {', '.join(by)}" if by else (
+        f"NOT corrected for: set {facts.CORRECTION}.rollout_is=token, or name a method that does (dart_tis)"
+    )  # fmt: skip
+    return f"{text}, quantized: {given}; {corrected}"
 
 
 def _batch(run: _Examined) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ SINGLE_TURN = "single_turn_agent"
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
 CORRECTION = "algorithm.rollout_correction"
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
 MAX_VERSIONS = "trainer.v1.sampler.max_off_policy_threshold"
 EXACT_ENGINES = ("hf_cpu",)  # rollout.name whose log-probs are those of the trained weights
 TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
@@ -360,11 +361,11 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
             missing["several_updates"] = (
                 f"every batch is used for one optimizer step, so the ratio of current to old log-probs is 1. {several}."
             )
-        if read.mode == "sync" and engine in EXACT_ENGINES:
+        if read.mode == "sync" and engine in EXACT_ENGINES and not read(QUANTIZATION):
             missing["off_policy"] = (
                 f"every batch is used for one optimizer step and sampled by the trained weights ({rollout}.name="
-                f"{engine}), so there is nothing to correct. {several}, or an asynchronous trainer_mode, or name a "
-                f"method that replays groups."
+                f"{engine}), so there is nothing to correct. {several}, or an asynchronous trainer_mode, or "
+                f"{QUANTIZATION}, or name a method that replays groups."
             )
     if read.bypass:
         missing["entropies"] = missing["sum_squared_probs"] = (

@@ -19,6 +19,7 @@ _NEUTRAL = {
     "repetition_penalty": (1.0, "tokens are drawn from the whole distribution"),
     "mask_truncated_completions": (False, "every answer has the same length"),
     "cast_lm_head_to_fp32": (False, "log-probs are computed in float32 from the logits of the whole model"),
+    "rollout_precision": ("policy", "copies are made for transformers' generate"),
     "use_liger_kernel": (False, "it replaces the forward pass of the model"),
 }
 """Options of TRL that act on decoding from left to right: their neutral values, and why no other is taken."""

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
+from rl_plugins.cheap import CheapCopy, CheapOptions
 from rl_plugins.verl.cpu.sampling import Sampling, choose, filtered_log_probs, penalize
 
 
@@ -32,9 +33,14 @@ class Decoder:
     its neighbors or on when it arrived.
     """
 
-    def __init__(self, model: PreTrainedModel, eos_ids: Collection[int], tokenizer: Any = None) -> None:
-        """`model` is in evaluation mode; its attention layers see the whole context. `tokenizer`: for stop texts."""
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self, model: PreTrainedModel, eos_ids: Collection[int], tokenizer: Any = None, cheap: CheapOptions | None = None
+    ) -> None:
+        """`model` is in evaluation mode; its attention layers see the whole context. `tokenizer`: for stop texts.
+        `cheap`: a copy of the model in this precision decodes."""
+        self.weights, self.tokenizer = model, tokenizer
+        self.copy = None if cheap is None else CheapCopy(model, cheap)
+        self.model: Any = model if self.copy is None else self.copy.module
         self.eos_ids = frozenset(eos_ids)
         self.requests: list[Request] = []
         # Of every running row: ids and mask (rows, width) of prompt and completion. The cache holds all columns but
@@ -43,6 +49,11 @@ class Decoder:
         self._cache: Any = None
         self._noise = torch.empty(0, 0)
         self._settings: dict[str, torch.Tensor] = {}
+
+    def refresh(self) -> None:
+        """To be called when the weights have changed."""
+        if self.copy is not None:
+            self.copy.refresh(self.copy.version + 1)
 
     @torch.no_grad()
     def step(self, arriving: Sequence[Request] = ()) -> list[Request]:

@@ -15,6 +15,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from rl_plugins.cheap import PRECISIONS, CheapOptions
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl.config import end_tokens
 from rl_plugins.verl.cpu import ROLLOUT
@@ -39,6 +40,12 @@ def check_config(config: Any) -> None:
                 f"actor_rollout_ref.rollout.{option} is {getattr(config, option)}, but with rollout.name={ROLLOUT} a "
                 f"replica is one process with seeds of its own. Set actor_rollout_ref.rollout.{option}={allowed}."
             )
+
+    if config.quantization not in (None, *PRECISIONS):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.quantization is {config.quantization}. With rollout.name={ROLLOUT} it must be "
+            f"null or one of {', '.join(PRECISIONS)}: a copy of the model in this precision then decodes."
+        )
 
 
 def _actor_name(config: Any, replica_rank: int, suffix: str = "") -> str:
@@ -78,7 +85,8 @@ def _build_decoder(config: Any, model: HFModelConfig) -> Decoder:
         network = AutoModelForCausalLM.from_config(hf_config, **options)
     else:
         network = AutoModelForCausalLM.from_pretrained(model.local_path, config=hf_config, **options)
-    return Decoder(network.eval(), end_tokens(model), model.tokenizer)
+    cheap = None if config.quantization is None else CheapOptions(config.quantization)
+    return Decoder(network.eval(), end_tokens(model), model.tokenizer, cheap)
 
 
 class Replica(RolloutReplica):

@@ -112,7 +112,8 @@ class Server:
             ValueError: the names are not those of the model.
         """
         async with self._between_tokens:
-            load_weights(self.decoder.model, named)
+            load_weights(self.decoder.weights, named)
+            self.decoder.refresh()
             self._asked.clear()
             if global_steps is not None:
                 self.global_steps = global_steps

@@ -206,7 +206,7 @@ class EngineTruth:
         def sample(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.training:  # evaluation
                 return own(self, input_ids, *args, **kwargs)
-            if of_programs and not any(type(p).__name__ == "_Watch" for p in kwargs["logits_processor"]):
+            if of_programs and not any(type(p).__name__ == "SamplingWatch" for p in kwargs["logits_processor"]):
                 truth.cache_calls += 1
                 return own(self, input_ids, *args, **kwargs)
             truth.calls += 1

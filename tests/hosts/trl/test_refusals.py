@@ -445,10 +445,11 @@ def test_an_untested_version_is_refused(monkeypatch):
     compat.check_trl_version()
 
 
-def test_the_config_adds_five_fields_and_changes_none():
+def test_the_config_adds_seven_fields_and_changes_none():
     own = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
     stock = {f.name: f.default for f in dataclasses.fields(trl.GRPOConfig)}
     added = {"methods", "method_params", "rollout_cache_gb", "max_unrewarded_batches", "count_costs"}
+    added |= {"rollout_precision", "trace"}
     assert set(own) - set(stock) == added
     assert all(own[k] == v for k, v in stock.items())
 

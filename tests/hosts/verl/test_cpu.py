@@ -13,6 +13,7 @@ from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
 
+from rl_plugins.cheap import CheapCopy, CheapOptions
 from rl_plugins.demo.policy import build_model, build_tokenizer
 from rl_plugins.errors import ConfigError
 from rl_plugins.verl.cpu import names, workarounds
@@ -194,6 +195,32 @@ def server(model, **limits):
 async def until(condition):
     while not condition():
         await asyncio.sleep(0.001)
+
+
+def test_a_quantized_rollout_samples_from_the_copy_and_follows_the_weights():
+    """Its log-probs are those of a copy of the present weights, and not of the weights."""
+    torch.manual_seed(0)
+    network, other = build_model(3).eval(), build_model(4).eval()
+    for p in (*network.parameters(), *other.parameters()):
+        p.data.add_(0.1 * torch.randn(p.shape))
+    s = server(network)
+    s.decoder = Decoder(network, [EOS], cheap=CheapOptions("fp4"))
+    (prompt,) = prompts(6)
+
+    def check(weights):
+        request = finish(s.decoder, [Request(prompt, Sampling(max_tokens=12, ignore_eos=True), seed=1)])[0]
+        ids = torch.tensor([prompt + request.tokens])
+        found = []
+        for m in (CheapCopy(weights, CheapOptions("fp4")).module, weights):
+            with torch.no_grad():
+                logits = m(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            found.append(logits[torch.arange(12), torch.tensor(request.tokens)])
+        torch.testing.assert_close(torch.tensor(request.log_probs), found[0], rtol=0, atol=1e-4)
+        assert (found[0] - found[1]).abs().mean() > 0.01
+
+    check(network)
+    asyncio.run(s.load_weights(other.state_dict(), 1))
+    check(other)
 
 
 GREEDY = {"temperature": 0, "ignore_eos": True, "logprobs": True}
@@ -477,6 +504,11 @@ def test_what_the_rollout_cannot_do_is_refused():
         check_config(RolloutConfig(name="hf_cpu"))
     with pytest.raises(ConfigError, match="full_determinism is True"):
         check_config(RolloutConfig(**good, full_determinism=True))
+    check_config(RolloutConfig(**good, quantization="int8"))
+    with pytest.raises(
+        ConfigError, match=r"quantization is fp8\. With rollout\.name=hf_cpu it must be null or one of bf16"
+    ):
+        check_config(RolloutConfig(**good, quantization="fp8"))
 
 
 # ---- workarounds

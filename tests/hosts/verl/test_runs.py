@@ -98,7 +98,8 @@ SWARM = ["swarm_sapo+watch"]
 SETS = ["ps_grpo+watch"]
 SLICES = ["difficulty_slices+watch"]
 AUDIT = ["reward_audit"]
-ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT
+POOL = ["sol_rl_select+sol_rl_advantages"]
+ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT + POOL
 COMMON = [
     "+rl_plugins.rewards.exact=1",
     "+rl_plugins.rewards.digits=0.5",
@@ -143,6 +144,7 @@ def carousel(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "+carousel_params.difficulty_slices.column=level",
             "+carousel_params.difficulty_slices.heads=3",
             "+carousel_params.difficulty_slices.head=2",
+            "+carousel_params.sol_rl_select.oversample=2",
             "+carousel_params.reward_audit.on_preflight=quarantine",
             "+carousel_params.reward_audit.gold_renderer='verl_probes:turned_answer'",
             "actor_rollout_ref.actor.use_kl_loss=True",  # a reference policy, with no weight in the loss
@@ -306,6 +308,22 @@ def test_grpo_roc_generates_twice_and_trains_half(carousel: Run) -> None:
     assert d.rollouts.groups.size.tolist() == [2 * SAMPLES] * PROMPTS
     assert d.rollouts.subset(d.rollouts.kept).groups.size.tolist() == [SAMPLES] * PROMPTS
     assert step["batch_rows"] == 64 and step["padding"] == 0
+
+
+def test_sol_rl_trains_the_best_and_worst_of_a_pool(carousel: Run) -> None:
+    step = place(carousel, *POOL)
+    d = step["decision"]
+    assert d.rollouts.groups.size.tolist() == [2 * SAMPLES] * PROMPTS
+    assert step["batch_rows"] == 64 and step["padding"] == 0
+    pool = d.rollouts.reward.view(PROMPTS, -1)
+    kept = d.rollouts.kept.view(PROMPTS, -1)
+    half = SAMPLES // 2
+    for rewards, stays in zip(pool.tolist(), kept.tolist(), strict=True):
+        falling = sorted(range(len(rewards)), key=lambda i: -rewards[i])  # stable
+        assert {i for i, s in enumerate(stays) if s} == {*falling[:half], *falling[-half:]}
+    rewards = pool[kept].view(PROMPTS, -1)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(correction=0) + 1e-4)
+    torch.testing.assert_close(d.row_advantages[d.rollouts.kept], advantages.flatten())
 
 
 def test_rows_and_tokens_that_leave(carousel: Run) -> None:
