@@ -51,11 +51,13 @@ def conflicts(classes: tuple[type[Method], ...]) -> tuple[Conflict, ...]:
 
 def _refusals(a: Method, b: Method) -> Iterator[tuple[str, tuple[str, str]]]:
     """Reasons and the two names, in the order in which the reason names them."""
-    for host in [h for h in HOSTS if h in a.hosts and h in b.hosts]:
+    common = [h for h in HOSTS if h in a.hosts and h in b.hosts]
+    for host in common or [""]:  # without a common host the stack alone can refuse
         try:
             stack = MethodStack([a, b])
             stack.warn_once = lambda message: None  # type: ignore[method-assign]
-            preflight(stack, _offers_everything(host, [a, b]))
+            if host:
+                preflight(stack, _offers_everything(host, [a, b]))
         except ConfigError as e:
             for line in str(e).splitlines():
                 first, second = sorted((a.name, b.name), key=lambda name: line.find(f"`{name}`"))
