@@ -206,6 +206,9 @@ DECODINGS = {
     "random": Decoding(12, steps=4, remasking="random"),
     "greedy": Decoding(12, steps=4, temperature=0.0),
     "guided": Decoding(12, steps=4, guidance=0.5),
+    "end tokens held back": Decoding(12, steps=4, end_start=0.01),
+    "held back by 1, 2, 4": Decoding(13, schedule="ascending", blocks=2, end_start=0.01),
+    "held back in blocks": Decoding(12, steps=6, blocks=3, end_start=0.01, end_index="block"),
 }
 
 
@@ -241,6 +244,13 @@ def test_decoding_follows_its_plan(how: Decoding) -> None:
             best = sorted(scores, key=lambda t: -scores[t][0])[:count]
             assert {t: int(found.answer[row, t]) for t in best} == {t: scores[t][1] for t in best}
             assert set(best) == set((found.unmasked_at[row] == step).nonzero()[:, 0].tolist())
+
+
+@pytest.mark.parametrize(("index", "factors"), [("decoding", [0.4, 0.6, 0.8, 1.0]), ("block", [0.4, 0.6, 0.4, 0.6])])
+def test_the_step_that_the_factor_follows(index: Any, factors: list[float]) -> None:
+    """In two blocks of two steps the authors' index never gets to the end."""
+    how = Decoding(8, steps=4, blocks=2, end_start=0.4, end_index=index)
+    assert [how.end_factor(step, i) for step, i, _, _ in how.plan()] == pytest.approx(factors)
 
 
 def test_the_end_token_waits() -> None:

@@ -199,14 +199,16 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
         try:
             out: HostBatch = super()._generate_and_score_completions(inputs)
             assert self._states is not None
-            states = self._padded(self._states, out["prompt_ids"].size(1), out["completion_ids"].size(1))
+            made, width = self._states, out["completion_ids"].size(1)
+            states = self._padded(made, out["prompt_ids"].size(1), width)
         finally:
             self._states = None
         out = {**out, UNMASKED_AT: states.unmasked_at}
         if states.prompt_hidden is not None:
             out[PROMPT_HIDDEN] = states.prompt_hidden
         if self.args.step_weight == "equal":  # TRL multiplies everything with this mask: surrogate, KL and metrics
-            out["tool_mask"] = step_weights(states.unmasked_at, self.decoding.number_of_steps)
+            weights = step_weights(made.unmasked_at, self.decoding.number_of_steps)
+            out["tool_mask"] = pad_tensor(weights, (0, width - weights.size(1)))
         return out
 
     # ---- log-probs
@@ -300,8 +302,9 @@ class MaskedGRPOTrainer(MethodsMixin, MaskedTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> HostBatch:
         out = super()._generate_and_score_completions(inputs)
         if self.args.step_weight == "equal":
-            left = out["tool_mask"] == 0
-            if bool((left.any(1) & ~left.all(1)).any()):
+            tokens = out["completion_mask"].bool()
+            trained = (out["tool_mask"] > 0) & tokens
+            if bool((trained.any(1) & (trained != tokens).any(1)).any()):
                 raise MethodError(
                     "A method takes single tokens out of the loss, and with step_weight='equal' the weights are those "
                     "of whole answers. Set step_weight='tokens' (of the method `cj_grpo`, if it is named), or remove "

@@ -181,7 +181,9 @@ def test_costs_count_answers_of_full_length(watched: Any) -> None:
 
 def test_one_step_log_probs_see_no_answer(folder: Path) -> None:
     """The baseline: one pass, an answer of masks, some prompt tokens hidden, the same ones in both updates."""
-    trainer = make_masked(folder, (), Watched, prompt_masking=0.3, num_iterations=2, max_steps=2, learning_rate=0.05)
+    trainer = make_masked(
+        folder, (), Watched, prompt_masking=0.3, num_iterations=2, max_steps=2, learning_rate=0.05, pad_to_multiple_of=8
+    )
     trainer.train()
     first, second = trainer.batches
     hidden = first["prompt_hidden"] & first["prompt_mask"].bool()
@@ -195,8 +197,8 @@ def test_one_step_log_probs_see_no_answer(folder: Path) -> None:
     with torch.no_grad():
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0, len(prompt) :]
     logits[:, trainer.mask_id] = -math.inf
-    expected = logits.log_softmax(-1).gather(1, first["completion_ids"][row][:, None])[:, 0]
-    torch.testing.assert_close(first["live"][row].double(), expected, atol=2e-5, rtol=0)
+    expected = logits.log_softmax(-1).gather(1, first["completion_ids"][row, :LENGTH, None])[:, 0]
+    torch.testing.assert_close(first["live"][row, :LENGTH].double(), expected, atol=2e-5, rtol=0)
 
 
 def sevens(prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[float]:
@@ -230,7 +232,7 @@ def sometimes(completion_ids: Any, **columns: Any) -> list[float | None]:
 
 
 def test_every_way_to_decode_trains_on_its_states(folder: Path) -> None:
-    """Guided, from the left, in random order, at another temperature; rows without a reward teach nothing."""
+    """Guided, from the left, in random order, at another temperature, padded; rows without a reward teach nothing."""
     trainer = make_masked(
         folder,
         ["cj_grpo"],
@@ -240,12 +242,18 @@ def test_every_way_to_decode_trains_on_its_states(folder: Path) -> None:
         guidance=0.5,
         remasking="random",
         temperature=0.7,
+        pad_to_multiple_of=8,
         max_steps=1,
         more={"reward_funcs": sometimes},
     )
     trainer.train()
     (batch,) = trainer.batches
+    assert batch["unmasked_at"].shape == (64, 16) and (batch["tool_mask"][:, LENGTH:] == 0).all()
+    batch |= {name: batch[name][:, :LENGTH] for name in ("unmasked_at", "completion_ids", "live", "tool_mask")}
     assert [[when.count(i) for i in range(4)] for when in batch["unmasked_at"].tolist()] == [[4, 3, 4, 3]] * 64
+    for step in range(4):
+        weight = (batch["tool_mask"] * (batch["unmasked_at"] == step)).sum(1)
+        torch.testing.assert_close(weight, torch.full((64,), LENGTH / 4))
     assert (batch["unmasked_at"][:, :7] < 2).all() and batch["unmasked_at"].dtype == torch.int16
     model = BertForMaskedLM.from_pretrained(masked_policy(folder / "masked-policy")).double().eval()
     assert batch["live"][3].tolist() == pytest.approx(loop_logprobs(model, batch, 3, trainer.mask_id), abs=2e-5)
