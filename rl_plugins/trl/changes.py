@@ -85,9 +85,16 @@ CHANGES = (
         "changes.more_head_outputs",
     ),
     Change(
-        "`add_fused_lm_head` and `create_model_from_path` in `trl.trainer.grpo_trainer`, while a trainer is made; a "
-        "`generation_config` of a model without one, for good",
-        "the fused head computes log-probs of the next token; TRL writes token ids into a generation config",
+        "`add_fused_lm_head` in `trl.trainer.grpo_trainer`, while a trainer is made",
+        "the fused head computes log-probs of the next token",
+        "`rl_plugins.trl.masked`",
+        "T15",
+        "masked/trainer.MaskedTrainer.__init__",
+    ),
+    Change(
+        "`create_model_from_path` in `trl.trainer.grpo_trainer`, while a trainer is made; a `generation_config` of a "
+        "model without one, for good",
+        "TRL writes token ids into a generation config",
         "`rl_plugins.trl.masked`",
         "none",
         "masked/trainer.MaskedTrainer.__init__",
