@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_plugins.commands.compare import need_plots, parse_seeds, run, timing_notes
-from rl_plugins.compare.plan import Arm, make_plan, parse_arms
+from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
 from rl_plugins.compare.runs import is_finished
 from rl_plugins.compare.trl import Trl
 from rl_plugins.errors import ConfigError
@@ -44,6 +44,7 @@ def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_ru
         environment=settings.environment(out),
         labels=headline.LABELS,
     )
+    _told_how_to_look(comparison, dry_run, console)
 
 
 def demo(
@@ -94,6 +95,7 @@ def demo(
         environment=settings.environment(out),
         labels=settings.LABELS,
     )
+    _told_how_to_look(comparison, dry_run, console)
 
 
 def _agents(
@@ -139,6 +141,7 @@ def _agents(
         environment=settings.environment(out),
         labels=agents.LABELS,
     )
+    _told_how_to_look(comparison, dry_run, console)
 
 
 def demo_verl(
@@ -208,6 +211,7 @@ def demo_verl(
         environment=verl_data.ENVIRONMENT,
         labels=settings.LABELS,
     )
+    _told_how_to_look(comparison, dry_run, console)
 
 
 def _names(arms: Sequence[Arm]) -> list[str]:
@@ -215,7 +219,16 @@ def _names(arms: Sequence[Arm]) -> list[str]:
 
 
 def _host(values: Mapping[str, Any], masked: bool = False) -> Trl:
-    return Trl(yaml.safe_dump(dict(values), sort_keys=False), masked=masked)
+    return Trl(yaml.safe_dump(dict(values), sort_keys=False), masked=masked, trace=not masked)
+
+
+def _told_how_to_look(comparison: Comparison, dry_run: bool, console: Console) -> None:
+    """The last line of a demo: where its traces are."""
+    traced = [r.folder / "trainer" for r in comparison.runs if (r.folder / "trainer" / "trace").is_dir()]
+    if traced and not dry_run:
+        console.print(
+            f"What became of each rollout, and why: rl-plugins inspect {traced[0]} --html page", soft_wrap=True
+        )
 
 
 def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -17,11 +17,13 @@ class Trl:
 
     Args:
         masked: the trainer of masked diffusion language models trains all arms.
+        trace: arms with methods write a trace of some groups of every tenth batch.
     """
 
     config: str
     extra: tuple[str, ...] = ()
     masked: bool = False
+    trace: bool = False
     sets = "`--seed`, `--output_dir`, `--count_costs`, `--methods` and `--method_params`"
 
     @property
@@ -38,6 +40,7 @@ class Trl:
             str(seed),
             "--output_dir",
             str(folder / "trainer"),
+            *(("--trace", json.dumps({"every": 10, "groups": 8})) if self.trace and arm.methods else ()),
             "--count_costs",  # of the baseline, too
             "True",
             "--method_params",
