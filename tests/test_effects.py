@@ -390,6 +390,8 @@ CASES: dict[str, Case] = {
             "contract": [lambda: Contract("result", {"type": "string", "maxLength": 2})],
             "guard_facts": ["answer"],
             "guard_verifier": [lambda fields: "red"],
+            "guard_splitter": [lambda message: []],
+            "guard_entailment": [lambda fields: "red"],
         },
         ({}, {"guard": "strict"}, {"contract": lambda: Contract("result", {"type": "integer"})}),
         {"parse": lambda text: [text] if "call" in text else []},
