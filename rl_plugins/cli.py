@@ -360,6 +360,7 @@ class _Currency(enum.StrEnum):
     rows_trained = "rows_trained"
     tokens_decoded = "tokens_decoded"
     engine_seconds = "engine_seconds"
+    model_passes = "model_passes"
 
 
 def _one_job(jobs: int | None) -> None:

@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diffusion": {*ADAPTER, "diffusion"},
     "testing": {*ADAPTER, "testing"},
     "compare": {"contract", "runtime", "messages", "compare"},
-    "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "masked", "demo"},
+    "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "masked", "demo", "diffusion"},
     # one command trains what one method loads
     "commands": {
         *ADAPTER,

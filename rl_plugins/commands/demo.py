@@ -1,4 +1,4 @@
-"""`rl-plugins demo`: the comparison on policies that are built here, in TRL's or verl's trainer."""
+"""`rl-plugins demo`: the comparison on policies that are built here, in the trainer of a host."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def demo(
     methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool
 ) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
-    from rl_plugins.demo import agents, masked, settings
+    from rl_plugins.demo import agents, flows, masked, settings
     from rl_plugins.demo.masked_policy import load_masked_policy, masked_policy_path
     from rl_plugins.demo.policy import load_policy, policy_path
 
@@ -59,6 +59,9 @@ def demo(
     arms = parse_arms(methods, baseline)
     names = _names(arms)
     console = Console()
+    if flows.needed(names):
+        _flows(arms, seeds, out, jobs, long, currency, dry_run, console)
+        return
     if agents.needed(names):
         _agents(arms, seeds, out, jobs, long, currency, dry_run, console)
         return
@@ -144,12 +147,53 @@ def _agents(
     _told_how_to_look(comparison, dry_run, console)
 
 
+def _flows(
+    arms: Sequence[Arm],
+    seeds: str,
+    out: Path,
+    jobs: int,
+    long: bool,
+    currency: str,
+    dry_run: bool,
+    console: Console,
+) -> None:
+    """The demo of methods for diffusion policies: reward curves, and samples before and after."""
+    from rl_plugins.demo import flows, settings
+    from rl_plugins.demo.shapes import load_shape_policy, shape_policy_path
+
+    values = flows.config(shape_policy_path().absolute(), long)
+    if not dry_run:
+        _warm_start(console, lambda progress: load_shape_policy(progress=progress))
+    params = _params(_names(arms))
+    size = (
+        f"Every run trains {values['batches']} batches of {values['prompts_per_batch']} prompts, "
+        f"{values['group_size']} samples of {values['steps']} steps per prompt."
+    )
+    notes = [*flows.NOTES, size, *_method_notes(params)[:-1], SETS.format(out), TOY, *timing_notes(currency, jobs)]
+    host = flows.Flows(yaml.safe_dump(values, sort_keys=False))
+    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
+    run(
+        comparison,
+        flows.METRICS,
+        jobs,
+        currency,
+        dry_run,
+        console=console,
+        watch="reward",
+        environment=settings.environment(out),
+        labels=flows.LABELS,
+    )
+    if not dry_run:
+        flows.draw_samples(comparison, out / "samples.png")
+        console.print(f"Samples from the same seeds, before and after: {out / 'samples.png'}", highlight=False)
+
+
 def demo_verl(
     methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, currency: str, dry_run: bool
 ) -> None:
     """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
     from rl_plugins.compare.verl import Verl
-    from rl_plugins.demo import agents, masked, settings, verl_data
+    from rl_plugins.demo import agents, flows, masked, settings, verl_data
     from rl_plugins.demo.policy import policy_path
 
     need_plots()
@@ -159,6 +203,11 @@ def demo_verl(
         raise ConfigError(
             f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
             f"your own environment and `rl-plugins compare`."
+        )
+    if flows.needed(names):
+        raise ConfigError(
+            f"{', '.join(names)}: verl does not train diffusion policies. Run `rl-plugins demo {' '.join(methods)}`, "
+            f"which has a trainer of its own for them."
         )
     if masked.needed(names):
         raise ConfigError(

@@ -22,13 +22,17 @@ COSTS: Mapping[str, tuple[str, str]] = {
     "steps": ("step", "optimizer steps"),
     "rows_made": ("rl_plugins/rows_made", "rows made"),
     "rows_trained": ("rl_plugins/rows_trained_total", "rows trained"),
+    "model_passes": ("rl_plugins/model_passes_total", "model passes"),
+    "transitions_trained": ("rl_plugins/transitions_trained_total", "transitions trained"),
     "tokens_decoded": ("rl_plugins/tokens_decoded", "tokens decoded"),
     "tokens_read": ("rl_plugins/tokens_read", "tokens read"),
     "engine_calls": ("rl_plugins/engine_calls", "engine calls"),
     "engine_seconds": ("rl_plugins/engine_seconds", "engine time (s)"),
     "seconds": ("seconds", "time (s)"),
 }
-CURRENCIES = ("steps", "rows_trained", "tokens_decoded", "engine_seconds")
+OF_SAMPLES = ("model_passes", "transitions_trained")  # counted by the diffusion trainer, and by no other
+OF_TEXT = ("tokens_decoded", "tokens_read", "engine_calls", "engine_seconds")
+CURRENCIES = ("steps", "rows_trained", "tokens_decoded", "engine_seconds", "model_passes")
 
 
 def require(comparison: Comparison, currency: str) -> None:

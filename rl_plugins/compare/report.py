@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.compare import agents
-from rl_plugins.compare.costs import COSTS, Course, Cut
+from rl_plugins.compare.costs import COSTS, OF_SAMPLES, OF_TEXT, Course, Cut
 from rl_plugins.compare.plan import Comparison
 from rl_plugins.errors import ConfigError
 
@@ -226,7 +226,10 @@ def text(summary: dict[str, Any]) -> str:
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
     lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
+    samples = any("model_passes" in arm["costs"] for arm in arms.values())
     for key, (_, what) in COSTS.items():
+        if key in (OF_TEXT if samples else OF_SAMPLES):
+            continue
         lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
     if found := summary["agents"]:
         label = labels[found["metric"]]

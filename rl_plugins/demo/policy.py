@@ -269,6 +269,11 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, directory: 
     with _no_progress_bar():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    sign(directory)
+
+
+def sign(directory: Path) -> None:
+    """Writes the checksums of a policy's files, so that damage is seen."""
     checksums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(directory.iterdir())}
     (directory / MANIFEST).write_text(json.dumps(checksums, indent=1))
 

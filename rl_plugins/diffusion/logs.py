@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,17 @@ class Logger:
 
     Args:
         batch: generation batches that are done: later lines of an interrupted run are cut off.
+        on_log: called with every line.
     """
 
-    def __init__(self, config: DiffusionConfig, main: bool, batch: int) -> None:
-        self.config, self.main = config, main
+    def __init__(
+        self,
+        config: DiffusionConfig,
+        main: bool,
+        batch: int,
+        on_log: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self.config, self.main, self.on_log = config, main, on_log
         self._window: dict[str, list[float]] = {}
         self._board: Any = None
         self._bar: Any = None
@@ -52,8 +59,8 @@ class Logger:
             self._task = self._bar.add_task("train", total=config.batches, completed=batch, shown="")
             self._bar.start()
 
-    def add(self, batch: int, step: int, values: Mapping[str, float]) -> None:
-        """Metrics of a batch; every `logging_steps` batches their means become a line."""
+    def add(self, batch: int, step: int, values: Mapping[str, float], totals: Mapping[str, float]) -> None:
+        """Metrics of a batch; every `logging_steps` batches their means become a line, with the totals as they are."""
         if not self.main:
             return
         for name, value in values.items():
@@ -63,10 +70,13 @@ class Logger:
             self._bar.update(self._task, completed=batch, shown=shown)
         if batch % self.config.logging_steps and batch != self.config.batches:
             return
-        means = {name: _mean(given) for name, given in self._window.items()}
+        means = {name: _mean(given) for name, given in self._window.items()} | dict(totals)
         self._window = {}
+        line = {"batch": batch, "step": step, **means}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"batch": batch, "step": step, **means}) + "\n")
+            file.write(json.dumps(line) + "\n")
+        if self.on_log is not None:
+            self.on_log(line)
         for name, mean in means.items():
             if self._board is not None and mean is not None:
                 self._board.add_scalar(name, mean, batch)

@@ -112,6 +112,14 @@ class PolicyEngine:
         p = self.policy
         return denoise(requests, p.sampled, p.grid, p.config.eta, p.device)
 
+    @torch.no_grad()
+    def decoded(self, samples: Sequence[Sample]) -> list[Any]:
+        """What reward functions see of each."""
+        out: list[Any] = []
+        for start in range(0, len(samples), self.size):
+            out += list(self.rewards.decode(torch.stack([s.latent for s in samples[start : start + self.size]])))
+        return out
+
     def score(self, requests: Sequence[tuple[SamplePrompt, Sample]]) -> list[Scored]:
         """The run's reward functions on each sample."""
         rows = [{**prompt.columns, **sample.meta} for prompt, sample in requests]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import Denoise
+from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.diffusion import checkpoint, facts
 from rl_plugins.diffusion.batch import BatchMaker
 from rl_plugins.diffusion.config import DiffusionConfig
@@ -30,6 +30,14 @@ from rl_plugins.runtime.ranks import everywhere, on_driver
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.runtime.state import load_state
+
+# total since the start of the run, logged as rl_plugins/NAME -> what is counted of each batch
+TOTALS = {
+    "rows_made": "rl_plugins/rows_generated",
+    "rows_trained_total": "rl_plugins/rows_trained",
+    "model_passes_total": "rl_plugins/model_passes",
+    "transitions_trained_total": "rl_plugins/transitions_trained",
+}
 
 
 class DiffusionTrainer:
@@ -93,6 +101,7 @@ class DiffusionTrainer:
             reference,
         )
         self.metrics = Metrics()
+        self.totals: dict[str, float] = {}
         self.updater = Updater(self.methods, args, self.accelerator, self.policy, self.objective, self.metrics)
         self.fingerprint = fingerprint(self.dataset)
         if self.accelerator.is_main_process:
@@ -116,11 +125,14 @@ class DiffusionTrainer:
 
     # ---- the loop
 
-    def train(self, resume_from: str | bool | None = None) -> list[dict[str, float]]:
+    def train(
+        self, resume_from: str | bool | None = None, on_log: Callable[[Mapping[str, Any]], None] | None = None
+    ) -> list[dict[str, float]]:
         """Trains to the end.
 
         Args:
             resume_from: a checkpoint folder; True: the last one in `output_dir`, if there is one.
+            on_log: called with every line of metrics, in the main process.
 
         Returns:
             The metrics of every batch that was made here; empty on other ranks than the first.
@@ -135,11 +147,11 @@ class DiffusionTrainer:
         if folder is not None:
             self._load(folder)
         self.policy.refresh_cheap()
-        log = Logger(self.args, self.accelerator.is_main_process, self.state_batch)
+        log = Logger(self.args, self.accelerator.is_main_process, self.state_batch, on_log)
         history: list[dict[str, float]] = []
         try:
             if self.args.sheet_every and not self.state_batch:
-                self.write_sheet()
+                log.add(0, 0, self.write_sheet(), {})
             while self.state_batch < self.args.batches:
                 history += self._batch(log)
                 self._save_if_due()
@@ -161,10 +173,16 @@ class DiffusionTrainer:
         of_updates = combine(everywhere(self.accelerator, self.methods.metrics.take))
         self.methods.stats = of_updates
         values = {**made.metrics, **combine(everywhere(self.accelerator, self.metrics.take)), **of_updates}
-        log.add(self.state_batch, self.updater.step, values)
         if self.args.sheet_every and self.state_batch % self.args.sheet_every == 0:
-            self.write_sheet()
+            values |= self.write_sheet()
+        log.add(self.state_batch, self.updater.step, values, self._count(values))
         return [values] if self.accelerator.is_main_process else []
+
+    def _count(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Totals since the start of the run."""
+        for name, of_batch in TOTALS.items():
+            self.totals[name] = self.totals.get(name, 0.0) + values.get(of_batch, 0.0)
+        return {f"rl_plugins/{name}": value for name, value in self.totals.items()}
 
     def _start(self) -> None:
         """`start` of the methods, on the driver."""
@@ -222,6 +240,7 @@ class DiffusionTrainer:
             **self.methods.state_dict(self.fingerprint),
             "optimizer": checkpoint.optimizer_to_plain(self.updater.optimizer.state_dict()),
             "objective": {"name": self.objective.name, "state": self.objective.state_dict()},
+            "totals": self.totals,
         }
         save_run(folder, content, self.updater.step)
         return checkpoint.finish(folder, self.args.keep_checkpoints)
@@ -248,6 +267,7 @@ class DiffusionTrainer:
         self.policy.load_state_dict(checkpoint.read_weights(folder))
         self.updater.optimizer.load_state_dict(checkpoint.optimizer_of_plain(saved["optimizer"]))
         self.objective.load_state_dict(saved["objective"]["state"])
+        self.totals = dict(saved["totals"])
         self.updater.step = steps
 
     def save_model(self, folder: str) -> None:
@@ -258,28 +278,30 @@ class DiffusionTrainer:
 
     # ---- samples to look at
 
-    def samples(self, conditions: Sequence[Any], seeds: Sequence[int]) -> list[list[Any]]:
-        """Decoded samples of the policy as it is now, of every condition from each of the seeds, without noise on the
-        way."""
-        prompts = [self.batches.prompt(PlanRow(-1, 0, len(seeds), edit={"prompt": c})) for c in conditions]
+    def samples(self, rows: Sequence[int], seeds: Sequence[int]) -> list[tuple[SamplePrompt, Sample]]:
+        """Samples of the policy as it is now, of every dataset row from each of the seeds, without noise on the way."""
+        prompts = [self.batches.prompt(PlanRow(row, 0, len(seeds))) for row in rows]
         asked = [(p, Denoise(p.start(seed), stochastic=False)) for p in prompts for seed in seeds]
-        latents = [made[0].latent for made in self.engine.denoise(asked)]
-        decoded, size = list[Any](), self.args.rows_per_call
-        with torch.no_grad():
-            for start in range(0, len(latents), size):
-                decoded += list(self.engine.rewards.decode(torch.stack(latents[start : start + size])))
-        return [decoded[i : i + len(seeds)] for i in range(0, len(decoded), len(seeds))]
+        return [(p, made[0]) for (p, _), made in zip(asked, self.engine.denoise(asked), strict=True)]
 
-    def write_sheet(self, path: str | None = None) -> None:
-        """An image of samples from fixed seeds, a row for each of the first prompts.
+    def write_sheet(self, path: str | None = None) -> dict[str, float]:
+        """An image of samples from fixed seeds, a row for each of the first prompts. Returns their mean reward, in the
+        main process.
 
         Args:
             path: None: one in `output_dir` that bears the number of the batch.
         """
-        if self.accelerator.is_main_process:
-            conditions = [self.dataset[i]["prompt"] for i in range(min(self.args.sheet_prompts, len(self.dataset)))]
-            rows = self.samples(conditions, range(self.args.sheet_columns))
-            write_sheet(Path(path or f"{self.args.output_dir}/sheets/batch-{self.state_batch:05d}.png"), rows)
+        if not self.accelerator.is_main_process:
+            return {}
+        width = self.args.sheet_columns
+        made = self.samples(range(min(self.args.sheet_prompts, len(self.dataset))), range(width))
+        decoded = self.engine.decoded([sample for _, sample in made])
+        write_sheet(
+            Path(path or f"{self.args.output_dir}/sheets/batch-{self.state_batch:05d}.png"),
+            [decoded[i : i + width] for i in range(0, len(decoded), width)],
+        )
+        rewards = torch.tensor([scored.reward for scored in self.engine.score(made)])
+        return {"sheet/reward": float(rewards.nanmean())}
 
 
 def _rows(dataset: Any) -> Any:

@@ -162,9 +162,11 @@ def test_latents_of_a_vae(tmp_path):
         return images.mean((1, 2, 3))
 
     given = {**IMAGES, "reward_funcs": seen}
-    trainer = make(tmp_path, model=dit(), decode=lambda z: vae.decode(z).sample, batches=1, sheet_every=1, **given)
+    trainer = make(
+        tmp_path, model=dit(), decode=lambda z: vae.decode(z).sample, batches=1, sheet_every=1, sheet_columns=4, **given
+    )
     trainer.train()
-    assert shapes == [(8, 3, 16, 16)]
+    assert shapes == [(16, 3, 16, 16), (8, 3, 16, 16), (16, 3, 16, 16)]  # a sheet, the batch, a sheet
     assert (tmp_path / "sheets" / "batch-00001.png").exists()
 
 
