@@ -125,6 +125,18 @@ def test_prefixes_and_places_inside_of_them() -> None:
     assert all(tuple(row.kinds[:4]) == (Kind.FORCED,) * 3 + (Kind.SAMPLED,) for row in rows)
 
 
+@pytest.mark.parametrize("abort_after", [1, 2, 3])
+def test_an_engine_that_is_interrupted(abort_after: int) -> None:
+    """Branches go on where they were, and the tree is as without an interruption."""
+    engine = TableEngine(ENDLESS, abort_after=abort_after)
+    made = run_program(branching(places=(2, 5)), make_prompt(engine.chat, "q", n=4, max_tokens=8), engine)
+    rows = [row for rollout in made for row in rollout]
+    assert [stops for _, stops in ways(rows)] == [[2, 5, 8]] * 4 and engine.decoded == 2 + 2 * 3 + 4 * 3
+    silent = TableEngine(ENDLESS, abort_after=0)
+    made = run_program(branching(places=(2, 5)), make_prompt(silent.chat, "q", n=4, max_tokens=8), silent)
+    assert [len(row) for rollout in made for row in rollout] == [0] * 4  # an engine that makes nothing is asked once
+
+
 def test_where_there_is_no_room() -> None:
     """A row's own limit below the places: what ends there is copied."""
     rows, _, logged = rows_of(4, max_tokens=3, places=(0, 3, 6))

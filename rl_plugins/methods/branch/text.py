@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Method
@@ -36,8 +38,8 @@ class BranchTextRollout(Method):
 
     Special cases: a branch that ends before a split becomes r equal rows, and `branch_advantages` trains one of them.
     They keep the mean of a node equal to that of its children. Of several places inside a prefix of the plan one split
-    remains, right after the prefix. Places beyond the length of a completion are not reached. Evaluation samples
-    independent rollouts.
+    remains, right after the prefix. Places beyond the length of a completion are not reached. What the engine
+    interrupts goes on, as long as it makes tokens. Evaluation samples independent rollouts.
 
     Logs: `leaves`, different rows of a prompt; `copies`, share of the rows that repeat another one; `saved`, share of
     the rows' tokens that were not sampled, because another row shares them.
@@ -115,11 +117,9 @@ class BranchTextRollout(Method):
         places = sorted({max(b, len(start)) for b in self.params.places})
         open_, ended = [_Branch(start, n, (0,), (len(start),))], list[_Branch]()
         numbers = itertools.count(1)
-        sampled = 0
         if places[0] > len(start):
-            (made,) = yield Generate(start, max_tokens=places[0] - len(start))
-            sampled += len(made.tokens)
-            open_ = [open_[0].grown(made)]
+            made = yield Generate(start, max_tokens=places[0] - len(start))
+            open_ = yield from resumed([open_[0].grown(made[0])], places[0])
         for place, until in itertools.zip_longest(places, places[1:]):
             ended += [b for b in open_ if not reached(b, place, prompt)]
             open_ = [b for b in open_ if reached(b, place, prompt)]
@@ -129,18 +129,23 @@ class BranchTextRollout(Method):
                 for b, k in zip(open_, widths, strict=True)
             ]
             answers: list[list[Generated]] = yield asked
-            sampled += sum(len(g.tokens) for made in answers for g in made)
-            open_ = [
+            begun = [
                 b.split(next(numbers), share).grown(g)
                 for b, made in zip(open_, answers, strict=True)
                 for g, share in zip(made, shares(b.rollouts, len(made)), strict=True)
             ]
-        leaves = sorted(ended + open_, key=lambda b: b.nodes)
+            open_ = yield from resumed(begun, until)
+        return self._rows(sorted(ended + open_, key=lambda b: b.nodes), len(start))
+
+    def _rows(self, leaves: Sequence[_Branch], prefix: int) -> list[Trajectory]:
+        """One row per rollout, with its way."""
         rows = [b.trajectory.noted(**{COLUMN: note(b.nodes, b.stops)}) for b in leaves for _ in range(b.rollouts)]
-        tokens = sum(len(row) - len(start) for row in rows)
+        ways = [zip(b.nodes, (prefix, *b.stops[:-1]), b.stops, strict=True) for b in leaves]
+        sampled = {node: stop - begin for way in ways for node, begin, stop in way}
+        tokens = sum(len(row) - prefix for row in rows)
         self.log("leaves", len(leaves))
         self.log("copies", 1 - len(leaves) / len(rows))
-        self.log("saved", 1 - sampled / tokens if tokens else 0.0, weight=tokens)
+        self.log("saved", 1 - sum(sampled.values()) / tokens if tokens else 0.0, weight=tokens)
         return rows
 
 
@@ -157,6 +162,10 @@ class _Branch:
     nodes: tuple[int, ...]
     stops: tuple[int, ...]
 
+    def left(self, until: int | None) -> int | None:
+        """Tokens up to a place; None: to the end."""
+        return None if until is None else until - len(self.trajectory)
+
     def split(self, node: int, rollouts: int) -> _Branch:
         """A child that has no token yet."""
         return _Branch(self.trajectory, rollouts, (*self.nodes, node), (*self.stops, len(self.trajectory)))
@@ -167,7 +176,21 @@ class _Branch:
         return _Branch(longer, self.rollouts, self.nodes, (*self.stops[:-1], len(longer)))
 
 
+def resumed(branches: Sequence[_Branch], until: int | None) -> Generator[Any, Any, list[_Branch]]:
+    """Goes on with branches that the engine interrupted, up to `until` tokens, as long as it makes any."""
+    found = list(branches)
+    waiting = list(range(len(found)))
+    while waiting := [i for i in waiting if found[i].trajectory.finish == "abort" and found[i].left(until) != 0]:
+        answers: list[list[Generated]] = yield [
+            Generate(found[i].trajectory, max_tokens=found[i].left(until)) for i in waiting
+        ]
+        for i, (made,) in zip(waiting, answers, strict=True):
+            found[i] = found[i].grown(made)
+        waiting = [i for i, (made,) in zip(waiting, answers, strict=True) if made.tokens]
+    return found
+
+
 def reached(branch: _Branch, place: int, prompt: Prompt) -> bool:
     """Whether a branch goes on after this place."""
     t = branch.trajectory
-    return len(t) == place and t.finish in ("", "length") and prompt.room(t) > 0
+    return len(t) == place and t.finish != "eos" and prompt.room(t) > 0
