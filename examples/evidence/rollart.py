@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -234,6 +235,8 @@ BEST: dict[str, Callable[[np.ndarray], float]] = {
 
 def measured(seeds: Sequence[int]) -> dict[str, Any]:
     results: dict[str, Any] = {}
+    gc.collect()
+    gc.freeze()  # A full collection of all imported modules takes as long as a group.
     for name, spread, hang in (("spread 0.5", 0.5, 0.0), ("spread 1", 1.0, 0.0), ("spread 0.5, one hangs", 0.5, HANG)):
         took: dict[str, list[float]] = {arm: [] for arm in BEST}
         best: dict[str, list[float]] = {arm: [] for arm in BEST}
