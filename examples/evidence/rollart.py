@@ -201,7 +201,7 @@ class SleepingEngine:
 
 
 class Batched(TableEngine):
-    """The same behind TRL's interface: one batch at a time."""
+    """The same with TRL's interface: one batch at a time."""
 
     def generate(self, requests: Sequence[tuple[Prompt, Generate]]) -> list[list[Generated]]:
         time.sleep(GENERATION)
