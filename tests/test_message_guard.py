@@ -208,6 +208,8 @@ def test_hubs_of_a_star() -> None:
     star = np.zeros((4, 4))
     star[0, 1:] = star[1:, 0] = 1
     assert find_hubs(star, ["hub", "x", "y", "z"]) == ["hub"]
+    chain, mesh = np.eye(4, k=-1), np.ones((4, 4)) - np.eye(4)
+    assert find_hubs(chain, list("abcd")) == find_hubs(mesh, list("abcd")) == []
     with pytest.raises(ConfigError, match="`names` has 1"):
         find_hubs(star, ["hub"])
 

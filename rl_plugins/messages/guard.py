@@ -258,7 +258,7 @@ class LineageGuard:
 
 
 def find_hubs(reads: Any, names: Sequence[str]) -> list[str]:
-    """Agents that more others read than the mean over all agents.
+    """Agents that at least two others read, and more than the mean over all agents. A chain and a full graph have none.
 
     Args:
         reads: (agents, agents), a_ij = 1 if i reads j.
@@ -267,7 +267,7 @@ def find_hubs(reads: Any, names: Sequence[str]) -> list[str]:
     readers = np.asarray(reads, np.float64).sum(0)
     if len(readers) != len(names):
         raise ConfigError(f"`names` has {len(names)} entries for {len(readers)} agents. Name each agent once.")
-    return [name for name, n in zip(names, readers, strict=True) if n > readers.mean()]
+    return [name for name, n in zip(names, readers, strict=True) if n > max(1.0, readers.mean())]
 
 
 async def replay(records: Iterable[Mapping[str, Any]], guard: LineageGuard) -> list[dict[str, Any]]:

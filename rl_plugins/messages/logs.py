@@ -44,7 +44,8 @@ def read_logs(folder: str | Path) -> Iterator[dict[str, Any]]:
 def marker_run(records: Iterable[Mapping[str, Any]], agents: Sequence[str], marker: str) -> np.ndarray:
     """Which agents wrote a marker in which round, as `estimate_rates` reads it.
 
-    An agent that wrote nothing in a round is as it was before.
+    An agent that wrote nothing in a round is as it was before. Leave out agents that never write: nothing is known of
+    them.
 
     Args:
         records: of one guard, through which every message of the agents went.
