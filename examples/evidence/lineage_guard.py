@@ -189,6 +189,19 @@ def model(topology: str, plays: list[list[dict[str, Any]]]) -> dict[str, Any]:
 MEASURES = ("false", "true", "calls", "again")
 
 
+def draw(results: dict[str, Any]) -> Figure:
+    figure, axes = panels(2)
+    ignored = results["arms"]["tags ignored"]
+    arms = [a for a in ARMS if a != "strict, verifier knows half"]
+    for axis, (measure, title) in zip(axes, {"false": "false claim", "true": "true facts"}.items(), strict=True):
+        short = [a.replace("found, not", "not") for a in arms]
+        grouped(axis, short, {t: [of[a][measure] for a in arms] for t, of in ignored.items()})
+        axis.tick_params(axis="x", rotation=20)
+        named(axis, "", "share", f"{title} in the answer")
+    axes[0].legend(loc="upper right", handlelength=2.6)
+    return figure
+
+
 def main() -> None:
     args = arguments(__doc__, 10)
     start = time.time()
@@ -207,20 +220,7 @@ def main() -> None:
                     results["model"][topology] = found = model(topology, plays)
                     print(f"{'':13} {topology:6} {found}", flush=True)
 
-    def draw() -> Figure:
-        figure, axes = panels(2)
-        for axis, measure, title in zip(
-            axes, ("false", "true"), ("false claim in the answer", "true facts in the answer"), strict=True
-        ):
-            ignored = results["arms"]["tags ignored"]
-            arms = [a for a in ARMS if a != "strict, verifier knows half"]
-            short = [a.replace("found, not", "not") for a in arms]
-            grouped(axis, short, {t: [of[a][measure] for a in arms] for t, of in ignored.items()})
-            axis.tick_params(axis="x", rotation=20)
-            named(axis, "", "share", title)
-        return figure
-
-    save(args.out, "lineage_guard", results, draw, start)
+    save(args.out, "lineage_guard", results, lambda: draw(results), start)
 
 
 if __name__ == "__main__":
