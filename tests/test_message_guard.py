@@ -174,6 +174,19 @@ def test_strict_asks_once_for_each_claim() -> None:
     assert run(guard, "The tower is 310 m high.") == WITHHELD  # contradicts a verified claim
 
 
+def test_messages_at_the_same_time_wait_for_each_other() -> None:
+    verifier = Verifier()
+    guard = LineageGuard("strict", verifier=verifier, retries=0)
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(*(guard.process(s, "b", "The tower is in Rome. Fine.") for s in "acd"))
+
+    assert [text for text, _ in asyncio.run(both())] == ["[unverified] Fine."] * 3
+    assert sorted(verifier.asked) == ["Fine.", "The tower is in Rome."], "each claim was asked about once"
+    assert [r["sender"] for r in guard.log] == ["a", "c", "d"]
+    assert run(guard, "Fine.") == "[unverified] Fine."  # in another event loop
+
+
 def test_arithmetic_is_the_default_verifier() -> None:
     guard = LineageGuard("strict", retries=0)
     assert run(guard, "We have 2 * 3 = 6. And 2 * 3 = 7.") == "We have 2 * 3 = 6."

@@ -102,9 +102,8 @@ def main() -> None:
     for m, of in results["methods"].items():
         told = "  ".join(f"{w} {of[w]['mean']:+.3f} ± {of[w]['ci95']:.3f}" for w in ("shapley", "alone", "last"))
         print(f"{m:10} {told}  command {of['command']}")
-    print(
-        f"all {results['total']['mean']:+.3f} ± {results['total']['ci95']:.3f}, not explained {results['unexplained']:.1e}"
-    )
+    total = results["total"]
+    print(f"all {total['mean']:+.3f} ± {total['ci95']:.3f}, not explained {results['unexplained']:.1e}")
     save(args.out, "attribution", results, lambda: draw(results), start)
 
 

@@ -52,7 +52,8 @@ class LineageGuard:
     What fails leaves a claim yellow: a callable that raises, hangs longer than `timeout` or answers nonsense. After
     `most_failures` failures in a row the verifier is not asked again. A message whose splitter fails is one claim.
 
-    A guard is for one rollout and takes its messages one at a time; `fresh()` gives one for the next rollout.
+    A guard is for one rollout; `fresh()` gives one for the next rollout. Messages wait for each other. Use it in one
+    event loop at a time.
 
     Args:
         policy: see above.
@@ -115,6 +116,7 @@ class LineageGuard:
         self.log: list[dict[str, Any]] = []
         self._verdicts: dict[str, tuple[Verdict, str]] = {}
         self._failures_in_row = 0
+        self._turn = asyncio.Lock()
         self.confirm(self.given)
 
     def fresh(self) -> LineageGuard:
@@ -137,6 +139,10 @@ class LineageGuard:
 
         From attempt K on it is released, without its red claims.
         """
+        async with self._turn:
+            return await self._checked(sender, receiver, message, attempt, round)
+
+    async def _checked(self, sender: str, receiver: str, message: str, attempt: int, round: int) -> GuardDecision:
         claims = await self._split(message)
         texts = {key(c): c for c in claims}
         confirmed = self.lineage.confirmed()

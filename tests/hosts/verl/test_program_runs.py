@@ -492,6 +492,8 @@ def test_branches(carousel: Run) -> None:
 def test_m_grpo(carousel: Run) -> None:
     rollouts, _, logged, s = of(carousel, "m_grpo")
     assert logged["m_grpo_rollout/guard_failed"] == 0 and logged["m_grpo_rollout/unverified"] > 0
+    assert logged["m_grpo_rollout/agent_turns"] > 1 and logged["m_grpo_rollout/calls_failed"] == 0
+    assert 0 < logged["m_grpo_rollout/message_density"] < 2 and logged["m_grpo_rollout/agent_tokens"] > 0
     assert {float(v) for v in rollouts.meta["invalid"]} <= {0.0, 1.0}  # the column came with the rows
     agents = rollouts.meta["agent"]
     assert set(agents) == {"main", "sub"} and rollouts.groups.size.numel() == PROMPTS // 2
