@@ -53,8 +53,9 @@ def test_what_is_not_known_leaves_the_other_measures() -> None:
     assert found.overhead == 1.0 and found.message_density == 0.0
     for value in (found.redundancy, found.efficiency, found.error_amplification, found.tokens_ratio):
         assert math.isnan(value)
-    equal = coordination(AgentMeans(0.25, 4.0, 90.0), AgentMeans(0.5, 2.0, 10.0), tolerance=math.inf)
-    assert equal.error_amplification == 1.5 and equal.tokens_ratio == 9.0
+    for tokens in (90.0, math.nan):  # equal by other means
+        equal = coordination(AgentMeans(0.25, 4.0, tokens), AgentMeans(0.5, 2.0, 10.0), tolerance=math.inf)
+        assert equal.error_amplification == 1.5 and equal.tokens_ratio == pytest.approx(tokens / 10, nan_ok=True)
 
 
 @given(st.lists(st.text(alphabet="abAB .", max_size=12), max_size=5))
