@@ -27,8 +27,8 @@ class MaskedOptions:
         end_confidence_start, end_confidence_stop: factor on the confidence of end tokens in the first and in the last
             step; 1: no change (method `eoser`).
         end_confidence_index: "decoding": the step of the whole decoding; "block": the step inside its block.
-        logprobs_from: "one_step": every log-prob from one pass over an answer of masks and a prompt of which some
-            tokens are masked, as in diffu-GRPO; "trajectory": each in the state in which its token was unmasked, S
+        logprobs_from: "one_step": every log-prob from one pass over an answer of masks and a prompt with some
+            tokens masked, as in diffu-GRPO; "trajectory": each in the state in which its token was unmasked, S
             passes (method `cj_grpo`).
         prompt_masking: with "one_step": chance that a prompt token is masked; drawn once per row and batch.
         step_weight: weight in the loss, with "trajectory": "tokens": every token alike; "equal": every step alike, so

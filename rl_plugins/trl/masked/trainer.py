@@ -60,8 +60,8 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
 
         lp_t = log softmax_{v != M}(model(x)_{t,v}) of the token at t
 
-    "one_step": x is an answer of masks after a prompt of which some tokens are masked. "trajectory": x is the state in
-    which the token was unmasked. The mask itself has no probability, because decoding never chooses it; temperature is
+    "one_step": x is an answer of masks after a prompt with some tokens masked. "trajectory": x is the state in which
+    the token was unmasked. The mask itself has no probability, because decoding never chooses it; temperature is
     not applied, as in the authors' code.
 
     Raises:
