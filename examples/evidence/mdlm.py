@@ -1,14 +1,14 @@
 """EOSER, ASS and CJ-GRPO (arXiv 2509.23924): how many passes, which tokens first, and which log-probs to train on?
 
-Real TRL: `MaskedGRPOTrainer` on the demo's bidirectional policy of 247,368 parameters, which every seed warm-starts
-anew. Answers have 14 tokens, temperature 1.
+Real TRL: `MaskedGRPOTrainer` on the demo's bidirectional policy of 247,368 parameters; each seed has a warm start of
+its own. Answers have 14 tokens, temperature 1.
 
 1. Right answers on 320 held-out prompts without training, by passes of the model, with the confidence of end tokens
    multiplied by a factor that begins at 1 (off), 0.4 and 0.01; and with ASS (1, 2, 11 tokens). The same at temperature
-   0, with 3 and 14 passes and ASS.
-2. 256 sampled answers: log-prob of each token from one pass over masks (as in diffu-GRPO, 15 % of the prompt hidden)
-   against that of the state in which it was unmasked; and the cosine of the policy gradients that follow, on the same
-   answers and advantages.
+   0, with 3 and 14 passes and ASS. The share of answers with too few digits.
+2. 256 sampled answers. Each token has two log-probs: from one pass over masks (as in diffu-GRPO, 15 % of the prompt
+   hidden), and in the state in which it was unmasked. Measured: their difference, and the cosine of the two policy
+   gradients on the same answers and advantages.
 3. 36 optimizer steps of 128 rollouts, 3 passes per answer, every arm on the same rows: right answers on 320 held-out
    prompts, decoded as in training.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, band, interval, named, points, save, summary
+from common import across, arguments, band, interval, named, points, save, summary
 from datasets import Dataset
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -92,9 +92,13 @@ class Policy:
         texts = self.tokenizer.batch_decode(answer, skip_special_tokens=True)
         return torch.tensor(rewards.exact(None, texts, answer=[row["answer"] for row in rows]))
 
+    def too_short(self, rows: list[dict[str, Any]], answer: Tensor) -> Tensor:
+        texts = self.tokenizer.batch_decode(answer, skip_special_tokens=True)
+        return torch.tensor([float(len(t) <= len(row["answer"])) for t, row in zip(texts, rows, strict=True)])
+
 
 def accuracy(policy: Policy, seed: int) -> dict[str, float]:
-    """Share of right answers by way of decoding."""
+    """Share of right answers, and of those with too few digits, by way of decoding."""
     rows = tasks.build_rows(HELD_OUT, seed=seed, split="held_out")
     found = {}
     for temperature, passes in ((1.0, PASSES), (0.0, (3, 14))):
@@ -105,6 +109,8 @@ def accuracy(policy: Policy, seed: int) -> dict[str, float]:
             for way, how in ways.items():
                 answer = policy.decoded(rows, how, seed).answer
                 found[f"{temperature:g}/{name}/{way}"] = float(policy.right(rows, answer).mean())
+                if temperature:
+                    found[f"short/{name}/{way}"] = float(policy.too_short(rows, answer).mean())
     return found
 
 
@@ -176,41 +182,66 @@ def main() -> None:
         for arm in ARMS:
             curves[arm].append(train(policy, arm, seed))
             print(f"seed {seed} {arm:20s} {curves[arm][-1]}", flush=True)
-    ends = {arm: [c[-1] for c in runs] for arm, runs in curves.items()}
-    results: dict[str, Any] = {
-        "right answers": {k: interval([d[k] for d in decoded]) for k in decoded[0]},
-        "eoser - off": {
-            k: interval([d[k.replace("/off/", "/0.01/")] - d[k] for d in decoded]) for k in decoded[0] if "/off/" in k
-        },
-        "bias": {k: interval([b[k] for b in biased]) for k in biased[0]},
-        "curves": {arm: [summary(column) for column in np.array(runs).T] for arm, runs in curves.items()},
-        "end": {arm: interval(values) for arm, values in ends.items()},
-        "gain": {arm: interval([c[-1] - c[0] for c in runs]) for arm, runs in curves.items()},
-        "trajectory - one step": {
-            name: interval(np.array(ends[a]) - np.array(ends[b]))
-            for name, a, b in (("plain", "cj_grpo", "one step"), ("eoser", "eoser, cj_grpo", "eoser, one step"))
-        },
-    }
+    results = results_of(decoded, biased, curves)
     for name, cells in results.items():
-        if name != "curves":
+        if name not in ("curves", "gains"):
             print(name, *(f"\n  {k:26s} {v['mean']:.3f} +- {v['ci95']:.3f}" for k, v in cells.items()))
     content = {"method": "mdlm", "settings": {"steps": STEPS, "seeds": args.seeds}, "results": results}
     save(args.out, "mdlm", content, lambda: plot(results), start)
 
 
+def results_of(
+    decoded: list[dict[str, float]], biased: list[dict[str, float]], curves: dict[str, list[list[float]]]
+) -> dict[str, Any]:
+    """Means with intervals; what is called a difference is paired by seed."""
+    ends = {arm: np.array([c[-1] for c in runs]) for arm, runs in curves.items()}
+    starts = {arm: np.array([c[0] for c in runs]) for arm, runs in curves.items()}
+
+    def minus(one: str, other: str) -> dict[str, Any]:
+        return interval([d[one] - d[other] for d in decoded])
+
+    ways = [k.split("/") for k in decoded[0] if "/off/" in k and not k.startswith("short")]
+    return {
+        "right answers": {k: interval([d[k] for d in decoded]) for k in decoded[0]},
+        "factor minus off": {
+            f"{t}/{factor}/{way}": minus(f"{t}/{factor}/{way}", f"{t}/off/{way}")
+            for t, _, way in ways
+            for factor in ("0.4", "0.01")
+        },
+        "ASS minus 3 passes": {f"{t}/{f}": minus(f"{t}/{f}/ASS", f"{t}/{f}/3") for t in ("1", "0") for f in FACTORS},
+        "7 passes, 0.01, minus 14, off": {"1": minus("1/0.01/7", "1/off/14")},
+        "bias": {k: interval([b[k] for b in biased]) for k in biased[0]},
+        "curves": {arm: [summary(column) for column in np.array(runs).T] for arm, runs in curves.items()},
+        "gains": {arm: [summary(column - starts[arm]) for column in np.array(runs).T] for arm, runs in curves.items()},
+        "end": {arm: interval(values) for arm, values in ends.items()},
+        "gain": {arm: interval(ends[arm] - starts[arm]) for arm in ends},
+        "at the end": {
+            f"{a} minus {b}": interval(ends[a] - ends[b])
+            for a, b in (
+                ("cj_grpo", "one step"),
+                ("eoser, cj_grpo", "eoser, one step"),
+                ("mdlm", "one step"),
+                ("mdlm", "eoser, cj_grpo"),
+                ("mdlm, tokens alike", "mdlm"),
+            )
+        },
+    }
+
+
 def plot(results: dict[str, Any]) -> Figure:
-    figure, axes = panels(2, 3.2)
-    for i, name in enumerate(FACTORS):
-        cells = [results["right answers"][f"1/{name}/{n}"] for n in PASSES]
-        points(axes[0], PASSES, cells, f"end tokens: {name}", i)
-    cells = [results["right answers"]["1/0.01/ASS"]]
-    points(axes[0], [3], cells, "ASS, 0.01", len(FACTORS))
-    named(axes[0], "passes of the model", "right answers (share)", "without training")
+    figure, axes = panels(3, 2.8)
+    for i, factor in enumerate(("0.4", "0.01")):
+        cells = [results["factor minus off"][f"1/{factor}/{n}"] for n in PASSES]
+        points(axes[0], PASSES, cells, f"factor from {factor}", i + 1)
+    axes[0].axhline(0, color="gray", linewidth=0.8)
+    named(axes[0], "passes of the model", "right answers (difference)", "held back, against not")
     axes[0].legend()
-    for i, arm in enumerate(ARMS):
-        band(axes[1], range(0, STEPS + 1, EVERY), results["curves"][arm], arm, i)
-    named(axes[1], "optimizer steps of 128 rollouts", "right answers (share)", "3 passes, in training")
-    axes[1].legend()
+    for i, arm in enumerate(("eoser, one step", "eoser, cj_grpo")):
+        band(axes[1], range(0, STEPS + 1, EVERY), results["gains"][arm], arm, i + 1)
+    named(axes[1], "optimizer steps", "right answers (gain)", "one step, trajectory")
+    axes[1].legend(loc="upper left")
+    across(axes[2], results["gain"], results["gain"].values(), "right answers (share)")
+    axes[2].set_title("gain in 36 steps", loc="left", fontweight="bold")
     return figure
 
 
