@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Run
@@ -41,6 +41,20 @@ class CjGrpo(Method):
     fidelity = "code"
     does = "Takes log-probs of a masked diffusion model in the states in which its tokens were unmasked"
     problems = ("masked_diffusion",)
+    measured = (
+        Measured(
+            "right answers after 36 steps minus those of one-step log-probs, with eoser (toy)",
+            "better",
+            "+0.068 ± 0.034",
+            "mdlm-5-seeds",
+        ),
+        Measured(
+            "right answers after 36 steps minus those of one-step log-probs, without eoser (toy)",
+            "not told apart",
+            "+0.041 ± 0.046",
+            "mdlm-5-seeds",
+        ),
+    )
     use_when = "A masked diffusion model is trained with few decoding steps (`ass`)."
     avoid_when = "Decoding takes many steps: each of them is a forward and a backward pass of the update."
     cost = (

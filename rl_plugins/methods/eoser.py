@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.method import Method
+from rl_plugins.method import Measured, Method
 from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Run
@@ -33,6 +33,20 @@ class Eoser(Method):
     fidelity = "code"
     does = "Holds back end tokens in the first decoding steps of a masked diffusion model"
     problems = ("masked_diffusion",)
+    measured = (
+        Measured(
+            "right answers in 7 passes at temperature 1, minus those without it (toy, no training)",
+            "better",
+            "+0.144 ± 0.042",
+            "mdlm-5-seeds",
+        ),
+        Measured(
+            "right answers in 14 passes at temperature 0, minus those without it (toy, no training)",
+            "worse",
+            "-0.021 ± 0.013",
+            "mdlm-5-seeds",
+        ),
+    )
     use_when = "A masked diffusion model decodes whole answers at once, and they end too early."
     avoid_when = "Answers are decoded in many small blocks, or the model was trained not to write end tokens early."
     cost = "No extra rollouts or passes: one product per step of the decoding."
