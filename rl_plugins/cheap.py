@@ -215,6 +215,20 @@ class CheapCopy:
             self.module.register_forward_hook(lambda module, args, out: _cast(out, own))
 
 
+def cheap_copies(options: CheapOptions) -> Callable[[nn.Module, nn.Module | None], nn.Module]:
+    """What makes a copy of a policy, and refreshes the earlier one: `make(policy, earlier or None)`."""
+    made: list[CheapCopy] = []
+
+    def make(policy: nn.Module, earlier: nn.Module | None) -> nn.Module:
+        if earlier is None:
+            made[:] = [CheapCopy(policy, options)]
+        else:
+            made[0].refresh(made[0].version + 1)
+        return made[0].module
+
+    return make
+
+
 def _is_adapter(layer: nn.Module) -> bool:
     """Whether PEFT put it around another layer."""
     return hasattr(layer, "base_layer") and hasattr(layer, "active_adapters")

@@ -133,6 +133,7 @@ class SamplePrompt:
         training: False in evaluation.
         reward_names: of the run's reward functions.
         has_cheap: whether the run has a cheap copy of the policy.
+        stochastic: whether steps of a returned sample add noise: what an objective on their densities needs.
         seed: of random numbers, see `rng`.
     """
 
@@ -147,6 +148,7 @@ class SamplePrompt:
     training: bool = True
     reward_names: tuple[str, ...] = ()
     has_cheap: bool = False
+    stochastic: bool = True
     seed: str = ""
 
     def rng(self, purpose: str, rollout: int = 0) -> np.random.Generator:

@@ -101,6 +101,7 @@ SIGNALS: dict[str, str] = {
     "several_updates": "several optimizer steps between one pass of old log-probs and the next",
     "current_logprobs": "row sums of log-probs at the weights of each optimizer step (one extra pass)",
     "current_entropies": "entropy of the policy at every token in the loss, with gradient",
+    "cheap_copy": "a cheap copy of the policy, which makes samples that are only looked at",
     "chat_template": "a chat template of the tokenizer, with which it writes messages",
     "turn_limits": "agents that keep the turn limit of their plan row (`PlanRow.max_turns`)",
     "redundancy": "rollouts that begin beyond those that are kept (`PlanRow.redundant`), and that a program or the "

@@ -186,6 +186,7 @@ class BatchMaker:
             batch=self.stack.batch,
             reward_names=self.engine.rewards.names,
             has_cheap=policy.make_cheap is not None,
+            stochastic=self.objective.stochastic,
             seed=f"{self.stack.seed}|{self.program.name}|{row.group}",
         )
 

@@ -37,8 +37,10 @@ class DiffusionConfig:
     max_unrewarded_batches: int = option(
         MAX_UNREWARDED_BATCHES, "batches in a row that may have no reward; they are skipped, one more ends the run"
     )
-    objective: str = option("ppo", "what is minimized: ppo, the clipped surrogate on transitions")
-    objective_params: Mapping[str, Any] = option({}, "parameters of the objective, beyond those of ppo below")
+    objective: str = option("ppo", "what is minimized: ppo, the clipped surrogate on transitions; or nft, DiffusionNFT")
+    objective_params: Mapping[str, Any] = option(
+        {}, "parameters of nft: beta, decay, stochastic; those of ppo are options of their own"
+    )
 
     batches: int = option(100, "generation batches of the run", ge=1)
     prompts_per_batch: int = option(4, "prompts of a generation batch", ge=1)

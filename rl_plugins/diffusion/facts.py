@@ -48,11 +48,14 @@ def run_of(config: DiffusionConfig, dataset: Any, columns: Sequence[str], reward
     )
 
 
-def facts_of(stack: MethodStack, config: DiffusionConfig, run: Run, missing: Mapping[str, str]) -> HostFacts:
+def facts_of(
+    stack: MethodStack, config: DiffusionConfig, run: Run, missing: Mapping[str, str], has_cheap: bool
+) -> HostFacts:
     """What this run offers.
 
     Args:
         missing: hook or signal -> why the objective has no use for it.
+        has_cheap: whether there is a cheap copy of the policy.
     """
     hooks, signals = dict(NO_HOOKS), dict(NO_SIGNALS)
     for name, why in missing.items():
@@ -61,6 +64,10 @@ def facts_of(stack: MethodStack, config: DiffusionConfig, run: Run, missing: Map
         hooks["before_update"] = (
             "it needs whole groups in every optimizer step, and rows are shuffled before a batch is divided. Set "
             "updates_per_batch=1."
+        )
+    if not has_cheap:
+        signals["cheap_copy"] = (
+            "the trainer has none. Give it `cheap`, for example rl_plugins.cheap.CheapOptions('int8')."
         )
     if len(run.reward_names) < 2:
         signals["several_rewards"] = f"the run has {len(run.reward_names)} reward function. Give two or more."
@@ -89,7 +96,9 @@ def facts_of(stack: MethodStack, config: DiffusionConfig, run: Run, missing: Map
 _DEFAULTS = DiffusionConfig()
 
 
-def check(stack: MethodStack, config: DiffusionConfig, run: Run, missing: Mapping[str, str]) -> dict[str, Any]:
+def check(
+    stack: MethodStack, config: DiffusionConfig, run: Run, missing: Mapping[str, str], has_cheap: bool = False
+) -> dict[str, Any]:
     """Everything that can be known before the model is touched.
 
     Returns:
@@ -101,7 +110,7 @@ def check(stack: MethodStack, config: DiffusionConfig, run: Run, missing: Mappin
     problems: list[str] = []
     options: dict[str, Any] = {}
     try:
-        options = preflight(stack, facts_of(stack, config, run, missing))
+        options = preflight(stack, facts_of(stack, config, run, missing, has_cheap))
     except ConfigError as e:  # all problems are told at once
         problems.append(str(e))
     for m in stack.methods:

@@ -87,10 +87,14 @@ class Objective:
     Class attributes an objective sets:
         name: as in `DiffusionConfig.objective`.
         missing: hooks and signals of methods that have no meaning with it -> why and what to change.
+
+    Attributes:
+        stochastic: whether samples are made with noise on the way, where a program does not say.
     """
 
     name: ClassVar[str] = ""
     missing: ClassVar[Mapping[str, str]] = {}
+    stochastic = True
 
     def __init__(self, policy: Policy, config: DiffusionConfig) -> None:
         self.policy, self.config = policy, config
@@ -188,18 +192,3 @@ class ClippedPPO(Objective):
         if added is not None:
             own = added if own is None else own + added
         return host, own
-
-
-OBJECTIVES: dict[str, type[Objective]] = {"ppo": ClippedPPO}
-"""Objectives by the name that a config gives."""
-
-
-def objective_of(config: DiffusionConfig) -> type[Objective]:
-    """The class that a config names.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if config.objective not in OBJECTIVES:
-        raise ConfigError(f"objective={shown(config.objective)} is given; allowed: {', '.join(OBJECTIVES)}.")
-    return OBJECTIVES[config.objective]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -74,6 +75,7 @@ class Policy:
         self.make_cheap = make_cheap
         self.cheap: nn.Module | None = None
         self.calls = self.rows = 0  # of the policy and of the copy, while samples are made
+        self.cheap_rows, self.cheap_seconds = 0, 0.0  # of the copy alone, and what its refreshes took
         self.grid = lru_cache(maxsize=16)(self._grid)
 
     def _with_adapters(self, model: nn.Module) -> Any:
@@ -127,6 +129,7 @@ class Policy:
             parts.append(self.velocity(model, x[rows], sigma[rows], conditions[rows]))
             self.calls += 1
         self.rows += len(x)
+        self.cheap_rows += len(x) if model == "cheap" else 0
         return torch.cat(parts)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -153,8 +156,22 @@ class Policy:
     def refresh_cheap(self) -> None:
         """The cheap copy gets the weights of now."""
         if self.make_cheap is not None:
+            start = time.perf_counter()
             with torch.no_grad():
                 self.cheap = self.make_cheap(self.module, self.cheap)
+            self.cheap_seconds += time.perf_counter() - start
+
+    @contextlib.contextmanager
+    def holding(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """As long as this lasts, the trained parameters have other values. Nothing is copied."""
+        own = {name: p.data for name, p in self.trained.items()}
+        try:
+            for name, p in self.trained.items():
+                p.data = weights[name]
+            yield
+        finally:
+            for name, p in self.trained.items():
+                p.data = own[name]
 
     # ---- weights on disk
 

@@ -133,11 +133,11 @@ class PolicyEngine:
 
 
 class FlatRollout(Method):
-    """What a run without a `rollout` method does: every sample on its own, stochastic from noise to the end."""
+    """What a run without a `rollout` method does: every sample on its own, from noise to the end."""
 
     name = "flat_rollout"
     hosts = ("diffusion",)
 
     def rollout(self, prompt: Any) -> Any:
-        made = yield [Denoise(prompt.start(seed)) for seed in prompt.seeds(prompt.n)]
+        made = yield [Denoise(prompt.start(s), stochastic=prompt.stochastic) for s in prompt.seeds(prompt.n)]
         return [samples[0] for samples in made]

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.cheap import CheapOptions, cheap_copies
 from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.diffusion import checkpoint, facts
 from rl_plugins.diffusion.batch import BatchMaker
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.logs import Logger, write_sheet
-from rl_plugins.diffusion.objective import ClippedPPO, objective_of, transition_batch
+from rl_plugins.diffusion.objective import ClippedPPO, transition_batch
+from rl_plugins.diffusion.objectives import objective_of
 from rl_plugins.diffusion.policy import Encode, MakeCheap, Policy
 from rl_plugins.diffusion.rewards import Decode, PolicyEngine, Rewards
 from rl_plugins.diffusion.rows import LocalRow
@@ -54,7 +56,8 @@ class DiffusionTrainer:
         latent_shape: of a sample: (channels, height, width).
         scheduler, encode: see `Policy`.
         decode: latents -> what reward functions and sheets see, a VAE for example; None: the latents.
-        cheap: makes the cheap copy of methods that explore with one, see `Policy`.
+        cheap: how the cheap copy of methods that explore with one is made (`rl_plugins.cheap.CheapOptions`), or a
+            callable that makes it, see `Policy`.
 
     Raises:
         ConfigError: on construction, for everything that could not take effect or not be exact.
@@ -70,7 +73,7 @@ class DiffusionTrainer:
         scheduler: Any = None,
         encode: Encode | None = None,
         decode: Decode | None = None,
-        cheap: MakeCheap | None = None,
+        cheap: MakeCheap | CheapOptions | None = None,
     ) -> None:
         from accelerate import Accelerator
 
@@ -81,10 +84,11 @@ class DiffusionTrainer:
         rewards = Rewards(reward_funcs, args.reward_weights, decode)
         self.run = facts.run_of(args, self.dataset, facts.columns_of(self.dataset), rewards.names)
         objective = objective_of(args)
-        self.options = facts.check(self.methods, args, self.run, objective.missing)
+        self.options = facts.check(self.methods, args, self.run, objective.missing, cheap is not None)
         for name, value in self.options.items():
             setattr(args, name, value)
-        self.policy = Policy(model, args, scheduler, encode, cheap, self.accelerator.device)
+        make_cheap = cheap_copies(cheap) if isinstance(cheap, CheapOptions) else cheap
+        self.policy = Policy(model, args, scheduler, encode, make_cheap, self.accelerator.device)
         self.objective = objective(self.policy, args)
         if args.beta or "ref_logprobs" in self.methods.needs:
             self.policy.keep_reference()
@@ -146,7 +150,8 @@ class DiffusionTrainer:
         folder = self._checkpoint_to_resume(resume_from)
         if folder is not None:
             self._load(folder)
-        self.policy.refresh_cheap()
+        with self.objective.sampling():
+            self.policy.refresh_cheap()
         log = Logger(self.args, self.accelerator.is_main_process, self.state_batch, on_log)
         history: list[dict[str, float]] = []
         try:
@@ -163,11 +168,15 @@ class DiffusionTrainer:
         """One generation batch and its optimizer steps; its metrics, in the main process."""
         policy, published, start = self.policy, self.updater.step, time.perf_counter()
         policy.conditions.forget()
-        policy.calls = policy.rows = 0
+        policy.calls = policy.rows = policy.cheap_rows = 0
+        policy.cheap_seconds = 0.0
         made = self.batches.make(published)
         sampled = time.perf_counter()
         self.metrics.add("rl_plugins/model_passes", float(policy.rows), "sum")
         self.updater.on_batch(made, published)
+        if policy.make_cheap is not None:
+            self.metrics.add("rl_plugins/cheap_passes", float(policy.cheap_rows), "sum")
+            self.metrics.add("time/cheap_refresh", policy.cheap_seconds, "max")
         self.metrics.add("time/batch", sampled - start, "max")
         self.metrics.add("time/update", time.perf_counter() - sampled, "max")
         of_updates = combine(everywhere(self.accelerator, self.methods.metrics.take))

@@ -54,7 +54,8 @@ class Updater:
             if self.stack.trains and made.part.num_tokens[number]:
                 self._update(made, number, published)
                 self.objective.after_update(self.step + 1)
-                self.policy.refresh_cheap()
+                with self.objective.sampling():
+                    self.policy.refresh_cheap()
             self.step += 1
 
     def _update(self, made: Made, number: int, published: int) -> None:

@@ -12,6 +12,8 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_plugins import denoising
+from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
@@ -22,6 +24,7 @@ from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, start_stack
+from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt, run_sample_program
 
 GOLDEN = Golden("sol_rl")
 NAN = math.nan
@@ -297,6 +300,99 @@ def test_the_budget_counts_the_pool() -> None:
     (method,) = build_stack("sol_rl_select").methods
     host = Budget(prompts=(2, 2), per_prompt=(4, 4), generated=(8, 8), trained=(8, 8))
     assert method.budget(host, make_run()) == host.replace(generated=(32, 32))
+
+
+# ---- two stages on a known flow
+
+
+def explored(prompt: SamplePrompt, engine: FlowEngine, **params: Any) -> tuple[list[Sample], dict[str, float]]:
+    (method,) = build_stack("sol_rl_explore", {"sol_rl_explore": params}).methods
+    logged: dict[str, float] = {}
+    return run_sample_program(method, prompt, engine, logged), logged
+
+
+def mean_reward(x: torch.Tensor, columns: Any) -> float:
+    return float(x.mean())
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_the_best_and_worst_seeds_are_made_again_and_nothing_else_is_returned(stochastic: bool) -> None:
+    prompt = make_sample_prompt(n=5, steps=10, has_cheap=True, stochastic=stochastic)
+    engine = FlowEngine(GaussianFlow(1.0), mean_reward, cheap=GaussianFlow(0.3, 0.7))
+    samples, logged = explored(prompt, engine, pool=2.4, steps=4)
+
+    seeds = prompt.seeds(12)
+    plain = FlowEngine(GaussianFlow(1.0), mean_reward, cheap=GaussianFlow(0.3, 0.7))
+    asked = [(prompt, Denoise(prompt.start(s, 4), stochastic=False, model="cheap")) for s in seeds]
+    cheap = [float(x.latent.mean()) for (x,) in plain.denoise(asked)]
+    falling = sorted(range(12), key=lambda i: -cheap[i])
+    expected = [seeds[i] for i in (*falling[:2], *falling[::-1][:3])]
+    assert [x.seed for x in samples] == expected
+
+    again = plain.denoise([(prompt, Denoise(prompt.start(s), stochastic=stochastic)) for s in expected])
+    for x, (same,) in zip(samples, again, strict=True):
+        assert torch.equal(x.latent, same.latent) and x.total == 10 and len(x.trained) == 10 * stochastic
+        assert {t.model for t in x.transitions} == {"policy"}
+        assert x.rewards == {"reward": float(x.latent.mean())}
+    assert engine.passes == {"cheap": 12 * 4, "policy": 5 * 10} and len(engine.scores) == 12 + 5
+
+    exact, kept = [float(x.latent.mean()) for x in samples], [cheap[seeds.index(s)] for s in expected]
+    assert logged["sol_rl_explore/explored_reward"] == pytest.approx(sum(cheap) / 12)
+    assert logged["sol_rl_explore/kept_cheap_reward"] == pytest.approx(sum(kept) / 5)
+    assert logged["sol_rl_explore/kept_exact_reward"] == pytest.approx(sum(exact) / 5)
+    assert logged["sol_rl_explore/gap"] == pytest.approx(sum(abs(a - b) for a, b in zip(exact, kept, strict=True)) / 5)
+    ranks = [[sorted(v).index(x) for x in v] for v in (exact, kept)]
+    spearman = 1 - 6 * sum((a - b) ** 2 for a, b in zip(*ranks, strict=True)) / (5 * 24)
+    assert logged["sol_rl_explore/rank_correlation"] == pytest.approx(spearman)
+
+
+@pytest.mark.parametrize("noise", [True, False])
+def test_the_same_model_and_steps_make_the_same_samples_twice(noise: bool) -> None:
+    prompt = make_sample_prompt(n=4, steps=6, stochastic=noise)
+    samples, logged = explored(prompt, FlowEngine(reward=mean_reward), model="policy", steps=6, noise=noise)
+    assert logged["sol_rl_explore/gap"] == 0 and logged["sol_rl_explore/rank_correlation"] == pytest.approx(1)
+    rewards = [float(x.latent.mean()) for x in samples]
+    assert rewards[:2] == sorted(rewards, reverse=True)[:2] and rewards[2:] == sorted(rewards)[:2]
+
+
+def test_a_pool_of_the_samples_alone_explores_nothing() -> None:
+    prompt = make_sample_prompt(n=3, steps=5, has_cheap=True)
+    engine = FlowEngine(reward=mean_reward, cheap=GaussianFlow())
+    samples, logged = explored(prompt, engine, pool=1)
+    assert [x.seed for x in samples] == prompt.seeds(3)
+    assert engine.passes == {"cheap": 0, "policy": 15} and not logged
+
+
+def test_explored_samples_without_a_reward_are_the_last_choice() -> None:
+    """Only what the cheap copy makes is unscorable; two of eight have a reward."""
+    prompt = make_sample_prompt(n=4, steps=5, has_cheap=True)
+    seen: list[float] = []
+
+    def reward(x: torch.Tensor, columns: Any) -> float | None:
+        seen.append(float(x.mean()))
+        return None if len(seen) <= 6 else seen[-1]
+
+    samples, logged = explored(prompt, FlowEngine(reward=reward, cheap=GaussianFlow()), pool=2)
+    seeds = prompt.seeds(8)
+    high, low = (6, 7) if seen[6] >= seen[7] else (7, 6)
+    assert [x.seed for x in samples] == [seeds[i] for i in (high, low, 0, 1)]
+    assert logged["sol_rl_explore/explored_reward"] == pytest.approx((seen[6] + seen[7]) / 2)
+
+
+def test_seeds_that_collide_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine seeds there are, eight are explored: each once."""
+    monkeypatch.setattr(denoising, "SEEDS", 9)
+    prompt = make_sample_prompt(n=4, steps=3, has_cheap=True)
+    engine = FlowEngine(reward=mean_reward, cheap=GaussianFlow())
+    samples, _ = explored(prompt, engine, pool=2, steps=2)
+    tried = [r.sample.seed for r in engine.requests if r.model == "cheap"]
+    assert len(set(tried)) == 8 and len({x.seed for x in samples}) == 4
+
+
+def test_more_steps_than_a_sample_has_are_refused() -> None:
+    (method,) = build_stack("sol_rl_explore", {"sol_rl_explore": {"steps": 11}}).methods
+    with pytest.raises(ConfigError, match="explored in 11 steps, and made in 10. Lower `steps`"):
+        method.check(make_run(host="diffusion", max_completion_length=10))
 
 
 # ---- advantages

@@ -40,7 +40,7 @@ def _passes(cls: type[Method], updates: int) -> bool:
     stack = MethodStack([method])
     stack.warn_once = lambda message: None  # type: ignore[method-assign]
     try:
-        facts.check(stack, config, run, {})
+        facts.check(stack, config, run, {}, has_cheap=True)
     except ConfigError:
         return False
     return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Method
 from rl_plugins.methods.sol_rl.choice import PAPER, Mode, places
 from rl_plugins.params import MethodParams, param
 from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
@@ -77,13 +77,6 @@ class SolRlSelect(Method):
         "The code does not define rewards that are missing.",
     )
     full_batch = True  # as many leave as `plan` asked for in addition
-    idle = (
-        Idle(
-            {"left": 0},
-            "no rollout leaves. Raise `oversample`, or look whether a method after this one sets the number of "
-            "rollouts.",
-        ),
-    )
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -1,0 +1,124 @@
+"""DiffusionNFT (arXiv 2509.16117) as an objective: no densities, so samples may be made without noise on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rl_plugins.denoising import Sample, Transition, noise
+from rl_plugins.diffusion.config import DiffusionConfig
+from rl_plugins.diffusion.objective import Objective, TransitionBatch
+from rl_plugins.diffusion.policy import Policy
+from rl_plugins.errors import ConfigError, did_you_mean, shown
+from rl_plugins.nft import decay, nft_loss, noisy
+from rl_plugins.params import MethodParams, param
+from rl_plugins.rollouts import Terms
+from rl_plugins.runtime import update
+from rl_plugins.runtime.metrics import Metrics
+from rl_plugins.runtime.stack import MethodStack
+
+_NO_DENSITY = "the objective nft has no densities of transitions. Set objective='ppo', or remove the method."
+
+
+@dataclass(frozen=True)
+class NftParams(MethodParams):
+    """`objective_params` of the objective nft."""
+
+    beta: float = param(1.0, "how far the good and the bad policy are from the old one", gt=0)
+    decay: Literal[0, 1, 2] = param(1, "how much of the old policy stays after a batch, see `rl_plugins.nft.decay`")
+    stochastic: bool = param(False, "noise on the way of samples, as ppo has it (authors: none)")
+
+
+class DiffusionNft(Objective):
+    """Pulls the policy towards good samples and pushes it from bad ones, in the forward process.
+
+    Every step of a sample is a token. Noise of its level is added to the finished sample, and the loss is that of
+    `rl_plugins.nft.nft_loss` there, with c = `advantage_clip`, plus `beta` times the squared distance of the velocity
+    from that of the reference. The old policy makes the samples. It follows the trained one after each batch:
+    `old = d old + (1 - d) new`, d = `decay(optimizer steps so far)`.
+    """
+
+    name = "nft"
+    missing = {
+        "policy_loss": _NO_DENSITY,
+        "regularize": _NO_DENSITY,
+        "old_logprobs": _NO_DENSITY,
+        "rollout_logprobs": _NO_DENSITY,
+        "ref_logprobs": _NO_DENSITY,
+        "current_logprobs": _NO_DENSITY,
+        "off_policy": _NO_DENSITY,
+    }
+
+    def __init__(self, policy: Policy, config: DiffusionConfig) -> None:
+        super().__init__(policy, config)
+        self.params = _params(config.objective_params)
+        self.stochastic = self.params.stochastic
+        self.old = {name: p.detach().clone() for name, p in policy.trained.items()}
+
+    def tokens(self, sample: Sample) -> tuple[Transition, ...]:
+        return sample.transitions
+
+    def sampling(self) -> contextlib.AbstractContextManager[Any]:
+        return self.policy.holding(self.old)
+
+    def outputs(self, batch: TransitionBatch) -> dict[str, Tensor]:
+        shape = tuple(batch.clean.shape[1:])
+        fresh = torch.stack([noise(shape, key, "forward") for key in batch.keys]).to(batch.clean)
+        xt = noisy(batch.clean, fresh, batch.sigma)
+
+        def velocity(weights: Literal["policy", "reference"]) -> Tensor:
+            return self.policy.velocity(weights, xt, batch.sigma, batch.conditions)
+
+        with torch.no_grad():
+            with self.policy.holding(self.old):
+                old = velocity("policy")
+            ref = velocity("reference") if self.config.beta else None
+        new = velocity("policy")
+        advantages, clip = batch.advantages, self.config.advantage_clip
+        ref = new.detach() if ref is None else ref
+        parts = nft_loss(batch.clean, xt, batch.sigma, new, old, ref, advantages, self.params.beta, clip)
+        gap = (new.detach() - old).flatten(1).square().mean(1)
+        return {"policy": parts.policy.float(), "kl": parts.kl, "gap": gap}
+
+    def loss(
+        self, terms: Terms, outputs: Mapping[str, Tensor], stack: MethodStack, metrics: Metrics
+    ) -> tuple[Tensor, Tensor | None]:
+        count = terms.mask.sum()
+        for name, output in (("kl", "kl"), ("distance_to_old", "gap")):
+            mean = update.masked_sum(outputs[output].detach(), terms.mask) / count.clamp(min=1)
+            metrics.add(name, mean, "mean", count)
+        return outputs["policy"] + self.config.beta * outputs["kl"], None
+
+    @torch.no_grad()
+    def after_update(self, step: int) -> None:
+        if step % self.config.updates_per_batch:
+            return
+        stays = decay(step, self.params.decay)
+        for name, p in self.policy.trained.items():
+            self.old[name].mul_(stays).add_(p, alpha=1 - stays)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"old": {name: value.cpu() for name, value in self.old.items()}}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, value in self.old.items():
+            value.copy_(saved["old"][name])
+
+
+def _params(given: Mapping[str, Any]) -> NftParams:
+    known = list(NftParams.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"objective_params has {shown(name)}, which the objective nft does not know."
+                f"{did_you_mean(str(name), known)} It has: {', '.join(known)}."
+            )
+    try:
+        return NftParams(**given)
+    except ConfigError as e:
+        raise ConfigError(f"objective_params: {e}") from None
