@@ -95,6 +95,20 @@ def test_a_pool_of_the_copy_is_cut_to_its_extremes_and_corrected(tmp_path):
     assert "by a copy of the policy with fp4 linear layers" in t.describe_methods()
 
 
+def test_a_plan_with_limits_keeps_the_log_probs(tmp_path):
+    """The second phase of `drive` cuts completions to three tokens."""
+    params = {"drive": {"sizes": [1.0, 4], "batches": [1], "rollouts": [8, 8], "max_tokens": [14, 3]}}
+    t = make(tmp_path, ["drive", "dart_tis"], method_params=params, rollout_precision="fp4", temperature=TEMPERATURE)
+    spread(t)
+    seen = Spy(t, "fp4")
+    t.train()
+    batch, policy, copied = seen.batches[1]
+    inside = batch["completion_mask"].bool()
+    assert batch["completion_ids"].size(1) == 3
+    torch.testing.assert_close(batch["rlp_rollout_logprobs"][inside], copied[inside], rtol=0, atol=2e-3)
+    assert (copied - policy)[inside].abs().mean() > 0.02
+
+
 def test_programs_are_served_by_the_copy_too(tmp_path):
     t = make(tmp_path, ["plain", "dart_tis"], rollout_precision="int8", temperature=TEMPERATURE, max_steps=1)
     spread(t)
