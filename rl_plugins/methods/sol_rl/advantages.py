@@ -40,6 +40,7 @@ class SolRlAdvantages(Method):
     name = "sol_rl_advantages"
     paper = PAPER
     fidelity = "code"
+    hosts = ("trl", "verl", "diffusion")
     does = "Centers rewards per prompt and divides by the deviation of all rewards of the batch"
     problems = ("no_signal",)
     goes_with = {"sol_rl_select": "Keeps the best and worst rollouts, whose deviation is then the scale."}

@@ -80,8 +80,8 @@ class SolRlExplore(Method):
         "`rank_correlation`: near 0, the choice is one by chance."
     )
     cost = (
-        "`pool` (4) times k samples of `steps` steps by the cheap copy, and their rewards; then k samples of the "
-        "policy. The copy needs memory of its own, and a refresh after each update (`time/cheap_refresh`)."
+        "`pool` (4) times the rollouts with `steps` (6) steps of the cheap copy, and their rewards; then the rollouts "
+        "of a plain batch. The copy needs memory of its own, and a refresh after each update (`time/cheap_refresh`)."
     )
     disagreements = (
         "The authors' copy computes in NVFP4 with kernels of Transformer Engine, also what layers read. "

@@ -52,6 +52,7 @@ class SolRlSelect(Method):
     name = "sol_rl_select"
     paper = PAPER
     fidelity = "code"
+    hosts = ("trl", "verl", "diffusion")
     does = "Draws a large pool of rollouts per prompt and trains its best and worst"
     problems = ("no_signal", "few_rollouts")
     goes_with = {
