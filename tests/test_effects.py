@@ -395,6 +395,7 @@ CASES: dict[str, Case] = {
         },
         ({}, {"guard": "strict"}, {"contract": lambda: Contract("result", {"type": "integer"})}),
         {"parse": lambda text: [text] if "call" in text else []},
+        elsewhere=("guard_log",),  # tests/methods/test_agent_rollouts.py: it writes files
     ),
     # their effect is on updates, whose KL generated batches do not have
     "reward_audit": Case(
