@@ -524,6 +524,8 @@ def case_of(name: str, folder: Any) -> Case:
         torch.manual_seed(0)
         save_adapter(path, Adapter(4, 8))
         case = dataclasses.replace(case, values={**case.values, "adapter": [str(path)]})
+    if name == "m_grpo_rollout":
+        case = dataclasses.replace(case, values={**case.values, "guard_log": [str(folder / "guard")]})
     if name == "training_free_grpo":
         path = folder / "library.json"
         path.write_text(json.dumps({"format": 1, "experiences": {"G0": "look twice"}}))
