@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from rl_plugins.commands.heads import app as heads_app
 from rl_plugins.errors import ConfigError, RLPluginsError
 
 
@@ -27,6 +28,7 @@ _LOOK = {"rich_markup_mode": None, "no_args_is_help": True, "add_completion": Fa
 app = typer.Typer(cls=_Commands, pretty_exceptions_enable=False, **_LOOK)  # type: ignore[arg-type]
 trl_app = typer.Typer(help="Run TRL with methods, or with a loss for supervised training.", **_LOOK)  # type: ignore[arg-type]
 app.add_typer(trl_app, name="trl")
+app.add_typer(heads_app, name="heads")
 
 
 @app.callback()
@@ -201,6 +203,47 @@ def fuse(
 
     rule = FusionRule(normalize, keep, select_topk, erase, weights.value, seed)
     fuse_folders(base, experts, out, rule, dry_run)
+
+
+@app.command("mode-pairs")
+def mode_pairs(
+    attempts: Annotated[Path, typer.Argument(help="Table of attempts (.parquet, .jsonl or .csv).")],
+    out: Annotated[Path, typer.Argument(help="File of the pairs (.parquet or .jsonl).")],
+    template: Annotated[
+        str | None,
+        typer.Option(help="The one prompt of all pairs; {prompt} stands for the problem.", show_default="see below"),
+    ] = None,
+    direct: Annotated[str, typer.Option(help="Name of the mode without reasoning.")] = "direct",
+    reasoning: Annotated[str, typer.Option(help="Name of the mode with reasoning.")] = "cot",
+    threshold: Annotated[float, typer.Option(help="Lowest number in `verified` that is a right attempt.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of the choice among several attempts.")] = 0,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+) -> None:
+    """Make preference pairs that teach a model when to reason, for TRL's DPOTrainer.
+
+    A row of the table is one attempt: `prompt` (a text or messages), `mode` (direct or cot), `completion` and
+    `verified` (true, false, a number, or empty). Make several attempts per problem in each mode with the base model; 32
+    is our guess of the paper's number.
+
+    \b
+    The rules, a pair for each problem at most (EconProver, arXiv 2509.12603):
+      A direct attempt is right:           it is preferred to an attempt with reasoning.
+      Only attempts with reasoning are:    one is preferred to a wrong direct attempt.
+      No attempt is right:                 no pair.
+
+    What is preferred was always verified. The same attempts and seed give the same pairs. All pairs have one prompt
+    that permits both modes; without --template it is the problem and "Answer directly if you can. Reason step by step
+    first only if you need to."
+
+    \b
+    Then train (examples/trl/mode_switching.py is a whole run, docs/heads.md explains it):
+      rl-plugins mode-pairs attempts.parquet pairs/train.parquet
+      trl dpo --dataset_name pairs --model_name_or_path MODEL --beta 0.1
+    """
+    from rl_plugins.commands.mode_pairs import write_pairs
+    from rl_plugins.preferences import TEMPLATE, PairRule
+
+    write_pairs(attempts, out, PairRule(template or TEMPLATE, direct, reasoning, threshold, seed), force)
 
 
 @app.command()

@@ -47,7 +47,7 @@ CONTRACT = {
     "redundancy",
 }
 AUTHORS = {"contract", "agents", "services", "judges", "evidence", "thompson", "priors", "audit", "messages"}
-ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "nft", "cheap", "disaggregated"}
+ADAPTER = {*AUTHORS, "runtime", "supervised", "masked", "flows", "nft", "cheap", "disaggregated", "heads"}
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": {"contract"},
     "agents": {"contract", "agents", "services"},
@@ -58,6 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "messages": {"contract", "services", "messages"},
     "attribution": {"contract"},
     "disaggregated": {"contract", "services", "disaggregated"},
+    "heads": {"contract"},
+    "preferences": {"contract"},
     "fusion": {"contract"},  # for commands: weights of models, no rollouts
     "thompson": {"evidence"},
     "priors": {"contract", "services", "evidence"},
@@ -91,9 +93,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "papers",
         "attribution",
         "viewer",
+        "preferences",
     },
     "viewer": {"contract", "viewer"},  # files alone
-    "cli": {"contract", "runtime", "commands", "audit", "fusion", "compare", "demo", "testing", "trl", "verl"},
+    "cli": {
+        "contract",
+        "runtime",
+        "commands",
+        "audit",
+        "fusion",
+        "preferences",
+        "compare",
+        "demo",
+        "testing",
+        "trl",
+        "verl",
+    },
     # where names are found since the first version
     "environments": {"agents", "trl.environments"},
     "turns": {"agents"},

@@ -37,7 +37,7 @@ def test_every_entry_says_why() -> None:
     [
         ("hecrl", "was reviewed and is not built. Offline control"),
         ("contest_trade", "is built, and is no method. Its rule"),
-        ("mode_switching", "is not built yet. It is preference training"),
+        ("mode_switching", "is built, and is no method. It is preference training.* `rl-plugins mode-pairs`"),
     ],
 )
 def test_who_names_one_is_told_why(name: str, said: str) -> None:

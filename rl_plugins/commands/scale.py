@@ -77,7 +77,9 @@ def _verl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, S
     listed = False
     if len(words) == 1 and "=" not in words[0]:
         config = Path(words[0])
-        found = _words(config) if config.suffix not in (".yaml", ".yml") else read_yaml(config, f"The config {config}")
+        found = (
+            words_of(config) if config.suffix not in (".yaml", ".yml") else read_yaml(config, f"The config {config}")
+        )
         if isinstance(found, Mapping):
             scaled = adapter.scaled(adapter.config_of(found), by)
             return with_values(config.read_text(encoding="utf-8"), scaled.values), scaled
@@ -97,7 +99,7 @@ def _verl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, S
     return "".join(f"{shlex.quote(word)}\n" for word in new), scaled
 
 
-def _words(file: Path) -> list[str]:
+def words_of(file: Path) -> list[str]:
     """The words of a file with a command of verl or with its overrides."""
     try:
         words = shlex.split(file.read_text(encoding="utf-8").replace("\\\n", " "), comments=True)
@@ -107,7 +109,7 @@ def _words(file: Path) -> list[str]:
     if variables:
         raise ConfigError(
             f"{file} is a shell script with variables ({shown(variables[0])}). Only a plain command or its overrides "
-            f"can be read. Give the words that the shell makes of them: rl-plugins scale --host verl -- OVERRIDES"
+            f"can be read. Give the words that the shell makes of them: --host verl -- OVERRIDES"
         )
     return words
 

@@ -16,7 +16,7 @@ def with_values(text: str, values: Mapping[str, Any]) -> str:
 
     Args:
         text: a YAML mapping.
-        values: dotted name -> number or text. A name that is not there is added.
+        values: dotted name -> number, text, list or mapping. A name that is not there is added.
 
     Raises:
         ConfigError: a value cannot be replaced where it is, because an alias or a merge shares it with others.
@@ -33,7 +33,7 @@ def with_values(text: str, values: Mapping[str, Any]) -> str:
         if not _is(text, wanted):
             raise ConfigError(
                 f"`{name}` cannot be changed in the file, because an alias, a merge or an empty mapping is in its "
-                f"place. Write {name.replace('.', ': ')}: {value} out, and scale again."
+                f"place. Write {name.replace('.', ': ')}: {value} out, and run the command again."
             )
     return text
 
@@ -49,13 +49,16 @@ def _with_value(text: str, path: Sequence[str], value: Any) -> str:
     import yaml
 
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    path = list(path)
+    path, start = list(path), 0
     while path and isinstance(node, yaml.MappingNode):
-        found = next((v for k, v in node.value if k.value == path[0]), None)
+        found = next(((k, v) for k, v in node.value if k.value == path[0]), None)
         if found is None:
             break
-        node, path = found, path[1:]
+        (key, node), path = found, path[1:]
+        start = key.end_mark.index
     if not path:
+        if isinstance(node, yaml.CollectionNode) and not node.flow_style:
+            return f"{text[:start]}: {json.dumps(value)}{text[_end(node) :]}"
         start, end = node.start_mark.index, node.end_mark.index
         space = "" if text[:start].endswith((" ", "\n")) else " "
         return text[:start] + space + json.dumps(value) + text[end:]
@@ -67,3 +70,11 @@ def _with_value(text: str, path: Sequence[str], value: Any) -> str:
     first = node.value[0][0].start_mark
     between = ", " if node.flow_style else "\n" + " " * first.column
     return f"{text[: first.index]}{path[0]}: {new}{between}{text[first.index :]}"
+
+
+def _end(node: Any) -> int:
+    """Where a block ends, without the lines and comments after it."""
+    while node.value and not isinstance(node.value, str) and not node.flow_style:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return int(node.end_mark.index)

@@ -29,6 +29,20 @@ CHANGES = (
         "script.run",
     ),
     Change(
+        "`trl.GRPOTrainer` and `trl.get_peft_config`: ours, while TRL's script runs",
+        "the script makes LoRA only",
+        "`rl-plugins trl grpo` with `adapter: prompt_tuning` or `prefix_tuning`",
+        "none",
+        "script.run",
+    ),
+    Change(
+        "the base model under a prompt-learning adapter of PEFT: a hook before its forward pass gives it positions",
+        "PEFT gives none, and the log-probs of a padded row depend on the other rows of its batch",
+        "any method, or the options above",
+        "none",
+        "trainer.MethodsMixin.__init__",
+    ),
+    Change(
         "`trl.SFTTrainer`: ours, while TRL's script runs",
         "the script takes its trainer from there",
         "`rl-plugins trl sft` with `loss_type: otr`",

@@ -22,7 +22,7 @@ from rl_plugins.runtime.budget import print_budget
 from rl_plugins.runtime.chat import has_template
 from rl_plugins.runtime.report import plan_lines
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.trl import facts, script
+from rl_plugins.trl import facts, heads, script
 from rl_plugins.trl.compat import Seams
 from rl_plugins.trl.config import GRPOConfig
 from rl_plugins.trl.masked import MaskedGRPOConfig
@@ -121,6 +121,10 @@ def _known_of(
         else:
             found.problems.append(f"{text} Or give --world-size of another.")
         script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], config=planned)
+    try:
+        heads.check_adapter(model_args, args)
+    except ConfigError as e:
+        found.problems.append(str(e))
     missing = _missing_packages(args, model_args, deepspeed)
     if elsewhere:
         found.notes.extend(missing)

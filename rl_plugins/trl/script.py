@@ -23,6 +23,7 @@ import trl
 from rl_plugins.errors import ConfigError, RLPluginsError, did_you_mean, shortened, shown
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.stack import build_stack
+from rl_plugins.trl import heads
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.trainer import GRPOTrainer
 
@@ -36,6 +37,7 @@ class Script:
         module: of ours that a launcher starts.
         config, arguments: "module:class" of the config of training, and of TRL's arguments of the script.
         command: of `rl-plugins trl`; empty: the name.
+        model: "module:class" of the options of the model.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Script:
     config: str
     arguments: str
     command: str = ""
+    model: str = "trl:ModelConfig"
 
     @property
     def called(self) -> str:
@@ -53,7 +56,11 @@ class Script:
 
 
 GRPO = Script(
-    "grpo", "rl_plugins.trl.script", "rl_plugins.trl.config:GRPOConfig", "trl.scripts.grpo:GRPOScriptArguments"
+    "grpo",
+    "rl_plugins.trl.script",
+    "rl_plugins.trl.config:GRPOConfig",
+    "trl.scripts.grpo:GRPOScriptArguments",
+    model="rl_plugins.trl.heads:AdapterModelConfig",
 )
 MASKED_GRPO = Script(
     "grpo",
@@ -105,8 +112,8 @@ class Parser(trl.TrlParser):
 
     def __init__(self, script: Script = GRPO, config: type | None = None) -> None:
         self.script = script
-        types = (_class(script.arguments), config or _class(script.config), trl.ModelConfig, trl.DatasetMixtureConfig)
-        super().__init__(types, prog=f"rl-plugins trl {script.called}")
+        types = (_class(script.arguments), config or _class(script.config), _class(script.model))
+        super().__init__((*types, trl.DatasetMixtureConfig), prog=f"rl-plugins trl {script.called}")
 
     def error(self, message: str) -> None:
         _refuse(message, self.script)
@@ -181,14 +188,24 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: see `run_script`.
     """
-    run_script(GRPO, argv, lambda args: {"GRPOTrainer": GRPOTrainer} if args.methods or args.count_costs else {})
+    run_script(GRPO, argv, _of_grpo)
 
 
-def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any], dict[str, type]]) -> None:
+def _of_grpo(args: Any, model_args: Any) -> dict[str, Any]:
+    """What stands in `trl` while its script runs."""
+    heads.check_adapter(model_args, args)
+    if model_args.use_peft and model_args.adapter != heads.LORA:
+        peft_config = heads.peft_config_of(model_args)
+        return {"GRPOTrainer": heads.trainer_of(model_args), "get_peft_config": lambda _: peft_config}
+    return {"GRPOTrainer": GRPOTrainer} if args.methods or args.count_costs else {}
+
+
+def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any, Any], dict[str, Any]]) -> None:
     """Runs one of TRL's scripts in this process.
 
     Args:
-        ours: the parsed config -> name in `trl` -> our trainer that stands there while the script runs.
+        ours: the parsed config, options of the model -> name in `trl` -> what of ours stands there while the script
+            runs.
 
     Raises:
         ConfigError: an argument that nobody knows, or one of `accelerate launch` (which comes before the `-m`).
@@ -200,8 +217,8 @@ def run_script(script: Script, argv: Sequence[str], ours: Callable[[Any], dict[s
             f"{' '.join(arguments.launch)} -m {script.module} ..."
         )
     parsed = parse(arguments.script, script=script)
-    trainers = ours(parsed[1])
-    with changed(trl, **trainers) if trainers else contextlib.nullcontext():
+    own = ours(parsed[1], parsed[2])
+    with changed(trl, **own) if own else contextlib.nullcontext():
         script.run(*parsed)
     if torch.distributed.is_initialized():  # without this gloo sometimes aborts a process that is done ("terminate ..")
         torch.distributed.destroy_process_group()

@@ -231,7 +231,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: see `rl_plugins.trl.script.run_script`.
     """
-    run_script(SFT, argv, lambda args: {"SFTTrainer": SFTTrainer} if args.loss_type == LOSS else {})
+    run_script(SFT, argv, lambda args, model: {"SFTTrainer": SFTTrainer} if args.loss_type == LOSS else {})
 
 
 def main() -> None:

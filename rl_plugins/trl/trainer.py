@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
 
 from rl_plugins.errors import ConfigError
+from rl_plugins.heads import positions_by_mask
 from rl_plugins.requests import Prompt
 from rl_plugins.runtime import update
 from rl_plugins.runtime.costs import Costs, Meter
@@ -82,6 +83,7 @@ class MethodsMixin(StatefulMixin):
                 self.add_callback(CostsCallback(self))
             return
         self.add_callback(self._methods_callback)
+        positions_by_mask(self.model)
         if self.aux_loss_enabled and facts.droppers(self.methods):
             facts.refuse_inexact_loss(self)
         if self.args.rollout_precision != "policy":

@@ -348,4 +348,5 @@ def test_the_bundle_explains_its_pieces() -> None:
         3,
         0.5,
     )
-    assert "`difficulty_slices` draws half" in bundle.about
+    for piece in ("rl-plugins heads write", "`rl-plugins heads sample`", "`rl-plugins mode-pairs`", "docs/heads.md"):
+        assert piece in bundle.about

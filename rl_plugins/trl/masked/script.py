@@ -17,7 +17,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         ConfigError: see `rl_plugins.trl.script.run_script`.
     """
-    run_script(MASKED_GRPO, argv, lambda args: {"GRPOTrainer": MaskedGRPOTrainer})
+    run_script(MASKED_GRPO, argv, lambda args, model: {"GRPOTrainer": MaskedGRPOTrainer})
 
 
 def main() -> None:

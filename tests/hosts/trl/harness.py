@@ -47,6 +47,11 @@ def score(completion_ids: Any = None, **kwargs: Any) -> list[float]:
     return [sum(c) % 7 / 7 for c in completion_ids]
 
 
+def text_score(completions: Any = None, **kwargs: Any) -> list[float]:
+    """A graded reward from the text alone."""
+    return [sum(map(ord, c[0]["content"])) % 7 / 7 for c in completions]
+
+
 def length(completion_ids: Any = None, **kwargs: Any) -> list[float]:
     return [len(c) / 12 for c in completion_ids]
 

@@ -69,7 +69,7 @@ def with_sets(rows: int, size: int) -> tuple[Any, list[str]]:
         (["difficulty_slices"], {"difficulty_slices": {"column": "task"}}, "column `task` must hold a number in every"),
         (["difficulty_slices"], {"difficulty_slices": {"heads": 201}}, "`heads` is 201, and the dataset has 200"),
         (["difficulty_slices", "vade"], {}, "`difficulty_slices` and `vade` both"),
-        (["mode_switching"], {}, "It is preference training and no step of a run"),
+        (["mode_switching"], {}, "is preference training.* `rl-plugins mode-pairs`"),
     ],
 )
 def test_refused(tmp_path: Any, names: list[str], params: dict[str, Any], message: str) -> None:
