@@ -157,6 +157,9 @@ def test_only_end_tokens_are_held_back(steps: int, one: float, other: float, kin
     plain, held = scaled_confidence(logits, chosen, None), scaled_confidence(logits, chosen, END, factors[0])
     assert torch.equal(held[chosen != END], plain[chosen != END])
     assert torch.equal(held[chosen == END], plain[chosen == END] * factors[0])
+    both = scaled_confidence(logits, chosen, [END, 2], factors[0])  # a model with several end tokens
+    ends = (chosen == END) | (chosen == 2)
+    assert torch.equal(both, torch.where(ends, plain * factors[0], plain))
 
 
 @st.composite

@@ -209,6 +209,7 @@ def results_of(
             for factor in ("0.4", "0.01")
         },
         "ASS minus 3 passes": {f"{t}/{f}": minus(f"{t}/{f}/ASS", f"{t}/{f}/3") for t in ("1", "0") for f in FACTORS},
+        "0.4 minus 0.01": {way: minus(f"1/0.4/{way}", f"1/0.01/{way}") for t, _, way in ways if t == "1"},
         "7 passes, 0.01, minus 14, off": {"1": minus("1/0.01/7", "1/off/14")},
         "bias": {k: interval([b[k] for b in biased]) for k in biased[0]},
         "curves": {arm: [summary(column) for column in np.array(runs).T] for arm, runs in curves.items()},

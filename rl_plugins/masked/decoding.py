@@ -7,7 +7,7 @@ confidence of places that hold the end token is multiplied by a factor that grow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -140,10 +140,14 @@ def end_factor(step: int, steps: int, start: float, stop: float, schedule: str =
     return start + (stop - start) * grown
 
 
-def scaled_confidence(logits: Tensor, chosen: Tensor, end_id: int | None, factor: float = 1.0) -> Tensor:
+def scaled_confidence(
+    logits: Tensor, chosen: Tensor, end_id: int | Sequence[int] | None, factor: float = 1.0
+) -> Tensor:
     """(rows, tokens) probability of the chosen tokens, without noise; that of end tokens is multiplied by `factor`."""
     confidence = torch.softmax(logits, dim=-1).gather(-1, chosen[..., None])[..., 0]
-    return confidence if end_id is None else torch.where(chosen == end_id, confidence * factor, confidence)
+    if end_id is None:
+        return confidence
+    return torch.where(torch.isin(chosen, torch.tensor(end_id, device=chosen.device)), confidence * factor, confidence)
 
 
 @torch.no_grad()
@@ -152,7 +156,7 @@ def decode(
     prompt: Tensor,
     how: Decoding,
     mask_id: int,
-    end_id: int | None,
+    end_id: int | Sequence[int] | None,
     generator: torch.Generator | None = None,
     unconditional: Model | None = None,
 ) -> Decoded:
@@ -167,6 +171,7 @@ def decode(
     Args:
         model: logits of prompt and answer.
         prompt: (rows, prompt) int64.
+        end_id: the end token, or several of them; None: there is none.
         unconditional: with guidance: logits without the prompt; by default the model on a masked prompt.
 
     Returns:

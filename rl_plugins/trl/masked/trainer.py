@@ -169,7 +169,7 @@ class MaskedTrainer(HostTrainer):  # type: ignore[misc]
         ids = pad(tensors, padding_value=self.processing_class.pad_token_id, padding_side="left")
         seen = pad([torch.ones_like(t) for t in tensors], padding_value=0, padding_side="left")
         whole = pad_tensor(seen, (0, how.length), value=1)
-        found = decode(self._model(model, whole), ids, how, int(self.mask_id), self.eos_token_ids[0])
+        found = decode(self._model(model, whole), ids, how, int(self.mask_id), self.eos_token_ids)
         answers = []
         for tokens, steps in zip(found.answer.tolist(), found.unmasked_at.tolist(), strict=True):
             answers.append(MaskedAnswer(tokens))
