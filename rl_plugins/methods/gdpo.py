@@ -61,6 +61,7 @@ class Gdpo(Method):
         code="NVlabs/GDPO",
     )
     fidelity = "code"
+    hosts = ("trl", "verl", "diffusion")
     does = "Normalizes each reward function within its group before adding them"
     problems = ("several_rewards",)
     measured = (

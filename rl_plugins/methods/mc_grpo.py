@@ -57,6 +57,7 @@ class McGrpo(Method):
         code="lotusroot-kim/MC-GRPO",
     )
     fidelity = "code"
+    hosts = ("trl", "verl", "diffusion")
     does = "Centers rewards on the group's median, with one extra rollout per prompt as its pivot"
     problems = ("few_rollouts",)
     measured = (

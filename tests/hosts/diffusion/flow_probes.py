@@ -182,7 +182,8 @@ class Explores(Probe):
         scores = yield [Score(x) for (x,) in tried]
         order = sorted(range(len(tried)), key=lambda i: -scores[i].reward)[: prompt.n]
         made = yield [Denoise(prompt.start(tried[i][0].seed)) for i in order]
-        return [x for (x,) in made]
+        first = yield [Score(x) for (x,) in made[:2]]
+        return [*(x.scored(s) for (x,), s in zip(made, first, strict=False)), *(x for (x,) in made[2:])]
 
 
 def register() -> None:

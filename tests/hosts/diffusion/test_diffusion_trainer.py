@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -12,17 +13,19 @@ from methods.branch_loops import advantages_by_loops, first_copies, node_of
 
 from rl_plugins.diffusion import batch as batch_module
 from rl_plugins.diffusion.logs import read_metrics
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.diffusion.objective import Objective
+from rl_plugins.diffusion.objectives import OBJECTIVES
+from rl_plugins.errors import ConfigError, MethodError, StateError
 from rl_plugins.flows import shifted_sigmas
 
 pytestmark = pytest.mark.host
 
 
-def by_hand(trainer, beta=0.0):
+def by_hand(trainer, beta=0.0, bound=5.0):
     """The weights after the first optimizer step, in plain torch: groups, loss and AdamW on the very samples."""
     rows = make(trainer.args.output_dir, beta=beta).batches.make(0).rows
     model = Tiny().double()
-    reference = Tiny().double()
+    reference = Tiny(5).double()
     sigmas, eta, total = shifted_sigmas(6), 0.3, torch.zeros((), dtype=torch.float64)
     rewards = {}
     for row in rows:
@@ -31,6 +34,7 @@ def by_hand(trainer, beta=0.0):
     for row in rows:
         group = torch.tensor(rewards[row.place], dtype=torch.float64)
         advantage = (row.sample.rewards["bright"] - group.mean()) / (group.std() + 1e-4)
+        advantage = advantage.clamp(-bound, bound)
         for t in row.sample.transitions:
             x, end = t.start.double()[None], t.end.double()[None]
             s, d = sigmas[t.step], sigmas[t.step + 1] - sigmas[t.step]
@@ -62,14 +66,20 @@ def by_hand(trainer, beta=0.0):
         {"transitions_per_pass": 5},
         {"transitions_per_pass": 4, "rows_per_pass": 2, "beta": 0.5},
         {"rows_per_call": 3},
+        {"advantage_clip": 0.5},
+        {"warmup_steps": 4, "learning_rate": 4e-2},
     ],
     ids=str,
 )
 def test_an_update_is_that_of_plain_torch(tmp_path, how):
     trainer = make(tmp_path / "a", batches=1, **how)
-    before = weights(trainer)
+    if "beta" in how:  # at first the policy is its reference, and the KL has no gradient
+        trainer.policy._frozen.load_state_dict(Tiny(5).state_dict())
+    before, sizes, outputs = weights(trainer), [], trainer.objective.outputs
+    trainer.objective.outputs = lambda batch: sizes.append(len(batch.keys)) or outputs(batch)
     (logged,) = trainer.train()
-    wanted, loss = by_hand(make(tmp_path / "b"), how.get("beta", 0.0))
+    wanted, loss = by_hand(make(tmp_path / "b"), how.get("beta", 0.0), how.get("advantage_clip", 5.0))
+    assert max(sizes) <= how.get("transitions_per_pass", 6 * how.get("rows_per_pass", 8))
     assert (weights(trainer) - before).abs().max() > 5e-3
     assert (weights(trainer) - wanted).abs().max() < 2e-4  # AdamW divides small gradients by themselves
     assert logged["loss"] == pytest.approx(loss, abs=1e-5) and logged["ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -208,12 +218,22 @@ def test_the_cheap_copy_explores_and_is_refreshed(tmp_path):
         copies.append((made, earlier))
         return made
 
-    trainer = make(tmp_path, ["explores"], cheap=cheap, updates_per_batch=2)
+    scored = []
+
+    def counted(samples, conditions):
+        scored.append(bright(samples, conditions))
+        return scored[-1]
+
+    trainer = make(tmp_path, ["explores"], cheap=cheap, updates_per_batch=2, reward_funcs=counted)
     logged = trainer.train()
     assert len(copies) == 1 + 3 * 2 and copies[1][1] is copies[0][0]
     assert torch.equal(copies[-1][0].outer.weight, trainer.policy.module.outer.weight)
     assert not torch.equal(copies[0][0].outer.weight, copies[-1][0].outer.weight)
     assert {h["rl_plugins/model_passes"] for h in logged} == {2.0 * (8 * 2 + 4 * 6)}
+    # tried seeds; then two samples of each prompt, whose programs asked; then the rest
+    assert [len(x) for x in scored] == [16, 4, 4] * 3
+    trained = [torch.cat(scored[i + 1 : i + 3]).mean().item() for i in (0, 3, 6)]
+    assert [h["reward"] for h in logged] == pytest.approx(trained)
     with pytest.raises(MethodError, match="the run has no cheap copy of the policy"):
         make(tmp_path / "none", ["explores"]).train()
 
@@ -289,7 +309,7 @@ def test_conditions(tmp_path):
     )
     trainer.train()
     assert sorted(c for batch in asked[:2] for c in batch) == ["a", "bb", "ccc", "dddd"]
-    assert all(len(batch) == 2 for batch in asked)  # once per batch, not in every step
+    assert [len(batch) for batch in asked] == [2, 2, 2]  # once per batch, not in every step
     with pytest.raises(ConfigError, match="for anything else give the trainer `encode`"):
         make(tmp_path / "none", train_dataset=["a", "b"]).train()
     with pytest.raises(ConfigError, match="It must return a tensor with a row for each"):
@@ -382,3 +402,71 @@ def branch_step(trainer, rows):
     (loss / count).backward()
     optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).float()
+
+
+# ---- objectives
+
+
+class Pulled(Objective):
+    """Velocities towards the finished sample, weighed by the advantage; samples are made under a mark of its own."""
+
+    name = "pulled"
+    missing = {
+        "old_logprobs": "it has no ratio. Set objective=ppo.",
+        "policy_loss": "it has no ratio. Set objective=ppo.",
+    }
+
+    def __init__(self, policy, config):
+        super().__init__(policy, config)
+        self.sampled, self.steps, self.keys = 0, [], set()
+
+    def tokens(self, sample):
+        return sample.transitions[:3]
+
+    @contextlib.contextmanager
+    def sampling(self):
+        self.sampled += 1
+        yield
+
+    def outputs(self, batch):
+        self.keys |= set(batch.keys)
+        v = self.policy.velocity("policy", batch.start, batch.sigma, batch.conditions)
+        assert batch.step.max() <= 2 and torch.equal(batch.sigma > batch.following, torch.ones(len(v)).bool())
+        return {"error": (v - (batch.start - batch.clean)).square().flatten(1).mean(1) * batch.advantages.exp()}
+
+    def loss(self, terms, outputs, stack, metrics):
+        metrics.add("error", (outputs["error"] * terms.mask).sum().detach() / terms.mask.sum(), "mean")
+        return outputs["error"], None
+
+    def after_update(self, step):
+        self.steps.append(step)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, saved):
+        self.steps = list(saved["steps"])
+
+
+def test_an_objective_of_another_kind(tmp_path, monkeypatch):
+    monkeypatch.setitem(OBJECTIVES, "pulled", Pulled)
+    options = {"objective": "pulled", "updates_per_batch": 2, "save_every": 1}
+    trainer = make(tmp_path / "run", **options)
+    history = trainer.train()
+    assert all(h["error"] > 0 and "ratio" not in h for h in history)
+    assert {h["rl_plugins/transitions_trained"] for h in history} == {8.0 * 3}
+    assert trainer.objective.sampled == 3 + 7  # the batches, and the copy of the policy at first and after each step
+    assert trainer.objective.steps == [1, 2, 3, 4, 5, 6]
+    assert len(trainer.objective.keys) == 3 * 8 * 3  # a key of its own for every transition
+    chunks = make(tmp_path / "chunks", transitions_per_pass=2, **options)
+    chunks.train()
+    assert torch.allclose(weights(chunks), weights(trainer), atol=1e-4)
+    again = make(tmp_path / "run", **options)
+    again.train(resume_from=str(tmp_path / "run" / "checkpoint-2"))
+    assert torch.equal(weights(again), weights(trainer)) and again.objective.steps == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(StateError, match="is of the objective pulled, and this run has ppo"):
+        make(tmp_path / "run", updates_per_batch=2).train(resume_from=True)
+    with pytest.raises(ConfigError, match=r"(?s)needs log-probs of the policy at the start.*it has no ratio"):
+        make(tmp_path / "looks", ["looks"], **options)
+    with pytest.raises(ConfigError, match="`same` changes `policy_loss`, and diffusion cannot do that here: it has no"):
+        make(tmp_path / "same", ["same"], **options)
