@@ -115,7 +115,7 @@ def test_every_option_has_a_help():
         ({"objective": "dpo"}, "objective='dpo' is given; allowed: ppo"),
         ({"objective_params": {"beta": 1}}, "and the objective ppo has none"),
     ],
-    ids=str,
+    ids=["none", "same name", "weights", "objective", "its parameters"],
 )
 def test_trainers_that_cannot_be_made(tmp_path, given, why):
     with pytest.raises(ConfigError, match=why):
