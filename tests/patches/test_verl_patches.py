@@ -41,6 +41,8 @@ CONTROLS = {  # what the patches' tests show to be unchanged
     "test_state_dict_of_the_class_is_patched_where_trl_has_it",
     "test_the_same_object_may_be_registered_again",
     "test_versions_of_the_first_and_the_last_attempt_stay",
+    "test_without_redundant_sessions_all_are_awaited[seconds0-finished]",
+    "test_without_redundant_sessions_all_are_awaited[seconds1-failure]",
     "test_without_the_key_a_policy_loss_gets_the_arguments_it_got",
 }
 
@@ -87,7 +89,7 @@ def stock(patched_verl: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_patches_are_these() -> None:
-    numbers = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 17]
+    numbers = [1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 14, 17, 18]
     assert [mails.number(patch) for patch in PATCHES] == [f"V{n}" for n in numbers]
 
 
@@ -136,6 +138,11 @@ def test_the_patches_own_tests_fail_without_and_pass_with_them(stock: Run, patch
             "trainer/ppo/v1/test_agent_loop_multi_output_reward_on_cpu.py"
             "::test_reward_of_the_last_output_reaches_every_output[reward_only]",
             "'failure' == 'finished'",
+        ),
+        (
+            "trainer/ppo/v1/test_agent_loop_redundant_sessions_on_cpu.py"
+            "::test_another_session_takes_the_place_of_one_that_fails",
+            "'failure'",
         ),
         ("trainer/ppo/v1/test_replay_buffer_poll_interval_on_cpu.py::test_interval_is_configurable", "[2.0] == [0.05]"),
         ("plugin/test_cpu_device_on_cpu.py::test_process_group_on_cpu", "Duplicate device type cpu"),
