@@ -115,7 +115,7 @@ def test_signs_are_logged_where_the_host_sees_them_and_advice_names_parameters(n
             assert f'log("{sign}"' in text or f'("{sign}", ' in text or sign == "compared_0", sign
         named = re.findall(r"`([a-z_]+)", idle.advice)
         fields = set(cls.Params.__dataclass_fields__)
-        assert not named or fields & set(named) or name in ("m_grpo", "hgpo"), (name, named)
+        assert not named or fields & set(named) or name in ("m_grpo", "hgpo", "branch_advantages"), (name, named)
     assert {HOOKS[h].place for h in cls.claims()} & {"driver", "generation"}
 
 
