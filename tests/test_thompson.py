@@ -13,7 +13,7 @@ from rl_plugins import thompson
 from rl_plugins.evidence import Counts
 from rl_plugins.thompson import SCORES, Draws, best_draws, largest_density
 
-SIZE, N, DRAWS = 400, 12, 1500
+SIZE, N, DRAWS = 400, 12, 800
 COUNTS = Counts()
 
 
