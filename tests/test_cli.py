@@ -211,7 +211,7 @@ def test_info_shows_parameters_with_range_and_help_options_and_differences():
     text = rl_plugins("info", "mc_grpo")
     assert "mad_eps = 0.001   (float, > 0)\n      constant added to the divisor of the advantages" in text
     assert "'mad' | 'none' | 'std'" in text and "- The GSM8K trainer of the authors" in text
-    assert "plan, advantages, shape (hosts: trl, verl)" in text
+    assert "plan, advantages, shape (hosts: trl, verl, diffusion)" in text
     text = rl_plugins("info", "gdpo")
     assert "- trl: multi_objective_aggregation = 'sum_then_normalize'" in text
     assert "- two or more reward functions" in text

@@ -498,7 +498,7 @@ def test_the_command_that_info_shows_is_read_back():
         if "verl" not in usage_of(found).hosts:
             assert "\n  verl:\n" not in info(found)
             continue
-        lines = info(found).split("\n  verl:\n")[1].split("\n\nSource\n")[0]
+        lines = re.split(r"\n\nSource\n|\n  Diffusion \(", info(found).split("\n  verl:\n")[1])[0]
         overrides = shlex.split(lines.replace("\\\n", " "))[3:]
         config = copy.deepcopy(base) if number % 10 else compose(overrides)
         with open_dict(config):

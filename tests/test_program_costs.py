@@ -21,7 +21,8 @@ from rl_plugins.testing.engine import TableEngine, make_prompt
 
 def programs() -> list[str]:
     found = [(name, registry.load(name)) for name in BUILT_IN]
-    return [name for name, cls in found if not isinstance(cls, Bundle) and "rollout" in cls.claims()]
+    text = [(name, cls) for name, cls in found if not isinstance(cls, Bundle) and {*cls.hosts} & {"trl", "verl"}]
+    return [name for name, cls in text if "rollout" in cls.claims()]
 
 
 @dataclass

@@ -84,6 +84,7 @@ class SolRlExplore(Method):
         "of a plain batch. The copy needs memory of its own, and a refresh after each update (`time/cheap_refresh`)."
     )
     disagreements = (
+        "The paper was read through its abstract, project page and a summary, not in full; the code was read in part.",
         "The authors' copy computes in NVFP4 with kernels of Transformer Engine, also what layers read. "
         "`rl_plugins.cheap` rounds weights to the same format, which is faster nowhere.",
         "The code draws seeds with repetition, so two of a pool can be the same; here they differ.",

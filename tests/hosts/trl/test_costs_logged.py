@@ -69,9 +69,9 @@ def test_what_a_queue_gives_up_is_counted(tmp_path, monkeypatch):
     """Groups wait, so more is decoded than trained, and what waits is read again by the next batch."""
     begun, race = [], TrlEngine.race
 
-    def watched(self: Any, requests: Any, group: Any, enough: int) -> Any:
+    def watched(self: Any, requests: Any, *groups: Any) -> Any:
         begun.append((sum(not len(r.trajectory) for r in requests), sum(len(r.trajectory) > 0 for r in requests)))
-        return race(self, requests, group, enough)
+        return race(self, requests, *groups)
 
     monkeypatch.setattr(TrlEngine, "race", watched)
     options: dict[str, Any] = dict(num_generations=2, max_completion_length=120, learning_rate=0.05)
