@@ -12,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(file.stem for file in (ROOT / "examples/evidence").glob("*.py") if file.stem != "common")
 FIGURES = ROOT / "docs" / "figures" / "evidence"
 NONE = {"prompts", "staleness", "staleness_async"}  # hours of training with TRL's trainer
-NONE |= {"sol_rl"}  # its runs of the diffusion trainer were not made yet
 
 
 def test_each_script_has_its_figures_and_each_figure_its_script():

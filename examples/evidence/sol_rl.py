@@ -37,7 +37,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rl_plugins.cheap import CheapCopy, CheapOptions
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.compare.figures import panels
 from rl_plugins.demo import shapes
 from rl_plugins.denoising import Denoise
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
@@ -232,11 +232,15 @@ def plot(spreads: dict[str, Any], copies: dict[str, Any], runs: dict[str, list[d
         steps = [s for s in STEPS if f"rank {precision} {s}" in copies]
         points(axes[1], steps, [copies[f"rank {precision} {s}"] for s in steps], precision, i)
     named(axes[1], "steps of the cheap model", "rank correlation with 10 exact steps", "Copies of the demo's policy")
-    for axis, what, title in ((axes[2], "batches", "batches"), (axes[3], "exact", "passes of the exact policy")):
+    for axis, what, x, title in (
+        (axes[2], "batches", "batches", "Reward per batch"),
+        (axes[3], "exact", "passes of the exact policy", "Reward per pass of the policy"),
+    ):
         for i, (arm, of) in enumerate(runs.items()):
             band(axis, of[0][what], [summary(column) for column in np.stack([r["reward"] for r in of]).T], arm, i)
-        named(axis, title, "reward, fixed seeds (1 at most)", f"Reward per {title.split()[-1]}")
-    name_lines(figure)
+        named(axis, x, "reward, fixed seeds (1 at most)", title)
+    for axis in axes:
+        axis.legend(frameon=False, fontsize=7)
     return figure
 
 

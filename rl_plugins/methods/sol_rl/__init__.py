@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.method import Bundle
+from rl_plugins.method import Bundle, Measured
 from rl_plugins.methods.sol_rl.advantages import SolRlAdvantages
 from rl_plugins.methods.sol_rl.choice import PAPER
 from rl_plugins.methods.sol_rl.explore import PAPER_SETTINGS, SolRlExplore
@@ -21,6 +21,20 @@ SOL_RL = Bundle(
     ),
     does="Explores seeds with a cheap copy of a diffusion policy, and trains the best and worst made again",
     problems=("few_rollouts",),
+    measured=(
+        Measured(
+            "reward of a small policy of images, mean over 32 batches, 6 of 24 seeds explored in FP4",
+            "better",
+            "0.780 ± 0.011 against 0.716 ± 0.022 (6 of 6 samples)",
+            "sol_rl-5-seeds",
+        ),
+        Measured(
+            "the same reward at equal passes of policy and copy together",
+            "worse",
+            "by 0.083 ± 0.018 than 6 of 6 samples",
+            "sol_rl-5-seeds",
+        ),
+    ),
     paper_settings=PAPER_SETTINGS,
 )
 
