@@ -30,8 +30,7 @@ from rl_plugins.errors import ConfigError
 Precision = Literal["bf16", "int8", "fp4"]
 PRECISIONS = get_args(Precision)
 BLOCK = 16
-_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_BETWEEN = (_VALUES[1:] + _VALUES[:-1]) / 2
+_LARGEST = 6.0  # of E2M1
 _LARGEST_SCALE = 448.0  # of E4M3
 _LEAST_ROWS = 32  # of a product in int8
 SKIPPED = ("embed", "^t_block", "final_layer", "^proj_out", "norm_out", "logvar_linear", r"attn\.qkv", "lm_head")
@@ -49,12 +48,12 @@ def round_int8(w: Tensor) -> tuple[Tensor, Tensor]:
 def round_fp4(w: Tensor) -> Tensor:
     """A matrix (outputs, inputs) in NVFP4; the last block of a row may be shorter."""
     x = w.float()
-    whole = x.abs().max() / (_VALUES[-1].item() * _LARGEST_SCALE)
+    whole = x.abs().max() / (_LARGEST * _LARGEST_SCALE)
     if whole == 0:
         return w.clone()
     columns = x.size(1)
     x = nn.functional.pad(x, (0, -columns % BLOCK)).view(len(x), -1, BLOCK)
-    scale = x.abs().amax(2, keepdim=True) / _VALUES[-1].item() / whole
+    scale = x.abs().amax(2, keepdim=True) / _LARGEST / whole
     scale = scale.to(torch.float8_e4m3fn).float() * whole
     rounded = torch.where(scale > 0, round_e2m1(x / scale) * scale, 0.0)
     return rounded.flatten(1)[:, :columns].to(w.dtype)
@@ -62,10 +61,9 @@ def round_fp4(w: Tensor) -> Tensor:
 
 def round_e2m1(x: Tensor) -> Tensor:
     """The nearest number of four bits; halfway the one whose last bit is 0, and 6 above 6."""
-    between = _BETWEEN.to(x.device)
-    size = x.abs().contiguous()
-    low, high = torch.bucketize(size, between), torch.bucketize(size, between, right=True)
-    return _VALUES.to(x.device)[torch.where(low % 2 == 0, low, high)].copysign(x)
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))  # between neighbours
+    return ((size / step).round() * step).clamp(max=_LARGEST).copysign(x)
 
 
 @dataclass(frozen=True)

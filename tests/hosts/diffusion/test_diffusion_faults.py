@@ -11,13 +11,14 @@ import torch
 from flow_runs import SHAPE, ended, free_port, in_a_fork, kill_myself, make, weights
 from safetensors.torch import load_file, save_file
 
+from rl_plugins.cheap import CheapOptions
 from rl_plugins.diffusion import checkpoint
 from rl_plugins.diffusion.logs import read_metrics
 from rl_plugins.errors import MethodError, StateError
 
 pytestmark = pytest.mark.host
 
-TIMES = ("time/batch", "time/update")
+TIMES = ("time/batch", "time/update", "time/cheap_refresh")
 BATCHES = 6
 
 
@@ -27,10 +28,20 @@ def lines(folder):
 
 # ---- ranks
 
+LORA = {"lora_targets": ["inner", "outer"]}
+STAGES = {"sol_rl_explore": {"pool": 2, "steps": 3}}
+TREES = {
+    "branch_rollout": {"splits": [0, 1, 3], "s": 2.0},
+    "branch_advantages": {"fusion": "paths"},
+    "branch_pruning": {"depths": [6], "interval": 2, "stop_depth": 4, "width": "parent_top1"},
+}
 STACKS = {
     "grpo": ([], {"beta": 0.1, "updates_per_batch": 2}),
     "mc_grpo, forks": (["forks", "mc_grpo"], {"prompts_per_batch": 3}),  # one rank has a prompt more
     "longer, same": (["longer", "same"], {"rows_per_pass": 3}),
+    "nft": ([], {"objective": "nft", "beta": 0.1, "steps": 5, "updates_per_batch": 2, "lora_rank": 2, **LORA}),
+    "sol_rl, nft": (["sol_rl"], {"objective": "nft", "cheap": CheapOptions("fp4"), "method_params": STAGES}),
+    "branch_grpo": (["branch_grpo"], {"prompts_per_batch": 3, "group_size": 8, "method_params": TREES}),
 }
 
 

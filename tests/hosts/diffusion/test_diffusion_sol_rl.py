@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from flow_runs import Tiny, make, weights
+from peft import PeftModel
 
 from rl_plugins.cheap import CheapOptions, round_fp4
 from rl_plugins.denoising import noise
@@ -119,6 +120,55 @@ def test_the_old_policy_is_in_the_checkpoint(tmp_path):
     for name, value in whole.objective.old.items():
         assert torch.equal(value, again.objective.old[name])
         assert not torch.equal(value, whole.policy.trained[name].detach())  # the checkpoint has both
+
+
+STAYS = {0: lambda step: 0.0, 1: lambda step: min(0.001 * step, 0.5), 2: lambda step: max(0.0, 0.0075 * (step - 75))}
+
+
+@pytest.mark.parametrize("kind", STAYS)
+def test_adapters_learn_from_an_old_adapter(tmp_path, kind):
+    """LoRA, objective nft and a cheap copy: base weights stay, the old adapter follows by its decay, and a run that was
+    cut, resumed and saved has the adapters of a whole one."""
+    options = {"lora_rank": 2, "lora_targets": ["inner", "outer"], "beta": 0.01, "objective": "nft", "steps": 5}
+    options |= {"objective_params": {"decay": kind}, "updates_per_batch": 8, "learning_rate": 2e-2, "save_every": 6}
+    options |= {"method_params": {"sol_rl_explore": {"pool": 2, "steps": 3}}, "cheap": CheapOptions("fp4")}
+
+    def trainer(name, batches):
+        return make(tmp_path / name, ["sol_rl"], batches=batches, group_size=6, **options)
+
+    whole, policies = trainer("whole", 12), []
+
+    def keep(line):
+        policies.append([copy.deepcopy(x) for x in (whole.objective.old, whole.policy.state_dict())])
+
+    expected = {n: p.clone() for n, p in whole.objective.old.items()}
+    history = whole.train(on_log=keep)
+    assert sum(h["reward"] for h in history[-3:]) > sum(h["reward"] for h in history[:3]) + 0.3
+    assert history[0]["sol_rl_explore/gap"] > 0 and history[-1]["kl"] > history[0]["kl"]
+    for batch, (old, trained) in enumerate(policies):
+        stays = STAYS[kind](8 * (batch + 1))
+        for name, value in trained.items():
+            assert "lora_" in name
+            expected[name] = stays * expected[name] + (1 - stays) * value
+            torch.testing.assert_close(old[name], expected[name])
+    old, trained = (torch.cat([p.flatten() for p in found.values()]) for found in policies[-1])
+    assert torch.equal(old, trained) == (kind == 0)
+    base, first = whole.policy.module.get_base_model(), Tiny()
+    assert torch.equal(base.inner.base_layer.weight, first.inner.weight)
+    of_old = {n.split("base_model.model.")[1]: p for n, p in whole.objective.old.items()}
+    delta = 2 * of_old["inner.lora_B.default.weight"] @ of_old["inner.lora_A.default.weight"]
+    merged = round_fp4(first.inner.weight.detach() + delta)
+    torch.testing.assert_close(whole.policy.cheap.inner.weight, merged)  # of the old adapter, which samples
+
+    trainer("cut", 6).train()
+    again = trainer("cut", 12)
+    again.train(resume_from=True)
+    assert torch.equal(weights(again), weights(whole))
+    assert all(torch.equal(p, whole.objective.old[n]) for n, p in again.objective.old.items())
+    again.save_model(str(tmp_path / "adapters"))
+    loaded = PeftModel.from_pretrained(Tiny(), str(tmp_path / "adapters"))
+    x, level, classes = torch.randn(3, 1, 2, 2), torch.tensor([0.9, 0.5, 0.1]), torch.tensor([0, 1, 3])
+    assert torch.equal(loaded(x, level, classes), whole.policy.module(x, level, classes))
 
 
 def test_it_learns_with_two_stages(tmp_path):
