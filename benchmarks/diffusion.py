@@ -1,12 +1,13 @@
-"""The diffusion trainer: what it does beside the model, and steps of flat groups, trees and pruned trees.
+"""The diffusion trainer: what it does beside the model, and steps of flat groups, trees, pruned trees and two stages.
 
 `books` is the trainer with a model that costs next to nothing: 32 prompts of 16 samples, 20 steps, latents of 64
 numbers. Parts, in CPU milliseconds of a batch: `sampling` (programs, noise, transitions), `driver` (rows of all
 samples, decisions, parts of the ranks), `other` (prompts, rewards), `update` (passes, loss, gradients).
 
 `steps` is the demo's DiT of 200,132 parameters with 2 prompts of 16 samples and 20 steps, in CPU seconds of a batch.
-`plain torch` is the same batch written as two loops, without this package. Arms take turns; the ratio is the median
-over repetitions of the arm's step to that of `flat` in the same repetition.
+`plain torch` is the same batch written as two loops, without this package. Two stages explore 64 seeds per prompt in 6
+steps with a copy in bfloat16, whose refresh is part of `update`. Arms take turns; the ratio is the median over
+repetitions of the arm's step to that of `flat` in the same repetition.
 
     python benchmarks/diffusion.py
 """
@@ -30,6 +31,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import torch
 from torch import Tensor, nn
 
+from rl_plugins.cheap import CheapOptions
 from rl_plugins.demo import shapes
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
 from rl_plugins.diffusion.batch import BatchMaker
@@ -39,6 +41,7 @@ from rl_plugins.flows import shifted_sigmas
 torch.set_num_threads(1)
 STEPS, SHAPE = 20, (1, 8, 8)
 TREE = ["branch_rollout", "branch_advantages"]
+CHEAP = CheapOptions("bf16")
 BOOKS: dict[str, list[str]] = {"methods: []": [], "mc_grpo": ["mc_grpo"], "branch_grpo": ["branch_grpo"]}
 ARMS: dict[str, dict[str, Any]] = {
     "flat": {},
@@ -49,6 +52,10 @@ ARMS: dict[str, dict[str, Any]] = {
         "method_params": {"branch_rollout": {"window": 4, "stride": 8}},
     },
     "pruned tree (branch_grpo)": {"methods": ["branch_grpo"]},
+    "best and worst of 4 times (sol_rl_select)": {"methods": ["sol_rl_select"]},
+    "two stages (sol_rl)": {"methods": ["sol_rl"], "cheap": CHEAP},
+    "flat, objective nft": {"objective": "nft"},
+    "two stages, objective nft": {"methods": ["sol_rl"], "cheap": CHEAP, "objective": "nft"},
 }
 
 
@@ -67,7 +74,9 @@ def light(samples: Tensor, conditions: list[int]) -> Tensor:
     return samples.mean((1, 2, 3))
 
 
-def trainer(folder: str, model: nn.Module, prompts: int, **changes: Any) -> DiffusionTrainer:
+def trainer(
+    folder: str, model: nn.Module, prompts: int, cheap: CheapOptions | None = None, **changes: Any
+) -> DiffusionTrainer:
     config = DiffusionConfig(
         output_dir=folder,
         batches=10**6,
@@ -82,8 +91,9 @@ def trainer(folder: str, model: nn.Module, prompts: int, **changes: Any) -> Diff
     )
     scheduler = None if isinstance(model, Free) else shapes.scheduler()
     data = [i % 4 for i in range(max(64, prompts))]
-    made = DiffusionTrainer(model, light, data, config, SHAPE, scheduler=scheduler)
+    made = DiffusionTrainer(model, light, data, config, SHAPE, scheduler=scheduler, cheap=cheap)
     made._start()
+    made.policy.refresh_cheap()
     return made
 
 
@@ -180,20 +190,22 @@ def steps(repetitions: int, folder: str) -> list[dict[str, Any]]:
     model, rng = shapes.build_model().eval(), torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ("plain torch", *arms)}
-    counts: dict[str, tuple[float, float]] = {"plain torch": (640.0, 640.0)}
+    counts: dict[str, tuple[float, float, float]] = {"plain torch": (640.0, 640.0, 0.0)}
     for _ in range(repetitions + 1):
         seconds["plain torch"].append(plain_step(model, optimizer, rng))
         for name, made in arms.items():
-            made.policy.rows = 0
+            made.policy.rows = made.policy.cheap_rows = 0
             sampling, batch = timed(lambda made=made: made.batches.make(made.updater.step))
             update, _ = timed(lambda made=made, batch=batch: made.updater.on_batch(batch, made.updater.step))
             seconds[name].append((sampling, update))
-            counts[name] = (made.policy.rows, batch.metrics["rl_plugins/transitions_trained"])
+            trained = batch.metrics["rl_plugins/transitions_trained"]
+            counts[name] = (made.policy.rows, trained, made.policy.cheap_rows)
     flat = [sum(s) for s in seconds["flat"][1:]]
     return [
         {
             "arm": name,
             "model_passes": counts[name][0],
+            "of_copy": counts[name][2],
             "transitions_trained": counts[name][1],
             "sampling": round(statistics.median(s for s, _ in runs[1:]), 4),
             "update": round(statistics.median(u for _, u in runs[1:]), 4),

@@ -9,7 +9,7 @@ from typing import cast
 
 from rl_plugins.denoising import Denoise, Sample, SamplePrompt
 from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Method
+from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS, READ
 from rl_plugins.methods.branch.trees import COLUMN, note, shares
 from rl_plugins.params import GIVEN, MethodParams, param
@@ -58,6 +58,14 @@ class BranchRollout(Method):
     fidelity = "paper"
     does = "Splits denoising at some steps, so that the samples of a prompt form a tree"
     problems = ("few_rollouts",)
+    measured = (
+        Measured(
+            "reward at equal passes of the model, GRPO's advantages, minus flat groups (toy images)",
+            "better",
+            "+0.260 ± 0.061",
+            "branch_grpo-on-images-5-seeds",
+        ),
+    )
     goes_with = {
         "branch_advantages": "Gives every transition of the tree an advantage, and trains shared ones once.",
         "branch_pruning": "Leaves a part of the transitions out of the update.",
