@@ -191,6 +191,28 @@ NO_PAPER = Paper("", "a method of your own", "", 0)
 """The paper of a method that has none."""
 
 
+@dataclass(frozen=True)
+class Note:
+    """What a method said with `Method.note`."""
+
+    method: str
+    rows: Any
+    text: str
+    values: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TurnsNote:
+    """What a method said with `Method.note_turns`."""
+
+    method: str
+    name: str
+    compared: Tensor
+    size: Tensor
+    advantage: Tensor
+
+
 class Method:
     """Base of all methods.
 
@@ -416,18 +438,39 @@ class Method:
         else:
             self._context.warn_once(f"{self.name}: {message}")
 
-    def note(self, rows: Tensor | int | Sequence[int] | None, text: str, *values: Any) -> None:
+    @property
+    def traced(self) -> bool:
+        """Whether the run has a trace, so that notes are kept: what only a note needs is computed then."""
+        return self._context is not None and self._context.notes is not None and self._place == "driver"
+
+    def note(self, rows: Tensor | int | Sequence[int] | None, text: str, *values: Any, **named: Any) -> None:
         """Says why something became of rows, for the trace of the run. Without a trace it costs nothing.
 
-            self.note(left, "posterior {:.2f} +- {:.2f}", mean, spread)
+            self.note(left, "posterior {mean:.2f} +- {std:.2f}", mean=mean, std=std)
 
         Args:
-            rows: of the hook that is running: (rows,) bool, numbers of rows, one number, or None for all of them.
+            rows: of the hook that is running: (rows,) bool, numbers of rows, one number, or None for all of them. In
+                `select_prompts` these are dataset rows, in `plan` groups.
             text: a template of `str.format`.
-            values: for the template: one for all of these rows, or a tensor with one for each row of the hook.
+            values, named: for the template: one for all of these rows, or a tensor or array. Where `rows` are numbers,
+                it has one for each of them, else one for each row of the hook. The trace keeps named ones as numbers.
         """
-        if self._context is not None and self._context.notes is not None and self._place == "driver":
-            self._context.notes.append((self.name, rows, text, values))
+        if self.traced:
+            assert self._context is not None and self._context.notes is not None
+            self._context.notes.append(Note(self.name, rows, text, values, named))
+
+    def note_turns(self, name: str, compared: Tensor, size: Tensor, advantage: Tensor) -> None:
+        """Says which turns `advantages` compares with each other, for the trace. Without a trace it costs nothing.
+
+        Args:
+            name: of the comparison, "state" for example; a hook may make several.
+            compared: (turns,) int64, equal for turns that are compared with each other; negative: with none.
+            size: (turns,) turns that are compared.
+            advantage: (turns,) from this comparison.
+        """
+        if self.traced:
+            assert self._context is not None and self._context.notes is not None
+            self._context.notes.append(TurnsNote(self.name, name, compared, size, advantage))
 
     def stop(self, reason: str) -> None:
         """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved.
@@ -466,7 +509,7 @@ class Context:
     metrics: Any
     warn_once: Callable[[str], None]
     stop_reason: str
-    notes: list[tuple[str, Any, str, tuple[Any, ...]]] | None = None
+    notes: list[Note | TurnsNote] | None = None
 
     def rng(self, method: str, purpose: str) -> np.random.Generator:
         raise MethodError("no run")

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -133,6 +133,48 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Pruned:
+    """A branch that grew on a row and was cut off, for the trace.
+
+    Args:
+        start: place in the row where it parted from it.
+        tokens: its own, from there on.
+        score: by which it was pruned.
+        why: in a few words.
+    """
+
+    start: int
+    tokens: Sequence[int] = ()
+    score: float = math.nan
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a row of a tree comes from, for the trace. A program notes it if `Prompt.traced`.
+
+    Args:
+        parent: number of the rollout it parted from, in what the program returns; None: it began at the prompt.
+        start: place where it parted, counted like `Trajectory.tokens`.
+        score: by which the program chose to branch here.
+        why: in a few words.
+        pruned: what grew on it and was cut off.
+        number: of its own rollout; the runtime sets it.
+    """
+
+    parent: int | None = None
+    start: int = 0
+    score: float = math.nan
+    why: str = ""
+    pruned: Sequence[Pruned] = ()
+    number: int = 0
+
+
+ORIGIN = "rl_plugins_origin"
+"""Name of the column of `Rollouts.meta` with the origins of rows, as plain data."""
+
+
+@dataclass(frozen=True)
 class Trajectory:
     """A sequence in the making, and in the end a row. Immutable: every method returns another one.
 
@@ -147,6 +189,7 @@ class Trajectory:
         rewards: of the run's reward functions, if `Score` computed them: they are not computed again.
         meta: plain data for the driver: `rollouts.meta[name]` of hooks that need "column:name".
         group: None: the prompt's own group; else a label: rows of this prompt with the same label form a group apart.
+        origin: of a tree, for the trace; the loss and other hooks do not see it.
     """
 
     prompt: Sequence[int]
@@ -159,6 +202,7 @@ class Trajectory:
     rewards: Mapping[str, float] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     group: Hashable = None
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         for name, code in _CODES.items():
@@ -233,6 +277,11 @@ class Trajectory:
     def noted(self, **meta: Any) -> Trajectory:
         """With further `meta`."""
         return replace(self, meta={**self.meta, **meta})
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """`meta`, and `origin` as plain data if there is one: what travels to the driver."""
+        return {**self.meta, **({} if self.origin is None else {ORIGIN: asdict(self.origin)})}
 
     def _with(
         self,
@@ -310,6 +359,7 @@ class Prompt:
         max_turns: most turns of an agent as the plan limits them; None: it does not. See `turns`.
         redundant: rollouts to begin beyond `n`, see `rl_plugins.redundancy`.
         seed: of random numbers, see `rng`.
+        traced: the run has a trace, so that `Trajectory.origin` is kept.
     """
 
     tokens: tuple[int, ...]
@@ -327,6 +377,7 @@ class Prompt:
     max_turns: int | None = None
     redundant: int = 0
     seed: str = ""
+    traced: bool = False
 
     def turns(self, limit: int) -> int:
         """Most turns of an agent: a method's own limit, or that of the plan if it is lower."""

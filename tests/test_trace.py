@@ -173,9 +173,9 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
     assert rows[1]["left"] == [{"method": "drops", "hook": "select", "tokens": 3}]
     assert rows[7]["left"] == [{"method": "shapes", "hook": "shape", "tokens": 3}] and not rows[7]["trained"]
     assert rows[0]["left"] == [{"method": "shapes", "hook": "shape", "tokens": 1}]
-    assert rows[1]["notes"][1:] == [{"method": "drops", "hook": "select", "text": "too long"}]
-    assert rows[2]["notes"] == [{"method": "halves", "hook": "rewards", "text": "was 2.5"}]
-    assert rows[0]["notes"][-1] == {"method": "shapes", "hook": "shape", "text": "first"}
+    assert rows[1]["notes"][1:] == [{"method": "drops", "hook": "select", "text": "too long", "values": []}]
+    assert rows[2]["notes"] == [{"method": "halves", "hook": "rewards", "text": "was 2.5", "values": []}]
+    assert rows[0]["notes"][-1] == {"method": "shapes", "hook": "shape", "text": "first", "values": []}
     assert [r["rewarded"][0]["reward"] for r in rows if r["row"] in (2, 5)] == [1.25, 1.25]
     # stages: `ranks` numbers the rows that stayed
     assert [r["advantages"][0]["advantage"] for r in rows if r["advantages"]] == [0, 1, 0, 3, 4, 5, 6]

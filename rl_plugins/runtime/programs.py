@@ -180,6 +180,8 @@ class Running:
 
     def _checked(self, returned: Any) -> list[list[Trajectory]]:
         rollouts = check_rows(returned, self.prompt, self.method.rows_per_rollout)
+        if self.prompt.traced:
+            rollouts = [[_numbered(row, k) for row in rows] for k, rows in enumerate(rollouts)]
         for row in (row for rows in rollouts for row in rows):
             problem = row_problem(row, self.prompt, self.vocabulary)
             if problem:
@@ -212,6 +214,10 @@ class Running:
             f"Method `{self.method.name}` failed in `rollout`: {what}\n"
             f"Remove `{self.method.name}` from `methods` to go on without it."
         )
+
+
+def _numbered(row: Trajectory, number: int) -> Trajectory:
+    return row if row.origin is None else replace(row, origin=replace(row.origin, number=number))
 
 
 def _next(program: Generator[Any, Any, Any], answer: Any) -> tuple[Any, Any]:

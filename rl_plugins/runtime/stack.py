@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
-from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method
+from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method, Note, TurnsNote
 from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Rollouts, Run
 from rl_plugins.runtime import registry
@@ -23,9 +23,6 @@ logger = logging.getLogger("rl_plugins")
 
 
 MAX_UNREWARDED_BATCHES = 3
-Note = tuple[str, Any, str, tuple[Any, ...]]
-"""Of `Method.note`: method, rows, template, values."""
-
 
 def build_stack(
     methods: Any,
@@ -77,7 +74,10 @@ def _only_one(methods: Sequence[Method], what: str, bundle_of: Mapping[str, str]
 class Watcher(Method):
     """A part of the stack that is told what the driver hooks of all methods return. It decides nothing."""
 
-    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note]) -> None:
+    def watches(self, methods: Sequence[Method]) -> None:
+        """Called with all methods of the stack before their needs are read."""
+
+    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]) -> None:
         """Called after each driver hook, this one's own included.
 
         Args:
@@ -85,6 +85,9 @@ class Watcher(Method):
             result: what it returned, before it was checked.
             notes: of the method in this hook.
         """
+
+    def updated(self, scaled: Mapping[str, float]) -> None:
+        """Called with method -> factor on the learning rate, before each optimizer step that some method may scale."""
 
 
 class MethodStack(Context):
@@ -139,7 +142,9 @@ class MethodStack(Context):
         self.metrics = Metrics()
         self.idle_batches: dict[str, int] = {}
         self.watchers = [m for m in methods if isinstance(m, Watcher)]
-        self.notes = [] if self.watchers else None
+        for watcher in self.watchers:
+            watcher.watches(self.methods)
+        self.notes: list[Note | TurnsNote] | None = [] if self.watchers else None
         self.stop_reason = ""
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]

@@ -85,6 +85,7 @@ def make_rollouts(
             max_turns=p.max_turns,
             redundant=p.redundant,
             seed=f"{stack.seed}|{method.name}|{p.group}",
+            traced=training and bool(stack.watchers),
         )
         for p, row, ids in zip(plan, rows, tokens, strict=True)
     ]

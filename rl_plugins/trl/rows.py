@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_plugins.groups import places
-from rl_plugins.requests import Kind, Turn
+from rl_plugins.requests import ORIGIN, Kind, Turn
 from rl_plugins.rollouts import Completion, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
@@ -236,7 +236,7 @@ def collect(
         newest_version=_extreme("amax", versions, inside, now),
         tokens=tokens,
         ids=LocalIds.of(made, real) if "token_ids" in needs else None,
-        meta=[dict(t.meta) for t in trajectories] if programs else None,
+        meta=[t.columns for t in trajectories] if programs else None,
         turns=turns,
         text=decoded("text", False),
         raw_text=decoded("raw_text", True),
@@ -402,7 +402,7 @@ def _columns_of(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str
     for signal in stack.needs:
         kind, _, name = signal.partition(":")
         if kind == "column":
-            if rows and not any(name in row for row in rows):
+            if rows and not any(name in row for row in rows) and name != ORIGIN:
                 raise no_row_has(name, [m.name for m in stack.methods if signal in m.needs])
             found[name] = [row.get(name) for row in rows]
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.groups import places
-from rl_plugins.requests import Turn
+from rl_plugins.requests import ORIGIN, Turn
 from rl_plugins.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
@@ -125,7 +125,7 @@ def row_columns(rows: Columns, stack: MethodStack) -> dict[str, list[Any]]:
     found = {}
     for name in sorted(n.removeprefix("column:") for n in stack.needs if n.startswith("column:")):
         values = column_of(rows, name)
-        if values is None and not any(name in e for e in own):
+        if values is None and not any(name in e for e in own) and name != ORIGIN:
             raise no_row_has(name, [m.name for m in stack.methods if f"column:{name}" in m.needs])
         found[name] = [e.get(name, v) for e, v in zip(own, values or [None] * len(own), strict=True)]
     return found

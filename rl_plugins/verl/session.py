@@ -55,6 +55,7 @@ class Session:
         stack: the methods, of this program alone.
         n: rollouts the program makes.
         training: False in validation.
+        traced: the run has a trace.
         rewards: of the run, see `Settings`.
         eos: tokens that end a completion.
     """
@@ -63,6 +64,7 @@ class Session:
     stack: MethodStack
     n: int
     training: bool
+    traced: bool
     rewards: Mapping[str, float]
     eos: tuple[int, ...]
 
@@ -139,6 +141,7 @@ class ProgramAgentLoop(PlannedAgentLoop):
             redundant=told.get("redundant", 0),
             # asynchronous modes plan several times in one batch, and these plans number their groups alike
             seed=f"{session.stack.seed}|{method.name}|{place}{f'|{draw}' if draw > 1 else ''}",
+            traced=session.traced,
         )
 
 
@@ -292,7 +295,7 @@ class VerlEngine:
                     **number,
                     "group": None if row.group is None else repr(row.group),
                     "finish": row.finish,
-                    "meta": dict(row.meta),
+                    "meta": row.columns,
                 },
             },
         )

@@ -17,7 +17,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER, PAPER_SETTINGS
 from rl_plugins.params import MethodParams, above, param
-from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory, together
+from rl_plugins.requests import Call, Called, Generate, Generated, Origin, Program, Prompt, Trajectory, together
 
 # where the entropy of a turn has an effect
 _ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True})
@@ -201,26 +201,27 @@ class AepoRollout(Method):
         """All chains of a prompt, in the order they ended; m start at once."""
         p, rng = self.params, prompt.rng("branch")
         active: list[_Chain] = yield from together([self._root(prompt, opened) for _ in range(m)])
-        ended: list[Trajectory] = []
+        active = [replace(chain, number=k) for k, chain in enumerate(active)]
+        ended: list[_Chain] = []
         made, streak, branches, entropies, attempts = m, 0, 0, [], []
         copies = True
         while active:
             moved = yield from together([self._turn(prompt, chain) for chain in active])
             entropies += [chain.entropy for chain, _ in moved]
-            ended += [_row(chain) for chain, goes_on in moved if not goes_on]
+            ended += [chain for chain, goes_on in moved if not goes_on]
             active = [chain for chain, goes_on in moved if goes_on]
             parents: list[_Chain] = []
             for chain in active:
                 for _ in range(min(p.beam_size - 1, prompt.n - made - len(parents)) if copies else 0):
                     attempts.append(streak)
-                    risen = chain.entropy - (chain.first or 0.0)
-                    if branch_chance(rng.random(), risen, streak, p) >= p.branch_probability:
+                    if branch_chance(rng.random(), chain.rise, streak, p) >= p.branch_probability:
                         parents.append(chain)
             new: list[_Chain] = yield from self._copies(parents, opened)
             copies = copies and len(new) == len(parents)
             branches += len(new)
             if not active and made < prompt.n:
                 new = [(yield from self._root(prompt, opened))]
+            new = [replace(chain, number=made + k) for k, chain in enumerate(new)]
             streak = streak + 1 if new else 0
             made += len(new)
             active = active + new
@@ -230,7 +231,7 @@ class AepoRollout(Method):
             self.log("turn_entropy", float(np.mean(entropies)))
             if attempts:
                 self.log("penalized", float(np.mean(attempts)))
-        return ended
+        return _rows(ended, prompt.traced)
 
     def _root(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
         """A chain that starts from the prompt."""
@@ -272,7 +273,8 @@ class AepoRollout(Method):
                 continue
             opened.callback(copied.value.close)
             episode = replace(parent.episode, environment=copied.value)
-            new.append(_Chain(episode, branched=episode.turns))
+            origin = Origin(parent.number, len(episode.trajectory), parent.rise, "rise of the entropy of a turn")
+            new.append(_Chain(episode, branched=episode.turns, origin=origin))
         return new
 
     def _entropy(self, made: Generated) -> float:
@@ -287,16 +289,30 @@ class _Chain:
         entropy: of its last turn.
         first: of its own first one, None before it.
         branched: turns at the copy; None: it started from the prompt.
+        number: of the prompt's chains, in the order they began.
+        origin: for the trace; its parent is the number of a chain.
     """
 
     episode: Episode
     entropy: float = 0.0
     first: float | None = None
     branched: int | None = None
+    number: int = 0
+    origin: Origin = Origin()
+
+    @property
+    def rise(self) -> float:
+        """Of the entropy, from its first turn to its last."""
+        return self.entropy - (self.first or 0.0)
 
 
-def _row(chain: _Chain) -> Trajectory:
-    return finish(chain.episode, aepo_branch=chain.branched)
+def _rows(chains: Sequence[_Chain], traced: bool) -> list[Trajectory]:
+    rows = [finish(chain.episode, aepo_branch=chain.branched) for chain in chains]
+    if not traced:
+        return rows
+    places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
+    origins = [replace(chain.origin, parent=places.get(chain.origin.parent)) for chain in chains]
+    return [replace(row, origin=origin) for row, origin in zip(rows, origins, strict=True)]
 
 
 def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.branch.paper import PAPER, PAPER_SETTINGS
-from rl_plugins.methods.branch.trees import COLUMN, note, shares
+from rl_plugins.methods.branch.trees import COLUMN, note, origins_of, shares
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
 from rl_plugins.rollouts import Run
@@ -155,11 +155,15 @@ class BranchTextRollout(Method):
                 for g, share in zip(made, shares(b.rollouts, len(made)), strict=True)
             ]
             open_ = yield from resumed(begun, until)
-        return self._rows(sorted(ended + open_, key=lambda b: b.nodes), len(start))
+        return self._rows(sorted(ended + open_, key=lambda b: b.nodes), len(start), prompt.traced)
 
-    def _rows(self, leaves: Sequence[_Branch], prefix: int) -> list[Trajectory]:
+    def _rows(self, leaves: Sequence[_Branch], prefix: int, traced: bool) -> list[Trajectory]:
         """One row per rollout, with its way."""
-        rows = [b.trajectory.noted(**{COLUMN: note(b.nodes, b.stops)}) for b in leaves for _ in range(b.rollouts)]
+        of_row = [b for b in leaves for _ in range(b.rollouts)]
+        rows = [b.trajectory.noted(**{COLUMN: note(b.nodes, b.stops)}) for b in of_row]
+        if traced:
+            origins = origins_of([b.nodes for b in of_row], [b.stops for b in of_row])
+            rows = [replace(row, origin=origin) for row, origin in zip(rows, origins, strict=True)]
         ways = [zip(b.nodes, (prefix, *b.stops[:-1]), b.stops, strict=True) for b in leaves]
         sampled = {node: stop - begin for way in ways for node, begin, stop in way}
         tokens = sum(len(row) - prefix for row in rows)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError, shown
 from rl_plugins.groups import Groups, joint, places
+from rl_plugins.requests import Origin
 from rl_plugins.rollouts import Rollouts, Tokens
 
 COLUMN = "branches"
@@ -30,6 +31,19 @@ COLUMN = "branches"
 def note(nodes: Sequence[int], stops: Sequence[int]) -> dict[str, list[int]]:
     """What a row notes of its way."""
     return {"nodes": list(nodes), "stops": list(stops)}
+
+
+def origins_of(nodes: Sequence[Sequence[int]], stops: Sequence[Sequence[int]]) -> list[Origin]:
+    """For the trace: each row parted from the first one with which it shares the longest way."""
+    found: list[Origin] = []
+    first: dict[tuple[int, ...], int] = {}  # a beginning of a way -> the first row on it
+    for row, (way, ends) in enumerate(zip(nodes, stops, strict=True)):
+        shared = max((d for d in range(1, len(way) + 1) if tuple(way[:d]) in first), default=0)
+        parent = first.get(tuple(way[:shared]))
+        found.append(Origin(parent, ends[shared - 1] if shared else 0, why="" if parent is None else "a given place"))
+        for d in range(1, len(way) + 1):
+            first.setdefault(tuple(way[:d]), row)
+    return found
 
 
 def shares(rollouts: int, branches: int) -> list[int]:

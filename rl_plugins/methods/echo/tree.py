@@ -10,7 +10,7 @@ from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.echo.confidence import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.requests import Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.requests import Generate, Generated, Origin, Program, Prompt, Pruned, Trajectory
 
 
 class EchoTree(Method):
@@ -223,6 +223,9 @@ class EchoTree(Method):
             branches[i], tops[i] = begun[i].add(made), [*tops[i], *made.top]
         fresh = answers[-1] if missing else []
         place = len(prompt.start()) + at
+        if prompt.traced:
+            first = replace(first, origin=Origin())
+            branches = [replace(t, origin=self._origin(base.top, at, place)) for t in branches]
         rows = [self._pruned(first, base.top).noted(echo_branch=None)]
         rows += [self._pruned(t, top).noted(echo_branch=place) for t, top in zip(branches, tops, strict=True)]
         whole = len(first) + sum(map(len, branches))
@@ -245,6 +248,11 @@ class EchoTree(Method):
         prefix = prompt.start().add(base.cut(at))
         return [prefix.force([token]) for token in others], at
 
+    def _origin(self, top: Top, at: int, place: int) -> Origin:
+        """Of a branch, for the trace."""
+        entropy = float(statistics(top, self.params).entropy[at])
+        return Origin(0, place, entropy, "entropy of the place")
+
     def _pruned(self, trajectory: Trajectory, top: Top) -> Trajectory:
         """Cut where a rule says so. `top` belongs to the last tokens."""
         s = statistics(top, self.params)
@@ -253,4 +261,8 @@ class EchoTree(Method):
             return trajectory.noted(echo_pruned=None, echo_penalty=0.0)
         t, reason = found
         cut = trajectory.cut(len(trajectory) - len(s) + t + 1)
+        if trajectory.origin is not None:
+            value = float({"entropy_spike": s.delta, "tail_decline": s.tail}.get(reason, s.group)[t])
+            tail = Pruned(len(cut), tuple(trajectory.tokens[len(cut) :]), value, reason.replace("_", " "))
+            cut = replace(cut, origin=replace(trajectory.origin, pruned=(tail,)))
         return cut.noted(echo_pruned=reason, echo_penalty=penalty(s, t))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 from rl_plugins.params import MethodParams
-from rl_plugins.requests import Generate, Program, Prompt
+from rl_plugins.requests import Generate, Origin, Program, Prompt
 from rl_plugins.rollouts import Plan
 
 
@@ -167,10 +169,14 @@ class Latr(Method):
             tree = yield from grow(prompt, self.params, k)
             branches = tree.branches
             copies = k - len(branches)
-            wanted = [(b.trajectory(prompt.start()), 1) for b in branches] + [
-                (branches[0].trajectory(prompt.start()), copies),
-                *wanted,
-            ]
+            start = prompt.start()
+            grown = [b.trajectory(start) for b in branches]
+            copied = grown[0]
+            if prompt.traced:
+                origins = tree.origins(len(start))
+                grown = [replace(t, origin=o) for t, o in zip(grown, origins, strict=True)]
+                copied = replace(copied, origin=Origin(0, len(copied), why="copy of the first row"))
+            wanted = [(t, 1) for t in grown] + [(copied, copies), *wanted]
             self.log("branches", len(branches))
             self.log("copies", copies / k)
             self.log("tree_tokens", tree.length)

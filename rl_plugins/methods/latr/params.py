@@ -79,14 +79,17 @@ class LatrParams(MethodParams):
         near = distance < self.tau_rel if self.rel_test == "close" else distance > self.tau_rel
         return other > self.tau_abs and near
 
-    def alike(self, a: Sequence[int], b: Sequence[int]) -> bool:
-        """Whether a branch `a` is nearly a copy of its parent `b`, by their tokens since the branch started."""
+    def likeness(self, a: Sequence[int], b: Sequence[int]) -> tuple[float, str] | None:
+        """How a branch `a` is nearly a copy of its parent `b`, by their tokens since the branch started: the value of
+        the test that found it, and its name; None if it is no copy."""
         r = len(a)
-        return (
-            (self.tau_ed is not None and edit_distance(a, b) / r < self.tau_ed)
-            or (self.tau_sm is not None and suffix_match(a, b) / r > self.tau_sm)
-            or (self.tau_rl is not None and common_subsequence(a, b) / r > self.tau_rl)  # F1 of equal lengths
-        )
+        if self.tau_ed is not None and (value := edit_distance(a, b) / r) < self.tau_ed:
+            return value, f"edit distance / age below {self.tau_ed:g}"
+        if self.tau_sm is not None and (value := suffix_match(a, b) / r) > self.tau_sm:
+            return value, f"suffix match / age above {self.tau_sm:g}"
+        if self.tau_rl is not None and (value := common_subsequence(a, b) / r) > self.tau_rl:  # F1 of equal lengths
+            return value, f"ROUGE-L above {self.tau_rl:g}"
+        return None
 
     def full(self, branches: int, n: int, progress: float) -> bool:
         """Whether so many branches of n count as all of them; `progress` is the finished share of the completion."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.methods.latr.params import LatrParams
-from rl_plugins.requests import UNKNOWN, Generate, Generated, Kind, Prompt, Trajectory
+from rl_plugins.requests import UNKNOWN, Generate, Generated, Kind, Origin, Prompt, Pruned, Trajectory
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Place:
 
 @dataclass(eq=False)
 class Branch:
-    """A row of the tree. Its tokens up to `born` are its parent's; the one in that place is not."""
+    """A row of the tree. Its tokens up to `born` are its parent's; the one in that place is not. `chance` is the
+    probability of that one. `like`: how it is like its parent, if that was found."""
 
     parent: Branch | None = None
     born: int = 0
@@ -48,6 +49,8 @@ class Branch:
     versions: list[int] = field(default_factory=list)
     ahead: deque[Place] = field(default_factory=deque)
     finished: bool = False
+    chance: float = UNKNOWN
+    like: tuple[float, str] | None = None
 
     def extend(self, token: int, logprob: float, version: int, eos: Sequence[int]) -> None:
         self.tokens.append(token)
@@ -59,6 +62,7 @@ class Branch:
         """A branch that takes another token in the next place."""
         new = Branch(self, len(self.tokens), self.tokens[:], self.logprobs[:], self.versions[:])
         new.extend(token, UNKNOWN, self.ahead[0].version, eos)
+        new.chance = next((math.exp(p) for other, p in self.ahead[0].top if other == token), UNKNOWN)
         return new
 
     def advance(self, sampled: bool, eos: Sequence[int]) -> None:
@@ -87,6 +91,7 @@ class Tree:
     Attributes:
         branches: alive, in order of birth, the root first.
         tests, pruned: comparisons of a branch with its parent, and how many found them alike.
+        gone: those that were pruned, in the order they went.
         decoded: tokens the engine made.
     """
 
@@ -94,6 +99,7 @@ class Tree:
     tests: int = 0
     pruned: int = 0
     decoded: int = 0
+    gone: list[Branch] = field(default_factory=list)
 
     @property
     def used(self) -> int:
@@ -103,6 +109,32 @@ class Tree:
     @property
     def length(self) -> int:
         return max(len(b.tokens) for b in self.branches)
+
+    def origins(self, before: int) -> list[Origin]:
+        """For the trace: where each branch comes from, and those that were pruned from it.
+
+        Args:
+            before: tokens before the tree.
+        """
+        number = {id(b): k for k, b in enumerate(self.branches)}
+        pruned: dict[int, list[Pruned]] = {}
+        for b in self.gone:
+            upper = b  # the branch below the one that is still there
+            while upper.parent is not None and id(upper.parent) not in number:
+                upper = upper.parent
+            score, why = b.like or (UNKNOWN, "grew on a branch that was pruned")
+            one = Pruned(before + upper.born, tuple(b.tokens[upper.born :]), score, why)
+            pruned.setdefault(number[id(upper.parent)], []).append(one)
+        return [
+            Origin(
+                None if b.parent is None else number[id(b.parent)],
+                before + b.born,
+                b.chance,
+                "" if b.parent is None else "probability of its first token",
+                tuple(pruned.get(k, ())),
+            )
+            for k, b in enumerate(self.branches)
+        ]
 
 
 def grow(prompt: Prompt, params: LatrParams, n: int) -> Generator[Any, Any, Tree]:
@@ -188,10 +220,12 @@ def _prune(tree: Tree, params: LatrParams, now: int) -> None:
         if b.parent is None or now - b.born not in params.lookahead or b.finished or b.parent.finished:
             continue
         tree.tests += 1
-        if params.alike(b.tokens[b.born :], b.parent.tokens[b.born :]):
+        b.like = params.likeness(b.tokens[b.born :], b.parent.tokens[b.born :])
+        if b.like is not None:
             tree.pruned += 1
             gone.add(id(b))
     for b in tree.branches:  # parents come before their children
         if b.parent is not None and id(b.parent) in gone:
             gone.add(id(b))
+    tree.gone += [b for b in tree.branches if id(b) in gone]
     tree.branches = [b for b in tree.branches if id(b) not in gone]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
-from rl_plugins.runtime.stack import Note
+from rl_plugins.method import Note, TurnsNote
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Seen:
     method: str
     args: tuple[Any, ...]
     result: Any
-    notes: Sequence[Note]
+    notes: Sequence[Note | TurnsNote]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class TracedBatch:
         seen: hooks of this batch in their order.
         plans: group -> (plan row, methods that changed it).
         selected: (method, dataset rows) of `select_prompts`.
+        prompts: notes of prompts, as records.
         groups: numbers of the groups to record.
         stats: logged by the last updates.
     """
@@ -41,6 +42,7 @@ class TracedBatch:
     seen: Sequence[Seen]
     plans: Mapping[int, tuple[PlanRow, tuple[str, ...]]]
     selected: tuple[str, tuple[int, ...]]
+    prompts: Sequence[Mapping[str, Any]]
     groups: frozenset[int]
     stats: Mapping[str, float]
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from rl_plugins.errors import ConfigError, did_you_mean, shown
-from rl_plugins.method import TOKEN_SIGNALS
+from rl_plugins.method import TOKEN_SIGNALS, Method, Note, TurnsNote
 from rl_plugins.params import MethodParams, param
+from rl_plugins.requests import ORIGIN
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
-from rl_plugins.runtime.stack import Note, Watcher
+from rl_plugins.runtime.stack import Watcher
 from rl_plugins.runtime.trace.batch import Seen, TracedBatch
+from rl_plugins.runtime.trace.notes import rendered
 from rl_plugins.runtime.trace.writer import Writer
 
 SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs"}), "turns")
@@ -45,6 +47,17 @@ class _Planned:
 
     rows: dict[int, tuple[PlanRow, tuple[str, ...]]] = field(default_factory=dict)
     selected: tuple[str, tuple[int, ...]] = ("", ())
+    notes: list[tuple[str, Note]] = field(default_factory=list)
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """Notes of prompts as records."""
+        found = []
+        for hook, note in self.notes:
+            for number, said in rendered(note, 0):
+                row = self.rows[number][0].prompt_index if hook == "plan" and number in self.rows else -1
+                where = {"prompt_index": row, "group": number} if hook == "plan" else {"prompt_index": number}
+                found.append({**where, "method": note.method, "hook": hook, **said})
+        return found
 
 
 class Trace(Watcher):
@@ -62,6 +75,7 @@ class Trace(Watcher):
     does = "Writes rollouts, rewards, advantages and every decision to Parquet files"
     Params = TraceParams
     full_batch = True
+    brings_columns = (ORIGIN,)
 
     def __init__(self, params: TraceParams, folder: str = "") -> None:
         super().__init__(params)
@@ -72,6 +86,10 @@ class Trace(Watcher):
         self._writer: Writer | None = None
         self._run: Run | None = None
 
+    def watches(self, methods: Sequence[Method]) -> None:
+        if any("rollout" in m.claims() for m in methods):
+            self.needs |= {f"column:{ORIGIN}"}
+
     def start(self, run: Run) -> None:
         self._run = run
         self._writer = Writer(self.folder, run, self.params.max_gb, self._methods)
@@ -80,20 +98,24 @@ class Trace(Watcher):
     def _methods(self) -> tuple[str, ...]:
         return tuple(getattr(self._context, "names", ()))
 
-    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note]) -> None:
+    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]) -> None:
         if method == self.name:
             return
         if hook == "select_prompts":
             self._planned.selected = (method, (*self._planned.selected[1], *map(int, result)))
+            self._planned.notes += [(hook, n) for n in notes if isinstance(n, Note)]
         elif hook == "plan" and self._run is not None and not self._run.buffered:
             self._note_plan(method, args[0], result)
-        elif hook in ("rewards", "select", "advantages", "shape"):
+            self._planned.notes += [(hook, n) for n in notes if isinstance(n, Note)]
+        elif hook in ("rewards", "select", "advantages", "shape") or (hook == "observe" and notes):
             self._seen.append(Seen(hook, method, args, result, tuple(notes)))
 
     def _note_plan(self, method: str, before: Plan, after: Any) -> None:
         rows = self._planned.rows
         if before.round == 0 and not any(by for _, by in rows.values()):
             rows.clear()  # of the evaluation, or of a plan that came to nothing
+            if method == self._context.claims["plan"][0].name:  # type: ignore[union-attr]
+                self._planned.notes = [(hook, n) for hook, n in self._planned.notes if hook != "plan"]
         known = {row.group: row for row in before.rows}
         for row in (after or before).rows:
             by = rows[row.group][1] if row.group in rows else ()
@@ -106,7 +128,16 @@ class Trace(Watcher):
         self._seen, self._planned = [], _Planned()
         if rollouts.batch % self.params.every or self._writer is None:
             return
-        batch = TracedBatch(rollouts, tokens, seen, planned.rows, planned.selected, self._chosen(rollouts), dict(stats))
+        batch = TracedBatch(
+            rollouts,
+            tokens,
+            seen,
+            planned.rows,
+            planned.selected,
+            planned.prompts(),
+            self._chosen(rollouts),
+            dict(stats),
+        )
         failed = self._writer.write(batch)
         if failed:
             self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")

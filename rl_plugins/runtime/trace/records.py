@@ -14,10 +14,12 @@ from torch import Tensor
 from rl_plugins.errors import shortened
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
-from rl_plugins.requests import Kind
+from rl_plugins.method import Note, TurnsNote
+from rl_plugins.requests import ORIGIN, Kind
 from rl_plugins.rollouts import Rollouts, Shape, weighted_reward
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, first_advantages, shapes
+from rl_plugins.runtime.trace.notes import rendered, written
 
 FLOAT_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
 Record = dict[str, Any]
@@ -31,6 +33,9 @@ class Read:
         kept: (kept rows,) numbers of the rows that `select` left.
         start: (rows + 1,) where each row's tokens begin; tokens lie row by row.
         stages: (name, (tokens,) advantages or (rows,) where they are one number per row).
+        origins: of each row, `rl_plugins.requests.Origin` as plain data or None.
+        row_of_number: (group, number of the rollout in its program) -> row.
+        turn_place: (turns,) place of each turn among those of the rows that stayed, -1 of the others.
         left: (method, hook, (rows,) bool or None, (tokens,) bool or None) of what left.
     """
 
@@ -45,6 +50,13 @@ class Read:
         self.trained = self.of_row.sum(t.keep.double()) > 0
         live = torch.where(t.keep, t.advantages, torch.nan)
         self.advantage = torch.nan_to_num(self.of_row.mean(live), nan=0.0)
+        self.turn_place = _places_of(r)
+        self.origins = r.meta.get(ORIGIN) or [None] * len(r)
+        self.row_of_number = {
+            (g, o["number"]): i
+            for i, (g, o, index) in enumerate(zip(r.group.tolist(), self.origins, r.index.tolist(), strict=True))
+            if o is not None and not index
+        }
         self.stages = self._stages()
         self.left = self._left()
 
@@ -73,6 +85,13 @@ class Read:
             if bool(gone_rows.any()) or bool(gone_tokens.any()):
                 found.append((s.method, s.hook, gone_rows, gone_tokens))
         return found
+
+
+def _places_of(rollouts: Rollouts) -> Tensor:
+    if rollouts.turns is None:
+        return torch.zeros(0, dtype=torch.int64)
+    stay = rollouts.kept[rollouts.turns.row]
+    return torch.where(stay, torch.cumsum(stay, 0) - 1, -1)
 
 
 def row_records(batch: TracedBatch, decode: Callable[[Sequence[int]], str]) -> list[Record]:
@@ -139,6 +158,7 @@ def _row(read: Read, i: int, decode: Callable[[Sequence[int]], str], notes: list
         "advantages": [_stage(name, values, places, spread) for name, values in read.stages] if len(places) else [],
         **{name: spread(getattr(t, name)) for name in FLOAT_SIGNALS},
         "turns": _turns(read, i, places),
+        **_origin_of(read, i, decode),
         "plan": None if planned is None else _plan(*planned),
         "notes": notes,
         **_columns(read, i, places, position, len(completion)),
@@ -195,21 +215,54 @@ def _turns(read: Read, i: int, places: Tensor) -> list[Record] | None:
                 "turn": int(table.turn[number]),
                 "start": int(own.min()) if len(own) else None,
                 "stop": int(own.max()) + 1 if len(own) else None,
-                "anchor": _text(table.anchor[number]),
+                "anchor": None if table.anchor[number] is None else _text(table.anchor[number]),
                 "reward": float(table.reward[number]),
                 "valid": bool(table.valid[number]),
+                "compared": _compared(read, number),
             }
         )
     return found
 
 
+def _origin_of(read: Read, i: int, decode: Callable[[Sequence[int]], str]) -> Record:
+    """Where the row of a tree comes from, as its program noted it."""
+    origin = read.origins[i]
+    if origin is None:
+        return {"branch": None, "pruned": None}
+    parent = read.row_of_number.get((int(read.rollouts.group[i]), origin["parent"]))
+    pruned = [
+        {
+            "start": p["start"],
+            "ids": list(p["tokens"]),
+            "text": decode(list(p["tokens"])),
+            "score": p["score"],
+            "why": written(p["why"]),
+        }
+        for p in origin["pruned"]
+    ]
+    branch = {"parent": parent, "start": origin["start"], "score": origin["score"], "why": written(origin["why"])}
+    return {"branch": branch, "pruned": pruned}
+
+
+def _compared(read: Read, number: int) -> list[Record]:
+    """What a method said with `note_turns` of a turn; it knows the turns of the rows that stayed."""
+    place = int(read.turn_place[number])
+    notes = [n for s in read.batch.seen for n in s.notes if isinstance(n, TurnsNote)] if place >= 0 else []
+    return [
+        {
+            "method": n.method,
+            "name": n.name,
+            "set": int(n.compared[place]),
+            "size": int(n.size[place]),
+            "advantage": float(n.advantage[place]),
+        }
+        for n in notes
+        if int(n.compared[place]) >= 0
+    ]
+
+
 def _text(value: Any) -> str:
     return written(shortened(value if isinstance(value, str) else json.dumps(value, default=str), 2000))
-
-
-def written(text: str) -> str:
-    """A text that a file can hold: halves of a surrogate pair are written out."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _plan(row: Any, by: tuple[str, ...]) -> Record:
@@ -239,19 +292,15 @@ def _columns(read: Read, i: int, places: Tensor, position: Any, length: int) -> 
 
 
 def _notes(read: Read) -> Mapping[int, list[Record]]:
-    """Row -> what methods noted of it. A hook after `select` knows the rows that stayed by their place among them."""
+    """Row -> what methods noted of it. Between `select` and `observe` a hook knows the rows that stayed by their place
+    among them."""
     found: dict[int, list[Record]] = {}
     for s in read.batch.seen:
-        here = torch.arange(len(read.rollouts)) if s.hook in ("rewards", "select") else read.kept
-        for method, rows, text, values in s.notes:
-            numbers = torch.arange(len(here)) if rows is None else torch.as_tensor(rows).reshape(-1)
-            numbers = numbers.nonzero()[:, 0] if numbers.dtype == torch.bool else numbers
-            for number in numbers.tolist():
-                own = [v[number] if isinstance(v, Tensor) and v.ndim else v for v in values]
-                said = text.format(*(v.item() if isinstance(v, Tensor) else v for v in own))
-                found.setdefault(int(here[number]), []).append(
-                    {"method": method, "hook": s.hook, "text": written(said)}
-                )
+        here = torch.arange(len(read.rollouts)) if s.hook in ("rewards", "select", "observe") else read.kept
+        for note in s.notes:
+            if isinstance(note, Note):
+                for number, said in rendered(note, len(here)):
+                    found.setdefault(int(here[number]), []).append({"method": note.method, "hook": s.hook, **said})
     return found
 
 
@@ -287,6 +336,7 @@ def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[st
         "selected_by": batch.selected[0],
         "selected": list(batch.selected[1]),
         "stats": list(batch.stats.items()),
+        "prompts": list(batch.prompts),
         "groups": [
             {"group": g, "recorded": g in batch.groups, **{name: values[k] for name, values in columns.items()}}
             for k, g in enumerate(groups.ids.tolist())

@@ -3,6 +3,7 @@
     trace/rollouts/batch-00000012.parquet   a record for each recorded row of generation batch 12
     trace/batches/batch-00000012.parquet    one record of the batch, with a summary of every group
     trace/tokens/batch-00000012.parquet     texts of token ids that appear for the first time
+    trace/updates/batch-00000012.parquet    a record for each optimizer step of the batch (TRL; nowhere else yet)
 
 Lists per token are as long as the completion; a place without a value is NaN (null for whole numbers).
 """
@@ -16,6 +17,7 @@ STAYS = -1
 """In `token_left`: the token was trained, or never could be."""
 
 _FLOATS, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
+_VALUES = pa.map_(pa.string(), pa.float64())
 
 ROLLOUTS = pa.schema(
     {
@@ -64,6 +66,40 @@ ROLLOUTS = pa.schema(
                     "anchor": pa.string(),
                     "reward": pa.float64(),
                     "valid": pa.bool_(),
+                    # turns that a method compares this one with, e.g. those that begin in the same state (`gigpo`);
+                    # several where it compares in several ways (`hgpo`, by the length of the history)
+                    "compared": pa.list_(
+                        pa.struct(
+                            {
+                                "method": pa.string(),
+                                "name": pa.string(),  # "state", "history of 2"
+                                "set": pa.int64(),  # equal for turns that are compared with each other
+                                "size": pa.int32(),  # turns of that set
+                                "advantage": pa.float64(),  # from this comparison
+                            }
+                        )
+                    ),
+                }
+            )
+        ),
+        # where the row parted from another one (trees); null: nobody said
+        "branch": pa.struct(
+            {
+                "parent": pa.int32(),  # `row` it grew from; null: it began at the prompt
+                "start": pa.int32(),  # place in the completion where it parted
+                "score": pa.float64(),  # by which the method chose to branch here, e.g. an entropy
+                "why": pa.string(),
+            }
+        ),
+        # what grew on this row and was cut off; `ids` are its tokens from `start` on, in the place of the row's own
+        "pruned": pa.list_(
+            pa.struct(
+                {
+                    "start": pa.int32(),
+                    "ids": pa.list_(pa.int32()),
+                    "text": pa.string(),
+                    "score": pa.float64(),  # by which it was pruned
+                    "why": pa.string(),
                 }
             )
         ),
@@ -79,8 +115,11 @@ ROLLOUTS = pa.schema(
                 "max_turns": pa.int32(),
             }
         ),
-        "notes": pa.list_(pa.struct({"method": pa.string(), "hook": pa.string(), "text": pa.string()})),
-        "row_columns": pa.map_(pa.string(), pa.float64()),
+        # `values`: the named numbers of the text
+        "notes": pa.list_(
+            pa.struct({"method": pa.string(), "hook": pa.string(), "text": pa.string(), "values": _VALUES})
+        ),
+        "row_columns": _VALUES,
         "token_columns": pa.list_(pa.struct({"name": pa.string(), "values": _FLOATS})),
     }
 )
@@ -100,7 +139,20 @@ BATCHES = pa.schema(
         "stages": _STRINGS,
         "selected_by": pa.string(),
         "selected": pa.list_(pa.int64()),  # dataset rows
-        "stats": pa.map_(pa.string(), pa.float64()),  # logged by the last updates
+        "stats": _VALUES,  # logged by the last updates
+        # notes of prompts, where they were chosen (`select_prompts`) or planned (`plan`)
+        "prompts": pa.list_(
+            pa.struct(
+                {
+                    "prompt_index": pa.int64(),
+                    "group": pa.int64(),  # null where it was chosen
+                    "method": pa.string(),
+                    "hook": pa.string(),
+                    "text": pa.string(),
+                    "values": _VALUES,  # e.g. mean and deviation of a posterior
+                }
+            )
+        ),
         "groups": pa.list_(
             pa.struct(
                 {
@@ -114,6 +166,26 @@ BATCHES = pa.schema(
                     "truncated": pa.int32(),
                     "age": pa.int32(),  # versions between the oldest token and now
                     "recorded": pa.bool_(),
+                }
+            )
+        ),
+    }
+)
+
+UPDATES = pa.schema(
+    {
+        "schema": pa.int16(),
+        "batch": pa.int32(),
+        "update": pa.int32(),  # number in the batch, from 0
+        "lr_scale": pa.float64(),  # factor of the methods on the learning rate
+        "scaled": pa.list_(pa.struct({"method": pa.string(), "lr_scale": pa.float64()})),
+        # with the signal `ratio`: of the batch's first and last optimizer step, a record for each recorded row
+        "ratios": pa.list_(
+            pa.struct(
+                {
+                    "row": pa.int32(),
+                    "ratio": _FLOATS,  # of each token of the completion, NaN where it is not trained
+                    "clipped": pa.list_(pa.int8()),  # 1: no gradient because of the clip; null: the method has its own
                 }
             )
         ),

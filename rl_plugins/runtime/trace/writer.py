@@ -22,7 +22,8 @@ from rl_plugins.errors import shortened
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch
-from rl_plugins.runtime.trace.records import batch_record, row_records, written
+from rl_plugins.runtime.trace.notes import written
+from rl_plugins.runtime.trace.records import batch_record, row_records
 
 TABLES = ("rollouts", "batches", "tokens")
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
