@@ -24,6 +24,7 @@ logger = logging.getLogger("rl_plugins")
 
 MAX_UNREWARDED_BATCHES = 3
 
+
 def build_stack(
     methods: Any,
     method_params: Any = None,
@@ -77,7 +78,9 @@ class Watcher(Method):
     def watches(self, methods: Sequence[Method]) -> None:
         """Called with all methods of the stack before their needs are read."""
 
-    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]) -> None:
+    def saw(
+        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]
+    ) -> None:
         """Called after each driver hook, this one's own included.
 
         Args:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
 from rl_plugins.method import Note, TurnsNote
+from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
 
 
 @dataclass(frozen=True)

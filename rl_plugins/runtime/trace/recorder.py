@@ -98,7 +98,9 @@ class Trace(Watcher):
     def _methods(self) -> tuple[str, ...]:
         return tuple(getattr(self._context, "names", ()))
 
-    def saw(self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]) -> None:
+    def saw(
+        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]
+    ) -> None:
         if method == self.name:
             return
         if hook == "select_prompts":
