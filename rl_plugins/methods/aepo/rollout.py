@@ -298,7 +298,7 @@ class _Chain:
     first: float | None = None
     branched: int | None = None
     number: int = 0
-    origin: Origin = Origin()
+    origin: Origin | None = None
 
     @property
     def rise(self) -> float:
@@ -311,8 +311,8 @@ def _rows(chains: Sequence[_Chain], traced: bool) -> list[Trajectory]:
     if not traced:
         return rows
     places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
-    origins = [replace(chain.origin, parent=places.get(chain.origin.parent)) for chain in chains]
-    return [replace(row, origin=origin) for row, origin in zip(rows, origins, strict=True)]
+    origins = [chain.origin or Origin() for chain in chains]
+    return [replace(row, origin=replace(o, parent=places.get(o.parent))) for row, o in zip(rows, origins, strict=True)]
 
 
 def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> float:
