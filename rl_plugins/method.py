@@ -192,7 +192,7 @@ NO_PAPER = Paper("", "a method of your own", "", 0)
 
 
 @dataclass(frozen=True)
-class Note:
+class RowNote:
     """What a method said with `Method.note`."""
 
     method: str
@@ -203,7 +203,7 @@ class Note:
 
 
 @dataclass(frozen=True)
-class TurnsNote:
+class TurnNote:
     """What a method said with `Method.note_turns`."""
 
     method: str
@@ -457,7 +457,7 @@ class Method:
         """
         if self.traced:
             assert self._context is not None and self._context.notes is not None
-            self._context.notes.append(Note(self.name, rows, text, values, named))
+            self._context.notes.append(RowNote(self.name, rows, text, values, named))
 
     def note_turns(self, name: str, compared: Tensor, size: Tensor, advantage: Tensor) -> None:
         """Says which turns `advantages` compares with each other, for the trace. Without a trace it costs nothing.
@@ -470,7 +470,7 @@ class Method:
         """
         if self.traced:
             assert self._context is not None and self._context.notes is not None
-            self._context.notes.append(TurnsNote(self.name, name, compared, size, advantage))
+            self._context.notes.append(TurnNote(self.name, name, compared, size, advantage))
 
     def stop(self, reason: str) -> None:
         """Ends the run with this message when the optimizer steps of the batch are done and a checkpoint is saved.
@@ -509,7 +509,7 @@ class Context:
     metrics: Any
     warn_once: Callable[[str], None]
     stop_reason: str
-    notes: list[Note | TurnsNote] | None = None
+    notes: list[RowNote | TurnNote] | None = None
 
     def rng(self, method: str, purpose: str) -> np.random.Generator:
         raise MethodError("no run")

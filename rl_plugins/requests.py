@@ -150,7 +150,7 @@ class Pruned:
 
 
 @dataclass(frozen=True)
-class Origin:
+class BranchOrigin:
     """Where a row of a tree comes from, for the trace. A program notes it if `Prompt.traced`.
 
     Args:
@@ -202,7 +202,7 @@ class Trajectory:
     rewards: Mapping[str, float] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     group: Hashable = None
-    origin: Origin | None = None
+    origin: BranchOrigin | None = None
 
     def __post_init__(self) -> None:
         for name, code in _CODES.items():

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rl_plugins.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
-from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method, Note, TurnsNote
+from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
 from rl_plugins.params import params_to_dict
 from rl_plugins.rollouts import Rollouts, Run
 from rl_plugins.runtime import registry
@@ -79,7 +79,7 @@ class Watcher(Method):
         """Called with all methods of the stack before their needs are read."""
 
     def saw(
-        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]
+        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[RowNote | TurnNote]
     ) -> None:
         """Called after each driver hook, this one's own included.
 
@@ -147,7 +147,7 @@ class MethodStack(Context):
         self.watchers = [m for m in methods if isinstance(m, Watcher)]
         for watcher in self.watchers:
             watcher.watches(self.methods)
-        self.notes: list[Note | TurnsNote] | None = [] if self.watchers else None
+        self.notes: list[RowNote | TurnNote] | None = [] if self.watchers else None
         self.stop_reason = ""
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]

@@ -17,7 +17,7 @@ from rl_plugins.errors import ConfigError
 from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.aepo.paper import CODE_READ, PAPER, PAPER_SETTINGS
 from rl_plugins.params import MethodParams, above, param
-from rl_plugins.requests import Call, Called, Generate, Generated, Origin, Program, Prompt, Trajectory, together
+from rl_plugins.requests import BranchOrigin, Call, Called, Generate, Generated, Program, Prompt, Trajectory, together
 
 # where the entropy of a turn has an effect
 _ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True})
@@ -273,7 +273,7 @@ class AepoRollout(Method):
                 continue
             opened.callback(copied.value.close)
             episode = replace(parent.episode, environment=copied.value)
-            origin = Origin(parent.number, len(episode.trajectory), parent.rise, "rise of the entropy of a turn")
+            origin = BranchOrigin(parent.number, len(episode.trajectory), parent.rise, "rise of the entropy of a turn")
             new.append(_Chain(episode, branched=episode.turns, origin=origin))
         return new
 
@@ -298,7 +298,7 @@ class _Chain:
     first: float | None = None
     branched: int | None = None
     number: int = 0
-    origin: Origin | None = None
+    origin: BranchOrigin | None = None
 
     @property
     def rise(self) -> float:
@@ -311,7 +311,7 @@ def _rows(chains: Sequence[_Chain], traced: bool) -> list[Trajectory]:
     if not traced:
         return rows
     places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
-    origins = [chain.origin or Origin() for chain in chains]
+    origins = [chain.origin or BranchOrigin() for chain in chains]
     return [replace(row, origin=replace(o, parent=places.get(o.parent))) for row, o in zip(rows, origins, strict=True)]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_plugins.errors import MethodError, shown
 from rl_plugins.groups import Groups, joint, places
-from rl_plugins.requests import Origin
+from rl_plugins.requests import BranchOrigin
 from rl_plugins.rollouts import Rollouts, Tokens
 
 COLUMN = "branches"
@@ -33,14 +33,16 @@ def note(nodes: Sequence[int], stops: Sequence[int]) -> dict[str, list[int]]:
     return {"nodes": list(nodes), "stops": list(stops)}
 
 
-def origins_of(nodes: Sequence[Sequence[int]], stops: Sequence[Sequence[int]]) -> list[Origin]:
+def origins_of(nodes: Sequence[Sequence[int]], stops: Sequence[Sequence[int]]) -> list[BranchOrigin]:
     """For the trace: each row parted from the first one with which it shares the longest way."""
-    found: list[Origin] = []
+    found: list[BranchOrigin] = []
     first: dict[tuple[int, ...], int] = {}  # a beginning of a way -> the first row on it
     for row, (way, ends) in enumerate(zip(nodes, stops, strict=True)):
         shared = max((d for d in range(1, len(way) + 1) if tuple(way[:d]) in first), default=0)
         parent = first.get(tuple(way[:shared]))
-        found.append(Origin(parent, ends[shared - 1] if shared else 0, why="" if parent is None else "a given place"))
+        found.append(
+            BranchOrigin(parent, ends[shared - 1] if shared else 0, why="" if parent is None else "a given place")
+        )
         for d in range(1, len(way) + 1):
             first.setdefault(tuple(way[:d]), row)
     return found

@@ -10,7 +10,7 @@ from rl_plugins.method import Idle, Measured, Method
 from rl_plugins.methods.echo.confidence import PAPER, PAPER_SETTINGS
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.requests import Generate, Generated, Origin, Program, Prompt, Pruned, Trajectory
+from rl_plugins.requests import BranchOrigin, Generate, Generated, Program, Prompt, Pruned, Trajectory
 
 
 class EchoTree(Method):
@@ -224,7 +224,7 @@ class EchoTree(Method):
         fresh = answers[-1] if missing else []
         place = len(prompt.start()) + at
         if prompt.traced:
-            first = replace(first, origin=Origin())
+            first = replace(first, origin=BranchOrigin())
             branches = [replace(t, origin=self._origin(base.top, at, place)) for t in branches]
         rows = [self._pruned(first, base.top).noted(echo_branch=None)]
         rows += [self._pruned(t, top).noted(echo_branch=place) for t, top in zip(branches, tops, strict=True)]
@@ -248,10 +248,10 @@ class EchoTree(Method):
         prefix = prompt.start().add(base.cut(at))
         return [prefix.force([token]) for token in others], at
 
-    def _origin(self, top: Top, at: int, place: int) -> Origin:
+    def _origin(self, top: Top, at: int, place: int) -> BranchOrigin:
         """Of a branch, for the trace."""
         entropy = float(statistics(top, self.params).entropy[at])
-        return Origin(0, place, entropy, "entropy of the place")
+        return BranchOrigin(0, place, entropy, "entropy of the place")
 
     def _pruned(self, trajectory: Trajectory, top: Top) -> Trajectory:
         """Cut where a rule says so. `top` belongs to the last tokens."""

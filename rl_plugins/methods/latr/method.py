@@ -8,7 +8,7 @@ from rl_plugins.method import Idle, Measured, Method, Paper
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 from rl_plugins.params import MethodParams
-from rl_plugins.requests import Generate, Origin, Program, Prompt
+from rl_plugins.requests import BranchOrigin, Generate, Program, Prompt
 from rl_plugins.rollouts import Plan
 
 
@@ -175,7 +175,7 @@ class Latr(Method):
             if prompt.traced:
                 origins = tree.origins(len(start))
                 grown = [replace(t, origin=o) for t, o in zip(grown, origins, strict=True)]
-                copied = replace(copied, origin=Origin(0, len(copied), why="copy of the first row"))
+                copied = replace(copied, origin=BranchOrigin(0, len(copied), why="copy of the first row"))
             wanted = [(t, 1) for t in grown] + [(copied, copies), *wanted]
             self.log("branches", len(branches))
             self.log("copies", copies / k)

@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_plugins.errors import MethodError
 from rl_plugins.methods.latr.params import LatrParams
-from rl_plugins.requests import UNKNOWN, Generate, Generated, Kind, Origin, Prompt, Pruned, Trajectory
+from rl_plugins.requests import UNKNOWN, BranchOrigin, Generate, Generated, Kind, Prompt, Pruned, Trajectory
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Tree:
     def length(self) -> int:
         return max(len(b.tokens) for b in self.branches)
 
-    def origins(self, before: int) -> list[Origin]:
+    def origins(self, before: int) -> list[BranchOrigin]:
         """For the trace: where each branch comes from, and those that were pruned from it.
 
         Args:
@@ -126,7 +126,7 @@ class Tree:
             one = Pruned(before + upper.born, tuple(b.tokens[upper.born :]), score, why)
             pruned.setdefault(number[id(upper.parent)], []).append(one)
         return [
-            Origin(
+            BranchOrigin(
                 None if b.parent is None else number[id(b.parent)],
                 before + b.born,
                 b.chance,

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_plugins.method import Note, TurnsNote
+from rl_plugins.method import RowNote, TurnNote
 from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
 
 
@@ -20,7 +20,7 @@ class Seen:
     method: str
     args: tuple[Any, ...]
     result: Any
-    notes: Sequence[Note | TurnsNote]
+    notes: Sequence[RowNote | TurnNote]
 
 
 @dataclass(frozen=True)

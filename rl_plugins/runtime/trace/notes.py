@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rl_plugins.errors import shortened
-from rl_plugins.method import Note
+from rl_plugins.method import RowNote
 
 Record = dict[str, Any]
 
 
-def rendered(note: Note, count: int) -> Iterator[tuple[int, Record]]:
+def rendered(note: RowNote, count: int) -> Iterator[tuple[int, Record]]:
     """(row, text and named numbers) of each row of a note.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rl_plugins.errors import ConfigError, did_you_mean, shown
-from rl_plugins.method import TOKEN_SIGNALS, Method, Note, TurnsNote
+from rl_plugins.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import ORIGIN
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
@@ -47,7 +47,7 @@ class _Planned:
 
     rows: dict[int, tuple[PlanRow, tuple[str, ...]]] = field(default_factory=dict)
     selected: tuple[str, tuple[int, ...]] = ("", ())
-    notes: list[tuple[str, Note]] = field(default_factory=list)
+    notes: list[tuple[str, RowNote]] = field(default_factory=list)
 
     def prompts(self) -> list[dict[str, Any]]:
         """Notes of prompts as records."""
@@ -99,16 +99,16 @@ class Trace(Watcher):
         return tuple(getattr(self._context, "names", ()))
 
     def saw(
-        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[Note | TurnsNote]
+        self, hook: str, method: str, args: tuple[Any, ...], result: Any, notes: Sequence[RowNote | TurnNote]
     ) -> None:
         if method == self.name:
             return
         if hook == "select_prompts":
             self._planned.selected = (method, (*self._planned.selected[1], *map(int, result)))
-            self._planned.notes += [(hook, n) for n in notes if isinstance(n, Note)]
+            self._planned.notes += [(hook, n) for n in notes if isinstance(n, RowNote)]
         elif hook == "plan" and self._run is not None and not self._run.buffered:
             self._note_plan(method, args[0], result)
-            self._planned.notes += [(hook, n) for n in notes if isinstance(n, Note)]
+            self._planned.notes += [(hook, n) for n in notes if isinstance(n, RowNote)]
         elif hook in ("rewards", "select", "advantages", "shape") or (hook == "observe" and notes):
             self._seen.append(Seen(hook, method, args, result, tuple(notes)))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_plugins.errors import shortened
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.groups import Groups
-from rl_plugins.method import Note, TurnsNote
+from rl_plugins.method import RowNote, TurnNote
 from rl_plugins.requests import ORIGIN, Kind
 from rl_plugins.rollouts import Rollouts, Shape, weighted_reward
 from rl_plugins.runtime.trace import schema
@@ -33,7 +33,7 @@ class Read:
         kept: (kept rows,) numbers of the rows that `select` left.
         start: (rows + 1,) where each row's tokens begin; tokens lie row by row.
         stages: (name, (tokens,) advantages or (rows,) where they are one number per row).
-        origins: of each row, `rl_plugins.requests.Origin` as plain data or None.
+        origins: of each row, `rl_plugins.requests.BranchOrigin` as plain data or None.
         row_of_number: (group, number of the rollout in its program) -> row.
         turn_place: (turns,) place of each turn among those of the rows that stayed, -1 of the others.
         left: (method, hook, (rows,) bool or None, (tokens,) bool or None) of what left.
@@ -247,7 +247,7 @@ def _origin_of(read: Read, i: int, decode: Callable[[Sequence[int]], str]) -> Re
 def _compared(read: Read, number: int) -> list[Record]:
     """What a method said with `note_turns` of a turn; it knows the turns of the rows that stayed."""
     place = int(read.turn_place[number])
-    notes = [n for s in read.batch.seen for n in s.notes if isinstance(n, TurnsNote)] if place >= 0 else []
+    notes = [n for s in read.batch.seen for n in s.notes if isinstance(n, TurnNote)] if place >= 0 else []
     return [
         {
             "method": n.method,
@@ -298,7 +298,7 @@ def _notes(read: Read) -> Mapping[int, list[Record]]:
     for s in read.batch.seen:
         here = torch.arange(len(read.rollouts)) if s.hook in ("rewards", "select", "observe") else read.kept
         for note in s.notes:
-            if isinstance(note, Note):
+            if isinstance(note, RowNote):
                 for number, said in rendered(note, len(here)):
                     found.setdefault(int(here[number]), []).append({"method": note.method, "hook": s.hook, **said})
     return found
