@@ -501,6 +501,48 @@ def compare(
 
 
 @app.command()
+def bench(
+    methods: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD...]", help="Arms: `mc_grpo`, `vade+mc_grpo`.", show_default=False),
+    ] = None,
+    cell: Annotated[list[str] | None, typer.Option(help="Cell; may be repeated.")] = None,
+    dial: Annotated[str, typer.Option(help="All cells of a dial, e.g. noise.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Run every method that has a claim.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every arm. A verdict takes at least 8.")] = 8,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="Add seeds to undecided claims, at most 16 in all.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one core.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder of the runs and the raw results.")] = Path("bench-results"),
+    against: Annotated[Path | None, typer.Option(help="Folder of other raw results to compare with.")] = None,
+    publish: Annotated[Path | None, typer.Option(help="Checkout that keeps the results.", hidden=True)] = None,
+    dry_run: Annotated[bool, _DRY] = False,
+) -> None:
+    """Compare methods on generated tasks with dials, and decide the claims of their papers.
+
+    Every arm of a cell has the same small policy, prompts, seeds and budget. A run takes about half a minute of a core.
+    What was finished is kept: the same command goes on.
+
+    \b
+    What there is:
+      rl-plugins bench
+
+    \b
+    The claims of a method, and its neutral cell; then more seeds where they are undecided:
+      rl-plugins bench mc_grpo
+      rl-plugins bench mc_grpo --until-decided
+
+    \b
+    Two methods and both together over the values of a dial, with four seeds:
+      rl-plugins bench mc_grpo gdpo mc_grpo+gdpo --dial noise --seeds 4
+    """
+    from rl_plugins.commands.bench import bench as run
+
+    run(methods or [], cell or [], dial, every, seeds, until_decided, jobs, out, against, publish, dry_run)
+
+
+@app.command()
 def scale(
     words: Annotated[
         list[str] | None,

@@ -7,7 +7,7 @@ methods                           on those
 rewards                           reward functions of papers, on their methods
 runtime                           the host-free engine, for adapters, on the contract
 trl, verl, diffusion              one adapter each
-testing, demo, compare, commands  on top
+testing, demo, compare, bench, commands  on top
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {*ADAPTER, "testing"},
     "compare": {"contract", "runtime", "messages", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "masked", "demo", "diffusion"},
+    "bench": {"contract", "runtime", "compare", "demo", "bench"},
     # one command trains what one method loads
     "commands": {
+        "bench",
         *ADAPTER,
         "commands",
         "compare",

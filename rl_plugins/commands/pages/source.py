@@ -85,7 +85,9 @@ LAYERS = {
     "Papers: a file each, and a list of the rest": "methods rewards supervised masked flows nft cheap papers",
     "The host-free engine, for adapters": "runtime",
     "One adapter per host": "trl verl diffusion",
-    "Tools": "testing simulation disaggregated fusion heads preferences attribution compare demo viewer commands cli",
+    "Tools": (
+        "testing simulation disaggregated fusion heads preferences attribution compare demo bench viewer commands cli"
+    ),
 }
 
 

@@ -1,0 +1,77 @@
+"""The arms of a cell: baselines as the host has them, and methods with their parameters.
+
+grpo                        the host's GRPO
+dr_grpo                     without the deviation and with a constant denominator
+mc_grpo                     a method
+vade+mc_grpo                two of them
+grpo@learning_rate=1e-3     options of the host, in this arm only; several are joined with commas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from rl_plugins.bench.cells import Cell
+from rl_plugins.bench.settings import PARAMS
+from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
+
+BASELINES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+}
+
+
+@dataclass(frozen=True)
+class BenchArm:
+    """One side of a difference.
+
+    Args:
+        label: as it is written, e.g. "vade+mc_grpo".
+        methods: names in order; empty for a baseline.
+        options: of the host.
+        params: of the methods.
+    """
+
+    label: str
+    methods: tuple[str, ...]
+    options: Mapping[str, Any]
+    params: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, label: str) -> BenchArm:
+        """An arm by its label.
+
+        Raises:
+            ConfigError: an unknown method, or an option that is no `name=value`.
+        """
+        names, _, given = label.partition("@")
+        options: dict[str, Any] = dict(BASELINES.get(names, {}))
+        for word in filter(None, given.split(",")):
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise ConfigError(f"{word!r} in the arm {label!r} is no option. Write name=value behind the @.")
+            options[key] = float(value) if "e-" in value else yaml.safe_load(value)
+        methods = () if names in BASELINES else tuple(names.split("+"))
+        parts = registry.select(methods).classes
+        params = {name: dict(PARAMS[name]) for name in parts if name in PARAMS}
+        registry.select(methods, params)
+        return cls(label, methods, options, params)
+
+    def config(self, cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the cell with this arm in it."""
+        methods, params = self.methods, {**self.params}
+        if cell.environment:
+            from rl_plugins.compare.plan import Arm
+            from rl_plugins.demo import agents
+
+            (played,) = agents.with_loop([Arm(self.label, methods)])
+            methods = played.methods
+            playing = agents.params(methods, cell.environment)
+            params = {name: {**params.get(name, {}), **playing.get(name, {})} for name in {**params, **playing}}
+        values = {**config, **self.options, "count_costs": True, "methods": list(methods)}
+        return {**values, "method_params": params} if params else values

@@ -1,0 +1,245 @@
+"""`rl-plugins bench`: what a method does on generated tasks with dials, under equal budgets, and what becomes of the
+claims of its paper."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rl_plugins.bench.arms import BenchArm
+from rl_plugins.bench.cells import CELLS, cell_of
+from rl_plugins.bench.claims import PaperClaim, claims, claims_of
+from rl_plugins.bench.results import CURRENCIES, BenchRun, Results, is_current
+from rl_plugins.bench.runs import Waiting, run_missing
+from rl_plugins.bench.verdicts import LOOKS, ClaimResult, Mark, at_budget, decide, difference, matrix
+from rl_plugins.errors import ConfigError
+
+SECONDS = 25.0  # of a run on a core that has nothing else to do
+RAW = "benchmarks/bench"
+
+
+def bench(
+    methods: Sequence[str],
+    cells: Sequence[str],
+    dial: str,
+    every: bool,
+    seeds: int,
+    until_decided: bool,
+    jobs: int,
+    out: Path,
+    against: Path | None,
+    publish: Path | None,
+    dry_run: bool,
+) -> None:
+    """Trains what is missing and prints differences and verdicts.
+
+    Args:
+        methods: arms, such as `mc_grpo` or `vade+mc_grpo`.
+        cells: names; none: those of the claims, and `neutral`.
+        dial: all cells of a dial.
+        every: all methods that have a claim, on the cells of their claims and on `neutral`.
+        seeds: at first.
+        until_decided: more seeds for claims that are undecided, at most `LOOKS[-1]`.
+        against: folder of raw results to compare with.
+        publish: checkout in which the raw results, the summary and the figures are kept.
+
+    Raises:
+        ConfigError: an unknown method, cell or dial.
+    """
+    console = Console()
+    chosen = [*cells, *(name for name, cell in CELLS.items() if dial and cell.dial == dial)]
+    if dial and len(chosen) == len(cells):
+        raise ConfigError(
+            f"There is no dial {dial!r}. Dials: {', '.join(dict.fromkeys(c.dial for c in CELLS.values()))}."
+        )
+    if not (methods or every or chosen):
+        _overview(console, Results.read(out))
+        if publish:
+            _publish(Results.read(out), publish)
+        return
+    names = list(dict.fromkeys([*methods, *(c.method for c in claims() if every and c.cell)]))
+    asked = [c for name in names for c in claims_of(name) if c.cell and (not chosen or c.cell in chosen)]
+    wanted = _wanted(names, chosen, asked, range(seeds))
+    if dry_run:
+        _plan(console, wanted, Results.read(out), jobs)
+        return
+    policies = _policies({cell_of(w.cell).environment for w in wanted}, console)
+    results = run_missing(wanted, out, jobs, policies.__getitem__, console)
+    while until_decided and (more := _undecided(results, asked)):
+        results = run_missing(more, out, jobs, policies.__getitem__, console)
+    _report(console, results, names, wanted, asked)
+    if against:
+        _agreement(console, results, Results.read(against))
+    if publish:
+        _publish(results, publish)
+
+
+def _wanted(
+    arms: Iterable[str], cells: Sequence[str], asked: Sequence[PaperClaim], seeds: Iterable[int]
+) -> list[Waiting]:
+    """Cell by cell, the baseline first, so that what was done is whole whenever it ends."""
+    pairs: dict[str, dict[str, None]] = {}
+    for cell in cells:
+        cell_of(cell)
+        pairs.setdefault(cell, {"grpo": None}).update(dict.fromkeys(arms))
+    for claim in asked:
+        pairs.setdefault(claim.cell, {"grpo": None}).update({claim.than: None, claim.label: None})
+    if not cells:
+        pairs.setdefault("neutral", {"grpo": None}).update(dict.fromkeys(arms))
+    seeds = list(seeds)
+    for of in pairs.values():
+        for arm in of:
+            BenchArm.of(arm)
+    return [Waiting(cell, arm, seed) for cell, of in pairs.items() for seed in seeds for arm in of]
+
+
+def _undecided(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
+    more = []
+    for decided in decide(results, asked):
+        if decided.verdict == "undecided" and decided.found and decided.found.seeds < LOOKS[-1]:
+            c = decided.claim
+            upto = next(n for n in LOOKS if n > decided.found.seeds)
+            more += [Waiting(c.cell, arm, seed) for seed in range(upto) for arm in (c.than, c.label)]
+    return [w for w in more if not results.has(w.cell, w.arm, w.seed)]
+
+
+def _policies(environments: Iterable[str], console: Console) -> dict[str, Path]:
+    from rl_plugins.bench.policy import load_policy
+    from rl_plugins.demo.environments.policy import load_agent_policy
+
+    found = {}
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
+        for name in sorted(environments):
+            task = progress.add_task(f"warm start of the policy{f' for {name}' if name else ''} (once)", total=None)
+
+            def told(step: int, total: int, _: float, task: Any = task) -> None:
+                progress.update(task, total=total, completed=step)
+
+            found[name] = load_agent_policy(name, progress=told) if name else load_policy(progress=told)
+            progress.update(task, total=1, completed=1)
+    return found
+
+
+# ---- what is printed
+
+
+def _overview(console: Console, results: Results) -> None:
+    table = Table("cell", "what is different", "GRPO's runs here", title="Cells of the bench")
+    for name, cell in CELLS.items():
+        table.add_row(name, cell.about, str(len(results.seeds(name, "grpo"))))
+    console.print(table)
+    asked = claims()
+    tested = sum(bool(c.cell) for c in asked)
+    console.print(
+        f"{len(asked)} claims of papers, {tested} of which a cell can test. Name methods to run theirs, for example "
+        f"`rl-plugins bench mc_grpo`, or --all. --dry-run prints what would run.",
+        highlight=False,
+    )
+
+
+def _plan(console: Console, wanted: Sequence[Waiting], results: Results, jobs: int) -> None:
+    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.cell, w.arm, w.seed)]
+    table = Table("cell", "arm", "seeds", "missing", title="Runs")
+    for cell, arm in dict.fromkeys((w.cell, w.arm) for w in wanted):
+        of = [w for w in dict.fromkeys(wanted) if (w.cell, w.arm) == (cell, arm)]
+        table.add_row(cell, arm, str(len(of)), str(sum(w in missing for w in of)))
+    console.print(table)
+    minutes = len(missing) * SECONDS / jobs / 60
+    console.print(f"{len(missing)} runs, about {minutes:.0f} minutes with {jobs} at a time.", highlight=False)
+
+
+def _report(
+    console: Console,
+    results: Results,
+    arms: Sequence[str],
+    wanted: Sequence[Waiting],
+    asked: Sequence[PaperClaim],
+) -> None:
+    cells = list(dict.fromkeys(w.cell for w in wanted))
+    table = Table(
+        "cell", "arm", "arm / GRPO", *(f"difference at equal {c.replace('_', ' ')}" for c in CURRENCIES), "seeds"
+    )
+    places = matrix(results, arms)
+    for cell in cells:
+        for arm in arms:
+            place = places.get((arm, cell))
+            if place is None or place.found is None:
+                continue
+            of = [difference(results, cell, arm, "grpo", CELLS[cell].metric, budget=c) for c in CURRENCIES]
+            table.add_row(
+                cell,
+                arm,
+                f"{place.found.value:.3f} / {place.found.other:.3f}",
+                *(d.text if d else "" for d in of),
+                f"{place.found.seeds}, {place.mark}",
+            )
+    console.print(table)
+    if asked:
+        told = Table("claim", "cell", "difference", "seeds", "verdict", title="Claims")
+        for decided in decide(results, asked):
+            told.add_row(*_told(decided))
+        console.print(told)
+
+
+def _told(decided: ClaimResult) -> tuple[str, ...]:
+    c, found = decided.claim, decided.found
+    return (
+        f"{c.label}: {c.says}",
+        c.cell,
+        f"{found.text} {c.metric}" if found else decided.error,
+        str(found.seeds) if found else "",
+        decided.verdict,
+    )
+
+
+def _agreement(console: Console, mine: Results, other: Results) -> None:
+    """Whether a rerun agrees with other raw results: mean of the metric of the cell, by Welch's t."""
+    from scipy import stats
+
+    table = Table("cell", "arm", "here", "there", "", title="Against other results")
+    for cell, arm in dict.fromkeys((c, a) for c, a, _ in mine.runs):
+        pairs = [_ends(results, cell, arm) for results in (mine, other)]
+        if min(map(len, pairs)) < 2:
+            continue
+        same = pairs[0] == pairs[1][: len(pairs[0])]
+        agrees = same or stats.ttest_ind(*pairs, equal_var=False).pvalue > 0.05
+        word = "the same" if same else "agrees" if agrees else "DIFFERS"
+        table.add_row(cell, arm, *(f"{sum(p) / len(p):.3f} ({len(p)} seeds)" for p in pairs), word)
+    console.print(table)
+
+
+def _ends(results: Results, cell: str, arm: str) -> list[float]:
+    from rl_plugins.bench.cells import METRICS
+
+    name = METRICS[CELLS[cell].metric][0]
+    runs = [results.runs[cell, arm, seed].curves[name] for seed in results.seeds(cell, arm)]
+    return [at_budget(points, "steps", float(points[-1][0]["steps"])) for points in runs]
+
+
+def _publish(results: Results, root: Path) -> None:
+    """Keeps raw results, summary and figures in a checkout. Runs with old settings are left out."""
+    from rl_plugins.bench import ours, page
+
+    if not (root / "rl_plugins" / "bench").is_dir():
+        raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")
+    kept = Results.read(root / RAW)
+    for run in results.runs.values():
+        kept.add(run)
+    current: list[BenchRun] = [run for run in kept.runs.values() if is_current(run)]
+    kept = Results(current)
+    kept.write(root / RAW)
+    told = ours.summary(kept)
+    (root / "rl_plugins" / "bench" / "ours.json").write_text(json.dumps(told, indent=1) + "\n")
+    folder = root / "docs" / "figures" / "bench"
+    shutil.rmtree(folder, ignore_errors=True)
+    page.draw(kept, told, folder)
+
+
+__all__ = ["Mark", "bench"]
