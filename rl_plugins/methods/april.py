@@ -241,6 +241,10 @@ class April(Method):
             # of the batch: where all of it waited, or was made a fixed time ago, nothing would be trained otherwise
             older = tokens.version < tokens.version.max()
             self.log("masked", older.double().mean())
+            if self.traced:
+                rows = torch.bincount(tokens.row[older], minlength=len(rollouts))
+                text = "{tokens} tokens are of older weights, {age} versions old"
+                self.note(rows > 0, text, tokens=rows, age=rollouts.staleness)
             return Shape(keep_tokens=~older)
         if p.correction == "token_tis":
             weight = self._weight(tokens)

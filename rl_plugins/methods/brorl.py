@@ -250,6 +250,7 @@ class BroRL(Method):
         keep = rollouts.kept.clone()
         if self.params.dynamic_sampling:
             keep[rollouts.kept] = inside.groups.rows(unequal)
+            self.note(rollouts.kept & ~keep, "all rewards of the group are equal")
         return keep
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

@@ -222,6 +222,15 @@ class Brpo(Method):
                 self.log("agree", len(set(found)) == 1 and found[0] in ("won", "lost"))
         if judged:
             self.log("win", wins / len(judged))
+        if self.traced:
+            for duel in judged:
+                found = outcomes[duel.questions]
+                self.note(
+                    duel.rows,
+                    "won {won} of {votes} votes against the reference",
+                    won=found.count("won"),
+                    votes=len(found),
+                )
         undecided = {duel.group for duel in duels} - decided
         reward[torch.isin(rollouts.group, torch.tensor(sorted(undecided), dtype=torch.int64))] = torch.nan
         return reward
@@ -232,6 +241,9 @@ class Brpo(Method):
         kept = skew <= self.params.filter_tau  # not for NaN
         self.log("skew", skew[~torch.isnan(skew)].mean())
         self.log("dropped", (~kept).double().mean())
+        if self.traced:
+            text = "the group's rewards have the skew {skew:.2f}; at most {most:g} stays"
+            self.note(rollouts.groups.rows(~kept), text, skew=rollouts.groups.rows(skew), most=self.params.filter_tau)
         if not bool(kept.any()):
             if bool(torch.isnan(skew).any()):
                 self.warn(

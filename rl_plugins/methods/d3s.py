@@ -164,6 +164,8 @@ class D3s(Method):
             rows = max_variance_rows(torch.where(rows, advantages, torch.nan), everything, size)
         kept = top_tokens(tokens, rows[tokens.row] & tokens.keep, share(p.tokens_start, p.tokens_end))
 
+        text = "advantage {advantage:.2f} adds too little to the variance"
+        self.note(~rows & ~torch.isnan(advantages), text, advantage=advantages)
         self.log("rows_kept", rows.double().mean())
         self.log("tokens_kept", kept[tokens.keep].double().mean())
         spread = everything.std(torch.where(rows, advantages, torch.nan), ddof=0) / everything.std(advantages, ddof=0)

@@ -241,6 +241,12 @@ class Fapo(Method):
         flaws = [row for rows, verdict in zip(judged, verdicts, strict=True) if is_flaw(verdict) for row in rows]
         flawed = torch.zeros(len(rollouts), dtype=torch.bool)
         flawed[flaws] = True
+        if self.traced:
+            for rows, verdict in zip(judged, verdicts, strict=True):
+                if isinstance(verdict, Failure):
+                    self.note(rows, "the judge failed")
+                elif verdict is not None:
+                    self.note(rows, "wrong step {step}" if is_flaw(verdict) else "no wrong step", step=verdict)
         return torch.where(flawed, rollouts.reward - p.penalty * half, rollouts.reward)
 
     def _question(self, rollouts: Rollouts, rows: list[int]) -> tuple[str, str, str]:

@@ -174,6 +174,8 @@ class Gigpo(Method):
         states = Groups(self._states(turns))
         returns = turns.returns(p.gamma) - penalty
         by_state = p.step_advantage_w * normalized(returns, states, by_std, p.eps)
+        if self.traced:
+            self.note_turns("state", states.index, states.rows(states.n(returns)), by_state)
         self._report(returns, states, episode, by_state, single)
         return (episode + by_state).nan_to_num(nan=0.0)
 

@@ -278,6 +278,17 @@ class GrpoRoc(Method):
         keep = cleanest | first
 
         self._report(n, correct, penalty, keep, equal, short)
+        if self.traced:
+            gone, of = present & ~keep, groups.rows
+            whole = of(leaves)
+            for rows, why in (
+                (gone & of(equal), "all rewards of the group are equal"),
+                (gone & whole & ~of(equal), "the group has too few scored rollouts"),
+                (gone & ~whole & wrong, "wrong, and not among the first of its group"),
+            ):
+                self.note(each.rows(rows), why)
+            text = "right, with a larger penalty than others of its group: {penalty:.2f}"
+            self.note(each.rows(gone & ~whole & correct), text, penalty=each.rows(penalty))
         self.state.clear()
         return each.rows(keep) & ~torch.isnan(rollouts.reward)
 

@@ -187,6 +187,9 @@ class Hgpo(Method):
             members = groups.rows(groups.n(returns))
             entry = self._entry(returns, groups, ddof=0)
             counts = inside & (members > 1) & ((entry != 0) | (not p.drop_zero))
+            if self.traced:
+                name = f"history of {k}" if k else "state"
+                self.note_turns(name, torch.where(inside, groups.index, -1), members, entry)
             weight = (k + p.weight_offset) ** p.length_weight_alpha * counts.double()
             total += torch.where(counts, entry * weight, 0.0)
             weights += weight

@@ -245,6 +245,10 @@ class LinearTS(Method):
         chosen = [i for arm, k in enumerate(count.tolist()) if k for i in self._next(arm, k, without)]
         # prompts of one arm side by side would make optimizer steps of one domain
         mixed: list[int] = self.rng("mix").permutation(chosen).tolist()
+        if self.traced:
+            arm, weight = self._arm[torch.tensor(mixed)].tolist(), self._weights(pool.batch)
+            names = [self._names[a] for a in arm]
+            self.note(mixed, "arm {} with the share {share:.2f}", names, share=[float(weight[a]) for a in arm])
         return mixed
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:

@@ -197,7 +197,9 @@ class McGrpo(Method):
         any_row = groups.median_row(torch.zeros_like(rollouts.reward))
         pivot = torch.where(pivot < 0, any_row, pivot)  # no row of the group has a reward
         several = groups.min(number) < groups.max(number)
-        return Shape(keep_rows=~(groups.rows(several) & (number == groups.rows(number[pivot]))))
+        leaves = groups.rows(several) & (number == groups.rows(number[pivot]))
+        self.note(leaves, "the pivot: its reward {median:.3g} is the median of the group", median=rollouts.reward)
+        return Shape(keep_rows=~leaves)
 
     def _report(self, reward: Tensor, groups: Groups, mad: Tensor, advantages: Tensor) -> None:
         scored = ~torch.isnan(reward)

@@ -272,6 +272,7 @@ class RewardAudit(Method):
             marked = prompts.with_any([int(b) for b in self.state["features"]])
             out |= torch.from_numpy(marked)[index]
         self.log("quarantined", out.double().mean())
+        self.note(out, "the audit found a wrong reward for this prompt or one like it")
         return torch.where(out, torch.nan, rollouts.reward) if bool(out.any()) else None
 
     def _check_provenance(self) -> None:

@@ -361,7 +361,9 @@ class TurnControl(Method):
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:
         if self.params.unfinished == "grade":
             return None
-        return Shape(keep_rows=torch.tensor([reason not in CUT for reason in rollouts.meta["stop_reason"]]))
+        whole = torch.tensor([reason not in CUT for reason in rollouts.meta["stop_reason"]])
+        self.note(~whole, "the agent was stopped: {}", list(map(str, rollouts.meta["stop_reason"])))
+        return Shape(keep_rows=whole)
 
     # ---- the rollouts
 

@@ -217,6 +217,8 @@ class V0(Method):
         self.log("utility", float(utility(budgets, rate[chosen]).sum()) / before if before > 0 else 1.0)
         self.log("most", int(budgets.max()), "max")
         planned = list(plan.rows)
+        named = [row.group for row in rows]
+        self.note(named, "{n} rollouts: predicted success rate {rate:.2f}", n=budgets, rate=rate[chosen])
         for i, n in zip(chosen, budgets.tolist(), strict=True):
             planned[i] = planned[i].replace(n=n)
         return plan.replace(rows=tuple(planned))

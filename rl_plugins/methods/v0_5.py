@@ -230,6 +230,9 @@ class V05(Method):
         prior = self._predict(torch.tensor([g.row.prompt_index for g in groups]))
         gain = next_gain(fuse(mean, k, prior, p.s2).bias2, k, p.s2)
         cost = p.s2 / p.k_max**2 if p.cost is None else p.cost
+        text = "prior {prior:.2f}, mean {mean:.2f} of {n:.0f}; a rollout more gains {gain:.2g} at a cost of {cost:.2g}"
+        named = [g.row.group for g in groups]
+        self.note(named, text, prior=prior, mean=mean, n=k, gain=gain, cost=cost)
         for i in torch.sort(gain, descending=True, stable=True).indices.tolist():
             n = min(p.increment, p.k_max - len(groups[i].rewards), left)
             if gain[i] > cost and n > 0:

@@ -170,6 +170,12 @@ class Vade(Method):
         score, rng = SCORES[self.params.score], self.rng("prompts")
         draws = best_draws(partial(COUNTS.of, state), pool.size, COUNTS.most(state), score, n, taken, rng)
         chosen: list[int] = draws.rows.tolist()
+        if self.traced:
+            alpha, beta = (c + 1 for c in COUNTS.of(state, torch.from_numpy(draws.rows)))
+            mean = alpha / (alpha + beta)
+            std = (mean * (1 - mean) / (alpha + beta + 1)).sqrt()
+            text = "posterior {mean:.2f} +- {std:.2f}, drawn {drawn:.2f}"
+            self.note(chosen, text, mean=mean, std=std, drawn=draws.rates)
         return chosen
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:

@@ -135,10 +135,16 @@ class BranchPruning(Method):
         of_tree = trees.token_node >= 0
         trained = torch.bincount(trees.token_node[of_tree & tokens.keep], minlength=trees.count) > 0
         leaves = self._by_depth(trees, step)
+        scores = node_scores(trees, rollouts, tokens)
         if self.params.width != "none":
-            tails = Tails.of(trees, node_scores(trees, rollouts, tokens))
+            tails = Tails.of(trees, scores)
             leaves = leaves | self._by_width(tails, trained & ~leaves)
         pruned, total = int((leaves & trained).sum()), int(trained.sum())
+        if self.traced:
+            for node in (leaves & trained).nonzero()[:, 0].tolist():
+                where = {"node": node, "depth": int(trees.depth[node]), "score": float(scores[node])}
+                text = "node {node} of depth {depth} is pruned with the score {score:.2f}"
+                self.note(trees.row[trees.node == node], text, **where)
         self.log("nodes", total / len(torch.unique(trees.tree)))
         self.log("pruned", pruned / total if total else 0.0)
         return Shape(keep_tokens=~(of_tree & leaves[trees.token_node]))

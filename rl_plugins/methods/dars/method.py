@@ -213,6 +213,10 @@ class Dars(Method):
         room -= sum(size for g, size, a in zip(groups, sizes, asked, strict=True) if a or self._stays(g))
         found = served(asked, max(0, room))
         self.log("asked", sum(asked))
+        if self.traced:
+            rate = [self._rate(g) for g in groups]
+            text = "success rate {rate:.2f}: {asked} more rollouts asked, {served} served"
+            self.note([g.row.group for g in groups], text, rate=rate, asked=asked, served=list(found))
         if sum(asked):
             self.log("served", sum(found) / sum(asked))
         return plan.replace(rows=(*plan.rows, *_further(groups, found)))
@@ -226,6 +230,10 @@ class Dars(Method):
         stays = (rate > 0) & (rate < p.upper)
         self.log("rescued", int(((each.groups.max(first) == 0) & (rate > 0)).sum()), "sum")
         self.log("left", (~stays).double().mean())
+        if self.traced:
+            gone = each.rows.rows(each.groups.rows(~stays))
+            rates = each.rows.rows(each.groups.rows(rate))
+            self.note(gone, "the group has the success rate {rate:.2f}", rate=rates)
         return each.rows.rows(each.groups.rows(stays))
 
     def _rate(self, group: GroupSoFar) -> float:

@@ -145,6 +145,7 @@ class DartPool(Method):
             return None
         invalid = rollouts.reward < self.params.invalid_below
         self.log("invalid", invalid.double().mean())
+        self.note(invalid, "invalid: the reward is below {least:g}", least=self.params.invalid_below)
         return torch.where(invalid, torch.nan, rollouts.reward)
 
     def select(self, rollouts: Rollouts) -> Tensor:
@@ -163,6 +164,10 @@ class DartPool(Method):
         for name, share in (("failed", failed), ("solved", solved), ("replaced", replaced), ("dropped", ~stays)):
             self.log(name, share.double().mean())
         self.log("given", float(given.sum()))
+        if self.traced:
+            gone, rates = once.rows.rows(own & groups.rows(~stays)), once.rows.rows(groups.rows(rate))
+            self.note(gone, "the group has the success rate {rate:.2f}", rate=rates)
+            self.note(once.rows.rows(given & groups.rows(replaced)), "a stored success: the group has none")
         return once.rows.rows(self._trimmed(rollouts, keep)) & rollouts.kept
 
     def _usable(self, rollouts: Rollouts) -> Tensor:

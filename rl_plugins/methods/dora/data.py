@@ -122,6 +122,7 @@ class DoraData(Method):
     def rewards(self, rollouts: Rollouts) -> Tensor:
         unscored = self._failed(rollouts)
         self.log("failed", (unscored | torch.isnan(rollouts.reward)).double().mean())
+        self.note(unscored, "the scorer failed")
         if self.params.truncated == "mask_unscored":
             unscored = unscored | self._masked(rollouts)
         return torch.where(unscored, torch.nan, rollouts.reward)
@@ -134,6 +135,10 @@ class DoraData(Method):
         low, high = groups.min(accuracy), groups.max(accuracy)
         signal = ~torch.isnan(low) & ~((low == high) & ((low == 0) | (low == 1)))
         self.log("dropped_groups", (~signal).double().mean())
+        if self.traced:
+            self.note(mixed & (self.params.pure == "drop"), "several versions of the policy made it")
+            text = "the group has no signal: accuracies {low:.2f} to {high:.2f}"
+            self.note(keep & groups.rows(~signal), text, low=groups.rows(low), high=groups.rows(high))
         return keep & groups.rows(signal)
 
     def shape(self, rollouts: Rollouts, tokens: Tokens) -> Shape | None:

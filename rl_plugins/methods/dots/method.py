@@ -212,6 +212,8 @@ class Dots(Method):
         chosen = [i for i in state["left"] if i not in taken][:n]
         if len(chosen) < n:
             chosen += self._further(n - len(chosen), {*taken, *chosen})
+        if "predicted" in state:
+            self.note(chosen, "predicted pass rate {predicted:.2f}", predicted=state["predicted"][chosen])
         return chosen
 
     def plan(self, plan: Plan) -> Plan | None:
@@ -225,7 +227,9 @@ class Dots(Method):
         return None
 
     def select(self, rollouts: Rollouts) -> Tensor:
-        return ~_is_reference(rollouts)
+        reference = _is_reference(rollouts)
+        self.note(reference, "reference rollout: only pass rates are predicted from it")
+        return ~reference
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         state, reference = self.state, _is_reference(rollouts)

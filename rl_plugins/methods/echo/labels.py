@@ -148,6 +148,11 @@ class EchoLabels(Method):
             self.log("majority_ratio", sum(n / size[g] for g, (_, n) in label.items()) / len(label))
             self.log("answered", sum(a is not None for a in answer.values()) / len(answer))
             self._log_truth(rollouts, last, answer, {g: of for g, (of, _) in label.items()})
+        if self.traced:
+            own = [str(answer[who]) for who in zip(group, rollout, strict=True)]
+            first, votes_for = [str(label[g][0]) for g in group], [label[g][1] for g in group]
+            text = "answered {}; the label {} has {votes} of {size} votes"
+            self.note(None, text, own, first, votes=votes_for, size=[size[g] for g in group])
         return torch.tensor(right, dtype=torch.float64)
 
     def select(self, rollouts: Rollouts) -> Tensor:

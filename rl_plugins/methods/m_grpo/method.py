@@ -196,6 +196,12 @@ class MGrpo(Method):
         parent = Groups(joint(rollouts.group, rollouts.rollout))
         outcome = parent.rows(parent.mean(torch.where(main, own, torch.nan)))
         right = (outcome > p.right_above + _CLOSE).double()
+        self.note(
+            ~main,
+            "sub-agent: format {format:.2f}, outcome of the main agent {outcome:.2f}",
+            format=own,
+            outcome=outcome,
+        )
         reward = torch.where(own > 0, right * p.sub_right + (1 - right) * p.sub_wrong, 0.0)
         return torch.where(main, own, torch.where(torch.isnan(outcome + own), torch.nan, reward))
 

@@ -107,4 +107,5 @@ class MssrPrompts(Tracked):
         arrival = torch.from_numpy(self.rng("prompts").exponential(size=pool.size)) / weight
         arrival[taken] = torch.inf
         chosen: list[int] = torch.sort(arrival, stable=True).indices[:n].tolist()
+        self.note(chosen, "value {value:.2f}, weight {weight:.2g}", value=value[chosen], weight=weight[chosen])
         return chosen

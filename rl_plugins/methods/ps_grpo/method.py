@@ -312,6 +312,10 @@ class PsGrpo(Method):
             self.warn("no rollout of a batch has another wording to be compared with, so all rewards are 0.")
             return torch.where(torch.isnan(rollouts.reward), torch.nan, 0.0)
         reward = torch.from_numpy(p.alpha * r + (p.gamma * accuracy if p.gamma > 0 else 0.0))
+        if self.traced:
+            values = {"consistency": torch.from_numpy(r), "accuracy": torch.from_numpy(accuracy)}
+            text = "consistency {consistency:.2f} with other wordings, accuracy {accuracy:.2f}"
+            self.note(None, text, **{name: each.rows.rows(value) for name, value in values.items()})
         return torch.where(torch.isnan(rollouts.reward), torch.nan, each.rows.rows(reward))
 
     def _compared(self, texts: Sequence[str], wording: Ids, values: Sequence[Any]) -> list[_Set]:

@@ -121,6 +121,12 @@ class SolRlSelect(Method):
         keep = torch.zeros_like(present)
         keep[at] = places(reward[at], inside, k, self.params.mode, noise[at]) >= 0
         self._report(groups, reward, keep, present)
+        if self.traced:
+            best, least = groups.rows(groups.max(reward)), groups.rows(groups.min(reward))
+            text = "reward {reward:.2f} is not among the {mode} of its group ({least:.2f} to {best:.2f})"
+            values = {"reward": reward, "least": least, "best": best}
+            rows = {name: each.rows(value) for name, value in values.items()}
+            self.note(each.rows(present & ~keep), text, mode=self.params.mode, **rows)
         self.state.clear()
         return each.rows(keep)
 

@@ -439,6 +439,7 @@ class SwarmSapo(Method):
             rewards += scored
             for i in chosen(scored, most[number], self.params.select_by):
                 keep[groups[i]] = True
+        self.note(~keep, "candidate of another node that was not chosen by its rewards here")
         if rewards:
             self._report(rewards)
         return keep

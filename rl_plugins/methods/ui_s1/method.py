@@ -199,6 +199,13 @@ class UiS1(Method):
         value = self._credit(s) if p.filter_by == "advantages" else first
         leaves = (s.tasks.n(first) > 1) & (s.tasks.std(value, ddof=0) <= p.filter_std) & (p.filter_by != "none")
         self._report(s, first, leaves)
+        if self.traced:
+            spread = dict(zip(s.tasks.ids.tolist(), s.tasks.std(value, ddof=0).tolist(), strict=True))
+            gone = torch.isin(rollouts.group, s.tasks.ids[leaves]).nonzero()[:, 0].tolist()
+            std = [spread[g] for g in rollouts.group[gone].tolist()]
+            self.note(
+                gone, "rollouts of the task differ by {std:.2g}; more than {least:g} stays", std=std, least=p.filter_std
+            )
         return ~torch.isin(rollouts.group, s.tasks.ids[leaves])
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

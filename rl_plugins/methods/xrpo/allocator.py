@@ -157,6 +157,10 @@ class XrpoAllocate(Method):
         n, std = np.array([len(r) for r in rewards]), np.array([deviation(r) for r in rewards])
         extra = allocate(n, std, sum(len(g.rewards) for g in groups), phase, p.alpha, p.exploration)
         self.state["left"] = left - phase
+        if self.traced:
+            width, mean = half_width(std, n, p.alpha), np.array([r.mean() if len(r) else np.nan for r in rewards])
+            text = "{more} more rollouts: mean {mean:.2f} +- {half_width:.2f} of {n} rewards"
+            self.note([g.row.group for g in groups], text, more=list(extra), mean=mean, half_width=width, n=n)
         if self.state["left"] == 0:
             self._report(groups, extra, half_width(std, n, p.alpha)[std > 0])
         pairs = zip(groups, extra, strict=True)
