@@ -1,0 +1,283 @@
+"""`rl-plugins bench`: the tasks, the runs, and what becomes of a claim."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from rl_plugins.bench import chains, ours
+from rl_plugins.bench.arms import BenchArm
+from rl_plugins.bench.cells import CELLS, METRICS, cell_of
+from rl_plugins.bench.claims import PaperClaim
+from rl_plugins.bench.results import BenchRun, Results, is_current
+from rl_plugins.bench.runs import Waiting, run_missing
+from rl_plugins.bench.verdicts import LOOKS, at_budget, decide, difference, matrix
+from rl_plugins.errors import ConfigError
+
+# ---- tasks
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"), [("7+5*3", [2, 6]), ("f:0-1", [9]), ("3*4*5-9+9", [2, 0, 1, 0]), ("l:9*9", [1])]
+)
+def test_values_of_a_chain(prompt, found):
+    assert chains.values(prompt) == found and chains.solve(prompt) == str(found[-1])
+
+
+@pytest.mark.parametrize("prompt", ["", "7", "7+", "a+b", "7/3", "x:7/3", "7+55"])
+def test_what_is_no_chain(prompt):
+    with pytest.raises(ValueError, match="is no chain"):
+        chains.values(prompt)
+
+
+CLEAN = chains.Style(slip=0.0, direct=0.0, dirty=0.0, shortcut=0.0)
+
+
+@given(st.integers(0, 10**6), st.sampled_from(["", "l"]))
+def test_a_demonstration_without_slips_is_right_and_clean(seed, mode):
+    rng = random.Random(seed)
+    prompt = chains.random_prompt(chains.Mix((1, 3, 9), mode=mode), rng)
+    text = chains.write(prompt, CLEAN, rng)
+    assert chains.right(None, [text], chain=[prompt]) == [1] == chains.clean(None, [text], chain=[prompt])
+    spoiled = text[:-1] + str((int(text[-1]) + 1) % 10)
+    assert chains.right(None, [spoiled], chain=[prompt]) == [0]
+
+
+def test_forks_need_every_letter():
+    assert chains.is_right("2a6a=6", "f:7+5*3") and not chains.is_right("2b6a=6", "f:7+5*3")
+    assert not chains.is_right("=6", "f:7+5*3") and chains.is_right("=6", "7+5*3")
+
+
+def test_marks_and_steps():
+    rows = ["26=6", "2?6=6", "26=6!", "=6", "36=6"]
+    of = dict(chain=["7+5*3"] * 5)
+    assert chains.right(None, rows, **of) == [1] * 5
+    assert chains.clean(None, rows, **of) == [1, 0, 0, 0, 0]
+    assert chains.tidy(None, rows, **of) == [1, 0, 0, 1, 1]
+    assert chains.steps(None, rows, **of) == [1, 1, 1, 0, 0.5]
+    assert chains.solved(None, ["=6", "=5", "=5"], chain=["7+5*3", "7+5*3", "1+1"]) == [1, 1, 0]
+
+
+def test_noise_turns_its_share_of_the_rewards_around():
+    prompts = [r["chain"] for r in chains.build_rows(chains.Mix((4,)), 2000, 1)]
+    told = ["=" + chains.solve(p) for p in prompts]
+    for reward, share in ((chains.noisy_10, 0.1), (chains.noisy_30, 0.3)):
+        wrong = 1 - np.mean(reward(None, told, chain=prompts))
+        assert abs(wrong - share) < 4 * np.sqrt(share * (1 - share) / 2000)
+    liked = np.mean(chains.biased(None, ["=x!"] * 2000, chain=prompts))
+    assert abs(liked - 0.3) < 0.04 and sum(chains.biased(None, ["=x"] * 2000, chain=prompts)) == 0
+
+
+def test_splits_share_no_prompt_and_the_unsolvable_share_is_kept():
+    mix = CELLS["difficulty=unsolvable"].mix
+    train, held_out = (chains.build_rows(mix, 400, 0, split) for split in ("train", "held_out"))
+    assert not {r["chain"] for r in train} & {r["chain"] for r in held_out}
+    assert abs(np.mean([r["task"] == "unsolvable" for r in train]) - 0.7) < 0.1
+
+
+def test_every_cell_has_a_config_and_its_rewards_exist(tmp_path):
+    for cell in CELLS.values():
+        values = cell.config(tmp_path, tmp_path)
+        assert values["max_steps"] % values["eval_steps"] == 0
+        for name in values["reward_funcs"]:
+            if name.startswith("rl_plugins.bench.chains."):
+                assert callable(getattr(chains, name.rpartition(".")[2]))
+        assert cell.metric in METRICS
+
+
+def test_words_that_are_no_cell_and_no_option():
+    with pytest.raises(ConfigError, match="no cell 'noise=7'"):
+        cell_of("noise=7")
+    with pytest.raises(ConfigError, match="is no option"):
+        BenchArm.of("grpo@fast")
+    with pytest.raises(ConfigError, match="mc_grpoo"):
+        BenchArm.of("mc_grpoo")
+    assert BenchArm.of("mc_grpo@learning_rate=1e-3,beta=0.04").options == {"learning_rate": 1e-3, "beta": 0.04}
+
+
+# ---- verdicts
+
+
+def made(cell: str, arm: str, seed: int, values, tokens=100.0, name="eval_rewards/right/mean") -> BenchRun:
+    run = BenchRun.of(cell, arm, seed, [], 10.0, "error")
+    run.record["error"] = ""
+    points = [
+        ({"steps": 10.0 * i, "rows_trained": 640.0 * i, "tokens_decoded": tokens * i, "seconds": 1.0 * i}, float(v))
+        for i, v in enumerate(values)
+    ]
+    run.curves[name] = points
+    run.curves["reward"] = points
+    return run
+
+
+def pairs(effect: float, spread: float, seeds: int = 8, arm: str = "mc_grpo", cell: str = "neutral") -> Results:
+    rng = np.random.default_rng(0)
+    results = Results()
+    noise = rng.normal(size=seeds)
+    noise = (noise - noise.mean()) / noise.std(ddof=1) * spread
+    for seed in range(seeds):
+        base = 0.5 + 0.05 * rng.normal()
+        results.add(made(cell, "grpo", seed, [0.2, base, base]))
+        results.add(made(cell, arm, seed, [0.2, base + effect + noise[seed], base + effect + noise[seed]]))
+    return results
+
+
+def claim(**given) -> PaperClaim:
+    return PaperClaim(**{"method": "mc_grpo", "says": "It helps.", "cell": "neutral", **given})
+
+
+def test_a_difference_is_students_interval_of_the_pairs():
+    found = difference(pairs(0.1, 0.03), "neutral", "mc_grpo", "grpo", "right")
+    error = 0.03 / np.sqrt(8)
+    half = stats.t.ppf(1 - 0.05 / len(LOOKS) / 2, 7) * error
+    assert (found.mean, found.seeds) == (pytest.approx(0.1), 8)
+    assert (found.low, found.high) == (pytest.approx(0.1 - half), pytest.approx(0.1 + half))
+    assert found.above == pytest.approx(len(LOOKS) * stats.t.sf(0.1 / error, 7))
+
+
+@pytest.mark.parametrize(
+    ("effect", "spread", "seeds", "verdict"),
+    [
+        (0.1, 0.03, 8, "confirmed"),
+        (-0.1, 0.03, 8, "refuted"),
+        (0.0, 0.005, 8, "refuted"),  # no effect of 0.02, which would matter
+        (0.01, 0.03, 8, "undecided"),
+        (0.1, 0.03, 7, "not run"),  # too few seeds
+    ],
+)
+def test_what_becomes_of_a_claim(effect, spread, seeds, verdict):
+    (found,) = decide(pairs(effect, spread, seeds), [claim()])
+    assert found.verdict == verdict
+
+
+def test_a_claim_of_less_is_turned_around():
+    (found,) = decide(pairs(-0.1, 0.03), [claim(better="lower")])
+    assert found.verdict == "confirmed" and found.found.mean == pytest.approx(0.1)
+
+
+def test_many_claims_need_more_than_one():
+    """p of this effect alone is small enough, among 30 empty ones it is not."""
+    results = pairs(0.035, 0.03)
+    assert decide(results, [claim()])[0].verdict == "confirmed"
+    empty = pairs(0.0, 0.03, cell="group=2")
+    for run in empty.runs.values():
+        results.add(run)
+    many = [claim(), *[claim(cell="group=2", least=1e-9) for _ in range(30)]]
+    assert {found.verdict for found in decide(results, many)} == {"undecided"}
+
+
+def test_a_claim_that_is_not_tested_and_one_that_failed():
+    results = pairs(0.1, 0.03)
+    for seed in range(8):
+        results.add(BenchRun.of("noise=10", "mc_grpo", seed, [], 3.0, "ValueError: it broke"))
+        results.add(made("noise=10", "grpo", seed, [0.2, 0.3, 0.4]))
+    told = decide(results, [claim(cell="noise=10"), claim(cell="", untested="It needs a large model.")])
+    assert [(t.verdict, t.error) for t in told] == [("failed", "ValueError: it broke"), ("not tested", "")]
+
+
+def test_equal_budgets_are_read_where_the_dearer_arm_ends():
+    """The second arm decodes twice the tokens per step: at equal tokens it is read where the first one ends."""
+    curve = [0.0, 0.1, 0.2, 0.3, 0.4]
+    results = Results()
+    for seed in range(8):
+        results.add(made("neutral", "grpo", seed, curve, tokens=100))
+        results.add(made("neutral", "mc_grpo", seed, [2 * v for v in curve], tokens=200))
+    steps, tokens = (
+        difference(results, "neutral", "mc_grpo", "grpo", "right", budget=b) for b in ("steps", "tokens_decoded")
+    )
+    assert steps.mean == pytest.approx(0.35) and tokens.mean == pytest.approx(0.0)
+    assert at_budget([({"steps": 0.0}, 0.0), ({"steps": 40.0}, 1.0)], "steps", 20.0) == pytest.approx(0.4375)
+
+
+def test_the_matrix_marks_what_differs():
+    results = pairs(0.1, 0.03)
+    for more in (pairs(-0.1, 0.03, arm="gdpo"), pairs(0.0, 0.03, arm="vade"), pairs(0.3, 0.03, 4, arm="drpo")):
+        for run in more.runs.values():
+            results.add(run) if run.record["arm"] != "grpo" else None
+    for seed in range(8):  # the same baseline for all
+        results.add(pairs(0.1, 0.03).runs["neutral", "grpo", seed])
+    found = matrix(results, ["mc_grpo", "gdpo", "vade", "drpo"])
+    assert found["mc_grpo", "neutral"].mark == "better" and found["gdpo", "neutral"].mark == "worse"
+    assert found["drpo", "neutral"].mark == "not told apart", "four seeds are too few"
+    assert ("mc_grpo", "noise=10") not in found
+
+
+def test_a_claim_needs_a_cell_or_a_reason():
+    for fields in ({"cell": ""}, {"untested": "no"}, {"cell": "nowhere"}, {"metric": "beauty"}, {"budget": "euros"}):
+        with pytest.raises(ConfigError, match="mc_grpo"):
+            claim(**fields)
+
+
+# ---- results
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    results = pairs(0.1, 0.03)
+    results.add(BenchRun.of("noise=10", "mc_grpo", 0, [], 3.0, "ValueError: it broke"))
+    results.write(tmp_path)
+    again = Results.read(tmp_path)
+    assert again.runs.keys() == results.runs.keys()
+    for key, run in results.runs.items():
+        assert again.runs[key].curves == run.curves and again.runs[key].error == run.error
+    assert pq.read_table(tmp_path / "runs.parquet").num_rows == 17
+    (tmp_path / "curves.parquet").write_bytes(b"no table")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Results.read(tmp_path)
+
+
+def test_results_of_other_settings_are_made_again(monkeypatch):
+    results = pairs(0.1, 0.03)
+    run = results.runs["neutral", "mc_grpo", 0]
+    assert is_current(run) and results.has("neutral", "mc_grpo", 0)
+    changed = dataclasses.replace(CELLS["neutral"], prompts=7)
+    monkeypatch.setitem(CELLS, "neutral", changed)  # type: ignore[arg-type]
+    assert not is_current(run) and not results.has("neutral", "mc_grpo", 0)
+
+
+def test_the_summary_that_the_package_carries():
+    told = ours.summary(pairs(0.1, 0.03))
+    (place,) = told["matrix"]
+    assert place["mark"] == "better" and place["mean"] == pytest.approx(0.1) and told["runs"] == 16
+    assert told["costs"] == [
+        {"arm": "mc_grpo", "cell": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
+    ]
+    assert ours.ours().keys() == told.keys()
+
+
+# ---- real runs
+
+
+@pytest.fixture(scope="module")
+def short_policy(tmp_path_factory):
+    from rl_plugins.bench import policy
+
+    folder = tmp_path_factory.mktemp("policy") / "policy"
+    policy._build(folder, policy.BenchStart(steps=20, warmup_steps=2, sloppy_steps=5, batch_size=16), None)
+    return folder
+
+
+def test_real_runs(tmp_path, short_policy, capfd):
+    """Two arms and one that fails: curves in every currency, the same again bit for bit, nothing made twice."""
+    few = "max_steps=2,eval_steps=1,max_completion_length=4,per_device_train_batch_size=16"
+    arms = [f"grpo@{few}", f"mc_grpo@{few}", f"grpo@{few},loss_type=none"]
+    wanted = [Waiting("neutral", arm, 3) for arm in arms]
+    results = run_missing(wanted, tmp_path / "a", 2, lambda _: short_policy)
+    grpo, ours_, failed = (results.runs["neutral", arm, 3] for arm in arms)
+    assert "loss" in failed.error and not failed.curves and not grpo.error and not ours_.error
+    right = grpo.curves["eval_rewards/right/mean"]
+    assert [cost["steps"] for cost, _ in right] == [0, 1, 2]
+    assert [cost["rows_trained"] for cost, _ in right] == [0, 16, 32]
+    tokens = {name: run.curves["rl_plugins/tokens_decoded"][-1][1] for name, run in (("g", grpo), ("m", ours_))}
+    assert tokens["m"] > tokens["g"] > 0, "a spare rollout per prompt"
+    again = run_missing(wanted, tmp_path / "a", 2, lambda _: pytest.fail("nothing is missing"))
+    assert again.runs.keys() == results.runs.keys()
+    other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)
+    values = [[v for _, v in r.runs["neutral", arms[0], 3].curves["reward"]] for r in (results, other)]
+    assert values[0] == values[1]
