@@ -116,7 +116,7 @@ def main() -> None:
                 curves[arm].append(train(arm, seed, place))
                 if seed == 0:
                     drawn = sorted((place / "sheets").iterdir())
-                    sheets.setdefault("before", matplotlib.image.imread(drawn[0]))
+                    sheets.setdefault("before training", matplotlib.image.imread(drawn[0]))
                     sheets[arm] = matplotlib.image.imread(drawn[-1])
                 found_, cost[arm] = gradients(arm, seed, place / "gradients")
                 found[arm].append(found_)
@@ -185,11 +185,13 @@ def plot(curves: dict[str, list[dict[str, np.ndarray]]]) -> Figure:
 
 def samples(sheets: dict[str, Any]) -> Figure:
     """Samples from the same seeds: before training, and after it in every arm (seed 0)."""
-    figure = Figure(figsize=(6, 2.7 * len(sheets)), layout="constrained")
-    for axis, (title, image) in zip(figure.subplots(len(sheets), 1), sheets.items(), strict=True):
-        axis.imshow(image, interpolation="nearest")
-        axis.set_title(title, loc="left")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(2, 3).flatten()
+    for axis in axes:
         axis.axis("off")
+    for axis, (title, image) in zip(axes, sheets.items(), strict=False):
+        axis.imshow(image, interpolation="nearest")
+        axis.set_title(title, loc="left", fontsize=10)
     return figure
 
 
