@@ -91,9 +91,20 @@ class Prefixes(Probe):
     """Plans what only texts have."""
 
     name = "prefixes"
+    asks = {"prefix": (1, 2)}
 
     def plan(self, plan):
-        return plan.replace(rows=tuple(r.replace(prefix=(1, 2)) for r in plan.rows))
+        return plan.replace(rows=tuple(r.replace(**self.asks) for r in plan.rows))
+
+
+class Splits(Probe):
+    """Makes two rows of a rollout."""
+
+    name = "splits"
+    rows_per_rollout = 2
+
+    def rewards(self, rollouts):
+        return None
 
 
 class Gives(Probe):

@@ -5,14 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from flow_probes import Prefixes
 from flow_runs import bright, flat, make
 
 from rl_plugins.commands.catalog import HOSTS
 from rl_plugins.commands.pages.diffusion import accepted, with_parts
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
-from rl_plugins.errors import ConfigError
+from rl_plugins.errors import ConfigError, MethodError
 from rl_plugins.method import HOOKS, SIGNALS, Method
+from rl_plugins.rollouts import Completion
 from rl_plugins.runtime.preflight import HostFacts, preflight
 from rl_plugins.runtime.stack import MethodStack
 
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.host
         (["reads"], "`reads` needs completions as text, special tokens removed: samples are latents, not text"),
         (["of_text"], "`of_text` is for text, and diffusion trains diffusion policies here. It runs on: trl, verl"),
         (["gives"], "`gives` gives completions or tokens, and samples of a diffusion policy have none"),
+        (["splits"], "`splits` makes several rows of a rollout, and a sample of a diffusion policy is one"),
         (["whole"], "it needs whole groups in every optimizer step, and rows are shuffled"),
         (["looks"], "the dataset has no column `level`"),
         (["forks", "explores"], "both decide `rollout`"),
@@ -44,8 +47,19 @@ def test_methods_that_cannot_act(tmp_path, methods, why):
         make(tmp_path, methods, updates_per_batch=2, train_dataset=data)
 
 
-def test_a_plan_about_tokens_is_refused_when_it_is_made(tmp_path):
-    with pytest.raises(ConfigError, match=r"gives prompt \d prefix=\(1, 2\), which is about tokens"):
+@pytest.mark.parametrize(
+    ("asks", "said"),
+    [
+        ({"prefix": (1, 2)}, r"prefix=\(1, 2\)"),
+        ({"given": (Completion((1,)),)}, "given="),
+        ({"max_tokens": 3}, "max_tokens=3"),
+        ({"max_turns": 2}, "max_turns=2"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_plan_about_tokens_is_refused_when_it_is_made(tmp_path, monkeypatch, asks, said):
+    monkeypatch.setattr(Prefixes, "asks", asks)
+    with pytest.raises((ConfigError, MethodError), match=rf"gives prompt \d {said}.*, which is about tokens"):
         make(tmp_path, ["prefixes"]).train()
 
 
