@@ -137,13 +137,15 @@ class Measured:
         claim: what was looked at, in a few words: "right answers on held-out prompts".
         verdict: of the method against its comparison, at the 95 % interval.
         numbers: the figures with their intervals: "0.84 ± 0.01 against 0.10 ± 0.09 (GRPO)".
-        where: anchor of the section of docs/evidence.md, e.g. "gdpo-10-seeds".
+        where: anchor of the section, e.g. "gdpo-10-seeds".
+        page: of docs/, on which the section is.
     """
 
     claim: str
     verdict: Literal["better", "worse", "not told apart"]
     numbers: str
     where: str
+    page: str = "evidence.md"
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, ours
+from rl_plugins.bench import chains, ours, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
-from rl_plugins.bench.claims import PaperClaim
+from rl_plugins.bench.claims import LOOKS, PaperClaim
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import LOOKS, at_budget, decide, difference, matrix
+from rl_plugins.bench.verdicts import at_budget, decide, difference, matrix
 from rl_plugins.errors import ConfigError
 
 # ---- tasks
@@ -242,7 +242,7 @@ def test_results_of_other_settings_are_made_again(monkeypatch):
 
 
 def test_the_summary_that_the_package_carries():
-    told = ours.summary(pairs(0.1, 0.03))
+    told = summary.summary(pairs(0.1, 0.03))
     (place,) = told["matrix"]
     assert place["mark"] == "better" and place["mean"] == pytest.approx(0.1) and told["runs"] == 16
     assert told["costs"] == [

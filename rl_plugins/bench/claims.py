@@ -12,9 +12,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-from rl_plugins.bench.cells import CELLS, METRICS
-from rl_plugins.bench.results import CURRENCIES
+from rl_plugins.bench.cells import CELLS, CURRENCIES, METRICS
 from rl_plugins.errors import ConfigError
+
+LOOKS = (8, 12, 16)  # seeds at which a claim is looked at
 
 
 @dataclass(frozen=True)

@@ -1,75 +1,25 @@
-"""Our results as the package carries them: `ours.json`, made of the raw results by `rl-plugins bench --publish`."""
+"""Our results as the package carries them: `ours.json`, made of the raw results by `rl-plugins bench --publish`.
+
+Nothing here reads raw results, so a card is shown without their libraries.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-
-from rl_plugins.bench.cells import CELLS
-from rl_plugins.bench.claims import claims
-from rl_plugins.bench.results import Results
-from rl_plugins.bench.verdicts import ClaimResult, Difference, decide, matrix
+from rl_plugins.bench.cells import CELLS, METRICS
+from rl_plugins.bench.claims import LOOKS, claims_of
+from rl_plugins.method import Measured
 
 COSTS: Mapping[str, str] = {
     "rows_trained": "rows trained",
     "tokens_decoded": "tokens decoded",
     "seconds": "time",
 }
-
-
-def summary(results: Results) -> dict[str, Any]:
-    """Everything that pages, cards and `suggest` say of the bench."""
-    arms = arms_of(results)
-    places = matrix(results, arms)
-    return {
-        "runs": sum(not run.error for run in results.runs.values()),
-        "hours": round(sum(run.record["seconds"] for run in results.runs.values()) / 3600, 2),
-        "last": max((run.record["date"] for run in results.runs.values()), default=""),
-        "versions": sorted({run.record["versions"] for run in results.runs.values()}),
-        "claims": [_claim(decided) for decided in decide(results, claims())],
-        "matrix": [
-            {"arm": arm, "cell": cell, "mark": place.mark, **_numbers(place.found)}
-            for (arm, cell), place in places.items()
-        ],
-        "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
-    }
-
-
-def arms_of(results: Results) -> list[str]:
-    """All arms but plain GRPO, in the order of their names."""
-    return sorted({arm for _, arm, _ in results.runs if arm != "grpo"})
-
-
-def costs(results: Results, cell: str, arm: str, than: str = "grpo") -> dict[str, float]:
-    """Totals of an arm over those of GRPO at equal steps: mean of the ratios over seeds."""
-    ratios: dict[str, list[float]] = {name: [] for name in COSTS}
-    for seed in set(results.seeds(cell, arm)) & set(results.seeds(cell, than)):
-        both = [results.runs[cell, a, seed].curves.get("reward") for a in (arm, than)]
-        if all(both):
-            mine, other = (points[-1][0] for points in both if points)
-            for name, of in ratios.items():
-                of.append(float(mine[name]) / float(other[name]) if other[name] else math.nan)
-    return {name: round(float(np.nanmean(of)), 3) for name, of in ratios.items() if of and not np.isnan(of).all()}
-
-
-def _claim(decided: ClaimResult) -> dict[str, Any]:
-    told = {k: v for k, v in asdict(decided.claim).items() if v != ""}
-    told |= {"verdict": decided.verdict, **_numbers(decided.found)}
-    return {**told, "error": decided.error} if decided.error else told
-
-
-def _numbers(found: Difference | None) -> dict[str, Any]:
-    if found is None:
-        return {}
-    names = ("mean", "low", "high", "value", "other")
-    return {**{name: round(getattr(found, name), 5) for name in names}, "seeds": found.seeds}
 
 
 @cache
@@ -101,3 +51,38 @@ def cells_run() -> list[str]:
     """Cells in which something was run, in their order."""
     found = {place["cell"] for place in ours()["matrix"]}
     return [cell for cell in CELLS if cell in found]
+
+
+def measured_of(method: str) -> list[Measured]:
+    """Our results on a method as its card has them: its claims that were decided, and the neutral cell."""
+    found = []
+    for told in verdicts_of(method):
+        if told["verdict"] in ("confirmed", "refuted", "undecided") and "mean" in told:
+            what = f"{METRICS[told['metric']][1]} in `{told['cell']}` against `{told['than']}`"
+            found.append(Measured(what, _mark(told), f"{numbers(told)}, {told['seeds']} seeds", "claims", "bench.md"))
+    neutral = place_of(method, "neutral")
+    if neutral and "mean" in neutral and neutral["seeds"] >= LOOKS[0]:
+        what = "right answers where nothing asks for it (`neutral`)"
+        told_text = f"{numbers(neutral)}, {neutral['seeds']} seeds"
+        found.append(Measured(what, neutral["mark"], told_text, "methods-by-cells", "bench.md"))
+    return found
+
+
+def _mark(told: Mapping[str, Any]) -> Literal["better", "worse", "not told apart"]:
+    """A claim is refuted by a difference that is too small, too, so the interval says which way it goes."""
+    return "better" if told["low"] > 0 else "worse" if told["high"] < 0 else "not told apart"
+
+
+def claim_lines(method: str) -> list[str]:
+    """What the paper claims, and what became of it, a line each."""
+    verdicts = {(c["says"], c.get("cell", "")): c for c in verdicts_of(method)}
+    lines = []
+    for claim in claims_of(method):
+        if claim.untested:
+            lines.append(f"{claim.says} Not tested: {claim.untested}")
+            continue
+        told = verdicts.get((claim.says, claim.cell), {"verdict": "not run"})
+        where = f"{claim.metric} in {claim.cell} at equal {claim.budget.replace('_', ' ')}, against {claim.than}"
+        seeds = f", {told['seeds']} seeds" if "seeds" in told else ""
+        lines.append(f"{claim.says} Here ({where}): {told['verdict']} {numbers(told)}".rstrip() + f"{seeds}.")
+    return lines

@@ -26,11 +26,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.bench.arms import BenchArm
-from rl_plugins.bench.cells import CELLS, METRICS
+from rl_plugins.bench.cells import CELLS, CURRENCIES, METRICS
 from rl_plugins.compare.costs import Course
 from rl_plugins.errors import ConfigError
 
-CURRENCIES = ("steps", "rows_trained", "tokens_decoded")
 KEPT = (*(name for name, _ in METRICS.values()), "reward", "completions/mean_length", "grad_norm")
 RUNS = pa.schema(
     {

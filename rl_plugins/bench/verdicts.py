@@ -19,10 +19,9 @@ import numpy as np
 from scipy import stats
 
 from rl_plugins.bench.cells import CELLS, METRICS
-from rl_plugins.bench.claims import PaperClaim
+from rl_plugins.bench.claims import LOOKS, PaperClaim
 from rl_plugins.bench.results import Point, Results
 
-LOOKS = (8, 12, 16)  # seeds at which claims are looked at
 ALPHA = 0.05
 LAST = 0.25
 TOTALS = ("tokens", "rows")  # metrics that are costs themselves: read at the end

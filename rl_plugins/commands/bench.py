@@ -14,11 +14,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rl_plugins.bench.arms import BenchArm
-from rl_plugins.bench.cells import CELLS, cell_of
-from rl_plugins.bench.claims import PaperClaim, claims, claims_of
-from rl_plugins.bench.results import CURRENCIES, BenchRun, Results, is_current
+from rl_plugins.bench.cells import CELLS, CURRENCIES, cell_of
+from rl_plugins.bench.claims import LOOKS, PaperClaim, claims, claims_of
+from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import LOOKS, ClaimResult, Mark, at_budget, decide, difference, matrix
+from rl_plugins.bench.verdicts import ClaimResult, Mark, at_budget, decide, difference, matrix
 from rl_plugins.errors import ConfigError
 
 SECONDS = 25.0  # of a run on a core that has nothing else to do
@@ -225,7 +225,7 @@ def _ends(results: Results, cell: str, arm: str) -> list[float]:
 
 def _publish(results: Results, root: Path) -> None:
     """Keeps raw results, summary and figures in a checkout. Runs with old settings are left out."""
-    from rl_plugins.bench import ours, page
+    from rl_plugins.bench import page, summary
 
     if not (root / "rl_plugins" / "bench").is_dir():
         raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")
@@ -235,7 +235,7 @@ def _publish(results: Results, root: Path) -> None:
     current: list[BenchRun] = [run for run in kept.runs.values() if is_current(run)]
     kept = Results(current)
     kept.write(root / RAW)
-    told = ours.summary(kept)
+    told = summary.summary(kept)
     (root / "rl_plugins" / "bench" / "ours.json").write_text(json.dumps(told, indent=1) + "\n")
     folder = root / "docs" / "figures" / "bench"
     shutil.rmtree(folder, ignore_errors=True)

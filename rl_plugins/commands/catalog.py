@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from rl_plugins.bench.ours import measured_of
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
 from rl_plugins.errors import RLPluginsError
 from rl_plugins.method import HOOKS, SIGNALS, Bundle, Measured, Method
@@ -130,7 +131,8 @@ class Card:
 
     @property
     def measured(self) -> Sequence[Measured]:
-        return self.found.measured
+        """Our results: those of the evidence, then those of the bench."""
+        return (*self.found.measured, *measured_of(self.name))
 
     @property
     def use_when(self) -> str:

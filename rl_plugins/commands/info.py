@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from rl_plugins import supervised
+from rl_plugins.bench.ours import claim_lines
 from rl_plugins.commands.catalog import FIDELITY, Card, card_of, hosts_of, needs_of, preset_text
 from rl_plugins.commands.pairs import conflicts, excluded
 from rl_plugins.commands.usage import Usage, usage_of
@@ -60,6 +61,7 @@ def info(found: type[Method] | Bundle) -> str:
     sections.append(("Problems it answers", _listed(PROBLEMS[p].title for p in found.problems if p in PROBLEMS)))
     sections.append(("Not when", card.avoid_when))
     sections.append(("What it costs", card.cost))
+    sections.append(("What the paper claims", _listed(claim_lines(found.name))))
     sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
     sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in found.goes_with.items())))
     sections.append(("Excludes", _listed(_excludes(card))))
@@ -82,7 +84,7 @@ def info(found: type[Method] | Bundle) -> str:
 
 def measured_text(measured: Measured) -> str:
     """One result as a line: verdict, claim, numbers."""
-    return f"{measured.verdict}: {measured.claim}, {measured.numbers} (docs/evidence.md#{measured.where})"
+    return f"{measured.verdict}: {measured.claim}, {measured.numbers} (docs/{measured.page}#{measured.where})"
 
 
 def _excludes(card: Card) -> Iterator[str]:

@@ -119,7 +119,9 @@ def with_formulas(text: str) -> str:
 
 def measured(results: Iterable[Measured]) -> str:
     """Results as one line, each with a link to the evidence."""
-    texts = [f"{m.verdict}: {m.claim}, {m.numbers} ([evidence](evidence.md#{m.where}))" for m in results]
+    texts = [
+        f"{m.verdict}: {m.claim}, {m.numbers} ([{m.page.removesuffix('.md')}]({m.page}#{m.where}))" for m in results
+    ]
     return "; ".join(texts) + "." if texts else "nobody measured it yet."
 
 

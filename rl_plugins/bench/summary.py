@@ -1,0 +1,62 @@
+"""From the raw results to the summary that the package carries (`ours.json`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.bench.claims import claims
+from rl_plugins.bench.ours import COSTS
+from rl_plugins.bench.results import Results
+from rl_plugins.bench.verdicts import ClaimResult, Difference, decide, matrix
+
+
+def summary(results: Results) -> dict[str, Any]:
+    """Everything that pages, cards and `suggest` say of the bench."""
+    arms = arms_of(results)
+    places = matrix(results, arms)
+    return {
+        "runs": sum(not run.error for run in results.runs.values()),
+        "hours": round(sum(run.record["seconds"] for run in results.runs.values()) / 3600, 2),
+        "last": max((run.record["date"] for run in results.runs.values()), default=""),
+        "versions": sorted({run.record["versions"] for run in results.runs.values()}),
+        "claims": [_claim(decided) for decided in decide(results, claims())],
+        "matrix": [
+            {"arm": arm, "cell": cell, "mark": place.mark, **_numbers(place.found)}
+            for (arm, cell), place in places.items()
+        ],
+        "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
+    }
+
+
+def arms_of(results: Results) -> list[str]:
+    """All arms but plain GRPO, in the order of their names."""
+    return sorted({arm for _, arm, _ in results.runs if arm != "grpo"})
+
+
+def costs(results: Results, cell: str, arm: str, than: str = "grpo") -> dict[str, float]:
+    """Totals of an arm over those of GRPO at equal steps: mean of the ratios over seeds."""
+    ratios: dict[str, list[float]] = {name: [] for name in COSTS}
+    for seed in set(results.seeds(cell, arm)) & set(results.seeds(cell, than)):
+        both = [results.runs[cell, a, seed].curves.get("reward") for a in (arm, than)]
+        if all(both):
+            mine, other = (points[-1][0] for points in both if points)
+            for name, of in ratios.items():
+                of.append(float(mine[name]) / float(other[name]) if other[name] else math.nan)
+    return {name: round(float(np.nanmean(of)), 3) for name, of in ratios.items() if of and not np.isnan(of).all()}
+
+
+def _claim(decided: ClaimResult) -> dict[str, Any]:
+    told = {k: v for k, v in asdict(decided.claim).items() if v != ""}
+    told |= {"verdict": decided.verdict, **_numbers(decided.found)}
+    return {**told, "error": decided.error} if decided.error else told
+
+
+def _numbers(found: Difference | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    names = ("mean", "low", "high", "value", "other")
+    return {**{name: round(getattr(found, name), 5) for name in names}, "seeds": found.seeds}
