@@ -86,7 +86,7 @@ test-deepspeed: .venv-deepspeed/ready
 
 # The page of `rl-plugins inspect` in a real browser, which must be installed (Debian: apt-get install chromium).
 test-browser: .venv/ready-test
-	.venv/bin/python -m pytest -m browser tests/test_inspect_page.py $(PYTEST)
+	.venv/bin/python -m pytest -m browser tests/test_inspect_views.py $(PYTEST)
 
 clean:
 	rm -rf .venv .venv-vllm .venv-deepspeed .venv-mutation demo-results compare-results evidence-results build *.egg-info

@@ -375,6 +375,11 @@ def inspect(
     run: Annotated[Path, typer.Argument(help="Folder of a run that was made with `trace: true`.")],
     batch: Annotated[int | None, typer.Option(help="Generation batch whose groups are listed.", min=0)] = None,
     group: Annotated[int | None, typer.Option(help="Group of the batch whose rollouts are shown.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="Other run to compare with; the same one compares its batches.")
+    ] = None,
+    other_batch: Annotated[int | None, typer.Option(help="Batch of the other run.", min=0)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Dataset row whose rollouts are compared.", min=0)] = None,
     html: Annotated[Path | None, typer.Option(help="Folder for a page that opens without a server.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page on this machine, for large traces.")] = False,
     port: Annotated[int, typer.Option(help="Port of --serve; 0: a free one.", min=0, max=65535)] = 0,
@@ -383,11 +388,13 @@ def inspect(
 
     Without options it prints the batches. --html writes a page with curves, tables and texts, --serve shows it.
 
+    --compare shows the same prompts under two policies, and where their texts differ.
+
     A run writes a trace if its config says `trace: true` (TRL) or `+rl_plugins.trace=true` (verl).
     """
-    from rl_plugins.commands.inspect import show
+    from rl_plugins.commands.inspect import Wanted, show
 
-    show(run, batch, group, html, serve, port)
+    show(run, Wanted(batch, group, compare, other_batch, prompt, html, serve, port))
 
 
 _SEEDS = typer.Option(help="Number of seeds (3), or the seeds (4,7,11).", show_default="3; demo with --host verl: 2")

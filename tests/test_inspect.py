@@ -15,8 +15,8 @@ from rl_plugins.estimators import grpo_advantages
 from rl_plugins.rollouts import TokenIds
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing.data import make_run
-from rl_plugins.viewer.folder import SharedPiece, tree_of
 from rl_plugins.viewer.terminal import visible
+from rl_plugins.viewer.trees import SharedPiece, tree_of
 
 HOSTILE = (
     "\x1b[2J\x1b]0;title\x07",

@@ -1,11 +1,10 @@
-"""The files of a trace, and what is computed of a group: trees of completions that share a beginning."""
+"""The files of a trace, read when they are asked for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ _NUMBER = re.compile(r"batch-(\d+)\.parquet")
 
 
 class TraceFolder:
-    """A trace on disk; files are read when they are asked for.
+    """A trace on disk.
 
     Args:
         run: folder of a run (with the folder `trace`), or of the trace itself.
@@ -33,6 +32,8 @@ class TraceFolder:
                 f"(verl: +rl_plugins.trace=true)."
             )
         self.path = here[0]
+        # groups of one batch are usually looked at one after another
+        self._whole = lru_cache(maxsize=2)(self._read_rollouts)
         if not self.numbers:
             raise ConfigError(f"The trace in {self.path} has no batch yet. Wait until the run has made one.")
 
@@ -49,14 +50,15 @@ class TraceFolder:
     @cached_property
     def batches(self) -> list[Record]:
         """Summaries of all batches, in order."""
-        return [record for number in self.numbers for record in self._read("batches", number)]
+        return [record for n in self.numbers for record in self.table("batches", n).to_pylist()]
 
     @cached_property
     def texts(self) -> dict[int, str]:
         """Token id -> text."""
         found: dict[int, str] = {}
         for number in self._numbers("tokens"):
-            found |= {record["id"]: record["text"] for record in self._read("tokens", number)}
+            table = self.table("tokens", number)
+            found |= zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True)
         return found
 
     def rollouts(self, batch: int, group: int | None = None) -> list[Record]:
@@ -65,60 +67,52 @@ class TraceFolder:
         Raises:
             ConfigError: they are not there.
         """
+        return list(self.rollout_table(batch, group).to_pylist())
+
+    def rollout_table(self, batch: int, group: int | None = None) -> Any:
+        """Like `rollouts`, as a table of Arrow.
+
+        Raises:
+            ConfigError: they are not there.
+        """
+        import pyarrow.compute as pc
+
         if batch not in self.recorded:
             where = "has a summary only (older batches leave when `max_gb` is reached)" if batch in self.numbers else ""
             raise ConfigError(f"Batch {batch} {where or 'is not in the trace'}. Recorded are {_ranges(self.recorded)}.")
-        rows = self._read("rollouts", batch, None if group is None else [("group", "=", group)])
-        if not rows:
-            there = sorted({row["group"] for row in self._read("rollouts", batch)})
+        try:
+            whole = self._whole(batch)
+        except FileNotFoundError:
+            raise ConfigError(f"The rollouts of batch {batch} have just left the trace (`max_gb`).") from None
+        if group is None:
+            return whole
+        rows = whole.filter(pc.equal(whole["group"], group))
+        if not len(rows):
+            there = sorted(set(whole["group"].to_pylist()))
             raise ConfigError(f"Batch {batch} has no recorded group {group}. Recorded are {_ranges(there)}.")
         return rows
 
-    def _read(self, table: str, number: int, filters: Any = None) -> list[Record]:
+    def updates(self, number: int) -> list[Record]:
+        """Records of the optimizer steps of a batch; none if they are not recorded."""
+        try:
+            return list(self.table("updates", number).to_pylist())
+        except FileNotFoundError:
+            return []
+
+    def table(self, name: str, number: int, columns: Sequence[str] | None = None) -> Any:
+        """A file of the trace; of the columns, those it has."""
         import pyarrow.parquet as pq
 
-        path = self.path / table / f"batch-{number:08d}.parquet"
-        return list(pq.read_table(path, filters=filters).to_pylist())
+        file = pq.ParquetFile(self.path / name / f"batch-{number:08d}.parquet")
+        there = file.schema_arrow.names
+        return file.read(None if columns is None else [c for c in columns if c in there], use_threads=False)
+
+    def _read_rollouts(self, number: int) -> Any:
+        return self.table("rollouts", number)
 
     def _numbers(self, table: str) -> list[int]:
         found = (_NUMBER.fullmatch(p.name) for p in (self.path / table).iterdir())
         return sorted(int(m[1]) for m in found if m)
-
-
-@dataclass(frozen=True)
-class SharedPiece:
-    """A piece that one or several completions of a group share.
-
-    Args:
-        rows: places of these completions in the group.
-        start, stop: of the piece in them.
-        branches: what follows, where they part.
-    """
-
-    rows: tuple[int, ...]
-    start: int
-    stop: int
-    branches: tuple[SharedPiece, ...] = ()
-
-
-def tree_of(completions: Sequence[Sequence[int]]) -> SharedPiece:
-    """The completions of a group as a tree: they share a piece as long as their token ids are equal."""
-
-    def grow(rows: tuple[int, ...], start: int) -> SharedPiece:
-        stop = start
-        while True:
-            tokens = {completions[i][stop] if stop < len(completions[i]) else None for i in rows}
-            if len(tokens) > 1 or tokens == {None}:
-                break
-            stop += 1
-        if len(rows) == 1 or tokens == {None}:
-            return SharedPiece(rows, start, stop)
-        parts: dict[int | None, list[int]] = {}
-        for i in rows:
-            parts.setdefault(completions[i][stop] if stop < len(completions[i]) else None, []).append(i)
-        return SharedPiece(rows, start, stop, tuple(grow(tuple(part), stop) for part in parts.values()))
-
-    return grow(tuple(range(len(completions))), 0)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import FILES, STATIC, group_data, run_data
+from rl_plugins.viewer.page import FILES, OTHER, STATIC, group_data, run_data
 
 HOST = "127.0.0.1"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
-_GROUP = re.compile(r"/data/b(\d{1,9})/g(\d{1,18})\.js")
+_DATA = re.compile(rf"/data/({OTHER}/)?(?:run|b(\d{{1,9}})/g(\d{{1,18}}))\.js")
 
 
 class PageServer(ThreadingHTTPServer):
@@ -24,12 +24,13 @@ class PageServer(ThreadingHTTPServer):
     Args:
         trace: what is shown.
         port: 0: a free one.
+        other: a run that it is compared with.
     """
 
     daemon_threads = True
 
-    def __init__(self, trace: TraceFolder, port: int = 0) -> None:
-        self.trace = trace
+    def __init__(self, trace: TraceFolder, port: int = 0, other: TraceFolder | None = None) -> None:
+        self.traces = {"": trace} | ({f"{OTHER}/": other} if other else {})
         super().__init__((HOST, port), _Handler)
 
     @property
@@ -48,16 +49,22 @@ class _Handler(BaseHTTPRequestHandler):
         name = "index.html" if path == "/" else path.removeprefix("/")
         if name in FILES:
             return self._send((STATIC / name).read_bytes(), PurePosixPath(name).suffix)
-        if path == "/data/run.js":
-            return self._send(run_data(TraceFolder(self.server.trace.path)).encode(), ".js")
-        group = _GROUP.fullmatch(path)
-        if group is None:
+        wanted = _DATA.fullmatch(path)
+        prefix = wanted[1] or "" if wanted else ""
+        if wanted is None or prefix not in self.server.traces:
             return self.send_error(HTTPStatus.NOT_FOUND)
         try:
-            data = group_data(self.server.trace, int(group[1]), int(group[2]))
+            data = self._data(prefix, wanted[2], wanted[3])
         except ConfigError:
             return self.send_error(HTTPStatus.NOT_FOUND)
         return self._send(data.encode(), ".js")
+
+    def _data(self, prefix: str, batch: str | None, group: str | None) -> str:
+        traces = self.server.traces
+        if batch is None or group is None:
+            traces[prefix] = TraceFolder(traces[prefix].path)  # the run may have gone on
+            return run_data(traces[prefix], f"{prefix}run", len(traces) > 1)
+        return group_data(traces[prefix], int(batch), int(group), prefix)
 
     def _send(self, content: bytes, kind: str) -> None:
         self.send_response(HTTPStatus.OK)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rl_plugins.viewer.comparison import Pair, word_differences
 from rl_plugins.viewer.folder import TraceFolder
 
 _NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -87,6 +88,48 @@ def print_group(trace: TraceFolder, batch: int, group: int, console: Console) ->
             console.print(Text(f"  {note['method']}: {visible(note['text'], 300)}"))
         if not row["trained"]:
             console.print(Text("  not trained"))
+
+
+def print_pairs(a: TraceFolder, b: TraceFolder, found: list[Pair], console: Console, most: int = 20) -> None:
+    """Prompts that both sides have."""
+    console.print(f"A: {a.path}, B: {b.path}. {len(found)} prompts have rollouts in both.", markup=False)
+    table = Table("dataset row", "A, batch", "A, reward", "B, batch", "B, reward", "B - A")
+    for p in found[:most]:
+        sides = (x for batch, group in (p.a, p.b) for x in (str(batch), _number(group["reward"])))
+        table.add_row(str(p.prompt), *sides, f"{p.difference:+.4g}")
+    console.print(table)
+    more = f"{len(found) - most} further ones. " if len(found) > most else ""
+    console.print(f"{more}Next: --prompt N", markup=False)
+
+
+def print_pair(a: TraceFolder, b: TraceFolder, pair: Pair, console: Console) -> None:
+    """The rollouts of a prompt on both sides, and where the texts of those with the same number differ."""
+    rows = [trace.rollouts(batch, group["group"]) for trace, (batch, group) in ((a, pair.a), (b, pair.b))]
+    console.print(Text(f"Prompt (dataset row {pair.prompt}): {visible(rows[0][0]['prompt'])}"))
+    if rows[0][0]["prompt"] != rows[1][0]["prompt"]:
+        console.print(Text(f"B has another prompt: {visible(rows[1][0]['prompt'])}"))
+    console.print(Text("[-in A alone-] {+in B alone+}"))
+    for k in range(max(map(len, rows))):
+        sides = [side[k] if k < len(side) else None for side in rows]
+        console.rule(f"rollout {k}", align="left", characters="-")
+        for name, row in zip("AB", sides, strict=True):
+            said = "-" if row is None else f"reward {_number(row['raw_reward'])}, advantage {_number(row['advantage'])}"
+            console.print(Text(f"  {name}: {said}"))
+        texts = ["" if row is None else row["completion"][:LONGEST] for row in sides]
+        console.print(_differences(*texts))
+
+
+def _differences(a: str, b: str) -> Text:
+    text = Text()
+    for kind, piece in word_differences(a, b):
+        shown = visible(piece)
+        if kind == "=":
+            text.append(shown)
+        elif kind == "-":
+            text.append(f"[-{shown}-]", "red")
+        else:
+            text.append(f"{{+{shown}+}}", "green")
+    return text
 
 
 def _number(value: Any) -> str:

@@ -13,3 +13,4 @@ fetch htm 3.1.1 preact/standalone.umd.js htm-preact.js htm-LICENSE.txt # has pre
 fetch preact 10.5.13 LICENSE preact-LICENSE.txt # the licence alone
 fetch uplot 1.6.32 dist/uPlot.iife.min.js uplot.js uplot-LICENSE.txt
 fetch uplot 1.6.32 dist/uPlot.min.css uplot.css
+fetch diff 8.0.2 dist/diff.min.js diff.js diff-LICENSE.txt
