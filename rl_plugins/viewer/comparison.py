@@ -12,7 +12,7 @@ from rl_plugins.viewer.folder import Record, TraceFolder
 
 
 @dataclass(frozen=True)
-class Pair:
+class SamePrompt:
     """A prompt that both sides have.
 
     Args:
@@ -30,7 +30,7 @@ class Pair:
         return float(self.b[1]["reward"] - self.a[1]["reward"])
 
 
-def pairs(a: TraceFolder, b: TraceFolder, batch: int | None = None, other_batch: int | None = None) -> list[Pair]:
+def pairs(a: TraceFolder, b: TraceFolder, batch: int | None = None, other_batch: int | None = None) -> list[SamePrompt]:
     """Prompts whose rollouts both sides have, the largest difference first.
 
     Args:
@@ -39,12 +39,12 @@ def pairs(a: TraceFolder, b: TraceFolder, batch: int | None = None, other_batch:
     """
     same = a.path == b.path
     left, right = _visits(a, batch), _visits(b, other_batch)
-    found = [Pair(p, visits[0 if same else -1], right[p][-1]) for p, visits in left.items() if p in right]
+    found = [SamePrompt(p, visits[0 if same else -1], right[p][-1]) for p, visits in left.items() if p in right]
     found = [p for p in found if not same or p.a[0] != p.b[0]]
     return sorted(found, key=lambda p: (-abs(p.difference) if p.difference == p.difference else 0.0, p.prompt))
 
 
-def pair_of(found: list[Pair], prompt: int) -> Pair:
+def pair_of(found: list[SamePrompt], prompt: int) -> SamePrompt:
     """The pair of a prompt.
 
     Raises:

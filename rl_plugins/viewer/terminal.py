@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rl_plugins.viewer.comparison import Pair, word_differences
+from rl_plugins.viewer.comparison import SamePrompt, word_differences
 from rl_plugins.viewer.folder import TraceFolder
 
 _NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -90,7 +90,7 @@ def print_group(trace: TraceFolder, batch: int, group: int, console: Console) ->
             console.print(Text("  not trained"))
 
 
-def print_pairs(a: TraceFolder, b: TraceFolder, found: list[Pair], console: Console, most: int = 20) -> None:
+def print_pairs(a: TraceFolder, b: TraceFolder, found: list[SamePrompt], console: Console, most: int = 20) -> None:
     """Prompts that both sides have."""
     console.print(f"A: {a.path}, B: {b.path}. {len(found)} prompts have rollouts in both.", markup=False)
     table = Table("dataset row", "A, batch", "A, reward", "B, batch", "B, reward", "B - A")
@@ -102,7 +102,7 @@ def print_pairs(a: TraceFolder, b: TraceFolder, found: list[Pair], console: Cons
     console.print(f"{more}Next: --prompt N", markup=False)
 
 
-def print_pair(a: TraceFolder, b: TraceFolder, pair: Pair, console: Console) -> None:
+def print_pair(a: TraceFolder, b: TraceFolder, pair: SamePrompt, console: Console) -> None:
     """The rollouts of a prompt on both sides, and where the texts of those with the same number differ."""
     rows = [trace.rollouts(batch, group["group"]) for trace, (batch, group) in ((a, pair.a), (b, pair.b))]
     console.print(Text(f"Prompt (dataset row {pair.prompt}): {visible(rows[0][0]['prompt'])}"))
