@@ -521,6 +521,12 @@ def bench(
         bool, typer.Option("--until-decided", help="Add seeds to undecided claims, at most 16 in all.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one core.")] = 2,
+    attribute: Annotated[
+        bool, typer.Option("--attribute", help="Run every subset of the methods, and print what each one brought.")
+    ] = False,
+    stack: Annotated[
+        bool, typer.Option("--stack", help="Search for the best stack of the methods, and confirm it on other seeds.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the runs and the raw results.")] = Path("bench-results"),
     against: Annotated[Path | None, typer.Option(help="Folder of other raw results to compare with.")] = None,
     publish: Annotated[Path | None, typer.Option(help="Checkout that keeps the results.", hidden=True)] = None,
@@ -543,10 +549,29 @@ def bench(
     \b
     Two methods and both together over the values of a dial, with four seeds:
       rl-plugins bench mc_grpo gdpo mc_grpo+gdpo --dial noise --seeds 4
+
+    \b
+    What each of three methods brings, and the best stack of them:
+      rl-plugins bench vade mc_grpo minpro --cell staleness=3 --attribute
+      rl-plugins bench vade mc_grpo minpro --cell staleness=3 --stack
     """
     from rl_plugins.commands.bench import bench as run
 
-    run(methods or [], cell or [], dial, every, seeds, until_decided, jobs, out, against, publish, dry_run)
+    run(
+        methods or [],
+        cell or [],
+        dial,
+        every,
+        seeds,
+        until_decided,
+        jobs,
+        out,
+        attribute,
+        stack,
+        against,
+        publish,
+        dry_run,
+    )
 
 
 @app.command()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, ours, summary
+from rl_plugins.bench import chains, combine, ours, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim
@@ -281,3 +281,46 @@ def test_real_runs(tmp_path, short_policy, capfd):
     other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)
     values = [[v for _, v in r.runs["neutral", arms[0], 3].curves["reward"]] for r in (results, other)]
     assert values[0] == values[1]
+
+
+# ---- methods together
+
+
+def test_stacks_grow_while_that_helps_and_are_confirmed_on_other_seeds(monkeypatch):
+    """The truth is additive: vade +0.1, gdpo +0.05, mc_grpo -0.1; what has two of a kind cannot run."""
+    truth = {"vade": 0.1, "gdpo": 0.05, "mc_grpo": -0.1}
+    results, asked = Results(), []
+
+    def run(wanted):
+        asked.extend(wanted)
+        for w in wanted:
+            names = [] if w.arm.partition("@")[0] in ("grpo", "dr_grpo") else w.arm.split("+")
+            noise = 0.001 * random.Random(f"{w.arm}{w.seed}").random()
+            value = 0.3 + sum(truth[n] for n in names) + noise + 0.02 * (w.arm == "grpo@beta=0.04")
+            results.add(made(w.cell, w.arm, w.seed, [0.2, value, value]))
+        return results
+
+    found = combine.grow("neutral", ["mc_grpo", "gdpo", "vade"], run)
+    assert found == ["vade", "gdpo"], "then mc_grpo would cost"
+    assert {w.seed for w in asked} == {100, 101, 102, 103}
+    assert combine.tuned(results, "neutral") == "grpo@beta=0.04"
+    arm = "+".join(found)
+    run([Waiting("neutral", a, s) for a in (arm, "grpo", "grpo@beta=0.04") for s in combine.CONFIRM])
+    (told,) = combine.stacks(results)
+    assert told["arm"] == arm and told["grpo"]["mean"] == pytest.approx(0.15, abs=0.002)
+    assert told["tuned"]["mean"] == pytest.approx(0.13, abs=0.002) and told["tuned"]["seeds"] == 8
+    assert results.seeds("neutral", arm) == [], "the matrix does not see the search"
+    assert not combine.composes("mc_grpo+gdpo"), "two that replace the advantages"
+
+
+def test_what_each_method_brought():
+    results = Results()
+    for arm in combine.subsets(["vade", "gdpo", "minpro"]):
+        for seed in range(8):
+            value = 0.3 + 0.1 * ("vade" in arm) + 0.06 * ("gdpo" in arm and "minpro" in arm)
+            results.add(made("neutral", arm, seed, [0.2, value, value]))
+    (found,) = combine.attributions(results)
+    values = {m: v["value"] for m, v in found["methods"].items()}
+    assert values == pytest.approx({"vade": 0.1, "gdpo": 0.03, "minpro": 0.03}) and found["total"] == pytest.approx(
+        0.16
+    )

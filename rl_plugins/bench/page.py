@@ -49,7 +49,7 @@ def page() -> str:
     told = ours()
     parts = [_HEAD, _RULES]
     if told["matrix"]:
-        parts += [_matrix(told), _claims(told), _costs(told)]
+        parts += [_matrix(told), _claims(told), _together(told), _costs(told)]
     parts += [_cells(), _not_tested(told)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
@@ -96,6 +96,40 @@ def _claims(told: Mapping[str, Any]) -> str:
             f"{c.get('seeds', '')} | {c['verdict']} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _together(told: Mapping[str, Any]) -> str:
+    lines = []
+    if told["attributions"]:
+        lines += [
+            "## Methods together",
+            "",
+            "Shapley values: what each method brought to the whole, mean over seeds.",
+            "",
+        ]
+        lines += ["| cell | seeds | method: value | all together |", "|---|---|---|---|"]
+        for a in told["attributions"]:
+            values = "; ".join(
+                f"`{m}` {v['value']:+.3f} ({v['low']:+.3f} to {v['high']:+.3f})" for m, v in a["methods"].items()
+            )
+            lines.append(f"| {a['cell']} | {a['seeds']} | {values} | {a['total']:+.3f} |")
+        lines.append("")
+    if told["stacks"]:
+        lines += [
+            "## The best stack",
+            "",
+            "Methods are added one by one on the seeds from 100 on, as long as that helps. What was found is compared "
+            "on the seeds from 200 on, with GRPO, and with GRPO at the options that were best for it in the search.",
+            "",
+            "| cell | stack | arms tried | against GRPO | against tuned GRPO |",
+            "|---|---|---|---|---|",
+        ]
+        for s in told["stacks"]:
+            cells = [f"{numbers(s[k])}, {s[k]['seeds']} seeds" if k in s else "" for k in ("grpo", "tuned")]
+            than = f" (`{s['tuned']['than']}`)" if "tuned" in s else ""
+            lines.append(f"| {s['cell']} | `{s['arm']}` | {len(s['tried'])} | {cells[0]} | {cells[1]}{than} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _costs(told: Mapping[str, Any]) -> str:

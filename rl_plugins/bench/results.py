@@ -30,6 +30,7 @@ from rl_plugins.bench.cells import CELLS, CURRENCIES, METRICS
 from rl_plugins.compare.costs import Course
 from rl_plugins.errors import ConfigError
 
+SEARCH_FROM, CONFIRM_FROM = 100, 200  # seeds of the search for stacks, and of its confirmation
 KEPT = (*(name for name, _ in METRICS.values()), "reward", "completions/mean_length", "grad_norm")
 RUNS = pa.schema(
     {
@@ -154,9 +155,9 @@ class Results:
         run = self.runs.get((cell, arm, seed))
         return run is not None and is_current(run)
 
-    def seeds(self, cell: str, arm: str) -> list[int]:
-        """Seeds of the runs that ended well."""
-        return sorted(s for (c, a, s), run in self.runs.items() if (c, a) == (cell, arm) and not run.error)
+    def seeds(self, cell: str, arm: str, of: Sequence[int] = range(SEARCH_FROM)) -> list[int]:
+        """Seeds of the runs that ended well; those of a search are left out unless they are asked for."""
+        return [s for s in of if (run := self.runs.get((cell, arm, s))) is not None and not run.error]
 
     @classmethod
     def read(cls, folder: Path) -> Results:

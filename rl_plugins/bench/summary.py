@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.bench.claims import claims
+from rl_plugins.bench.combine import attributions, stacks
 from rl_plugins.bench.ours import COSTS
-from rl_plugins.bench.results import Results
+from rl_plugins.bench.results import SEARCH_FROM, Results
 from rl_plugins.bench.verdicts import ClaimResult, Difference, decide, matrix
 
 
@@ -29,12 +30,14 @@ def summary(results: Results) -> dict[str, Any]:
             for (arm, cell), place in places.items()
         ],
         "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
+        "stacks": stacks(results),
+        "attributions": attributions(results),
     }
 
 
 def arms_of(results: Results) -> list[str]:
     """All arms but plain GRPO, in the order of their names."""
-    return sorted({arm for _, arm, _ in results.runs if arm != "grpo"})
+    return sorted({arm for _, arm, seed in results.runs if arm != "grpo" and seed < SEARCH_FROM})
 
 
 def costs(results: Results, cell: str, arm: str, than: str = "grpo") -> dict[str, float]:

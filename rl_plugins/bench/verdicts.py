@@ -20,7 +20,7 @@ from scipy import stats
 
 from rl_plugins.bench.cells import CELLS, METRICS
 from rl_plugins.bench.claims import LOOKS, PaperClaim
-from rl_plugins.bench.results import Point, Results
+from rl_plugins.bench.results import SEARCH_FROM, Point, Results
 
 ALPHA = 0.05
 LAST = 0.25
@@ -77,11 +77,12 @@ def difference(
     better: str = "higher",
     budget: str = "steps",
     least: float = 0.0,
+    seeds: Sequence[int] = range(SEARCH_FROM),
 ) -> Difference | None:
     """The paired difference of two arms in a cell; None without two seeds that both have."""
     name, sign = METRICS[metric][0], 1.0 if better == "higher" else -1.0
     pairs = []
-    for seed in sorted(set(results.seeds(cell, arm)) & set(results.seeds(cell, than))):
+    for seed in sorted(set(results.seeds(cell, arm, seeds)) & set(results.seeds(cell, than, seeds))):
         both = [results.runs[cell, a, seed].curves for a in (arm, than)]
         if not all(name in curves for curves in both):
             continue

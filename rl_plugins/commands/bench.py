@@ -16,6 +16,8 @@ from rich.table import Table
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, CURRENCIES, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim, claims, claims_of
+from rl_plugins.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, grow, subsets, tuned
+from rl_plugins.bench.ours import numbers
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
 from rl_plugins.bench.verdicts import ClaimResult, Mark, at_budget, decide, difference, matrix
@@ -34,6 +36,8 @@ def bench(
     until_decided: bool,
     jobs: int,
     out: Path,
+    attribute: bool,
+    stack: bool,
     against: Path | None,
     publish: Path | None,
     dry_run: bool,
@@ -47,6 +51,8 @@ def bench(
         every: all methods that have a claim, on the cells of their claims and on `neutral`.
         seeds: at first.
         until_decided: more seeds for claims that are undecided, at most `LOOKS[-1]`.
+        attribute: run all subsets of the methods, and say what each one brought.
+        stack: search for the best stack of the methods in each cell, and confirm it on fresh seeds.
         against: folder of raw results to compare with.
         publish: checkout in which the raw results, the summary and the figures are kept.
 
@@ -64,7 +70,13 @@ def bench(
         if publish:
             _publish(Results.read(out), publish)
         return
-    names = list(dict.fromkeys([*methods, *(c.method for c in claims() if every and c.cell)]))
+    if attribute or stack:
+        _need_together(methods, chosen)
+    if stack:
+        _stack(console, methods, chosen, out, jobs, publish, dry_run)
+        return
+    together = subsets(methods)[1:] if attribute else list(methods)
+    names = list(dict.fromkeys([*together, *(c.method for c in claims() if every and c.cell)]))
     asked = [c for name in names for c in claims_of(name) if c.cell and (not chosen or c.cell in chosen)]
     wanted = _wanted(names, chosen, asked, range(seeds))
     if dry_run:
@@ -75,10 +87,67 @@ def bench(
     while until_decided and (more := _undecided(results, asked)):
         results = run_missing(more, out, jobs, policies.__getitem__, console)
     _report(console, results, names, wanted, asked)
+    if attribute:
+        _brought(console, results, chosen, methods)
     if against:
         _agreement(console, results, Results.read(against))
     if publish:
         _publish(results, publish)
+
+
+def _need_together(methods: Sequence[str], cells: Sequence[str]) -> None:
+    """What is said of methods together needs some, and a cell to say it of."""
+    if len(methods) < 2 or any("+" in m or "@" in m for m in methods):
+        raise ConfigError(
+            f"{len(methods)} methods are named. --attribute and --stack need two or more, without + and @."
+        )
+    if not cells:
+        raise ConfigError("No cell is named. --attribute and --stack need --cell or --dial.")
+
+
+def _stack(
+    console: Console,
+    candidates: Sequence[str],
+    cells: Sequence[str],
+    out: Path,
+    jobs: int,
+    publish: Path | None,
+    dry_run: bool,
+) -> None:
+    most = len(TUNED) + 1 + sum(len(candidates) - i for i in range(min(MOST, len(candidates))))
+    runs = len(cells) * (most * len(SEARCH) + 3 * len(CONFIRM))
+    if dry_run:
+        console.print(f"At most {runs} runs, about {runs * SECONDS / jobs / 60:.0f} minutes with {jobs} at a time.")
+        return
+    policies = _policies({cell_of(name).environment for name in cells}, console)
+
+    def run(wanted: Sequence[Waiting]) -> Results:
+        return run_missing(wanted, out, jobs, policies.__getitem__, console)
+
+    for cell in cells:
+        found = "+".join(grow(cell, candidates, run))
+        if not found:
+            console.print(f"{cell}: none of {', '.join(candidates)} is ahead of GRPO.", highlight=False)
+            continue
+        arms = dict.fromkeys((found, "grpo", tuned(Results.read(out), cell)))
+        results = run([Waiting(cell, arm, seed) for seed in CONFIRM for arm in arms])
+        told = confirmed(results, cell, found)
+        console.print(
+            f"{cell}: {found}, against GRPO {numbers(told['grpo'])}, against {told['tuned']['than']} "
+            f"{numbers(told['tuned'])}",
+            highlight=False,
+        )
+    if publish:
+        _publish(Results.read(out), publish)
+
+
+def _brought(console: Console, results: Results, cells: Sequence[str], methods: Sequence[str]) -> None:
+    table = Table("cell", "seeds", *methods, "all together", title="What each method brought (Shapley values)")
+    for cell in cells:
+        if found := brought(results, cell, methods):
+            values = [f"{v['value']:+.3f} ({v['low']:+.3f} to {v['high']:+.3f})" for v in found["methods"].values()]
+            table.add_row(cell, str(found["seeds"]), *values, f"{found['total']:+.3f}")
+    console.print(table)
 
 
 def _wanted(
