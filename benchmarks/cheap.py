@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import io
 import json
@@ -145,10 +146,19 @@ def steps(repetitions: int, folder: str) -> list[dict[str, Any]]:
     ]
 
 
+def keep_memory() -> None:
+    """Lets glibc keep tensors of up to 32 MiB when they are freed. Otherwise it depends on what ran before whether they
+    go back to the system, and int8 and fp4, which make many of them, differ by half from run to run."""
+    libc = ctypes.CDLL("libc.so.6")
+    for option, size in ((-1, 2**31 - 1), (-3, 2**25)):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        assert libc.mallopt(option, size)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=15, help="timed passes and batches of every arm")
     given = parser.parse_args()
+    keep_memory()
     gc.freeze()  # without this each collection walks through all imported modules
     with tempfile.TemporaryDirectory() as folder:
         found = {"passes": passes(given.repetitions), "steps": steps(given.repetitions, folder)}
