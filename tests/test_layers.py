@@ -78,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": {*ADAPTER, "testing"},
     "compare": {"contract", "runtime", "messages", "compare"},
     "demo": {*AUTHORS, "runtime", "compare.plan", "compare.verl", "masked", "demo", "diffusion"},
-    "bench": {"contract", "runtime", "compare", "demo", "bench"},
+    "bench": {"contract", "runtime", "attribution", "compare", "demo", "bench"},
     # one command trains what one method loads
     "commands": {
         "bench",
