@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from rl_plugins.bench import page as bench
 from rl_plugins.commands.guides import with_code
 from rl_plugins.commands.pages import choose, diffusion, losses, methods, papers, source
 from rl_plugins.commands.reference import reference_page
@@ -16,6 +17,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/methods.md": lambda _: methods.page(),
     "docs/papers.md": lambda _: papers.page(),
     "docs/choose.md": lambda _: choose.page(),
+    "docs/bench.md": lambda _: bench.page(),
     "docs/supervised.md": losses.with_cards,
     "docs/architecture.md": source.with_map,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
