@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch import Tensor
 from rl_plugins.errors import ConfigError
 from rl_plugins.masked import (
     Decoding,
+    MaskedOptions,
     ascending_blocks,
     ascending_schedule,
     decode,
@@ -320,3 +323,9 @@ def test_log_probs_are_those_of_the_states(recompute: bool) -> None:
 def test_what_does_not_fit_is_refused(made: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         made()
+
+
+def test_the_page_lists_every_option_with_its_default() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "masked_diffusion.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", page, re.MULTILINE)
+    assert listed == [(f.name, repr(f.default)) for f in fields(MaskedOptions)]

@@ -109,6 +109,17 @@ def test_the_old_policy_samples_and_follows(tmp_path):
         torch.testing.assert_close(torch.cat([p.flatten() for p in following.values()]), d * flat + (1 - d) * new)
 
 
+def test_samples_may_have_noise_on_the_way(tmp_path):
+    """As those of ppo, from the same seeds; every step is a token, whether it had noise or not."""
+    trainer = make(tmp_path / "nft", objective_params={"stochastic": True}, **NFT)
+    noisy = trainer.batches.make(0).rows
+    ppo = make(tmp_path / "ppo", steps=5).batches.make(0).rows
+    for row, same in zip(noisy, ppo, strict=True):
+        assert torch.equal(row.sample.latent, same.sample.latent) and len(row.tokens) == 5
+    plain = make(tmp_path / "plain", **NFT).batches.make(0).rows
+    assert not any(torch.equal(a.sample.latent, b.sample.latent) for a, b in zip(noisy, plain, strict=True))
+
+
 def test_the_old_policy_is_in_the_checkpoint(tmp_path):
     options = {**NFT, "batches": 4, "save_every": 2, "objective_params": {"decay": 1}}
     whole = make(tmp_path / "whole", **options)
