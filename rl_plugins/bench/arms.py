@@ -5,6 +5,7 @@ dr_grpo                     without the deviation and with a constant denominato
 mc_grpo                     a method
 vade+mc_grpo                two of them
 grpo@learning_rate=1e-3     options of the host, in this arm only; several are joined with commas
+drpo@drpo.reward=right      a parameter of a method, in this arm only
 """
 
 from __future__ import annotations
@@ -47,18 +48,26 @@ class BenchArm:
         """An arm by its label.
 
         Raises:
-            ConfigError: an unknown method, or an option that is no `name=value`.
+            ConfigError: an unknown method, an option that is no `name=value`, or a parameter of another method.
         """
         names, _, given = label.partition("@")
         options: dict[str, Any] = dict(BASELINES.get(names, {}))
+        told: dict[str, dict[str, Any]] = {}
         for word in filter(None, given.split(",")):
             key, equals, value = word.partition("=")
             if not equals:
                 raise ConfigError(f"{word!r} in the arm {label!r} is no option. Write name=value behind the @.")
-            options[key] = float(value) if "e-" in value else yaml.safe_load(value)
+            read = float(value) if "e-" in value else yaml.safe_load(value)
+            method, dot, name = key.partition(".")
+            if dot:
+                told.setdefault(method, {})[name] = read
+            else:
+                options[key] = read
         methods = () if names in BASELINES else tuple(names.split("+"))
         parts = registry.select(methods).classes
-        params = {name: dict(PARAMS[name]) for name in parts if name in PARAMS}
+        if other := sorted(set(told) - set(parts)):
+            raise ConfigError(f"{other[0]!r} has parameters in the arm {label!r}, but is no method of it.")
+        params = {name: {**PARAMS.get(name, {}), **told.get(name, {})} for name in parts if name in {*PARAMS, *told}}
         registry.select(methods, params)
         return cls(label, methods, options, params)
 

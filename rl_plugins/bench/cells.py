@@ -155,6 +155,13 @@ _CELLS = (
         Mix(unsolvable=0.7),
         Mix(),
     ),
+    Cell(
+        "difficulty=repeated",
+        "the chains of `difficulty=tail`, but 64 of them to train on, so that each comes back every eighth batch",
+        Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
+        Mix((2, 4, 6, 8)),
+        prompts=64,
+    ),
     Cell("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
     Cell("rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy": 10.0}),
     Cell(
@@ -169,6 +176,13 @@ _CELLS = (
         options={"max_completion_length": 32},
     ),
     Cell(
+        "length=penalty",
+        "answers with dots as in `length=tail`, and a second reward for short answers",
+        Mix((1, 2, 3, 4), mode="l"),
+        rewards={"right": 1.0, "short": 0.5},
+        options={"max_completion_length": 32},
+    ),
+    Cell(
         "forks=30",
         "after each step a letter has to be chosen: three of ten tokens",
         Mix((1, 2, 3), mode="f"),
@@ -176,6 +190,7 @@ _CELLS = (
     Cell("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
     Cell("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
     Cell("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
+    Cell("noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}),
     _group(2),
     _group(4),
     _group(32),

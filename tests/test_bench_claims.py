@@ -1,0 +1,90 @@
+"""The claims of papers that `rl-plugins bench` decides: every paper has one, and what they name exists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rl_plugins.bench import chains
+from rl_plugins.bench.arms import BenchArm
+from rl_plugins.bench.cells import CELLS
+from rl_plugins.bench.claims import claims
+from rl_plugins.bench.settings import PARAMS
+from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
+
+
+def papers() -> dict[str, str]:
+    """Method or bundle -> arXiv id of its paper, for all that the package brings."""
+    return {name: registry.load(name).paper.arxiv for name in registry.all_names()}
+
+
+# Papers whose claims are still to be written.
+OPEN = set(
+    """2601.15625 2601.05242 2601.19280 2505.10978 2508.20722 2602.22817 2510.24302 2505.15155 2511.13288 2601.22582
+    2601.22718 2512.18215 2603.06009 2510.04392 2510.00319 2512.22560 2604.16529 2602.24110 2604.06916 2509.08721
+    2510.08191 2510.16786 2509.11543 2602.03584 2603.10848 2511.18902 2602.17616 2510.06672""".split()
+)
+
+
+def test_every_paper_has_a_claim_or_a_reason_why_none_is_tested():
+    of = papers()
+    claimed = {of[claim.method] for claim in claims()}
+    missing = sorted(name for name, paper in of.items() if paper not in claimed | OPEN)
+    assert missing == []
+
+
+@pytest.mark.parametrize("claim", claims(), ids=lambda c: f"{c.label}-{c.cell or 'untested'}-{c.metric}-{c.budget}")
+def test_a_claim_names_what_exists(claim):
+    assert claim.method in papers() and len(claim.says.split()) > 5
+    if claim.cell:
+        cell = CELLS[claim.cell]
+        arm, than = BenchArm.of(claim.label), BenchArm.of(claim.than)
+        assert arm != than
+        assert (claim.metric == "score") == bool(cell.environment)  # chains have no score, episodes no right answers
+
+
+def test_claims_differ():
+    told = [(c.label, c.cell, c.metric, c.budget, c.than) for c in claims() if c.cell]
+    assert len(set(told)) == len(told)
+
+
+def test_parameters_belong_to_methods_that_exist():
+    for name, given in PARAMS.items():
+        registry.select([name], {name: given})
+
+
+def test_parameters_of_one_arm():
+    arm = BenchArm.of("drpo@drpo.reward=right,beta=0.04")
+    assert arm.params == {"drpo": {"reward": "right"}} and arm.options == {"beta": 0.04}
+    assert BenchArm.of("dars@dars.n_max=16").params == {"dars": {**PARAMS["dars"], "n_max": 16}}
+    with pytest.raises(ConfigError, match="'dars' has parameters"):
+        BenchArm.of("drpo@dars.n_max=16")
+
+
+@pytest.mark.parametrize("mode", ["", "f", "l"])
+def test_a_reference_is_right_and_clean(mode):
+    rng = random.Random(0)
+    for _ in range(50):
+        prompt = chains.random_prompt(chains.Mix((1, 3, 9), unsolvable=0.3, mode=mode), rng)
+        text = chains.reference(prompt)
+        assert chains.clean(None, [text], chain=[prompt]) == [1]
+        assert chains.first_flaw(prompt, chains.solve(prompt), text) == -1
+
+
+def test_judges_of_chains():
+    assert [chains.first_flaw("7+5*3", "6", t) for t in ("26=6", "2?6=6!", "=6", "2=6", "36=6", "25=6")] == [
+        *(-1, -1),
+        *(0, 1, 0, 1),
+    ]
+    assert chains.compare("7+5*3", "26=6", "21=1!") == (1.0, pytest.approx(0.55))
+    assert chains.graded(None, ["26=6!", "x"], chain=["7+5*3"] * 2) == [pytest.approx(1.3), 0]
+    assert [chains.answer_of(t) for t in ("26=6!", "26=", "=6?")] == ["6", None, None]
+    assert chains.short(None, ["", "x" * 16, "x" * 40], chain=["1+1"] * 3) == [1, 0.5, 0]
+
+
+def test_embeddings_tell_steps_and_task():
+    rows = {"task": ["solvable", "unsolvable"], "level": [1, 9]}
+    (a, b) = chains.embeddings(rows)
+    assert (a[0], b[8], b[9], sum(a), sum(b)) == (6, 6, 6, 6, 12)
