@@ -190,7 +190,9 @@ _CELLS = (
     Cell("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
     Cell("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
     Cell("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
-    Cell("noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}),
+    Cell(
+        "noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}
+    ),
     _group(2),
     _group(4),
     _group(32),
