@@ -295,7 +295,7 @@ def compare(prompt: str, a: str, b: str) -> tuple[float, float]:
 
 
 def embeddings(dataset: Any) -> list[list[float]]:
-    """A row of numbers for each row of the dataset, which tells its number of steps and whether a step is unsolvable."""
+    """A row of numbers for each row of the dataset, which tells its number of steps and its task."""
     return [
         [6.0 * (level == k) for k in range(1, MOST_STEPS + 1)] + [6.0 * (task == "unsolvable")]
         for task, level in zip(dataset["task"], dataset["level"], strict=True)
