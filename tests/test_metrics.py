@@ -104,8 +104,8 @@ def test_taking_empties_and_what_ranks_exchange_is_plain():
     metrics = Metrics()
     for name, reduce in (("a", "mean"), ("b", "max"), ("c", "sum"), ("d", "min")):
         metrics.add(name, torch.tensor(2), reduce, torch.tensor(4))
-    taken = metrics.take()
-    assert metrics.take() == {}
+    looked, taken = metrics.look(), metrics.take()
+    assert looked == taken and metrics.take() == {}
     assert taken == {"a": ("mean", 8.0, 4.0), "b": ("max", 2.0, 1.0), "c": ("sum", 2.0, 1.0), "d": ("min", 2.0, 1.0)}
     assert json.loads(json.dumps(taken)).keys() == taken.keys()
     assert combine([taken]) == {"a": 2.0, "b": 2.0, "c": 2.0, "d": 2.0}

@@ -270,3 +270,20 @@ def test_words_that_mean_nothing_are_refused(word: Any, said: str) -> None:
 def test_off_is_off() -> None:
     assert trace_of(None, "trace", "") == trace_of(False, "trace", "") == trace_of("", "trace", "") == []
     assert trace_of("true", "trace", "")[0].params == trace_of(True, "trace", "")[0].params
+
+
+class Logs(Method):
+    name = "logs"
+
+    def advantages(self, rollouts):
+        self.log("batch", 3.0 + rollouts.batch)
+        return grpo_advantages(rollouts)
+
+
+def test_what_methods_log_of_a_batch_is_in_its_summary(tmp_path: Path) -> None:
+    stack = started(tmp_path, Logs())
+    traced(stack)
+    assert stack.watchers[0]._writer.wait() == ""  # type: ignore[attr-defined]
+    (summary,) = read(tmp_path, "batches")
+    assert dict(summary["stats"])["logs/batch"] == 3.0
+    assert stack.metrics.take()["logs/batch"] == ("mean", 3.0, 1.0), "the host still gets it"

@@ -28,6 +28,12 @@ class Metrics:
 
     def take(self) -> Partial:
         """What was collected, as plain numbers; the collection is empty afterwards. NaN values are left out."""
+        partial = self.look()
+        self._values.clear()
+        return partial
+
+    def look(self) -> Partial:
+        """Like `take`, and the collection stays."""
         partial: Partial = {}
         for name, (reduce, values) in self._values.items():
             numbers = [(float(v), float(w)) for v, w in values]
@@ -40,7 +46,6 @@ class Metrics:
                 partial[name] = (reduce, _sum(v for v, _ in numbers), 1.0)
             else:
                 partial[name] = (reduce, (min if reduce == "min" else max)(v for v, _ in numbers), 1.0)
-        self._values.clear()
         return partial
 
 

@@ -14,6 +14,7 @@ from rl_plugins.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import ORIGIN
 from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import Watcher
 from rl_plugins.runtime.trace.batch import Seen, TracedBatch
 from rl_plugins.runtime.trace.notes import rendered
@@ -138,7 +139,8 @@ class Trace(Watcher):
             planned.selected,
             planned.prompts(),
             self._chosen(rollouts),
-            dict(stats),
+            # what the methods have logged of this batch so far joins what the updates before logged
+            {**stats, **combine([self._context.metrics.look()])},  # type: ignore[union-attr]
         )
         failed = self._writer.write(batch)
         if failed:

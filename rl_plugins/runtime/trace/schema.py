@@ -139,7 +139,7 @@ BATCHES = pa.schema(
         "stages": _STRINGS,
         "selected_by": pa.string(),
         "selected": pa.list_(pa.int64()),  # dataset rows
-        "stats": _VALUES,  # logged by the last updates
+        "stats": _VALUES,  # logged by the methods in this batch so far, and by the updates before
         # notes of prompts, where they were chosen (`select_prompts`) or planned (`plan`)
         "prompts": pa.list_(
             pa.struct(
