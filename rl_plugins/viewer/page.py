@@ -93,10 +93,10 @@ def _name(trace: TraceFolder) -> str:
 
 
 def _group(trace: TraceFolder, table: Any, name: str) -> str:
-    tree = asdict(tree_of(table["completion_ids"].to_pylist()))
+    tree = asdict(tree_of([row.values.to_numpy() for row in table["completion_ids"]]))
     ids = pc.unique(pa.concat_arrays(c.flatten() for c in table["completion_ids"].chunks)).to_pylist()
     texts = {i: _cut(trace.texts[i]) for i in ids if i in trace.texts}
-    lists = {n: [json.dumps(v, separators=(",", ":")) for v in _lists(table[n])] for n in _token_columns(table)}
+    lists = {n: _lists(table[n]) for n in _token_columns(table)}
     rows = []
     ratios = _ratios(trace, table["batch"][0].as_py())
     for i, row in enumerate(table.drop_columns([*lists, *LEFT_OUT]).to_pylist()):
@@ -129,14 +129,16 @@ def _token_columns(table: Any) -> list[str]:
     ]
 
 
-def _lists(column: Any) -> list[Any]:
-    """Lists of a column; floats have 4 decimals, and None where they are not finite."""
+def _lists(column: Any) -> list[str]:
+    """Lists of a column as JSON; floats have 4 decimals, and null where they are not finite."""
     column = column.combine_chunks()
-    if pa.types.is_floating(column.type.value_type):
-        values = column.values.cast(pa.float64())
+    values = column.values
+    if pa.types.is_floating(values.type):
+        values = values.cast(pa.float64())
         values = pc.if_else(pc.is_finite(values), pc.round(values, 4), None)
-        column = pa.ListArray.from_arrays(column.offsets, values, mask=column.is_null() if column.null_count else None)
-    return list(column.to_pylist())
+    texts = pc.fill_null(values.cast(pa.string()), "null")
+    joined = pc.binary_join(pa.ListArray.from_arrays(column.offsets, texts), ",").to_pylist()
+    return [f"[{text}]" if there else "null" for text, there in zip(joined, column.is_valid().to_pylist(), strict=True)]
 
 
 def _cut(text: str) -> str:
@@ -155,5 +157,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        plain = {int, bool, str, type(None)}.issuperset(map(type, value))
+        return value if plain else [_plain(v) for v in value]
     return value

@@ -31,7 +31,19 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(self, trace: TraceFolder, port: int = 0, other: TraceFolder | None = None) -> None:
         self.traces = {"": trace} | ({f"{OTHER}/": other} if other else {})
+        self.known: dict[str, tuple[Any, str]] = {}  # of each run: what was there, data/run.js
         super().__init__((HOST, port), _Handler)
+        for prefix in self.traces:  # the page opens at once
+            self.run(prefix)
+
+    def run(self, prefix: str) -> str:
+        """`data/run.js` of a run as it is now."""
+        now = TraceFolder(self.traces[prefix].path)
+        there = (now.numbers, now.recorded)
+        if prefix not in self.known or self.known[prefix][0] != there:
+            self.traces[prefix] = now
+            self.known[prefix] = there, run_data(now, f"{prefix}run", len(self.traces) > 1)
+        return self.known[prefix][1]
 
     @property
     def url(self) -> str:
@@ -62,8 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _data(self, prefix: str, batch: str | None, group: str | None) -> str:
         traces = self.server.traces
         if batch is None or group is None:
-            traces[prefix] = TraceFolder(traces[prefix].path)  # the run may have gone on
-            return run_data(traces[prefix], f"{prefix}run", len(traces) > 1)
+            return self.server.run(prefix)
         return group_data(traces[prefix], int(batch), int(group), prefix)
 
     def _send(self, content: bytes, kind: str) -> None:

@@ -49,11 +49,9 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
     names, rewards = _rewards(table["rewards"].combine_chunks())
     of_row = table["group"].to_numpy()
     place = {g: k for k, g in enumerate(groups["group"])}
-    disagree: list[float | None] = [None] * len(place)
     if len(names) > 1:
-        for g in np.unique(of_row):
-            disagree[place[int(g)]] = _lowest_correlation(rewards[of_row == g])
-    groups["disagree"] = disagree
+        where = np.array([place[g] for g in of_row.tolist()], dtype=np.int64)
+        groups["disagree"] = _lowest_correlations(rewards, where, len(place))
     if any(u["ratios"] for u in updates):
         groups["clipped"] = _clipped(updates, dict(zip(table["row"].to_pylist(), of_row.tolist(), strict=True)), place)
     known = ~np.isnan(rewards)
@@ -72,15 +70,30 @@ def _rewards(column: Any) -> tuple[list[str], np.ndarray]:
     return names, values.reshape(len(column), len(names))
 
 
-def _lowest_correlation(rewards: np.ndarray) -> float | None:
-    """(rows, functions) -> lowest correlation of two functions that vary; None if there are no two."""
-    rewards = rewards[~np.isnan(rewards).any(1)]
-    if len(rewards) < 2:
-        return None
-    vary = rewards[:, rewards.max(0) - rewards.min(0) > 1e-9]
-    if vary.shape[1] < 2:
-        return None
-    return float(np.corrcoef(vary.T)[np.triu_indices(vary.shape[1], 1)].min())
+def _lowest_correlations(rewards: np.ndarray, where: np.ndarray, groups: int) -> list[float | None]:
+    """Of each group the lowest correlation of two functions that vary in it; None without two of them.
+
+    Args:
+        rewards: (rows, functions). where: (rows,) place of the row's group.
+    """
+    known = ~np.isnan(rewards).any(1)
+    rewards, where = rewards[known], where[known]
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.bincount(where, values, minlength=groups)
+
+    size = np.maximum(1, np.bincount(where, minlength=groups))
+    apart = [r - (total(r) / size)[where] for r in rewards.T]
+    spread = [np.sqrt(total(a * a)) for a in apart]
+    lowest = np.full(groups, np.inf)
+    for i in range(len(apart)):
+        for j in range(i):
+            both = (spread[i] > NOISE) & (spread[j] > NOISE)
+            found = np.divide(
+                total(apart[i] * apart[j]), spread[i] * spread[j], out=np.full(groups, np.inf), where=both
+            )
+            lowest = np.minimum(lowest, found)
+    return [float(c) if np.isfinite(c) else None for c in lowest]
 
 
 def _clipped(updates: list[Record], group_of: dict[int, int], place: dict[int, int]) -> list[float | None]:

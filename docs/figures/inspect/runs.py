@@ -48,6 +48,8 @@ BINARY = {"reward_weights": list(settings.BINARY)}
 GRID = ("turn_control", "gigpo")
 RUNS = {
     "format": Shown(["gdpo"]),
+    # the mark counts for 1, all right digits for 0.05
+    "hack": Shown([], {}, {"reward_weights": [0.0, 0.05, 10.0], "num_generations": 8, "learning_rate": 1e-3}),
     "zero": Shown(["grpo_roc"], {"grpo_roc": dict(settings.DEMO_PARAMS["grpo_roc"])}, BINARY),
     "scale": Shown(["mc_grpo"], {}, {"num_generations": 8}),
     "latr": Shown(["latr"], {}, BINARY, "", ("entropies", "old_logprobs")),  # it has no sampling log-probs
@@ -57,7 +59,8 @@ RUNS = {
         {"num_generations": 8},
     ),
     "april": Shown(["april"], {"april": {"over_sampling": 3.0}}, {}, "", (*SIGNALS, "token_versions")),
-    "vade": Shown(["vade"], {}, BINARY),
+    # without a decay, so that no prompt returns to the prior
+    "vade": Shown(["vade"], {"vade": {"selected_decay": 1.0, "unselected_decay": 1.0}}, BINARY),
     "linear_ts": Shown(["linear_ts"], {"linear_ts": {"column": "level", "draws": 16}}, BINARY),
     "gigpo": Shown(GRID, {}, {"max_steps": 40}, "Grid", (*SIGNALS, "turns")),
     "aepo": Shown(["aepo_rollout"], {}, {"max_steps": 30}, "Calculator", ("old_logprobs", "turns")),

@@ -85,7 +85,7 @@ const Tree = ({ tree, rows, texts }) => {
   const scores = rows.some((r) => r.branch);
   const draw = (node) => {
     const own = node.rows.map((i) => rows[i]);
-    const gone = own.every((r) => !r.trained);
+    const gone = own.every((r) => !r.trained || (r.token_left && node.stop > node.start && r.token_left.slice(node.start, node.stop).every((k) => k >= 0)));
     const text = piece(own[0], texts, node.start, node.stop);
     const room = Math.floor((x(node.stop) - x(node.start)) / 7.5);
     const value = mean(own.map((r) => r.raw_reward));
@@ -95,7 +95,7 @@ const Tree = ({ tree, rows, texts }) => {
       ${node.children.length ? html`<line class="edge" x1=${x(node.stop)} x2=${x(node.stop)} y1=${node.children[0].y} y2=${node.children.at(-1).y}/>
         <circle class="node" cx=${x(node.stop)} cy=${node.y} r="4"/><text class="value" x=${x(node.stop) - 4} y=${node.y + 14} text-anchor="end">${number(value)}</text>`
       : html`<g class="pick" tabindex="0" onClick=${() => pick(own[0])} onKeyDown=${(e) => e.key === "Enter" && pick(own[0])}>
-        <text class="leaf" x=${x(node.stop) + 6} y=${node.y + 4}>${gone ? "\u2715 " : "\u25cf "}${own.length > 1 ? `rollouts ${own.map((r) => r.rollout).join(", ")} (equal)` : `rollout ${own[0].rollout}`}: reward ${number(own[0].raw_reward)}, ${gone ? "left" : signed(own[0].advantage)}</text></g>`}
+        <text class="leaf" x=${x(node.stop) + 6} y=${node.y + 4}>${gone ? "\u2715 " : "\u25cf "}${own.length > 1 ? `rollouts ${own.map((r) => r.rollout).join(", ")} (equal)` : `rollout ${own[0].rollout}`}: reward ${number(own[0].raw_reward)}, ${own.every((r) => !r.trained) ? "left" : signed(own[0].advantage)}</text></g>`}
       ${node.cutOff.map((p) => html`<g class="gone-branch"><title>pruned: ${cut(p.why, 300)}: ${cut(p.text, 300)}</title>
         <line class="edge" x1=${x(p.start)} x2=${x(p.start)} y1=${node.y} y2=${p.y}/><line class="edge" x1=${x(p.start)} x2=${x(p.start + p.ids.length)} y1=${p.y} y2=${p.y}/>
         <text class="leaf" x=${x(p.start) + 4} y=${p.y - 4}>\u2715 ${cut(p.text, 30)}</text><text class="value" x=${x(p.start + p.ids.length) + 6} y=${p.y + 4}>pruned${missing(p.score) ? "" : `, score ${number(p.score)}`}${p.why ? `, ${cut(p.why, 40)}` : ""}</text></g>`)}
@@ -103,7 +103,7 @@ const Tree = ({ tree, rows, texts }) => {
   };
   const branches = rows.filter((r) => r.branch && !missing(r.branch.parent));
   const numberOf = new Map(rows.map((r) => [r.row, r.rollout]));
-  return html`<p class="quiet">Completions share a line as long as their tokens are equal; tokens from left to right. Under a fork: the mean reward of what follows. \u25cf trained with this advantage. \u2715 and dashes: left the update or was pruned.</p>
+  return html`<p class="quiet">Completions share a line as long as their tokens are equal; tokens from left to right. Under a fork: the mean reward of what follows. \u25cf trained with this advantage. \u2715 and dashes: no token of the piece is trained, or it was pruned.</p>
     <div class="scroll"><svg class="tree" viewBox=${`0 0 ${wide + 400} ${leaves * tall + 24}`} role="img" aria-label="tree of the completions">${draw(laid)}</svg></div>
     ${scores && branches.length ? html`<details open><summary>Branches</summary><${Table} rows=${branches} onPick=${pick} columns=${[
       { title: "rollout", of: (r) => r.rollout }, { title: "grew from rollout", of: (r) => numberOf.get(r.branch.parent) }, { title: "at token", of: (r) => r.branch.start },
