@@ -2,7 +2,8 @@
 
     python docs/figures/inspect/runs.py /tmp/inspect && python docs/figures/inspect/make.py /tmp/inspect
 
-A picture is a part of a page: from the top of one element to the bottom of another one. Pictures are PNG with a palette.
+A picture is a part of a page: from the top of one element to the bottom of another one. It is a PNG with
+a palette.
 """
 
 from __future__ import annotations

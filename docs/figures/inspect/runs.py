@@ -48,8 +48,8 @@ BINARY = {"reward_weights": list(settings.BINARY)}
 GRID = ("turn_control", "gigpo")
 RUNS = {
     "format": Shown(["gdpo"]),
-    # the mark counts for 1, all right digits for 0.05
-    "hack": Shown([], {}, {"reward_weights": [0.0, 0.05, 10.0], "num_generations": 8, "learning_rate": 1e-3}),
+    # a weight of 0.05 for the right digits, and of 1 for the mark
+    "hack": Shown(["gdpo"], {}, {"reward_weights": [0.0, 0.05, 1.0], "num_generations": 8, "learning_rate": 1e-3}),
     "zero": Shown(["grpo_roc"], {"grpo_roc": dict(settings.DEMO_PARAMS["grpo_roc"])}, BINARY),
     "scale": Shown(["mc_grpo"], {}, {"num_generations": 8}),
     "latr": Shown(["latr"], {}, BINARY, "", ("entropies", "old_logprobs")),  # it has no sampling log-probs
