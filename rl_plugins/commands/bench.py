@@ -153,20 +153,32 @@ def _brought(console: Console, results: Results, cells: Sequence[str], methods: 
 def _wanted(
     arms: Iterable[str], cells: Sequence[str], asked: Sequence[PaperClaim], seeds: Iterable[int]
 ) -> list[Waiting]:
-    """Cell by cell, the baseline first, so that what was done is whole whenever it ends."""
+    """Cell by cell, the baseline first, so that what was done is whole whenever it ends. `neutral` comes last."""
     pairs: dict[str, dict[str, None]] = {}
     for cell in cells:
         cell_of(cell)
         pairs.setdefault(cell, {"grpo": None}).update(dict.fromkeys(arms))
     for claim in asked:
         pairs.setdefault(claim.cell, {"grpo": None}).update({claim.than: None, claim.label: None})
-    if not cells:
-        pairs.setdefault("neutral", {"grpo": None}).update(dict.fromkeys(arms))
+    neutral = {} if cells else {"neutral": {"grpo": None, **dict.fromkeys(_plain(arms, asked))}}
+    order = list(CELLS)
+    found = [*sorted(pairs.items(), key=lambda pair: order.index(pair[0])), *neutral.items()]
     seeds = list(seeds)
-    for of in pairs.values():
+    for _, of in found:
         for arm in of:
             BenchArm.of(arm)
-    return [Waiting(cell, arm, seed) for cell, of in pairs.items() for seed in seeds for arm in of]
+    wanted = [Waiting(cell, arm, seed) for cell, of in found for seed in seeds for arm in of]
+    return list(dict.fromkeys(wanted))
+
+
+def _plain(arms: Iterable[str], asked: Sequence[PaperClaim]) -> list[str]:
+    """Arms for `neutral`: as in the claims of a method, if they are no agents and the host's options stay."""
+    found = []
+    for arm in arms:
+        of = [c for c in asked if c.method == arm]
+        labels = {c.label for c in of if not CELLS[c.cell].environment and "@" not in c.label}
+        found += sorted(labels) if of else [arm]
+    return found
 
 
 def _undecided(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
