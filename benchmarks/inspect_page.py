@@ -7,7 +7,7 @@ The writer of a run makes a few different batches (`mc_grpo`, entropies and log-
 frequencies of words, no model). The other batches are links to their files under other numbers, with summaries of their
 own, so that the trace has its real size for a reader. Files are in the cache of the system. `serve` is the page of
 `rl-plugins inspect --serve`, `html` the folder of `--html`, of a few batches. Times of the page run from the request
-until the heading of the view stands in it; they are medians.
+until it shows the heading of the view; they are medians.
 """
 
 from __future__ import annotations

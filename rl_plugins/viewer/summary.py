@@ -9,8 +9,10 @@ import numpy as np
 from rl_plugins.viewer.folder import Record, TraceFolder
 
 COLUMNS = ("group", "prompt_index", "rows", "trained", "reward", "spread", "change", "truncated", "age", "recorded")
-NOISE = 1e-6
-"""Differences of advantages up to this are rounding."""
+NOISE = 1e-4
+"""Differences of advantages up to this are rounding: hosts compute them in float32."""
+FLAT = 1e-6
+"""A reward function varies in a group if its rewards lie further apart than this."""
 
 
 def batch_summary(trace: TraceFolder, summary: Record) -> Record:
@@ -88,7 +90,7 @@ def _lowest_correlations(rewards: np.ndarray, where: np.ndarray, groups: int) ->
     lowest = np.full(groups, np.inf)
     for i in range(len(apart)):
         for j in range(i):
-            both = (spread[i] > NOISE) & (spread[j] > NOISE)
+            both = (spread[i] > FLAT) & (spread[j] > FLAT)
             found = np.divide(
                 total(apart[i] * apart[j]), spread[i] * spread[j], out=np.full(groups, np.inf), where=both
             )

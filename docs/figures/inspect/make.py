@@ -51,11 +51,23 @@ def heading(text: str) -> str:
 
 
 def chart(title: str) -> str:
-    return f"document.querySelector('.chart[aria-label={title!r}]')"
+    return f"[...document.querySelectorAll('.chart')].find(e => e.ariaLabel === {title!r})"
 
 
-TABLE = "document.querySelector('main .scroll')"
-PICTURES: tuple[Picture, ...] = ()
+CHANGED, TABLE = heading("What the methods changed"), "document.querySelector('main .scroll')"
+SHORT = "document.querySelectorAll('main tbody tr').forEach((row, i) => i > 6 && row.remove())"
+PICTURES = (
+    Picture("hack", "hack", "", chart("Mean reward of a group"), chart("Rewards by function")),
+    Picture("zero_variance", "latr", "#batch=60&show=zero+variance", heading("Batch"), TABLE, prepare=SHORT),
+    Picture("tree", "pruned", "#batch=40&group=3", heading("Tree"), "document.querySelector('svg.tree')"),
+    Picture("queue", "april", "", heading("Groups over"), "document.querySelector('svg.gantt')"),
+    Picture("sampler", "vade", "", heading("Prompts"), "document.querySelector('figure')"),
+    Picture("agent", "gigpo", "#batch=20&group=3", heading("Turns"), "document.querySelector('.turns')", 1240),
+    Picture("disagree", "format", "#batch=54&group=20", CHANGED, TABLE),
+    Picture("truncated", "truncated", "#batch=40&show=truncated", heading("Batch"), TABLE, prepare=SHORT),
+    Picture("scale", "scale", "#batch=63&group=0", CHANGED, TABLE),
+    Picture("dropped", "zero", "#batch=0&group=4", CHANGED, TABLE),
+)
 
 
 def make(picture: Picture, pages: Path) -> None:

@@ -11,7 +11,7 @@ const pick = (r) => go({ rollout: r.row });
 // One sentence for each kind of change.
 const changes = (rows, methods) => {
   const trained = rows.filter((r) => r.trained);
-  const moved = trained.filter((r) => Math.abs(r.advantage - r.grpo) > 1e-6);
+  const moved = trained.filter((r) => Math.abs(r.advantage - r.grpo) > 1e-4);
   const turned = moved.filter((r) => r.advantage * r.grpo < 0);
   const most = moved.reduce((a, b) => (a && Math.abs(a.advantage - a.grpo) >= Math.abs(b.advantage - b.grpo) ? a : b), null);
   const inside = trained.filter((r) => tokensOf(r));

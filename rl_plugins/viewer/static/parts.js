@@ -119,7 +119,7 @@ const FILTERS = {
   clipped: { of: (g) => g.clipped > 0, help: "the loss clipped the ratio of a token" },
   truncated: { of: (g) => g.truncated > 0, help: "the length limit cut a completion off" },
   "rewards disagree": { of: (g) => !missing(g.disagree) && g.disagree <= -0.5, help: "two reward functions have a correlation of -0.5 or less in the group" },
-  changed: { of: (g) => g.change > 1e-6, help: "a method changed an advantage" },
+  changed: { of: (g) => g.change > 1e-4, help: "a method changed an advantage" },
   stale: { of: (g) => g.age > 0, help: "a token is older than the weights" },
 };
 const filtersOn = () => new Set((place().show || "").split(",").filter((n) => n in FILTERS));

@@ -25,7 +25,7 @@ const RunView = ({ run }) => {
         { label: "rows trained", values: of((b) => b.trained_rows / b.rows) },
         { label: "tokens trained", values: of((b) => b.trained_tokens / Math.max(1, b.tokens)) },
         { label: "rows truncated", values: of((b) => b.groups.truncated.reduce((p, q) => p + q, 0) / b.rows) }]}/>
-      ${all.some((g) => g.change > 1e-6) ? html`<${Chart} title="Change of advantages against plain GRPO" x=${x} onPick=${pick} series=${[
+      ${all.some((g) => g.change > 1e-4) ? html`<${Chart} title="Change of advantages against plain GRPO" x=${x} onPick=${pick} series=${[
         { label: "largest", values: of((b) => largest(b.groups.change)) },
         { label: "mean of groups", values: of((b) => mean(b.groups.change)) }]}/>` : ""}
       ${leaving.length ? html`<${Chart} title="Rows with tokens that a method took out" x=${x} onPick=${pick}

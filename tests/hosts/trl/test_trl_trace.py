@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError
 from rl_plugins.trl import GRPOConfig
 from rl_plugins.trl import generation as module
+from rl_plugins.trl.script import _of_grpo
 
 pytestmark = pytest.mark.host
 
@@ -92,3 +94,9 @@ def test_a_trainer_of_trl_that_would_write_none_is_refused(tmp_path: Path) -> No
     model, dataset = str(policy(tmp_path / "policy")), build_dataset(8, seed=1)
     with pytest.raises(ConfigError, match="The config asks for a `trace`, and the trainer is TRL's own"):
         trl.GRPOTrainer(model=model, reward_funcs=len, args=args, train_dataset=dataset)
+
+
+@pytest.mark.parametrize(("word", "own"), [(True, True), (None, False)])
+def test_the_command_takes_our_trainer_for_a_trace_without_methods(word: Any, own: bool) -> None:
+    args = SimpleNamespace(methods=[], count_costs=False, trace=word)
+    assert ("GRPOTrainer" in _of_grpo(args, SimpleNamespace(use_peft=False))) == own
