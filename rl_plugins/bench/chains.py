@@ -23,9 +23,12 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_plugins.demo.tasks import split_of
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 1  # raised when tasks or demonstrations change: policy and results are then made again
 OPERATIONS = "+-*"
@@ -300,3 +303,13 @@ def embeddings(dataset: Any) -> list[list[float]]:
         [6.0 * (level == k) for k in range(1, MOST_STEPS + 1)] + [6.0 * (task == "unsolvable")]
         for task, level in zip(dataset["task"], dataset["level"], strict=True)
     ]
+
+
+def superfluous(rollouts: Any) -> torch.Tensor:
+    """Penalty of `grpo_roc`: number of superfluous marks in each completion, float64 of shape (rows,)."""
+    import torch
+
+    return torch.tensor([sum(t.count(m) for m in (DIRTY, SHORTCUT)) for t in rollouts.text], dtype=torch.float64)
+
+
+superfluous.needs = {"text"}  # type: ignore[attr-defined]
