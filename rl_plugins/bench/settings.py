@@ -26,7 +26,9 @@ PARAMS: Mapping[str, Mapping[str, Any]] = {
     },
     "fapo": {"judge": "rl_plugins.bench.chains:first_flaw"},
     "grpo_roc": {"penalty": "rl_plugins.bench.chains:superfluous"},
-    "latr": {"lookahead": [1, 2]},  # answers have 4 to 14 tokens; one tree with the paper's 20 to 50 would hold them all
+    "latr": {
+        "lookahead": [1, 2]
+    },  # answers have 4 to 14 tokens; one tree with the paper's 20 to 50 would hold them all
     "linear_ts": {"column": "level", "draws": 16},
     "v0_5": {"prior": "nearest"},  # the paper's prior reads the prompt; a mean per prompt knows no new ones
 }
