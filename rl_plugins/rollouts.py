@@ -659,6 +659,21 @@ class Update:
 
 
 @dataclass(frozen=True)
+class RowRatio:
+    """Importance ratios of one row in one optimizer step, for the trace.
+
+    Args:
+        row: of the generation batch.
+        ratio: (tokens,) float32 of the completion, NaN where it is not trained; what follows is not trained either.
+        clipped: (tokens,) bool, the clip left it no gradient; None where the surrogate has no such clip.
+    """
+
+    row: int
+    ratio: Tensor
+    clipped: Tensor | None
+
+
+@dataclass(frozen=True)
 class Terms(Replaceable):
     """One micro-batch in the loss, padded: everything (rows, time) unless said otherwise.
 

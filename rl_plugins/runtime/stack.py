@@ -12,7 +12,7 @@ from typing import Any
 from rl_plugins.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
 from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
 from rl_plugins.params import params_to_dict
-from rl_plugins.rollouts import Rollouts, Run
+from rl_plugins.rollouts import Rollouts, RowRatio, Run
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.given import changes, watched
 from rl_plugins.runtime.metrics import Metrics
@@ -89,8 +89,21 @@ class Watcher(Method):
             notes: of the method in this hook.
         """
 
-    def updated(self, scaled: Mapping[str, float]) -> None:
-        """Called with method -> factor on the learning rate, before each optimizer step that some method may scale."""
+    @property
+    def wants_ratios(self) -> bool:
+        """Whether it wants importance ratios of tokens in `updated`."""
+        return False
+
+    def updated(self, scaled: Mapping[str, float], ratios: Sequence[RowRatio]) -> None:
+        """Called after each optimizer step, by hosts that can.
+
+        Args:
+            scaled: method -> its factor on the learning rate.
+            ratios: of all ranks; none unless wanted.
+        """
+
+    def ended(self) -> None:
+        """Called when training ends, by hosts that can."""
 
 
 class MethodStack(Context):
@@ -115,6 +128,7 @@ class MethodStack(Context):
             changed; part of the saved state.
         stop_reason: of a method that wants the run to end; empty: none does. Only the driver's says so.
         watchers: those that are told what driver hooks return (the trace).
+        lr_scales: method -> factor on the learning rate of the present optimizer step.
         idle_batches: batches in a row that changed nothing (`rl_plugins.runtime.idle`); not saved.
         draw: plans made since the last decisions. Asynchronous hosts plan several times, and each of these plans must
             draw other random numbers. Part of the saved state.
@@ -149,6 +163,7 @@ class MethodStack(Context):
             watcher.watches(self.methods)
         self.notes: list[RowNote | TurnNote] | None = [] if self.watchers else None
         self.stop_reason = ""
+        self.lr_scales: dict[str, float] = {}
         self._warned: set[str] = set()
         claims = [(m, m.claims()) for m in methods]
         self.claims = {hook: [m for m, claimed in claims if hook in claimed] for hook in HOOKS}

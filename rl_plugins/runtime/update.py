@@ -49,6 +49,7 @@ def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Updat
         with gate.refusals(m, "before_update"):
             checked = gate.update(m, update, len(rows.length))
         scale *= checked.lr_scale
+        stack.lr_scales[m.name] = checked.lr_scale
         for name, values in checked.columns.items():
             full = torch.zeros(len(trained), dtype=torch.float32)
             full[trained] = values

@@ -202,6 +202,8 @@ class MethodsCallback(RunCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.log_update()
+        if self.trainer.updates_seen is not None:
+            self.trainer.updates_seen.step_done()
         if self.at_boundary:
             control.should_save = control.should_save or self._save_waits
             self._save_waits = False
@@ -211,6 +213,10 @@ class MethodsCallback(RunCallback):
         elif control.should_training_stop and self._save_waits:
             control.should_save, self._save_waits = True, False
         return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for watcher in self.trainer.methods.watchers:
+            watcher.ended()
 
     # ---- state
 

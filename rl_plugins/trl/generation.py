@@ -53,6 +53,7 @@ from rl_plugins.trl.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.queue import run_queue
 from rl_plugins.trl.rows import FILLER, Row, Work, collect, flat, rollouts_of
+from rl_plugins.trl.updates import with_rows
 
 Made: TypeAlias = tuple[Completion, dict[str, Any]]  # a completion, and what reward functions added to its table
 
@@ -408,7 +409,13 @@ class GenerationBatch:
         self.decided = decided
         assert self.inside is not None
         with SECONDS.part("split"):
-            out = apply_decision(self.trainer, self._with_versions(out), self.inside, decided.mine, self.batch_rows)
+            out = self._with_versions(out)
+            if self.trainer.updates_seen is not None and self.trainer.updates_seen.wants_ratios:
+                first = sum(
+                    r.plan is not None for part in self.work.rows[: self.accelerator.process_index] for r in part
+                )
+                out = with_rows(out, len(self.inside), first)
+            out = apply_decision(self.trainer, out, self.inside, decided.mine, self.batch_rows)
         return out
 
     def _with_versions(self, out: HostBatch) -> HostBatch:

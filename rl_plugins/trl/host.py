@@ -141,6 +141,7 @@ class Trainer(HostTrainer, Protocol):
     costs: Costs
     meter: Meter
     cheap_rollouts: Any
+    updates_seen: Any
 
     def rollout_generate(self, model: Any) -> Callable[..., Any]: ...
     def program_engine(self, row_of: Callable[[Prompt], DatasetRow]) -> ProgramEngine: ...

@@ -34,6 +34,7 @@ from rl_plugins.trl.precision import CheapRollouts, rollouts_text
 from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.saved import CostsCallback, note_costs
 from rl_plugins.trl.stateful import StatefulMixin
+from rl_plugins.trl.updates import UpdatesSeen
 
 
 class MethodsMixin(StatefulMixin):
@@ -60,6 +61,7 @@ class MethodsMixin(StatefulMixin):
     meter: Meter
     _nothing_trained = False  # in the optimizer step that is being made
     cheap_rollouts: CheapRollouts | None = None
+    updates_seen: UpdatesSeen | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config = next((x for x in (*args, *kwargs.values()) if isinstance(x, TrainingArguments)), None)
@@ -83,6 +85,7 @@ class MethodsMixin(StatefulMixin):
                 self.add_callback(CostsCallback(self))
             return
         self.add_callback(self._methods_callback)
+        self.updates_seen = UpdatesSeen(self) if self.methods.watchers else None
         positions_by_mask(self.model)
         if self.aux_loss_enabled and facts.droppers(self.methods):
             facts.refuse_inexact_loss(self)
@@ -295,7 +298,10 @@ class MethodsMixin(StatefulMixin):
         try:
             with SECONDS.part("update"):
                 timed = SECONDS.timed("")(host)
-                return loss.compute_loss(self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass)
+                value = loss.compute_loss(self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass)
+            if self.updates_seen is not None and self.updates_seen.wants_ratios:
+                self.updates_seen.saw_loss(inputs, self._loss_pass.logprobs)
+            return value
         finally:
             self._loss_pass = None
 

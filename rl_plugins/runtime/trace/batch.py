@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rl_plugins.method import RowNote, TurnNote
-from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Tokens
+from rl_plugins.rollouts import PlanRow, Rollouts, RowRatio, Shape, Tokens
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,22 @@ class TracedBatch:
     prompts: Sequence[Mapping[str, Any]]
     groups: frozenset[int]
     stats: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Updated:
+    """One optimizer step.
+
+    Args:
+        scaled: method -> factor on the learning rate.
+        ratios: of the recorded rows.
+    """
+
+    scaled: Mapping[str, float]
+    ratios: Sequence[RowRatio] = ()
+
+    def without_ratios(self) -> Updated:
+        return Updated(self.scaled)
 
 
 def shapes(batch: TracedBatch) -> list[tuple[str, Shape]]:

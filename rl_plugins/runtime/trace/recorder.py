@@ -13,14 +13,15 @@ from rl_plugins.errors import ConfigError, did_you_mean, shown
 from rl_plugins.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
 from rl_plugins.params import MethodParams, param
 from rl_plugins.requests import ORIGIN
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.rollouts import Plan, PlanRow, Rollouts, RowRatio, Run, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import Watcher
-from rl_plugins.runtime.trace.batch import Seen, TracedBatch
+from rl_plugins.runtime.trace.batch import Seen, TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import rendered
 from rl_plugins.runtime.trace.writer import Writer
 
-SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs"}), "turns")
+RATIO = "ratio"
+SIGNALS = (*sorted(TOKEN_SIGNALS - {"sum_squared_probs"}), RATIO, "turns")
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,20 @@ class Trace(Watcher):
     def __init__(self, params: TraceParams, folder: str = "") -> None:
         super().__init__(params)
         self.folder = Path(params.folder or Path(folder) / "trace")
-        self.needs = frozenset({"tokens", "token_ids", *params.signals})
+        self.needs = frozenset({"tokens", "token_ids", *params.signals} - {RATIO})
         self._seen: list[Seen] = []
         self._planned = _Planned()
         self._writer: Writer | None = None
         self._run: Run | None = None
+        self._last: tuple[int, frozenset[int]] | None = None  # batch whose updates come next, and its recorded rows
+        self._updates: list[Updated] = []
+
+    def check(self, run: Run) -> None:
+        if self.wants_ratios and run.host != "trl":
+            raise ConfigError(
+                f"`signals` names `{RATIO}`, and {run.host} computes its loss where the trace is not told of it. Only "
+                f"TRL's trainer records importance ratios. Remove `{RATIO}`."
+            )
 
     def watches(self, methods: Sequence[Method]) -> None:
         if any("rollout" in m.claims() for m in methods):
@@ -129,6 +139,7 @@ class Trace(Watcher):
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
         seen, planned = self._seen, self._planned
         self._seen, self._planned = [], _Planned()
+        self._last, self._updates = None, []
         if rollouts.batch % self.params.every or self._writer is None:
             return
         batch = TracedBatch(
@@ -142,11 +153,33 @@ class Trace(Watcher):
             # what the methods have logged of this batch so far joins what the updates before logged
             {**stats, **combine([self._context.metrics.look()])},  # type: ignore[union-attr]
         )
+        rows = frozenset(i for i, g in enumerate(rollouts.group.tolist()) if g in batch.groups)
+        self._last = (rollouts.batch, rows)
         failed = self._writer.write(batch)
         if failed:
             self.warn(f"a batch could not be written to {self.folder}: {failed}. Training goes on without it.")
         if self._run is not None and rollouts.batch + 1 >= self._run.total_batches:
             self._writer.wait()
+
+    @property
+    def wants_ratios(self) -> bool:
+        return RATIO in self.params.signals
+
+    def updated(self, scaled: Mapping[str, float], ratios: Sequence[RowRatio]) -> None:
+        known = self._updates
+        if self._last is None or self._writer is None or not (scaled or ratios):
+            return
+        batch, rows = self._last
+        chosen = [r for r in ratios if r.row in rows]
+        if len(known) > 1:  # ratios of the first and of the last one are kept
+            known[-1] = known[-1].without_ratios()
+        known.append(Updated(dict(scaled), chosen))
+        self._writer.write_updates(batch, tuple(known))
+
+    def ended(self) -> None:
+        failed = self._writer.wait() if self._writer is not None else ""
+        if failed:
+            self.warn(f"the last batch could not be written to {self.folder}: {failed}.")
 
     def _chosen(self, rollouts: Rollouts) -> frozenset[int]:
         ids = rollouts.groups.ids

@@ -18,7 +18,7 @@ from rl_plugins.method import RowNote, TurnNote
 from rl_plugins.requests import ORIGIN, Kind
 from rl_plugins.rollouts import Rollouts, Shape, weighted_reward
 from rl_plugins.runtime.trace import schema
-from rl_plugins.runtime.trace.batch import TracedBatch, first_advantages, shapes
+from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shapes
 from rl_plugins.runtime.trace.notes import rendered, written
 
 FLOAT_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
@@ -302,6 +302,29 @@ def _notes(read: Read) -> Mapping[int, list[Record]]:
                 for number, said in rendered(note, len(here)):
                     found.setdefault(int(here[number]), []).append({"method": note.method, "hook": s.hook, **said})
     return found
+
+
+def update_records(batch: int, updates: Sequence[Updated]) -> list[Record]:
+    """Records of the optimizer steps of a batch."""
+    return [
+        {
+            "schema": schema.VERSION,
+            "batch": batch,
+            "update": number,
+            "lr_scale": float(np.prod(list(u.scaled.values()))),
+            "scaled": [{"method": m, "lr_scale": v} for m, v in u.scaled.items()],
+            "ratios": [
+                {
+                    "row": r.row,
+                    "ratio": r.ratio.numpy(),
+                    "clipped": None if r.clipped is None else r.clipped.numpy().astype(np.int8),
+                }
+                for r in u.ratios
+            ]
+            or None,
+        }
+        for number, u in enumerate(updates)
+    ]
 
 
 def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[str]) -> Record:

@@ -1,6 +1,6 @@
 """Writes a traced batch, in a thread of its own, so that training does not wait for it.
 
-A batch is three files, each written under another name first and then renamed: a run that is killed leaves whole files.
+A batch is a few files, each written under another name first and then renamed: a run that is killed leaves whole files.
 A run that goes on from a checkpoint writes the batches it makes again over those of before.
 """
 
@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 from rl_plugins.errors import shortened
 from rl_plugins.rollouts import Run
 from rl_plugins.runtime.trace import schema
-from rl_plugins.runtime.trace.batch import TracedBatch
+from rl_plugins.runtime.trace.batch import TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import written
-from rl_plugins.runtime.trace.records import batch_record, row_records
+from rl_plugins.runtime.trace.records import batch_record, row_records, update_records
 
-TABLES = ("rollouts", "batches", "tokens")
+TABLES = ("rollouts", "batches", "tokens", "updates")
 _NUMBER = re.compile(r"batch-(\d+)\.parquet")
 
 
@@ -59,6 +59,17 @@ class Writer:
         failed = self.wait()
         self._pending = self._pool.submit(self._write, batch, time.time())
         return failed
+
+    def write_updates(self, number: int, updates: Sequence[Updated]) -> None:
+        """The optimizer steps of a batch so far, after whatever is being written."""
+        before = self._pending
+
+        def work() -> None:
+            if before is not None:
+                before.result()  # a failure of the batch itself is told once more, by `wait`
+            self._put("updates", number, pa.Table.from_pylist(update_records(number, updates), schema.UPDATES))
+
+        self._pending = self._pool.submit(work)
 
     def wait(self) -> str:
         """Until the batch that is being written is on disk; what went wrong with it."""
@@ -101,12 +112,13 @@ class Writer:
     def _thin(self) -> None:
         """The oldest batches leave until the rest fits; the newest stays whatever its size."""
         sizes = {path: path.stat().st_size for path in self._files("rollouts")}
-        total = sum(sizes.values()) + sum(p.stat().st_size for t in ("batches", "tokens") for p in self._files(t))
+        total = sum(sizes.values()) + sum(p.stat().st_size for t in TABLES[1:] for p in self._files(t))
         for path in list(sizes)[:-1]:  # summaries of batches and texts of tokens are small, and stay
             if total <= self._most:
                 return
             total -= sizes[path]
             path.unlink()
+            (self.folder / "updates" / path.name).unlink(missing_ok=True)
 
     def _files(self, table: str) -> Iterator[Path]:
         """Of a table, oldest batch first."""

@@ -176,8 +176,13 @@ def train(folder, methods, options, real, checkpoint=None):
 
 def traced(folder):
     """Records of all batches of a trace, without what tells one run from another."""
-    tables = [pq.read_table(p).to_pylist() for n in ("rollouts", "batches") for p in sorted((folder / n).iterdir())]
-    return [{k: v for k, v in record.items() if k != "time"} for table in tables for record in table]
+    names = ("rollouts", "batches", "updates")
+    tables = [pq.read_table(p).to_pylist() for n in names for p in sorted((folder / n).iterdir())]
+    records = [{k: v for k, v in record.items() if k != "time"} for table in tables for record in table]
+    for record in records:
+        if record.get("ratios"):  # of ranks, in no order of rows
+            record["ratios"].sort(key=lambda r: r["row"])
+    return records
 
 
 def main(out, cases):

@@ -28,7 +28,7 @@ CASES = [
     ["drive", ["drive"], dict(max_steps=3, learning_rate=0.05, resume=2, method_params={"drive": STAGES})],
     ["mc_grpo", ["mc_grpo"], dict(max_steps=2, learning_rate=0.05, gradient_accumulation_steps=2)],
     ["counter", ["counter"], dict(max_steps=3, learning_rate=0.05)],
-    ["filter", ["filter", "ppo"], {**OFF, "trace": {"signals": ["old_logprobs"]}}],
+    ["filter", ["filter", "ppo"], {**OFF, "trace": {"signals": ["old_logprobs", "ratio"]}}],
     ["softmax", ["softmax"], OFF],
     ["million", ["ppo_million"], {**OFF, "max_steps": 12, "method_params": {"ppo_million": CUTS}}],
     ["uneven", ["uneven"], ROWS],

@@ -100,3 +100,49 @@ def test_a_trainer_of_trl_that_would_write_none_is_refused(tmp_path: Path) -> No
 def test_the_command_takes_our_trainer_for_a_trace_without_methods(word: Any, own: bool) -> None:
     args = SimpleNamespace(methods=[], count_costs=False, trace=word)
     assert ("GRPOTrainer" in _of_grpo(args, SimpleNamespace(use_peft=False))) == own
+
+
+def test_updates_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two optimizer steps over each half of a batch, the second ones off-policy, in the proportions TRL itself logs."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    params = {"brorl": {"base_rows": 128, "dynamic_sampling": False, "lr_scale": "sqrt"}}
+    t = make(
+        tmp_path,
+        ["brorl"],
+        method_params=params,
+        trace={"signals": ["ratio", "old_logprobs"], "groups": 5},
+        steps_per_generation=2,
+        num_iterations=2,
+        max_steps=8,
+        learning_rate=0.5,
+        epsilon=0.02,
+    )
+    saw = t.updates_seen.saw_loss
+    monkeypatch.setattr(
+        t.updates_seen, "saw_loss", lambda inputs, new: (seen.append((inputs, new.detach())), saw(inputs, new))
+    )
+    with stub_sampling():
+        t.train()
+    rows, updates = read(tmp_path, "rollouts"), read(tmp_path, "updates")
+    assert [(u["batch"], u["update"]) for u in updates] == [(b, u) for b in (0, 1) for u in range(4)]
+    factor = (32 / 128) ** 0.5
+    assert all(u["lr_scale"] == factor and u["scaled"] == [{"method": "brorl", "lr_scale": factor}] for u in updates)
+    assert [u["ratios"] is None for u in updates] == [False, True, True, False] * 2, "of the first and of the last one"
+    clipped = 0
+    for u, (inputs, new) in zip(updates, seen, strict=True):
+        if u["ratios"] is None:
+            continue
+        mine = {r["row"]: r for r in rows if r["batch"] == u["batch"]}
+        own = {int(row): i for i, row in enumerate(inputs["rlp_trace_row"])}
+        assert {r["row"] for r in u["ratios"]} == set(own) & set(mine) and 0 < len(u["ratios"]) < 40
+        for r in u["ratios"]:
+            i, record = own[r["row"]], mine[r["row"]]
+            assert inputs["completion_ids"][i, : record["length"]].tolist() == record["completion_ids"]
+            expected = (new[i] - inputs["old_per_token_logps"][i]).exp()[: record["length"]]
+            torch.testing.assert_close(torch.tensor(r["ratio"]), expected)
+            out = (expected > 1.02) if record["advantage"] > 0 else (expected < 0.98)
+            assert [bool(c) for c in r["clipped"]] == (out & (record["advantage"] != 0)).tolist()
+            clipped += sum(r["clipped"])
+            if u["update"] == 0:
+                assert r["ratio"] == pytest.approx([1.0] * record["length"], abs=1e-5)
+    assert clipped > 0
