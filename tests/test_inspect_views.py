@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_inspect import invoke
 from test_inspect import run as hostile_run  # noqa: F401
-from traces import a_row, write_batch
+from traces import a_row, write_batch, write_updates
 
 from rl_plugins.testing.browser import Browser
 from rl_plugins.viewer.comparison import pairs, word_differences
@@ -34,7 +34,7 @@ def known_rows(version: int = 0) -> list[dict[str, Any]]:
             raw_reward=float(i % 2),
             rewards=[("right", float(i % 2)), ("form", 1.0 - i % 2)],
             grpo=2.0 * (i % 2) - 1,
-            advantage=[-1.0, 0.25, 1.5, 1.0][i],
+            advantage=[-0.5, 0.25, 1.5, 1.0][i],
             notes=[{"method": "two", "hook": "shape", "text": "turned around"}] if i == 2 else [],
         )
         for i in range(4)
@@ -203,10 +203,10 @@ def test_filters_of_the_whole_run(page: str, browser: Browser) -> None:
 def test_a_group_says_what_the_methods_changed(page: str, browser: Browser) -> None:
     browser.open(f"{page}#batch=1&group=1")
     text = browser.text()
-    assert "The advantage of 2 of 3 trained rollouts differs from plain GRPO, 1 with the other sign" in text
+    assert "The advantage of 3 of 3 trained rollouts differs from plain GRPO, 1 with the other sign" in text
     assert "most in rollout 2 (-1 → +1.5)" in text and "one.select took tokens out of rollout 3." in text
     assert "Rollout 2, two: turned around" in text
-    assert [r[1] for r in rows_of(browser)] == ["-1 → -1", "+1 → +0.25", "-1 → +1.5", "+1 → left"]
+    assert [r[1] for r in rows_of(browser)] == ["-1 → -0.5", "+1 → +0.25", "-1 → +1.5", "+1 → left"]
     assert [r[2:4] for r in rows_of(browser)] == [["0", "1"], ["1", "0"], ["0", "1"], ["1", "0"]]
     # places on the common scale: the ring of rollout 2 is left of 0, its diamond right of it
     ring, diamond = browser.run(
@@ -280,6 +280,54 @@ def test_trees_turns_ages_and_prompts(page: str, browser: Browser) -> None:
     wide = browser.run("[...document.querySelectorAll('.gantt .age2')].map(r => Number(r.getAttribute('width')))")
     assert max(wide) == pytest.approx(3 * 720 / 4 - 3), "of batch 2, from batch 0 on"
     assert "5 different dataset rows in 20 groups" in browser.text() and "came 4 times" in browser.text()
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A batch with ratios, pruned pieces, compared turns, and notes of prompts."""
+    folder = tmp_path_factory.mktemp("special")
+    pruned = [{"start": 1, "ids": [5, 6], "text": "fg", "score": 0.25, "why": "too alike"}]
+    branch = {"parent": 0, "start": 2, "score": 1.5, "why": "high entropy"}
+    rows = [a_row(0, 0, [1, 2, 3, 4], pruned=pruned), a_row(1, 0, [1, 2, 7, 8], branch=branch), a_row(2, 1, [1])]
+    compared = [{"method": "one", "name": "state", "set": 3, "size": 2, "advantage": 0.75}]
+    turn = {"turn": 0, "start": 0, "stop": 2, "anchor": "here", "reward": 0.0, "valid": True, "compared": compared}
+    rows += [a_row(3 + k, 2, [1 + k, 2], turns=[turn]) for k in range(2)]
+    note = {"method": "one", "hook": "select_prompts", "text": "", "group": None}
+    noted = [{**note, "prompt_index": k, "values": [("mean", m)]} for k, m in enumerate((0.25, 0.5, 1.5))]
+    write_batch(folder / "trace", 0, rows, selected_by="one", prompts=noted)
+    first = [{"row": 0, "ratio": [1.0, 1.5, float("nan"), 0.5], "clipped": [0, 0, None, 0]}]
+    second = [{"row": 0, "ratio": [1.0, 2.0, float("nan"), 0.5], "clipped": [1, 1, None, 0]}]
+    write_updates(folder / "trace", 0, [first, second])
+    return folder
+
+
+def test_clips_learning_rates_and_notes_of_prompts_are_in_the_summary(special: Path) -> None:
+    trace = TraceFolder(special)
+    found = batch_summary(trace, trace.batches[0])
+    assert found["groups"]["clipped"] == [pytest.approx(1 / 3), None, None], "2 of 6 ratios"
+    assert found["lr_scale"] == [1, 0.5] and found["prompt_values"] == {"one: mean": [0.25, 0.75, 1.5]}
+
+
+@pytest.mark.browser
+def test_ratios_pruned_pieces_and_compared_turns(special: Path, tmp_path: Path, browser: Browser) -> None:
+    list(write_page(TraceFolder(special), tmp_path))
+    browser.open(f"file://{tmp_path}/index.html#batch=0&show=clipped")
+    assert [r[0] for r in rows_of(browser)] == ["0"]
+    browser.move("#batch=0&group=0", "document.querySelector('svg.tree')")
+    drawn = browser.run("[...document.querySelectorAll('svg.tree .gone-branch')].map(g => g.textContent)")
+    assert len(drawn) == 1 and "pruned, score 0.25, too alike" in drawn[0] and "fg" in drawn[0]
+    assert ["1", "0", "2", "1.5", "high entropy"] in rows_of(browser, "main details table")
+    browser.move("#batch=0&group=0&rollout=0&color=ratio,+update+1", titled("Rollout 0"))
+    assert browser.run("document.getElementById('color').value") == "ratio, update 1"
+    browser.click("[data-i='1']")
+    browser.wait("document.querySelector('.looked-at').innerText.includes('ratio, update 1 2')")
+    assert "clipped, update 1 1" in browser.text()
+    browser.move("#batch=0&group=2", "document.querySelector('.turns')")
+    cell = browser.run("document.querySelector('.turns').tBodies[0].rows[0].cells[3].innerText")
+    assert "state: +0.75 of 2" in cell
+    browser.move("#", titled("one + two"))
+    for title in ("Factor of the methods on the learning rate", "one: mean"):
+        browser.wait(f"[...document.querySelectorAll('.u-title')].some(t => t.innerText === '{title}')")
 
 
 @pytest.mark.browser

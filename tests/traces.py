@@ -86,6 +86,22 @@ def write_batch(folder: Path, number: int, rows: Sequence[Record], **changes: An
     _put(folder, "tokens", number, [{"id": i, "text": chr(97 + i % 26)} for i in ids], schema.TOKENS)
 
 
+def write_updates(folder: Path, number: int, ratios: Sequence[Sequence[Record]]) -> None:
+    """Writes the updates of a batch, each with its ratios; the learning rate of update k has the factor 1 / (k + 1)."""
+    records = [
+        {
+            "schema": schema.VERSION,
+            "batch": number,
+            "update": k,
+            "lr_scale": 1 / (k + 1),
+            "scaled": [],
+            "ratios": list(own),
+        }
+        for k, own in enumerate(ratios)
+    ]
+    _put(folder, "updates", number, records, schema.UPDATES)
+
+
 def _group(rows: Sequence[Record]) -> Record:
     rewards = [r["raw_reward"] for r in rows]
     return {
