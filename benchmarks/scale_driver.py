@@ -84,11 +84,15 @@ class Batch:
         """What TRL generated on a rank, and the columns somebody reads."""
         each = self.rows // self.ranks
         length = self.length[rank * each : (rank + 1) * each].tolist()
-        ids, prompts = [range(2, n + 2) for n in length], [range(2, 66)] * each
+        ids, prompts = [self.ids_of(n) for n in length], [range(2, 66)] * each
         made: Any = SimpleNamespace(ids=ids, prompts=prompts, tool_mask=None, completions=[None] * each)
         names = {"old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies"} & self.stack.token_columns
         columns = {n: -torch.rand(each, max(length), generator=torch.Generator().manual_seed(rank)) for n in names}
         return made, columns
+
+    def ids_of(self, n: int) -> Any:
+        """A completion of so many tokens."""
+        return range(2, n + 2)
 
     def part(self, rank: int) -> Any:
         """What a rank gives the driver."""

@@ -3,9 +3,9 @@
     python benchmarks/trace.py            # 1,024 rows of 2,048 tokens on average
     python benchmarks/trace.py --rows 256 --tokens 512
 
-Each arm joins, decides and splits one generation batch of `mc_grpo` as the driver does (no model). "waits" is the CPU
-time of the driver's thread. "writes" is the wall time of the thread that makes the files, next to nothing else. The
-median of the repetitions.
+The recorder gets the same objects in verl, whose run is not timed here. Each arm joins, decides and splits one
+generation batch of `mc_grpo` as the driver does (no model). "waits" is the CPU time of the driver's thread. "writes" is
+the wall time of the thread that makes the files, next to nothing else. The median of the repetitions.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import typer
 from scale_driver import RANKS, Batch
@@ -44,11 +45,18 @@ class _Small(TokenizerChat):
         return super().decode([t % 59 for t in tokens], special)
 
 
+class _Random(Batch):
+    """Completions of random ids of a vocabulary of 32,768, as lists: files of equal ids would be far too small."""
+
+    def ids_of(self, n: int) -> Any:
+        return np.random.default_rng(n).integers(2, 32768, n).tolist()
+
+
 def measure(options: Any, rows: int, tokens: int) -> dict[str, float]:
     """Seconds and bytes of one batch of one arm."""
     with tempfile.TemporaryDirectory() as folder:
         watchers = trace_of(options, "trace", folder)
-        batch = Batch(["mc_grpo"], rows, tokens, watchers=watchers, chat=_Small(build_tokenizer()))
+        batch = _Random(["mc_grpo"], rows, tokens, watchers=watchers, chat=_Small(build_tokenizer()))
         parts = [batch.part(k) for k in range(RANKS)]
         start = time.thread_time()
         batch.split(batch.decided(batch.joined(parts)))

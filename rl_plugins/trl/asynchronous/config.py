@@ -7,6 +7,7 @@ from typing import Any
 
 from trl.experimental import async_grpo
 
+from rl_plugins.errors import ConfigError, shown
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES
 from rl_plugins.trl.config import read_methods, refuse_stock_trainers
 
@@ -18,12 +19,13 @@ class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
     Args:
         methods, method_params, max_unrewarded_batches: as in `rl_plugins.trl.GRPOConfig`. A batch is what one
             optimizer step trains.
+        trace: of `rl_plugins.trl.GRPOConfig`; refused here.
 
     Attributes:
         has_trainer: a trainer with methods is taking this config.
 
     Raises:
-        ConfigError: an unknown method or parameter, parameters of a method that is not enabled, a
+        ConfigError: a trace, an unknown method or parameter, parameters of a method that is not enabled, a
             `max_unrewarded_batches` below 0.
     """
 
@@ -34,9 +36,16 @@ class AsyncGRPOConfig(async_grpo.AsyncGRPOConfig):
         metadata={"help": "With methods: batches in a row in which no completion may have a reward."},
     )
 
+    trace: Any = field(default=None, metadata={"help": "Not served: this trainer writes no trace."})
+
     has_trainer = False  # no field: not an option
 
     def __post_init__(self) -> None:
+        if self.trace not in (None, False):
+            raise ConfigError(
+                f"`trace` is {shown(self.trace)}, and TRL's asynchronous trainer writes no trace. Take "
+                f"rl_plugins.trl.GRPOTrainer for it, or leave `trace` out."
+            )
         read_methods(self)
         super().__post_init__()
 

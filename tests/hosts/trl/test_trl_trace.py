@@ -65,7 +65,8 @@ def test_files_equal_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert len(r["entropies"]) == len(r["old_logprobs"]) == len(r["completion_ids"]) == r["length"]
             assert max(r["old_logprobs"]) < 0 <= min(r["entropies"])
     stats = [dict(b["stats"]) for b in batches]
-    assert stats == [{}, {}]
+    logged = {"mc_grpo/mad_zero", "mc_grpo/sign_changed", "mc_grpo/max_abs_advantage"}
+    assert all(logged <= set(s) for s in stats), "what the hooks of this batch logged"
 
 
 def test_without_methods_the_weights_are_those_of_trl(tmp_path: Path) -> None:
