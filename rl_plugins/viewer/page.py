@@ -89,7 +89,9 @@ def write_page(trace: TraceFolder, out: Path, other: TraceFolder | None = None) 
 
 
 def _name(trace: TraceFolder) -> str:
-    return trace.path.parent.name if trace.path.name == "trace" else trace.path.name
+    """Of the run: its folder, without the names that every run has."""
+    names = [n for n in trace.path.absolute().parts if n not in ("trace", "trainer")]
+    return names[-1]
 
 
 def _group(trace: TraceFolder, table: Any, name: str) -> str:
