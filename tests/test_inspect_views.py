@@ -319,6 +319,8 @@ def test_ratios_pruned_pieces_and_compared_turns(special: Path, tmp_path: Path, 
     assert ["1", "0", "2", "1.5", "high entropy"] in rows_of(browser, "main details table")
     browser.move("#batch=0&group=0&rollout=0&color=ratio,+update+1", titled("Rollout 0"))
     assert browser.run("document.getElementById('color').value") == "ratio, update 1"
+    shades = browser.run("[...document.querySelectorAll('.tokens [data-i]')].map(t => t.classList[1])")
+    assert shades == ["plus0", "plus5", "plus0", "minus3"], "ratios 1, 2, none and 0.5: their distance to 1"
     browser.click("[data-i='1']")
     browser.wait("document.querySelector('.looked-at').innerText.includes('ratio, update 1 2')")
     assert "clipped, update 1 1" in browser.text()

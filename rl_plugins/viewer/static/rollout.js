@@ -52,25 +52,26 @@ const RolloutView = ({ texts, row, prompt }) => {
   const there = Object.keys(colors);
   const color = there.includes(place().color) ? place().color : there[0];
   const values = colors[color];
+  const base = color && color.startsWith("ratio") ? 1 : 0; // a ratio of 1 is no change
   const words = useMemo(() => row.completion_ids.map((id) => texts[id] ?? `<${id}>`), [row]);
   const found = useMemo(() => findIn(words, search), [words, search]);
   const marked = new Set(found.flat());
   const current = new Set(found[hit] || []);
-  const most = largest((values || []).map((v) => (missing(v) ? 0 : Math.abs(v))), 1e-9);
+  const most = largest((values || []).map((v) => (missing(v) ? 0 : Math.abs(v - base))), 1e-9);
   const starts = new Map((row.turns || []).map((t) => [t.start, t]));
   const leftBy = (i) => (row.token_left && row.token_left[i] >= 0 ? row.left[row.token_left[i]] : null);
   useEffect(() => { const e = document.querySelector(".current"); if (e) e.scrollIntoView({ block: "center" }); }, [hit, search]);
   const next = (e) => { if (e.key === "Enter" && found.length) { const to = (hit + (e.shiftKey ? found.length - 1 : 1)) % found.length; setHit(to); setUntil(Math.max(until, found[to][0] + PAGE)); } };
   const token = (id, i) => {
     const v = values ? values[i] : null;
-    const step = missing(v) ? 0 : Math.min(5, Math.ceil((5 * Math.abs(v)) / most));
-    const names = ["token", KINDS[row.kinds[i]], `${v < 0 ? "minus" : "plus"}${step}`, leftBy(i) ? "gone" : "", SPECIAL.test(words[i]) ? "special" : "",
+    const step = missing(v) ? 0 : Math.min(5, Math.ceil((5 * Math.abs(v - base)) / most));
+    const names = ["token", KINDS[row.kinds[i]], `${!missing(v) && v < base ? "minus" : "plus"}${step}`, leftBy(i) ? "gone" : "", SPECIAL.test(words[i]) ? "special" : "",
       marked.has(i) ? "found" : "", current.has(i) ? "current" : "", looked === i ? "looked" : ""];
     const turn = starts.get(i);
     return html`${turn ? html`<span class="turn">turn ${turn.turn}${turn.valid ? "" : ", not understood"}${turn.reward ? `, reward ${number(turn.reward)}` : ""}</span>` : ""}<span class=${names.filter(Boolean).join(" ")} data-i=${i}>${ids ? `${id} ` : visible(words[i]).replace(/\n/g, "\u23ce\n")}</span>`;
   };
   const click = (e) => { const i = e.target.closest("[data-i]"); look(i ? Number(i.dataset.i) : null); };
-  const sign = values && values.some((v) => v < 0);
+  const sign = values && values.some((v) => !missing(v) && v < base);
   return html`<section><h1>Rollout ${row.rollout} <small>${row.completion_ids.length} tokens, ${fate(row)}</small></h1>
     <dl>
       <dt>rewards</dt><dd>${row.rewards.map(([n, v]) => `${n} ${number(v)}`).join(", ")}; sum ${number(row.raw_reward)}${row.rewarded.map((w) => `; ${w.method} ${number(w.reward)}`)}</dd>
@@ -83,7 +84,7 @@ const RolloutView = ({ texts, row, prompt }) => {
       <label>Search <input id="search" type="search" value=${search} onInput=${(e) => { setSearch(e.target.value); setHit(0); }} onKeyDown=${next}/></label>
       <span class="quiet" role="status">${search ? (found.length ? `${hit + 1} of ${found.length}, Enter: next` : "not found") : ""}</span>
       <label><input id="ids" type="checkbox" checked=${ids} onChange=${() => showIds(!ids)}/> ids</label></div>
-    <p class="legend quiet">${values ? html`<span>${color}: ${sign ? html`${number(-most)} <i class="token minus5">a</i><i class="token minus3">a</i><i class="token minus1">a</i> ` : ""}0 <i class="token plus1">a</i><i class="token plus3">a</i><i class="token plus5">a</i> ${number(most)} (underline solid: above 0, dashed: below)</span>` : ""}
+    <p class="legend quiet">${values ? html`<span>${color}: ${sign ? html`${number(base - most)} <i class="token minus5">a</i><i class="token minus3">a</i><i class="token minus1">a</i> ` : ""}${base} <i class="token plus1">a</i><i class="token plus3">a</i><i class="token plus5">a</i> ${number(base + most)} (underline solid: above ${base}, dashed: below)</span>` : ""}
       <span><i class="read">read</i> not by the policy</span> <span><i class="forced">forced</i> put in its place</span> <span><i class="gone">left</i> taken out of the update</span> <span><i class="special">special</i> token</span></p>
     <p class="looked-at" role="status">${looked === null ? "A click on a token shows its numbers." : html`<b>token ${looked}</b>, id ${row.completion_ids[looked]}, <code>${JSON.stringify(visible(words[looked]))}</code>, ${KIND_NAMES[row.kinds[looked]]}${leftBy(looked) ? `, taken out by ${leftBy(looked).method}` : ""}${there.map((c) => `, ${c} ${number(colors[c][looked])}`)}`}</p>
     <pre class="text prompt">${cut(prompt, 20000)}</pre>
