@@ -187,7 +187,8 @@ def draw_method(results: Results, arm: str, file: Path) -> None:
     """The curves of an arm beside GRPO, a panel per cell."""
     from rl_plugins.compare import figures
 
-    cells = [c for c in CELLS if results.seeds(c, arm)]
+    cells = [c for c in CELLS if results.seeds(c, arm) and results.seeds(c, "grpo")]
+    file.parent.mkdir(parents=True, exist_ok=True)
     figures.save(file, lambda: _draw_curves(results, [(c, ["grpo", arm]) for c in cells]))
 
 

@@ -21,6 +21,7 @@ from rl_plugins.bench.ours import numbers
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
 from rl_plugins.bench.verdicts import ClaimResult, Mark, at_budget, decide, difference, matrix
+from rl_plugins.commands.compare import need_plots
 from rl_plugins.errors import ConfigError
 
 SECONDS = 25.0  # of a run on a core that has nothing else to do
@@ -82,11 +83,14 @@ def bench(
     if dry_run:
         _plan(console, wanted, Results.read(out), jobs)
         return
+    need_plots()
     policies = _policies({cell_of(w.cell).environment for w in wanted}, console)
     results = run_missing(wanted, out, jobs, policies.__getitem__, console)
     while until_decided and (more := _undecided(results, asked)):
         results = run_missing(more, out, jobs, policies.__getitem__, console)
-    _report(console, results, names, wanted, asked)
+    arms = [arm for arm in dict.fromkeys(w.arm for w in wanted) if arm != "grpo"]
+    _report(console, results, arms, wanted, asked)
+    _draw(console, results, arms, out)
     if attribute:
         _brought(console, results, chosen, methods)
     if against:
@@ -267,6 +271,16 @@ def _report(
         for decided in decide(results, asked):
             told.add_row(*_told(decided))
         console.print(told)
+
+
+def _draw(console: Console, results: Results, arms: Sequence[str], out: Path) -> None:
+    """Curves of every arm beside GRPO's."""
+    from rl_plugins.bench import page
+
+    for arm in arms:
+        if any(results.seeds(cell, arm) and results.seeds(cell, "grpo") for cell in CELLS):
+            page.draw_method(results, arm, out / "curves" / f"{arm.replace('/', '_')}.png")
+    console.print(f"Raw results: {out}/runs.parquet, curves.parquet. Figures: {out / 'curves'}", highlight=False)
 
 
 def _told(decided: ClaimResult) -> tuple[str, ...]:
