@@ -243,7 +243,6 @@ def _draw_curves(results: Results, wanted: Sequence[tuple[str, Sequence[str]]]) 
             mean, half = np.array([x.mean for x in of]), np.nan_to_num(np.array([x.half for x in of]))
             axis.plot(steps, mean, label=arm, **line(i))
             axis.fill_between(steps, mean - half, mean + half, color=color(i), alpha=0.18, linewidth=0)
-        axis.set_title(cell, loc="left", fontsize=9)
-        name_axes(axis, "steps", label.split(" (")[0])
+        name_axes(axis, "optimizer steps", f"{cell}: {label.split(' (')[0]}")
         axis.legend(frameon=False, fontsize=7)
     return figure
