@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rl_plugins.bench import chains
+from rl_plugins.bench import chains, wordings
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS
 from rl_plugins.bench.claims import claims
@@ -20,14 +20,10 @@ def papers() -> dict[str, str]:
     return {name: registry.load(name).paper.arxiv for name in registry.all_names()}
 
 
-# Papers whose claims are still to be written.
-OPEN = {"2601.15625", "2510.04392", "2510.16786"}
-
-
 def test_every_paper_has_a_claim_or_a_reason_why_none_is_tested():
     of = papers()
     claimed = {of[claim.method] for claim in claims()}
-    missing = sorted(name for name, paper in of.items() if paper not in claimed | OPEN)
+    missing = sorted(name for name, paper in of.items() if paper not in claimed)
     assert missing == []
 
 
@@ -38,7 +34,8 @@ def test_a_claim_names_what_exists(claim):
         cell = CELLS[claim.cell]
         arm, than = BenchArm.of(claim.label), BenchArm.of(claim.than)
         assert arm != than
-        assert (claim.metric == "score") == bool(cell.environment)  # chains have no score, episodes no right answers
+        scores = {"score"} if cell.environment else {"right", "clean", "tidy", "steps", "solved", "length"}
+        assert claim.metric in scores | {"no_signal", "entropy", "tokens", "rows"}
 
 
 def test_claims_differ():
@@ -89,3 +86,29 @@ def test_embeddings_tell_steps_and_task():
 def test_the_penalty_counts_superfluous_marks():
     rollouts = type("Rollouts", (), {"text": ["26=6", "2?6=6!", "??"]})
     assert chains.superfluous(rollouts).tolist() == [0, 2, 2]
+
+
+def test_wordings_have_the_same_steps_and_come_in_whole_sets():
+    mix = chains.Mix(mode="w")
+    train, held_out = (wordings.build_rows(mix, 40, 0, split) for split in ("train", "held_out"))
+    for i in range(0, 40, 4):
+        told = train[i : i + 4]
+        assert {row["paraphrase_set_id"] for row in told} == {i // 4}
+        assert len({row["chain"] for row in told}) == 4 and len({row["reference"] for row in told}) == 1
+    assert len({row["paraphrase_set_id"] for row in train}) == 10
+    assert not {row["chain"] for row in train} & {row["chain"] for row in held_out}
+    assert wordings.wordings("7*7", random.Random(0), "train") == []  # it has no other wording
+
+
+def test_a_mistake_is_told_by_the_number_of_its_step():
+    prompt = [{"role": "user", "content": "7+5*3"}]
+    said = [chains.mistake({"prompt": prompt, "answer": a}) for a in ("36=6", "25=6", "26=5")]
+    assert said == ["wrong 1", "wrong 2", "wrong 3"]
+
+
+def test_agents_keep_the_parameters_of_an_arm():
+    arm = BenchArm.of("turn_control")
+    params = arm.config(CELLS["agents=tools"], {})["method_params"]["turn_control"]
+    assert params["strategy"] == "fixed" and params["environment"].endswith(":Calculator")
+    plain = BenchArm.of("grpo").config(CELLS["agents=tools"], {})["method_params"]["turn_control"]
+    assert plain["strategy"] == "unlimited"

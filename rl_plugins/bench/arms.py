@@ -81,6 +81,6 @@ class BenchArm:
             (played,) = agents.with_loop([Arm(self.label, methods)])
             methods = played.methods
             playing = agents.params(methods, cell.environment)
-            params = {name: {**params.get(name, {}), **playing.get(name, {})} for name in {**params, **playing}}
+            params = {name: {**playing.get(name, {}), **params.get(name, {})} for name in {**params, **playing}}
         values = {**config, **self.options, "count_costs": True, "methods": list(methods)}
         return {**values, "method_params": params} if params else values

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.bench import chains
+from rl_plugins.bench import chains, wordings
 from rl_plugins.bench.chains import Mix
 from rl_plugins.demo.settings import ON_CPU
 from rl_plugins.errors import ConfigError
@@ -114,7 +114,7 @@ class Cell:
             ("train", "train", self.mix, self.prompts),
             ("held_out", "test", self.test or self.mix, TEST_PROMPTS),
         ):
-            rows = chains.build_rows(mix, n, 0, split)
+            rows = (wordings if mix.mode == "w" else chains).build_rows(mix, n, 0, split)
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
 
@@ -200,6 +200,7 @@ _CELLS = (
     _staleness(4),
     _staleness(16),
     Cell("prompts=16", "16 prompts to train on", prompts=16),
+    Cell("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
     Cell("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
     Cell("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
 )

@@ -21,7 +21,7 @@ import hashlib
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class Mix:
         steps: numbers of operations, in equal shares unless `weights` are given.
         weights: of each number of steps.
         unsolvable: share of prompts with an operation that cannot be learned from demonstrations.
-        mode: "" plain, "f" with forks, "l" with dots.
+        mode: "" plain, "f" with forks, "l" with dots; "w" is for data sets of several wordings (see `wordings.py`).
     """
 
     steps: tuple[int, ...] = (2, 3, 4, 5, 6, 7)
@@ -151,17 +151,19 @@ def build_rows(mix: Mix, n: int, seed: int, split: str = "train") -> list[dict[s
     prompts: dict[str, None] = {}
     while len(prompts) < n:
         prompts[random_prompt(mix, rng, split)] = None
-    return [
-        {
-            "prompt": [{"role": "user", "content": p}],
-            "answer": solve(p),
-            "chain": p,
-            "level": len(p.partition(":")[2] or p) // 2,
-            "task": "unsolvable" if UNSOLVABLE in p else "solvable",
-            "reference": reference(p),
-        }
-        for p in prompts
-    ]
+    return [row_of(p) for p in prompts]
+
+
+def row_of(prompt: str) -> dict[str, Any]:
+    """A row for `datasets`."""
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "answer": solve(prompt),
+        "chain": prompt,
+        "level": len(prompt.partition(":")[2] or prompt) // 2,
+        "task": "unsolvable" if UNSOLVABLE in prompt else "solvable",
+        "reference": reference(prompt),
+    }
 
 
 # ---- rewards, in the form in which TRL calls them
@@ -290,6 +292,16 @@ def first_flaw(prompt: str, answer: str, completion: str) -> int:
         if i >= len(written) or int(written[i]) != value:
             return i
     return -1
+
+
+def mistake(error: Mapping[str, Any]) -> str:
+    """What a wrong answer is told: the number of its first wrong step, or that of `=` if all steps are right.
+
+    `error` has the `prompt`, whose first message is the chain, and the `answer`.
+    """
+    chain = error["prompt"][0]["content"]
+    flaw = first_flaw(chain, solve(chain), error["answer"])
+    return f"wrong {flaw + 1 if flaw >= 0 else len(values(chain)) + 1}"
 
 
 def compare(prompt: str, a: str, b: str) -> tuple[float, float]:

@@ -25,10 +25,12 @@ PARAMS: Mapping[str, Mapping[str, Any]] = {
         "max_branches": 2,
     },
     "fapo": {"judge": "rl_plugins.bench.chains:first_flaw"},
+    "fission_grpo": {"role": "user", "message": "rl_plugins.bench.chains:mistake"},  # the policy knows no tools
     "grpo_roc": {"penalty": "rl_plugins.bench.chains:superfluous"},
     "latr": {
         "lookahead": [1, 2]
     },  # answers have 4 to 14 tokens; one tree with the paper's 20 to 50 would hold them all
     "linear_ts": {"column": "level", "draws": 16},
+    "turn_control": {"strategy": "fixed", "remind_from": 0},  # the policies cannot read reminders
     "v0_5": {"prior": "nearest"},  # the paper's prior reads the prompt; a mean per prompt knows no new ones
 }
