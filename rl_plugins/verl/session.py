@@ -55,18 +55,18 @@ class Session:
         stack: the methods, of this program alone.
         n: rollouts the program makes.
         training: False in validation.
-        traced: the run has a trace.
         rewards: of the run, see `Settings`.
         eos: tokens that end a completion.
+        traced: the run has a trace.
     """
 
     worker: Scorer
     stack: MethodStack
     n: int
     training: bool
-    traced: bool
     rewards: Mapping[str, float]
     eos: tuple[int, ...]
+    traced: bool = False
 
 
 class Answer(dict[str, float]):

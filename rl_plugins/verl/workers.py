@@ -68,9 +68,8 @@ class ProgramWorker(AgentLoopWorker):
         n = int(prompt.get("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         given = len(prompt[COLUMN]["given"]) if COLUMN in prompt else 0
         traced = not validate and bool(stack.watchers)
-        return Session(
-            self, _of_its_own(stack), n - given, not validate, traced, dict(self._settings.rewards), self._eos
-        )
+        rewards = dict(self._settings.rewards)
+        return Session(self, _of_its_own(stack), n - given, not validate, rewards, self._eos, traced)
 
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *args: Any, **kwargs: Any
