@@ -199,34 +199,33 @@ def _draw_matrix(told: Mapping[str, Any]) -> Any:
     arms = sorted({p["arm"] for p in told["matrix"]})
     by = {(p["arm"], p["cell"]): p for p in told["matrix"]}
     size = np.full((len(arms), len(cells)), np.nan)
-    figure = Figure(figsize=(max(5.0, 1.0 + 0.62 * len(cells)), 1.4 + 0.26 * len(arms)))
+    figure = Figure(figsize=(2.4 + max(3.0, 0.62 * len(cells)), 1.4 + 0.24 * len(arms)), layout="constrained")
     axis = figure.subplots()
     for i, arm in enumerate(arms):
         for j, cell in enumerate(cells):
             place = by.get((arm, cell))
             if place is None:
                 continue
-            if "mean" in place:
-                size[i, j] = place["mean"]
-            bold = place["mark"] in ("better", "worse")
-            text = f"{place['mean']:+.2f}" if "mean" in place else "failed"
-            axis.text(
-                j,
-                i,
-                f"{SIGN[place['mark']]} {text}" if bold else text,
-                ha="center",
-                va="center",
-                fontsize=6.5,
-                fontweight="bold" if bold else "normal",
-                color="#111111",
-            )
-    # Blue is better and orange is worse, with the sign in the text; no place is told by its colour alone.
+            size[i, j] = place.get("mean", np.nan)
+            apart = place["mark"] in ("better", "worse")
+            text = f"{place['mean']:+.2f}{'*' if apart else ''}" if "mean" in place else "failed"
+            weight = "bold" if apart else "normal"
+            # dark text on pale places, also on dark pages; a place without a number has the page's own colour
+            written: dict[str, Any] = {"color": "#111111"} if "mean" in place else {}
+            axis.text(j, i, text, ha="center", va="center", fontsize=6.5, fontweight=weight, **written)
+    # Purple is better and orange is worse; the sign and the star say the same without colour.
     shown = axis.imshow(size, cmap="PuOr", vmin=-0.3, vmax=0.3, aspect="auto")
     axis.set_xticks(range(len(cells)), cells, rotation=45, ha="right", fontsize=7)
-    axis.set_yticks(range(len(arms)), arms, fontsize=7)
+    axis.set_yticks(range(len(arms)), [shown_arm(arm) for arm in arms], fontsize=7)
     axis.grid(False)
-    figure.colorbar(shown, ax=axis, shrink=0.5, label="difference from GRPO")
+    figure.colorbar(shown, ax=axis, shrink=0.5, label="difference from GRPO (* told apart)")
     return figure
+
+
+def shown_arm(arm: str) -> str:
+    """An arm in a figure: options are cut short."""
+    name, _, options = arm.partition("@")
+    return f"{name} @ {len(options.split(','))} options" if len(options) > 24 else arm
 
 
 def _draw_curves(results: Results, wanted: Sequence[tuple[str, Sequence[str]]]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.bench.claims import claims
+from rl_plugins.bench.claims import LOOKS, claims
 from rl_plugins.bench.combine import attributions, stacks
 from rl_plugins.bench.ours import COSTS
 from rl_plugins.bench.results import SEARCH_FROM, Results
@@ -18,7 +18,8 @@ from rl_plugins.bench.verdicts import ClaimResult, Difference, decide, matrix
 def summary(results: Results) -> dict[str, Any]:
     """Everything that pages, cards and `suggest` say of the bench."""
     arms = arms_of(results)
-    places = matrix(results, arms)
+    every = matrix(results, arms)
+    places = {key: p for key, p in every.items() if p.found is None or p.found.seeds >= LOOKS[0]}
     return {
         "runs": sum(not run.error for run in results.runs.values()),
         "hours": round(sum(run.record["seconds"] for run in results.runs.values()) / 3600, 2),
