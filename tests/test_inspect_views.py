@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_inspect import invoke
 from test_inspect import run as hostile_run  # noqa: F401
-from traces import a_row, write_batch, write_updates
+from traces import a_row, named, write_batch, write_updates
 
 from rl_plugins.testing.browser import Browser
 from rl_plugins.viewer.comparison import pairs, word_differences
@@ -25,14 +25,14 @@ HUGE = 10_000_000
 
 def known_rows(version: int = 0) -> list[dict[str, Any]]:
     """Five groups of four: one that says nothing, one that a method changes, a tree, turns, and a stale, cut one."""
-    flat = [a_row(i, 0, [1, 2, 3 + i], raw_reward=1.0, rewards=[("right", 1.0), ("form", 1.0)]) for i in range(4)]
+    flat = [a_row(i, 0, [1, 2, 3 + i], raw_reward=1.0, rewards=named(right=1.0, form=1.0)) for i in range(4)]
     moved = [
         a_row(
             4 + i,
             1,
             [7 + i, 8],
             raw_reward=float(i % 2),
-            rewards=[("right", float(i % 2)), ("form", 1.0 - i % 2)],
+            rewards=named(right=float(i % 2), form=1.0 - i % 2),
             grpo=2.0 * (i % 2) - 1,
             advantage=[-0.5, 0.25, 1.5, 1.0][i],
             notes=[{"method": "two", "hook": "shape", "text": "turned around"}] if i == 2 else [],
@@ -61,7 +61,7 @@ def known_rows(version: int = 0) -> list[dict[str, Any]]:
     ]
     stale = [a_row(16 + i, 4, [20] * 5, truncated=i == 0, raw_reward=float(i), version=-2) for i in range(4)]
     for row in [*flat, *moved, *tree, *turns, *stale]:
-        row["rewards"] = [*row["rewards"], ("form", 0.0)][:2]
+        row["rewards"] = [*row["rewards"], *named(form=0.0)][:2]
         row["current_version"] = version
         row["newest_version"] = version
         row["version"] += version
@@ -98,9 +98,8 @@ def test_a_summary_has_what_the_filters_need(known: Path) -> None:
 def test_two_rewards_that_disagree(tmp_path: Path) -> None:
     """The lowest correlation of two functions that vary inside the group, as torch computes it."""
     rewards = torch.tensor([[0.0, 1.0, 0.2], [1.0, 0.5, 0.1], [2.0, 0.25, 0.9], [3.0, 0.1, 0.3]], dtype=torch.float64)
-    names = ("a", "b", "c")
-    rows = [a_row(i, 0, [1], rewards=list(zip(names, r.tolist(), strict=True))) for i, r in enumerate(rewards)]
-    same = [a_row(4 + i, 1, [1], rewards=[("a", 1.0), ("b", float(i)), ("c", 0.5)]) for i in range(4)]
+    rows = [a_row(i, 0, [1], rewards=named(**dict(zip("abc", r.tolist(), strict=True)))) for i, r in enumerate(rewards)]
+    same = [a_row(4 + i, 1, [1], rewards=named(a=1.0, b=float(i), c=0.5)) for i in range(4)]
     write_batch(tmp_path / "trace", 0, [*rows, *same])
     trace = TraceFolder(tmp_path)
     found = batch_summary(trace, trace.batches[0])
@@ -293,7 +292,7 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> Path:
     turn = {"turn": 0, "start": 0, "stop": 2, "anchor": "here", "reward": 0.0, "valid": True, "compared": compared}
     rows += [a_row(3 + k, 2, [1 + k, 2], turns=[turn]) for k in range(2)]
     note = {"method": "one", "hook": "select_prompts", "text": "", "group": None}
-    noted = [{**note, "prompt_index": k, "values": [("mean", m)]} for k, m in enumerate((0.25, 0.5, 1.5))]
+    noted = [{**note, "prompt_index": k, "values": named(mean=m)} for k, m in enumerate((0.25, 0.5, 1.5))]
     write_batch(folder / "trace", 0, rows, selected_by="one", prompts=noted)
     first = [{"row": 0, "ratio": [1.0, 1.5, float("nan"), 0.5], "clipped": [0, 0, None, 0]}]
     second = [{"row": 0, "ratio": [1.0, 2.0, float("nan"), 0.5], "clipped": [1, 1, None, 0]}]

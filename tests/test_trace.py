@@ -7,16 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from traces import by_name
 
 from rl_plugins.errors import ConfigError
 from rl_plugins.estimators import grpo_advantages
 from rl_plugins.method import Method
 from rl_plugins.requests import Kind
-from rl_plugins.rollouts import Completion, Rollouts, Shape, TokenIds, Tokens
+from rl_plugins.rollouts import Completion, Rollouts, RowRatio, Shape, TokenIds, Tokens
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -130,7 +132,12 @@ def traced(stack: MethodStack, number: int = 0, rows: int = 8) -> Any:
 
 def read(folder: Path, table: str, number: int = 0) -> Any:
     found = pq.read_table(folder / "trace" / table / f"batch-{number:08d}.parquet")
-    expected = {"rollouts": schema.ROLLOUTS, "batches": schema.BATCHES, "tokens": schema.TOKENS}[table]
+    expected = {
+        "rollouts": schema.ROLLOUTS,
+        "batches": schema.BATCHES,
+        "tokens": schema.TOKENS,
+        "updates": schema.UPDATES,
+    }[table]
     assert found.schema.equals(expected)
     return found.to_pylist()
 
@@ -150,7 +157,7 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
         if i != 1:  # of a row that `select` took out nobody hands on the tokens
             kinds[1] = int(Kind.FORCED)
         assert row["kinds"] == kinds
-        np.testing.assert_equal([v for _, v in row["rewards"]], rollouts.rewards[i].tolist())
+        np.testing.assert_equal([r["value"] for r in row["rewards"]], rollouts.rewards[i].tolist())
         np.testing.assert_equal(row["raw_reward"], float(rollouts.reward[i]))
         np.testing.assert_equal(row["reward"], float(d.rollouts.reward[i]))
         assert row["trained"] == bool(d.trained[i])
@@ -165,7 +172,7 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
             ]
             assert kept == d.advantages[mine][live].float().tolist()
             assert row["entropies"][:-1] == tokens.entropies[mine].tolist() and math.isnan(row["entropies"][-1])
-            assert dict(row["row_columns"]) == {"length": float(rollouts.length[i])}
+            assert by_name(row["row_columns"]) == {"length": float(rollouts.length[i])}
             assert row["token_columns"][0]["values"][:-1] == tokens.position[mine].tolist()
     grpo = grpo_advantages(rollouts)
     assert [r["grpo"] for r in rows] == grpo.tolist()
@@ -196,6 +203,29 @@ def test_files_say_what_was_decided(tmp_path: Path) -> None:
         assert group["change"] == pytest.approx(float(change[mine & d.trained].max()))
         assert group["spread"] == pytest.approx(2.0)
     assert {t["id"]: t["text"] for t in read(tmp_path, "tokens")} == dict(enumerate("abcde"))
+
+
+def test_datasets_reads_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain call of `datasets`, which knows no maps."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    stack = started(tmp_path, Halves(), Drops(), Logs(), Shapes(), run=make_run(chat=Letters(), total_batches=2))
+    for number in range(2):
+        traced(stack, number)
+    (trace,) = stack.watchers
+    trace.updated({"shapes": 0.5}, [RowRatio(0, torch.tensor([1.0, 1.25]), torch.tensor([False, True]))])  # type: ignore[attr-defined]
+    assert trace._writer.wait() == ""  # type: ignore[attr-defined]
+
+    def load(table: str) -> Any:
+        return datasets.load_dataset("parquet", data_files=f"{tmp_path}/trace/{table}/*.parquet", split="train")
+
+    rollouts, batches, updates, tokens = map(load, ("rollouts", "batches", "updates", "tokens"))
+    assert (len(rollouts), len(batches), len(updates), len(tokens)) == (16, 2, 1, 5)
+    assert [r["value"] for r in rollouts[2]["rewards"]] == batch_of()[0].rewards[2].tolist() == [2.0, 0.5]
+    assert by_name(rollouts[2]["row_columns"]) == {"length": 4.0} and rollouts[10]["batch"] == 1
+    assert by_name(batches[0]["stats"])["logs/batch"] == 3.0
+    assert updates[0]["batch"] == 1 and updates[0]["lr_scale"] == 0.5
+    assert updates[0]["ratios"] == [{"row": 0, "ratio": [1.0, 1.25], "clipped": [0, 1]}]
+    assert dict(zip(tokens["id"], tokens["text"], strict=True)) == dict(enumerate("abcde"))
 
 
 def test_a_trace_decides_nothing(tmp_path: Path) -> None:
@@ -285,5 +315,5 @@ def test_what_methods_log_of_a_batch_is_in_its_summary(tmp_path: Path) -> None:
     traced(stack)
     assert stack.watchers[0]._writer.wait() == ""  # type: ignore[attr-defined]
     (summary,) = read(tmp_path, "batches")
-    assert dict(summary["stats"])["logs/batch"] == 3.0
+    assert by_name(summary["stats"])["logs/batch"] == 3.0
     assert stack.metrics.take()["logs/batch"] == ("mean", 3.0, 1.0), "the host still gets it"

@@ -9,9 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+from test_services import Server
 from test_trace import Letters, read
+from traces import by_name
 
 from rl_plugins.agents import Observation
 from rl_plugins.estimators import grpo_advantages
@@ -21,6 +24,7 @@ from rl_plugins.methods.branch import BranchTextRollout
 from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.d3s import D3s
 from rl_plugins.methods.echo import EchoLabels, EchoTree
+from rl_plugins.methods.fapo import Fapo
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.methods.latr import Latr
@@ -49,7 +53,9 @@ def traced(folder: Path, methods: Sequence[Method], rollouts: Rollouts) -> Any:
 
 def said(rows: Sequence[dict[str, Any]], method: str) -> dict[int, list[dict[str, Any]]]:
     """Row -> its notes of a method, the named numbers as a mapping."""
-    found = {r["row"]: [{**n, "values": dict(n["values"])} for n in r["notes"] if n["method"] == method] for r in rows}
+    found = {
+        r["row"]: [{**n, "values": by_name(n["values"])} for n in r["notes"] if n["method"] == method] for r in rows
+    }
     return {i: notes for i, notes in found.items() if notes}
 
 
@@ -87,6 +93,32 @@ def test_majority_labels_and_extremes(tmp_path: Path) -> None:
     assert [r["rewarded"][0]["reward"] for r in rows] == d.rollouts.reward.tolist() == [1, 1, 1, 0, 1, 1, 0, 0]
 
 
+@pytest.mark.parametrize("status", [200, 401], ids=["answers", "refuses and repeats the key"])
+def test_no_key_of_a_judge_is_in_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    """Neither that of the environment nor one in the address, whatever the server answers."""
+    monkeypatch.setenv("JUDGE_KEY", "sk-of-the-environment")
+    server = Server()
+    server.replies = [(status, "\\boxed{1}" if status == 200 else {"error": "sk-of-the-environment is no key"})]
+    url = server.url.replace("/v1", "/sk-of-the-address/v1")
+    options = {"judge_url": url, "judge_model": "m", "judge_key_env": "JUDGE_KEY", "answer_column": None}
+    judged = Fapo(Fapo.Params(**options))  # type: ignore[arg-type]
+    rollouts = make_rollouts([1.0, 0.0, 1.0, 0.0], text=list("abcd"), meta={"prompt": ["p"] * 4})
+    try:
+        rows, _, _, _ = traced(tmp_path, [judged], rollouts)
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+    assert server.seen[0][0].startswith("/sk-of-the-address/")
+    assert server.seen[0][1]["Authorization"] == "Bearer sk-of-the-environment"
+    text = "wrong step 1" if status == 200 else "the judge failed"
+    assert [n[0]["text"] for n in said(rows, "fapo").values()] == [text] * 2
+    files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
+    assert {p.parent.name for p in files} == {"rollouts", "batches", "tokens"}
+    for file in files:
+        whole = pq.read_table(file)
+        assert b"sk-of-the" not in file.read_bytes() and "sk-of-the" not in f"{whole.schema} {whole.to_pylist()}"
+
+
 def test_a_sampler_says_what_it_knows_of_prompts(tmp_path: Path) -> None:
     """The posterior of `vade` before the batch is in the batch, for every prompt that it chose."""
     stack = MethodStack([Vade(), *trace_of(True, "trace", str(tmp_path))])
@@ -106,7 +138,7 @@ def test_a_sampler_says_what_it_knows_of_prompts(tmp_path: Path) -> None:
         assert [n["prompt_index"] for n in batch["prompts"]] == batch["selected"] and batch["selected"]
         alpha, beta = (c + 1 for c in counts[number])
         for note in batch["prompts"]:
-            values, i = dict(note["values"]), note["prompt_index"]
+            values, i = by_name(note["values"]), note["prompt_index"]
             assert values["mean"] == pytest.approx(float(alpha[i] / (alpha[i] + beta[i])))
             assert note["hook"] == "select_prompts" and note["method"] == "vade" and note["group"] is None
             assert 0 < values["drawn"] < 1 and values["std"] > 0
@@ -126,7 +158,7 @@ def test_a_planner_says_why_a_prompt_gets_more(tmp_path: Path) -> None:
     rollouts = rollouts.replace(token_ids=make_token_ids(rollouts))
     decide(stack, rollouts, make_tokens(rollouts), None, grpo_advantages, 10**6)
     (batch,) = read(tmp_path, "batches")
-    notes = {n["group"]: {**n, "values": dict(n["values"])} for n in batch["prompts"]}
+    notes = {n["group"]: {**n, "values": by_name(n["values"])} for n in batch["prompts"]}
     assert [(g, n["prompt_index"], n["hook"]) for g, n in notes.items()] == [(0, 3, "plan"), (1, 5, "plan")]
     assert {g: n["values"]["more"] for g, n in notes.items() if n["values"]["more"]} == extra and extra[0] >= 1
     assert [(n["values"]["mean"], n["values"]["n"]) for n in notes.values()] == [(0.5, 2), (1.0, 2)]

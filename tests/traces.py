@@ -15,6 +15,16 @@ from rl_plugins.runtime.trace import schema
 Record = dict[str, Any]
 
 
+def by_name(values: Sequence[Record]) -> dict[str, float]:
+    """Named numbers of a record as a mapping."""
+    return {v["name"]: v["value"] for v in values}
+
+
+def named(**values: float) -> list[Record]:
+    """The inverse of `by_name`."""
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
 def a_row(row: int, group: int, tokens: Sequence[int], **changes: Any) -> Record:
     """A record of `rollouts`: sampled, trained, with reward 0; `changes` are other columns."""
     reward = changes.get("raw_reward", 0.0)
@@ -37,7 +47,7 @@ def a_row(row: int, group: int, tokens: Sequence[int], **changes: Any) -> Record
         "current_version": 0,
         "truncated": False,
         "length": len(tokens),
-        "rewards": [("right", reward)],
+        "rewards": named(right=reward),
         "raw_reward": reward,
         "reward": reward,
         "rewarded": [],
@@ -77,7 +87,7 @@ def write_batch(folder: Path, number: int, rows: Sequence[Record], **changes: An
         "stages": ["host"],
         "selected_by": "",
         "selected": [],
-        "stats": [("one/value", float(number))],
+        "stats": named(**{"one/value": float(number)}),
         "groups": [_group(own) for own in groups.values()],
     }
     _put(folder, "rollouts", number, [{**r, "batch": number} for r in rows], schema.ROLLOUTS)

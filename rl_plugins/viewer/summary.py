@@ -34,7 +34,7 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
     found = {
         **summary,
         "seconds": (summary["time"] - trace.batches[0]["time"]).total_seconds(),
-        "stats": dict(summary["stats"]),
+        "stats": {s["name"]: s["value"] for s in summary["stats"]},
         "groups": groups,
     }
     found |= {"rewards": {}, "left": {}, "prompt_values": _values(found.pop("prompts", None) or [])}
@@ -65,8 +65,9 @@ def batch_summary(trace: TraceFolder, summary: Record) -> Record:
 
 def _rewards(column: Any) -> tuple[list[str], np.ndarray]:
     """Names of the reward functions, (rows, functions) of their rewards."""
-    names = list(dict.fromkeys(column.keys.to_pylist()[:64]))
-    values = column.items.to_numpy(zero_copy_only=False).astype(float)
+    entries = column.flatten()
+    names = list(dict.fromkeys(entries.field("name").to_pylist()[:64]))
+    values = entries.field("value").to_numpy(zero_copy_only=False).astype(float)
     if not names or len(values) != len(column) * len(names):
         return [], np.zeros((len(column), 0))
     return names, values.reshape(len(column), len(names))
@@ -111,9 +112,9 @@ def _clipped(updates: list[Record], group_of: dict[int, int], place: dict[int, i
 def _values(prompts: list[Record]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for note in prompts:
-        for name, value in note["values"]:
-            if value == value:
-                found.setdefault(f"{note['method']}: {name}", []).append(value)
+        for entry in note["values"]:
+            if entry["value"] == entry["value"]:
+                found.setdefault(f"{note['method']}: {entry['name']}", []).append(entry["value"])
     return {name: [min(v), sum(v) / len(v), max(v)] for name, v in found.items()}
 
 

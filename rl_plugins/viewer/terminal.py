@@ -73,7 +73,7 @@ def print_group(trace: TraceFolder, batch: int, group: int, console: Console) ->
     rows = trace.rollouts(batch, group)
     console.print(Text(f"Prompt (dataset row {rows[0]['prompt_index']}): {visible(rows[0]['prompt'])}"))
     for row in rows:
-        rewards = ", ".join(f"{visible(name, 60)} {_number(value)}" for name, value in row["rewards"])
+        rewards = ", ".join(f"{visible(r['name'], 60)} {_number(r['value'])}" for r in row["rewards"])
         if row["rewarded"]:
             rewards += "".join(f", {r['method']}: {_number(r['reward'])}" for r in row["rewarded"])
         console.rule(f"rollout {row['rollout']}", align="left", characters="-")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,14 @@ def rendered(note: RowNote, count: int) -> Iterator[tuple[int, Record]]:
         yield number, {"text": _filled(note.text, values, named), "values": numbers_of(named)}
 
 
-def numbers_of(named: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Those that are numbers."""
-    return [(k, float(v)) for k, v in named.items() if isinstance(v, (bool, int, float))]
+def numbers_of(named: Mapping[str, Any]) -> list[Record]:
+    """Those that are numbers, as of `with_names`."""
+    return with_names((k, float(v)) for k, v in named.items() if isinstance(v, (bool, int, float)))
+
+
+def with_names(values: Iterable[tuple[str, float]]) -> list[Record]:
+    """Values with their names, as the tables have them."""
+    return [{"name": name, "value": value} for name, value in values]
 
 
 def written(text: str) -> str:
@@ -60,4 +65,4 @@ def _plain(value: Any) -> Any:
     return math.nan if value is None else value
 
 
-__all__ = ["numbers_of", "rendered", "written"]
+__all__ = ["rendered", "with_names", "written"]

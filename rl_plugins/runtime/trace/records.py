@@ -19,7 +19,7 @@ from rl_plugins.requests import ORIGIN, Kind
 from rl_plugins.rollouts import Rollouts, Shape, weighted_reward
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shapes
-from rl_plugins.runtime.trace.notes import rendered, written
+from rl_plugins.runtime.trace.notes import rendered, with_names, written
 
 FLOAT_SIGNALS = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "entropies")
 Record = dict[str, Any]
@@ -146,7 +146,7 @@ def _row(read: Read, i: int, decode: Callable[[Sequence[int]], str], notes: list
         "versions": spread(t.version, -1, np.int32),
         "truncated": bool(r.truncated[i]),
         "length": int(r.length[i]),
-        "rewards": list(zip(r.reward_names, r.rewards[i].tolist(), strict=True)),
+        "rewards": with_names(zip(r.reward_names, r.rewards[i].tolist(), strict=True)),
         "raw_reward": float(read.raw[i]),
         "reward": float(r.reward[i]),
         "rewarded": [{"method": m, "reward": float(v[i])} for m, v in rewarded],
@@ -288,7 +288,7 @@ def _columns(read: Read, i: int, places: Tensor, position: Any, length: int) -> 
             full = np.full(length, np.nan, np.float32)
             full[position] = torch.as_tensor(values)[places].float().numpy()
             token.append({"name": name, "values": full})
-    return {"row_columns": row, "token_columns": token}
+    return {"row_columns": with_names(row), "token_columns": token}
 
 
 def _notes(read: Read) -> Mapping[int, list[Record]]:
@@ -358,7 +358,7 @@ def batch_record(batch: TracedBatch, now: float, host: str, methods: Sequence[st
         "stages": [name for name, _ in read.stages],
         "selected_by": batch.selected[0],
         "selected": list(batch.selected[1]),
-        "stats": list(batch.stats.items()),
+        "stats": with_names(batch.stats.items()),
         "prompts": list(batch.prompts),
         "groups": [
             {"group": g, "recorded": g in batch.groups, **{name: values[k] for name, values in columns.items()}}

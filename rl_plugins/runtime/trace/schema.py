@@ -17,7 +17,8 @@ STAYS = -1
 """In `token_left`: the token was trained, or never could be."""
 
 _FLOATS, _STRINGS = pa.list_(pa.float32()), pa.list_(pa.string())
-_VALUES = pa.map_(pa.string(), pa.float64())
+# named numbers; no map, which `datasets` cannot read
+_VALUES = pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()}))
 
 ROLLOUTS = pa.schema(
     {
@@ -41,7 +42,7 @@ ROLLOUTS = pa.schema(
         "versions": pa.list_(pa.int32()),  # of each token, if asked for
         "truncated": pa.bool_(),
         "length": pa.int32(),  # tokens that may carry a gradient
-        "rewards": pa.map_(pa.string(), pa.float64()),  # of each reward function
+        "rewards": _VALUES,  # of each reward function
         "raw_reward": pa.float64(),  # their weighted sum
         "reward": pa.float64(),  # after all `rewards` hooks
         "rewarded": pa.list_(pa.struct({"method": pa.string(), "reward": pa.float64()})),

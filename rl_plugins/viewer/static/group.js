@@ -34,8 +34,8 @@ const GroupView = ({ run, group, about }) => {
   const { rows, tree, texts } = group;
   const most = largest(rows.flatMap((r) => [r.grpo, r.trained ? r.advantage : 0, ...(tokensOf(r) || [])].filter((v) => !missing(v)).map(Math.abs)), 1e-9);
   const stages = [...new Set(rows.flatMap((r) => r.advantages.map((s) => s.stage)))].filter((n) => n !== "host");
-  const functions = [...new Map(rows.flatMap((r) => r.rewards)).keys()];
-  const rewardOf = (r, n) => new Map(r.rewards).get(n);
+  const functions = [...new Set(rows.flatMap((r) => r.rewards.map((w) => w.name)))];
+  const rewardOf = (r, n) => (r.rewards.find((w) => w.name === n) || {}).value;
   const span = (r) => { const known = (tokensOf(r) || []).filter((v) => !missing(v)); return known.length ? [-largest(known.map((v) => -v), -Infinity), largest(known, -Infinity)] : [null, null]; };
   const notes = rows.flatMap((r) => r.notes.map((n) => ({ ...n, rollout: r.rollout })));
   const said = new Map();

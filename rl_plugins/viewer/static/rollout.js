@@ -74,9 +74,9 @@ const RolloutView = ({ texts, row, prompt }) => {
   const sign = values && values.some((v) => !missing(v) && v < base);
   return html`<section><h1>Rollout ${row.rollout} <small>${row.completion_ids.length} tokens, ${fate(row)}</small></h1>
     <dl>
-      <dt>rewards</dt><dd>${row.rewards.map(([n, v]) => `${n} ${number(v)}`).join(", ")}; sum ${number(row.raw_reward)}${row.rewarded.map((w) => `; ${w.method} ${number(w.reward)}`)}</dd>
+      <dt>rewards</dt><dd>${row.rewards.map((w) => `${w.name} ${number(w.value)}`).join(", ")}; sum ${number(row.raw_reward)}${row.rewarded.map((w) => `; ${w.method} ${number(w.reward)}`)}</dd>
       <dt>advantage</dt><dd>plain GRPO ${number(row.grpo)}${row.advantages.map((s) => ` \u2192 ${s.stage} ${number(s.advantage)}`)}</dd>
-      ${row.row_columns.length ? html`<dt>columns</dt><dd>${row.row_columns.map(([n, v]) => `${n} ${number(v)}`).join(", ")}</dd>` : ""}
+      ${row.row_columns.length ? html`<dt>columns</dt><dd>${row.row_columns.map((c) => `${c.name} ${number(c.value)}`).join(", ")}</dd>` : ""}
       <dt>weights</dt><dd>version ${row.version}${row.newest_version !== row.version ? ` to ${row.newest_version}` : ""}, trained at ${row.current_version}</dd>
       ${row.notes.map((n) => html`<dt>${n.method}</dt><dd>${cut(n.text, 2000)}</dd>`)}
     </dl>

@@ -11,6 +11,7 @@ import pytest
 import torch
 import trl
 from harness import make, policy, stub_sampling, weights
+from traces import by_name
 
 from rl_plugins.demo.tasks import build_dataset
 from rl_plugins.errors import ConfigError
@@ -64,7 +65,7 @@ def test_files_equal_decisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                 torch.testing.assert_close(values[keep[i]], advantages[i][keep[i]].float())
             assert len(r["entropies"]) == len(r["old_logprobs"]) == len(r["completion_ids"]) == r["length"]
             assert max(r["old_logprobs"]) < 0 <= min(r["entropies"])
-    stats = [dict(b["stats"]) for b in batches]
+    stats = [by_name(b["stats"]) for b in batches]
     logged = {"mc_grpo/mad_zero", "mc_grpo/sign_changed", "mc_grpo/max_abs_advantage"}
     assert all(logged <= set(s) for s in stats), "what the hooks of this batch logged"
 

@@ -70,7 +70,7 @@ def test_the_questions_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert moved == pytest.approx(changed / trained, abs=0.01) and moved > 0.5
     expected = np.corrcoef(torch.cat(rewards).numpy().T)[0, 1]
     assert float(correlation.loc["zero_or_one", "length"]) == pytest.approx(expected)
-    # `datasets` reads the files, too
+    # the plain call of `datasets`
     code = fenced()[1].replace("my-run", str(tmp_path / "out"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     names: dict[str, Any] = {}
