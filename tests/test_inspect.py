@@ -66,6 +66,7 @@ def test_batches_groups_and_rollouts(run: Path) -> None:
     assert "ranks.advantages -> shapes.shape" in batch
     group = invoke(str(run), "--batch", "2", "--group", "0").output
     assert "3 tokens left: drops in select" in group and "drops: too long" in group
+    assert "reward 2.5 (reward_0 2, reward_1 0.5, halves: 1.25)" in group
     assert "advantage: plain GRPO" in group and "halves: was 2.5" in group and "ranks.advantages 1" in group
 
 

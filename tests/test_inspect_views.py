@@ -249,6 +249,7 @@ def test_a_rollout_shows_a_number_for_each_token(page: str, browser: Browser) ->
         ["token", "forced", "plus0"],
         ["token", "plus2"],
     ]
+    assert "right 0, form 0; sum 0" in browser.text()
     browser.click("[data-i='3']")
     browser.wait("document.querySelector('.looked-at').innerText.includes('token 3')")
     assert "id 13" in browser.text() and "sampled, advantage -2, entropy 2" in browser.text()

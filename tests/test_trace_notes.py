@@ -110,13 +110,13 @@ def test_no_key_of_a_judge_is_in_a_trace(tmp_path: Path, monkeypatch: pytest.Mon
         server.http.server_close()
     assert server.seen[0][0].startswith("/sk-of-the-address/")
     assert server.seen[0][1]["Authorization"] == "Bearer sk-of-the-environment"
-    text = "wrong step 1" if status == 200 else "the judge failed"
-    assert [n[0]["text"] for n in said(rows, "fapo").values()] == [text] * 2
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
     assert {p.parent.name for p in files} == {"rollouts", "batches", "tokens"}
     for file in files:
         whole = pq.read_table(file)
         assert b"sk-of-the" not in file.read_bytes() and "sk-of-the" not in f"{whole.schema} {whole.to_pylist()}"
+    text = "wrong step 1" if status == 200 else "the judge failed"
+    assert [n[0]["text"] for n in said(rows, "fapo").values()] == [text] * 2
 
 
 def test_a_sampler_says_what_it_knows_of_prompts(tmp_path: Path) -> None:
