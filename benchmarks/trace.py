@@ -1,23 +1,28 @@
-"""What the trace costs the driver of TRL, by what is recorded, in one run with the arms in turns.
+"""What the trace costs the drivers of TRL and verl, by what is recorded, in one run with the arms in turns.
 
     python benchmarks/trace.py            # 1,024 rows of 2,048 tokens on average
     python benchmarks/trace.py --rows 256 --tokens 512
 
-The recorder gets the same objects in verl, whose run is not timed here. Each arm joins, decides and splits one
-generation batch of `mc_grpo` as the driver does (no model). "waits" is the CPU time of the driver's thread. "writes" is
-the wall time of the thread that makes the files, next to nothing else. The median of the repetitions.
+Each arm joins, decides and splits one generation batch of `mc_grpo` as the driver of TRL does, or selects and settles
+it as that of verl does, with rows in memory in place of TransferQueue (no model). "waits" is the CPU time of the
+driver's thread. "writes" is the wall time of the thread that makes the files, next to nothing else. The median of the
+repetitions.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,9 @@ from scale_driver import RANKS, Batch
 from rl_plugins.demo.policy import build_tokenizer
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.trace import trace_of
+
+os.environ.setdefault("VERL_PLATFORM", "cpu")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "verl"))
 
 ARMS: dict[str, Any] = {
     "off": None,
@@ -70,24 +78,95 @@ def measure(options: Any, rows: int, tokens: int) -> dict[str, float]:
     return found
 
 
+def measure_verl(options: Any, rows: int, tokens: int) -> dict[str, float]:
+    """The same of the driver of verl."""
+    import scale_verl
+    from memory_queue import MemoryQueue
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1 import trainer_base
+
+    from rl_plugins.verl import batch as module
+    from rl_plugins.verl.config import Settings, compose
+    from rl_plugins.verl.prompts import COLUMN
+
+    group = scale_verl.GROUP
+    config = compose(
+        [
+            "algorithm.adv_estimator=grpo",
+            f"actor_rollout_ref.rollout.n={group}",
+            f"data.max_response_length={2 * tokens}",
+            f"data.train_batch_size={rows // group}",
+        ]
+    )
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(tokens // 2, tokens * 3 // 2 + 1, (rows,), generator=draw).tolist()
+    queue = MemoryQueue()
+    module.tq = trainer_base.tq = queue  # type: ignore[attr-defined]
+    made = {}
+    for i, n in enumerate(lengths):
+        row = scale_verl._row(i, n, draw, COLUMN)
+        row |= {name: torch.randint(2, 32768, (k,), generator=draw) for name, k in (("responses", n), ("prompts", 64))}
+        made[f"u{i // group}_{i % group}_0"] = row
+    queue.put_rows(made)
+    tags = [{"global_steps": 1, "min_global_steps": 0} for _ in lengths]
+    batch = KVBatchMeta(partition_id="train", keys=list(queue.rows), tags=tags)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(("mc_grpo",), trace=options, output_dir=folder)
+        mine = module.Decisions(settings.stack(), config, {}, _SmallTokenizer(), rows)
+        mine.stack.start(scale_verl._run(rows))
+        start = time.thread_time()
+        selected = mine.select(batch)
+        waits = time.thread_time() - start
+        trainer_base.PPOTrainer._compute_advantage(SimpleNamespace(config=config), selected.batch, {})
+        start = time.thread_time()
+        mine.settle(selected.batch, selected)
+        found = {"waits": waits + time.thread_time() - start}
+        start = time.perf_counter()
+        for watcher in mine.stack.watchers:
+            watcher._writer.wait()  # type: ignore[attr-defined]
+        found["writes"] = time.perf_counter() - start
+        found["megabytes"] = sum(p.stat().st_size for p in Path(folder).rglob("*.parquet")) / 1e6
+    return found
+
+
+class _SmallTokenizer:
+    """The demo's, with ids beyond it folded into it."""
+
+    def __init__(self) -> None:
+        self.inner = build_tokenizer()
+        self.eos_token_id, self.pad_token_id = self.inner.eos_token_id, self.inner.pad_token_id
+
+    def decode(self, tokens: Any, **options: Any) -> str:
+        return str(self.inner.decode([int(t) % 59 for t in tokens], **options))
+
+    def batch_decode(self, rows: Any, **options: Any) -> list[str]:
+        return [self.decode(row, **options) for row in rows]
+
+
+HOSTS: dict[str, Callable[[Any, int, int], dict[str, float]]] = {"trl": measure, "verl": measure_verl}
+
+
 def main(rows: int = 1024, tokens: int = 2048, repeats: int = 5, out: Path = Path("benchmarks/trace.json")) -> None:
     """Measure all arms."""
     torch.set_num_threads(1)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
-    names = list(ARMS)
-    for repeat in range(repeats):
-        random.Random(repeat).shuffle(names)
-        for name in names:
-            found[name].append(measure(ARMS[name], rows, tokens))
-    table = {
-        name: {what: statistics.median(m[what] for m in measured) for what in measured[0]}
-        for name, measured in found.items()
-    }
-    for name, values in table.items():
-        ratio = values["waits"] / table["off"]["waits"]
-        print(f"{name:<22}" + "".join(f"{what} {v:8.3f}  " for what, v in values.items()) + f"{ratio:.2f} times off")
+    logging.getLogger("rl_plugins").setLevel(logging.ERROR)  # on rewards of two levels, in every batch
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    out.write_text(json.dumps({"rows": rows, "tokens": tokens, "machine": machine, "arms": table}, indent=1) + "\n")
+    told: dict[str, Any] = {"rows": rows, "tokens": tokens, "machine": machine}
+    for host, of_host in HOSTS.items():
+        of_host(None, 64, 16)  # imports
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
+        names = list(ARMS)
+        for repeat in range(repeats):
+            random.Random(repeat).shuffle(names)
+            for name in names:
+                found[name].append(of_host(ARMS[name], rows, tokens))
+        told[host] = {
+            name: {what: statistics.median(m[what] for m in measured) for what in measured[0]}
+            for name, measured in found.items()
+        }
+        for name, values in told[host].items():
+            print(f"{host:<6}{name:<22}" + "".join(f"{what} {v:8.3f}  " for what, v in values.items()))
+    out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

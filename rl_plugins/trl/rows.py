@@ -298,7 +298,7 @@ def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor,
     plans = [r.plan for r in rows if r.plan is not None]
     meta = _listed([p.meta for p in parts]) or [{}] * len(rows)
     length = torch.cat([p.length for p in parts])
-    rewards = rewards.detach().double().cpu()[torch.tensor([r.plan is not None for r in work.flat])]
+    rewards = rewards.detach().double().cpu()[torch.tensor([r.plan is not None for r in work.flat], dtype=torch.bool)]
     weights = trainer.reward_weights.double().cpu()
     made = [r.made for r in rows if r.made is not None]
     group = [m.group for m in made] if made else [p.group for p in plans]
