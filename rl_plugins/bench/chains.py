@@ -218,6 +218,16 @@ def tidy(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **co
     return _scored(lambda t, p: not {DIRTY, SHORTCUT} & set(t), completions, chain)
 
 
+def tidy_10(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
+    """`tidy` in a unit ten times as large. A weight of 10 would say that it matters more; this one is only larger."""
+    return [10 * score for score in tidy(prompts, completions, chain=chain)]
+
+
+def tidy_100(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
+    """`tidy` in a unit a hundred times as large."""
+    return [100 * score for score in tidy(prompts, completions, chain=chain)]
+
+
 def length(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
     """Characters: watched, not trained."""
     return _scored(lambda t, p: len(t), completions, chain)
