@@ -163,7 +163,9 @@ _CELLS = (
         prompts=64,
     ),
     Cell("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
-    Cell("rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy_10": 1.0}),
+    Cell(
+        "rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy_10": 1.0}
+    ),
     Cell(
         "rewards=100x",
         "a second reward, a hundred times as large, for tidy answers",
