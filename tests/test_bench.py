@@ -239,6 +239,7 @@ def test_results_of_other_settings_are_made_again(monkeypatch):
     changed = dataclasses.replace(CELLS["neutral"], prompts=7)
     monkeypatch.setitem(CELLS, "neutral", changed)  # type: ignore[arg-type]
     assert not is_current(run) and not results.has("neutral", "mc_grpo", 0)
+    assert results.seeds("neutral", "mc_grpo") == [], "and are compared with nothing"
 
 
 def test_the_summary_that_the_package_carries():

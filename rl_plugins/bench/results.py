@@ -156,8 +156,9 @@ class Results:
         return run is not None and is_current(run)
 
     def seeds(self, cell: str, arm: str, of: Sequence[int] = range(SEARCH_FROM)) -> list[int]:
-        """Seeds of the runs that ended well; those of a search are left out unless they are asked for."""
-        return [s for s in of if (run := self.runs.get((cell, arm, s))) is not None and not run.error]
+        """Seeds of the runs that ended well, with the settings of now. Those of a search only if they are asked for."""
+        found = {s: self.runs[cell, arm, s] for s in of if (cell, arm, s) in self.runs}
+        return [s for s, run in found.items() if not run.error and is_current(run)]
 
     @classmethod
     def read(cls, folder: Path) -> Results:
