@@ -24,13 +24,16 @@ CARDS = {card.name: card for card in catalog.cards(catalog.plugins())}
 
 def test_every_built_in_method_has_what_the_chooser_shows():
     anchors = {
-        slug(line.lstrip("# ")) for line in (ROOT / "docs/evidence.md").read_text().splitlines() if line[:1] == "#"
+        (page, slug(line.lstrip("# ")))
+        for page in ("evidence.md", "bench.md")
+        for line in (ROOT / "docs" / page).read_text().splitlines()
+        if line[:1] == "#"
     }
     for name, card in CARDS.items():
         assert card.does and len(card.does) <= 100 and card.does[0].isupper() and card.does[-1] != ".", name
         assert card.found.problems and set(card.found.problems) <= set(PROBLEMS), name
         assert card.cost and card.avoid_when and card.hosts, name
-        assert {m.where for m in card.measured} <= anchors, name
+        assert {(m.page, m.where) for m in card.measured} <= anchors, name
         assert set(card.found.goes_with) <= set(CARDS) - {name}, name
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rl_plugins.bench.cells import CELLS, METRICS
+from rl_plugins.bench.claims import LOOKS
 from rl_plugins.bench.ours import COSTS, cells_run, numbers, ours
 from rl_plugins.bench.results import Results
 
@@ -149,7 +150,8 @@ def _costs(told: Mapping[str, Any]) -> str:
 
 
 def _cells() -> str:
-    lines = ["## Cells", "", "| cell | what is different | metric |", "|---|---|---|"]
+    figure = ["![GRPO in each cell](figures/bench/baseline.png)", ""] if cells_run() else []
+    lines = ["## Cells", "", *figure, "| cell | what is different | metric |", "|---|---|---|"]
     lines += [f"| `{name}` | {cell.about} | {METRICS[cell.metric][1]} |" for name, cell in CELLS.items()]
     return "\n".join([*lines, ""])
 
@@ -178,7 +180,7 @@ def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if told["matrix"]:
         figures.save(folder / "matrix.png", lambda: _draw_matrix(told))
-    cells = [c for c in CELLS if results.seeds(c, "grpo")]
+    cells = [c for c in CELLS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
     if cells:
         figures.save(folder / "baseline.png", lambda: _draw_curves(results, [(c, ["grpo"]) for c in cells]))
 
