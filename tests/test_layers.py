@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 
 import pytest
@@ -270,3 +271,12 @@ def test_every_place_the_walkthrough_names_exists() -> None:
             nodes = [n for n in found if getattr(n, "name", None) == part]
             assert nodes, f"{file} has no {name}"
             found = getattr(nodes[0], "body", [])
+
+
+def test_files_that_are_no_code_are_in_the_package():
+    """A file that the wheel lacks is missed by an installed package alone, never by a checkout."""
+    text = (ROOT.parent / "pyproject.toml").read_text()
+    patterns = tomllib.loads(text)["tool"]["setuptools"]["package-data"]["rl_plugins"]
+    packed = {file for pattern in patterns for file in ROOT.glob(pattern)}
+    there = {f for f in ROOT.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert there <= packed, sorted(str(f.relative_to(ROOT)) for f in there - packed)
