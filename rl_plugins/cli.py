@@ -514,6 +514,7 @@ def bench(
         typer.Argument(metavar="[METHOD...]", help="Arms: `mc_grpo`, `vade+mc_grpo`.", show_default=False),
     ] = None,
     cell: Annotated[list[str] | None, typer.Option(help="Cell; may be repeated.")] = None,
+    host: Annotated[_Host, _HOST] = _Host.trl,
     dial: Annotated[str, typer.Option(help="All cells of a dial, e.g. noise.")] = "",
     every: Annotated[bool, typer.Option("--all", help="Run every method that has a claim.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of every arm. A verdict takes at least 8.")] = 8,
@@ -554,6 +555,10 @@ def bench(
     What each of three methods brings, and the best stack of them:
       rl-plugins bench vade mc_grpo minpro --cell staleness=3 --attribute
       rl-plugins bench vade mc_grpo minpro --cell staleness=3 --stack
+
+    \b
+    Whether verl agrees, after the same arms were run in TRL (minutes per run):
+      rl-plugins bench mc_grpo --cell neutral --host verl --seeds 3
     """
     from rl_plugins.commands.bench import bench as run
 
@@ -571,6 +576,7 @@ def bench(
         against,
         publish,
         dry_run,
+        host.value,
     )
 
 

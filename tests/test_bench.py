@@ -325,3 +325,36 @@ def test_what_each_method_brought():
     assert values == pytest.approx({"vade": 0.1, "gdpo": 0.03, "minpro": 0.03}) and found["total"] == pytest.approx(
         0.16
     )
+
+
+# ---- verl
+
+
+def test_a_cell_in_verl_has_the_numbers_of_trl(tmp_path):
+    from rl_plugins.bench import verl_runs
+    from rl_plugins.verl.config import compose
+
+    cell = CELLS["neutral"]
+    data = verl_runs.write_data(cell, tmp_path / "data")
+    config = compose(verl_runs.overrides(cell, data, tmp_path / "policy", tmp_path))
+    trl, rollout = cell.config(tmp_path, tmp_path), config.actor_rollout_ref.rollout
+    assert rollout.n == trl["num_generations"] and config.actor_rollout_ref.actor.optim.lr == trl["learning_rate"]
+    assert config.data.train_batch_size * rollout.n == trl["per_device_train_batch_size"]
+    assert config.trainer.total_training_steps == trl["max_steps"]
+    assert config.data.max_response_length == trl["max_completion_length"]
+    row = pq.read_table(data / "test.parquet").to_pylist()[0]
+    chain = row["reward_model"]["ground_truth"]
+    right = verl_runs.compute_score("", f"={chains.solve(chain)}", chain)
+    assert right["score"] == right["right"] == 1 and right["clean"] == 0
+    for name in ("group=4", "agents=states", "rewards=10x"):
+        assert not verl_runs.possible(CELLS[name])
+    with pytest.raises(ConfigError, match=r"mc_grpo in group=4 is not made in verl"):
+        verl_runs.run_verl([Waiting("group=4", "mc_grpo", 0)], tmp_path / "out", tmp_path)
+
+
+@pytest.mark.parametrize(("effect", "agree"), [(0.1, True), (-0.1, False)])
+def test_whether_both_hosts_agree(effect, agree):
+    from rl_plugins.bench.verl_runs import agreement
+
+    (told,) = agreement(pairs(0.1, 0.03), pairs(effect, 0.03))
+    assert told["agree"] is agree and told["trl"] == pytest.approx(0.1) and told["verl"] == pytest.approx(effect)

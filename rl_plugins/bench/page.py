@@ -40,7 +40,7 @@ _RULES = """\
   are corrected for these looks, and then for the number of comparisons (Benjamini and Hochberg, 5 %).
 - **Confirmed**: the difference is above zero. **Refuted**: the difference is below the smallest one that matters.
   **Undecided**: neither, with 16 seeds or as many as were run.
-- **GRPO** is TRL's, with the learning rate that was best for it among four on other seeds. Methods run at the paper's
+- **GRPO** is TRL's, with the learning rate that was best for it among five on other seeds. Methods run at the paper's
   parameters and at that learning rate; no learning rate was searched for them.
 """
 

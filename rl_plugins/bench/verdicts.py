@@ -20,6 +20,7 @@ from scipy import stats
 
 from rl_plugins.bench.cells import CELLS, METRICS
 from rl_plugins.bench.claims import LOOKS, PaperClaim
+from rl_plugins.bench.ours import numbers
 from rl_plugins.bench.results import SEARCH_FROM, Point, Results
 
 ALPHA = 0.05
@@ -54,8 +55,7 @@ class Difference:
     @property
     def text(self) -> str:
         """ "+0.061 (+0.022 to +0.100)"."""
-        places = 3 if max(abs(self.low), abs(self.high)) < 10 else 0
-        return f"{self.mean:+.{places}f} ({self.low:+.{places}f} to {self.high:+.{places}f})"
+        return numbers({"mean": self.mean, "low": self.low, "high": self.high})
 
 
 def at_budget(points: Sequence[Point], currency: str, budget: float) -> float:

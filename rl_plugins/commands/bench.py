@@ -16,15 +16,17 @@ from rich.table import Table
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, CURRENCIES, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim, claims, claims_of
-from rl_plugins.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, grow, subsets, tuned
+from rl_plugins.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, end, grow, subsets, tuned
 from rl_plugins.bench.ours import numbers
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import ClaimResult, Mark, at_budget, decide, difference, matrix
+from rl_plugins.bench.verdicts import ClaimResult, decide, difference, matrix
+from rl_plugins.bench.verl_runs import agreement, run_verl
 from rl_plugins.commands.compare import need_plots
 from rl_plugins.errors import ConfigError
 
 SECONDS = 25.0  # of a run on a core that has nothing else to do
+IN_VERL = 240.0  # of the one run that was made in verl, beside other work on two cores
 RAW = "benchmarks/bench"
 
 
@@ -42,6 +44,7 @@ def bench(
     against: Path | None,
     publish: Path | None,
     dry_run: bool,
+    host: str = "trl",
 ) -> None:
     """Trains what is missing and prints differences and verdicts.
 
@@ -56,9 +59,10 @@ def bench(
         stack: search for the best stack of the methods in each cell, and confirm it on fresh seeds.
         against: folder of raw results to compare with.
         publish: checkout in which the raw results, the summary and the figures are kept.
+        host: "verl" trains the arms in verl, one after another, and compares with the results of TRL in `out`.
 
     Raises:
-        ConfigError: an unknown method, cell or dial.
+        ConfigError: an unknown method, cell or dial, or with verl no cell, or one that verl does not train.
     """
     console = Console()
     chosen = [*cells, *(name for name, cell in CELLS.items() if dial and cell.dial == dial)]
@@ -71,6 +75,11 @@ def bench(
         if publish:
             _publish(Results.read(out), publish)
         return
+    if host == "verl" and (not chosen or attribute or stack or until_decided):
+        raise ConfigError(
+            "--host verl checks that both hosts agree. Name cells (--cell), without --attribute, --stack "
+            "and --until-decided."
+        )
     if attribute or stack:
         _need_together(methods, chosen)
     if stack:
@@ -81,10 +90,16 @@ def bench(
     asked = [c for name in names for c in claims_of(name) if c.cell and (not chosen or c.cell in chosen)]
     wanted = _wanted(names, chosen, asked, range(seeds))
     if dry_run:
-        _plan(console, wanted, Results.read(out), jobs)
+        verl = host == "verl"
+        _plan(
+            console, wanted, Results.read(out / "verl" if verl else out), *((1, IN_VERL) if verl else (jobs, SECONDS))
+        )
         return
     need_plots()
     policies = _policies({cell_of(w.cell).environment for w in wanted}, console)
+    if host == "verl":
+        _both_hosts(console, run_verl(wanted, out / "verl", policies[""]), Results.read(out))
+        return
     results = run_missing(wanted, out, jobs, policies.__getitem__, console)
     while until_decided and (more := _undecided(results, asked)):
         results = run_missing(more, out, jobs, policies.__getitem__, console)
@@ -229,14 +244,14 @@ def _overview(console: Console, results: Results) -> None:
     )
 
 
-def _plan(console: Console, wanted: Sequence[Waiting], results: Results, jobs: int) -> None:
+def _plan(console: Console, wanted: Sequence[Waiting], results: Results, jobs: int, seconds: float) -> None:
     missing = [w for w in dict.fromkeys(wanted) if not results.has(w.cell, w.arm, w.seed)]
     table = Table("cell", "arm", "seeds", "missing", title="Runs")
     for cell, arm in dict.fromkeys((w.cell, w.arm) for w in wanted):
         of = [w for w in dict.fromkeys(wanted) if (w.cell, w.arm) == (cell, arm)]
         table.add_row(cell, arm, str(len(of)), str(sum(w in missing for w in of)))
     console.print(table)
-    minutes = len(missing) * SECONDS / jobs / 60
+    minutes = len(missing) * seconds / jobs / 60
     console.print(f"{len(missing)} runs, about {minutes:.0f} minutes with {jobs} at a time.", highlight=False)
 
 
@@ -300,7 +315,7 @@ def _agreement(console: Console, mine: Results, other: Results) -> None:
 
     table = Table("cell", "arm", "here", "there", "", title="Against other results")
     for cell, arm in dict.fromkeys((c, a) for c, a, _ in mine.runs):
-        pairs = [_ends(results, cell, arm) for results in (mine, other)]
+        pairs = [[end(of, cell, arm, seed) for seed in of.seeds(cell, arm)] for of in (mine, other)]
         if min(map(len, pairs)) < 2:
             continue
         same = pairs[0] == pairs[1][: len(pairs[0])]
@@ -310,12 +325,17 @@ def _agreement(console: Console, mine: Results, other: Results) -> None:
     console.print(table)
 
 
-def _ends(results: Results, cell: str, arm: str) -> list[float]:
-    from rl_plugins.bench.cells import METRICS
-
-    name = METRICS[CELLS[cell].metric][0]
-    runs = [results.runs[cell, arm, seed].curves[name] for seed in results.seeds(cell, arm)]
-    return [at_budget(points, "steps", float(points[-1][0]["steps"])) for points in runs]
+def _both_hosts(console: Console, verl: Results, trl: Results) -> None:
+    """Differences from GRPO in both hosts."""
+    table = Table("cell", "arm", "TRL", "verl", "seeds", "verl - TRL", "", title="Difference from GRPO in both hosts")
+    for t in agreement(trl, verl):
+        apart = f"{-t['high']:+.3f} to {-t['low']:+.3f}"
+        seeds = " and ".join(map(str, t["seeds"]))
+        word = "agree" if t["agree"] else "DIFFER"
+        table.add_row(t["cell"], t["arm"], f"{t['trl']:+.3f}", f"{t['verl']:+.3f}", seeds, apart, word)
+    console.print(table)
+    if not table.row_count:
+        console.print("Nothing to compare yet: it takes two seeds of an arm and of GRPO in both hosts.")
 
 
 def _publish(results: Results, root: Path) -> None:
@@ -335,6 +355,3 @@ def _publish(results: Results, root: Path) -> None:
     folder = root / "docs" / "figures" / "bench"
     shutil.rmtree(folder, ignore_errors=True)
     page.draw(kept, told, folder)
-
-
-__all__ = ["Mark", "bench"]

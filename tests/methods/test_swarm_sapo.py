@@ -1161,7 +1161,7 @@ def test_corrections_that_need_a_sampling_probability_are_refused() -> None:
         ({"node": "a.b"}, "must be 1 to 64 letters, digits"),
         ({"node": "../x"}, "must be 1 to 64 letters, digits"),
         ({"external_groups": 0, "select_by": "sample"}, "`select_by` has no effect"),
-        ({"exchange": "/tmp/x", "key_env": "KEY"}, "`key_env` has no effect"),
+        ({"exchange": "packages", "key_env": "KEY"}, "`key_env` has no effect"),
         ({"external_weight": -1}, "it must be >= 0"),
     ],
 )

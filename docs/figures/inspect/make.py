@@ -1,6 +1,6 @@
 """Pictures of docs/inspect.md: pages of the runs of `runs.py`, as Chromium shows them.
 
-    python docs/figures/inspect/runs.py /tmp/inspect && python docs/figures/inspect/make.py /tmp/inspect
+    python docs/figures/inspect/runs.py inspect-runs && python docs/figures/inspect/make.py inspect-runs
 
 A picture is a part of a page: from the top of one element to the bottom of another one. It is a PNG with
 a palette.

@@ -1,7 +1,7 @@
 """The runs whose traces docs/inspect.md shows: small policies in TRL's trainer, as `rl-plugins demo` makes them.
 
-    python docs/figures/inspect/runs.py /tmp/inspect             # all that are not there yet
-    python docs/figures/inspect/runs.py /tmp/inspect april       # one
+    python docs/figures/inspect/runs.py inspect-runs             # all that are not there yet
+    python docs/figures/inspect/runs.py inspect-runs april       # one
 
 Each is one process on one core, and takes about a minute.
 """
