@@ -522,6 +522,10 @@ def bench(
         bool, typer.Option("--until-decided", help="Add seeds to undecided claims, at most 16 in all.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each with one core.")] = 2,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Search the learning rate of the arm that lost, and decide the claim again."),
+    ] = False,
     attribute: Annotated[
         bool, typer.Option("--attribute", help="Run every subset of the methods, and print what each one brought.")
     ] = False,
@@ -543,9 +547,10 @@ def bench(
       rl-plugins bench
 
     \b
-    The claims of a method, and its neutral cell; then more seeds where they are undecided:
+    The claims of a method, and its neutral cell; then more seeds where they are undecided, and a searched learning rate
+    for the side that lost:
       rl-plugins bench mc_grpo
-      rl-plugins bench mc_grpo --until-decided
+      rl-plugins bench mc_grpo --until-decided --search
 
     \b
     Two methods and both together over the values of a dial, with four seeds:
@@ -577,6 +582,7 @@ def bench(
         publish,
         dry_run,
         host.value,
+        search,
     )
 
 

@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, combine, ours, summary
+from rl_plugins.bench import chains, combine, ours, search, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim
+from rl_plugins.bench.differences import at_budget, difference
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import at_budget, decide, difference, matrix
+from rl_plugins.bench.verdicts import decide, matrix
 from rl_plugins.errors import ConfigError
 
 # ---- tasks
@@ -90,6 +91,14 @@ def test_every_cell_has_a_config_and_its_rewards_exist(tmp_path):
             if name.startswith("rl_plugins.bench.chains."):
                 assert callable(getattr(chains, name.rpartition(".")[2]))
         assert cell.metric in METRICS
+
+
+def test_rloo_plays_no_environments(tmp_path):
+    cell = CELLS["agents=states"]
+    with pytest.raises(ConfigError, match="RLOO plays no environments, so rloo does not run in agents=states"):
+        BenchArm.of("rloo").config(cell, {})
+    kept = BenchArm.of("rloo@beta=0.1").config(CELLS["neutral"], CELLS["neutral"].config(tmp_path, tmp_path))
+    assert kept["beta"] == 0.1 and not {"methods", "count_costs", "loss_type"} & set(kept)
 
 
 def test_words_that_are_no_cell_and_no_option():
@@ -182,6 +191,46 @@ def test_a_claim_that_is_not_tested_and_one_that_failed():
     assert [(t.verdict, t.error) for t in told] == [("failed", "ValueError: it broke"), ("not tested", "")]
 
 
+@pytest.mark.parametrize(
+    ("effect", "lost", "rates", "verdict"),
+    [
+        (-0.1, "mc_grpo", (0.15, -0.1), "undecided"),  # at half of the learning rate it is ahead
+        (-0.1, "mc_grpo", (0.02, -0.1), "refuted"),
+        (-0.1, "mc_grpo", (-0.1, -0.1), "refuted"),
+        (0.1, "grpo", (0.0, 0.12), "undecided"),  # GRPO only needed another one
+        (0.1, "grpo", (0.0, 0.02), "confirmed"),
+    ],
+)
+def test_the_arm_that_lost_gets_another_learning_rate(effect, lost, rates, verdict):
+    results, c = pairs(effect, 0.03), claim()
+    (first,) = decide(results, [c])
+    assert first.lost == lost and not first.tuned
+    names = search.rates("neutral", lost)
+    assert names == [f"{lost}@learning_rate=1e-4", f"{lost}@learning_rate=3e-4"]
+    wanted = search.missing(results, c, lost, range(8))
+    assert {w.seed for w in wanted} == {100, 101, 102} and {w.arm for w in wanted} == {lost, *names}
+    gains = dict(zip([lost, *names], (0.0, *rates), strict=True))
+    for w in wanted:
+        results.add(made(w.cell, w.arm, w.seed, [0.2, 0.5 + gains[w.arm], 0.5 + gains[w.arm]]))
+    best = max(gains, key=gains.__getitem__)
+    assert search.best(results, c, lost) == best
+    then = search.missing(results, c, lost, range(8))
+    assert {(w.arm, w.seed) for w in then} == ({(best, s) for s in range(8)} if best != lost else set())
+    for w in then:
+        value = results.runs["neutral", lost, w.seed].curves["reward"][-1][1] + gains[best]
+        results.add(made(w.cell, w.arm, w.seed, [0.2, value, value]))
+    (found,) = decide(results, [c])
+    assert found.verdict == verdict and found.tuned == best
+    if best != lost:
+        sign = 1 if lost == "mc_grpo" else -1
+        assert found.again.mean == pytest.approx(effect + sign * gains[best]) and found.found.mean != found.again.mean
+
+
+def test_an_arm_that_names_its_learning_rate_is_not_searched():
+    assert search.rates("neutral", "grpo@learning_rate=1e-3") == []
+    assert search.rates("neutral", "grpo@beta=0.04")[1] == "grpo@beta=0.04,learning_rate=3e-4"
+
+
 def test_equal_budgets_are_read_where_the_dearer_arm_ends():
     """The second arm decodes twice the tokens per step: at equal tokens it is read where the first one ends."""
     curve = [0.0, 0.1, 0.2, 0.3, 0.4]
@@ -267,16 +316,20 @@ def short_policy(tmp_path_factory):
 def test_real_runs(tmp_path, short_policy, capfd):
     """Two arms and one that fails: curves in every currency, the same again bit for bit, nothing made twice."""
     few = "max_steps=2,eval_steps=1,max_completion_length=4,per_device_train_batch_size=16"
-    arms = [f"grpo@{few}", f"mc_grpo@{few}", f"grpo@{few},loss_type=none"]
+    arms = [f"grpo@{few}", f"mc_grpo@{few}", f"grpo@{few},loss_type=none", f"rloo@{few}"]
     wanted = [Waiting("neutral", arm, 3) for arm in arms]
     results = run_missing(wanted, tmp_path / "a", 2, lambda _: short_policy)
-    grpo, ours_, failed = (results.runs["neutral", arm, 3] for arm in arms)
+    grpo, ours_, failed, rloo = (results.runs["neutral", arm, 3] for arm in arms)
     assert "loss" in failed.error and not failed.curves and not grpo.error and not ours_.error
     right = grpo.curves["eval_rewards/right/mean"]
     assert [cost["steps"] for cost, _ in right] == [0, 1, 2]
     assert [cost["rows_trained"] for cost, _ in right] == [0, 16, 32]
     tokens = {name: run.curves["rl_plugins/tokens_decoded"][-1][1] for name, run in (("g", grpo), ("m", ours_))}
     assert tokens["m"] > tokens["g"] > 0, "a spare rollout per prompt"
+    costs = [[cost for cost, _ in run.curves["eval_rewards/right/mean"]] for run in (grpo, rloo)]
+    assert [c["rows_trained"] for c in costs[0]] == [c["rows_trained"] for c in costs[1]], "TRL's RLOO, counted by us"
+    first = [run.curves["reward"][0] for run in (grpo, rloo)]
+    assert first[0][1] == first[1][1] and first[0][0]["tokens_decoded"] == first[1][0]["tokens_decoded"]
     again = run_missing(wanted, tmp_path / "a", 2, lambda _: pytest.fail("nothing is missing"))
     assert again.runs.keys() == results.runs.keys()
     other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)

@@ -2,6 +2,7 @@
 
 grpo                        the host's GRPO
 dr_grpo                     without the deviation and with a constant denominator
+rloo                        the host's RLOO, without its KL term, as no arm has one unless it says so
 mc_grpo                     a method
 vade+mc_grpo                two of them
 grpo@learning_rate=1e-3     options of the host, in this arm only; several are joined with commas
@@ -24,7 +25,9 @@ from rl_plugins.runtime import registry
 BASELINES: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "rloo": {},
 }
+OF_GRPO = ("loss_type",)  # options of the base config that RLOO has not
 
 
 @dataclass(frozen=True)
@@ -71,9 +74,26 @@ class BenchArm:
         registry.select(methods, params)
         return cls(label, methods, options, params)
 
+    @property
+    def is_rloo(self) -> bool:
+        return self.label.partition("@")[0] == "rloo"
+
+    @property
+    def script(self) -> str:
+        """Module whose `main` trains."""
+        return "rl_plugins.trl.rloo" if self.is_rloo else "rl_plugins.trl.script"
+
     def config(self, cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the cell with this arm in it."""
+        """The config of the cell with this arm in it.
+
+        Raises:
+            ConfigError: RLOO where agents play.
+        """
         methods, params = self.methods, {**self.params}
+        if self.is_rloo:
+            if cell.environment:
+                raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {cell.name}.")
+            return {k: v for k, v in {**config, **self.options}.items() if k not in OF_GRPO}
         if cell.environment:
             from rl_plugins.compare.plan import Arm
             from rl_plugins.demo import agents

@@ -15,9 +15,9 @@ import numpy as np
 from rl_plugins.attribution import attribute, bootstrap
 from rl_plugins.bench.arms import BASELINES, BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS
+from rl_plugins.bench.differences import at_budget, difference
 from rl_plugins.bench.results import CONFIRM_FROM, SEARCH_FROM, Results
 from rl_plugins.bench.runs import Waiting
-from rl_plugins.bench.verdicts import at_budget, difference
 from rl_plugins.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
 

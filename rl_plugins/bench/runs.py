@@ -137,13 +137,13 @@ def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -
     values = arm.config(cell, cell.config(policy(cell.environment).absolute(), data.absolute()))
     values |= {"seed": w.seed, "output_dir": str(folder.absolute() / "trainer")}
     (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    process = context.Process(target=_train, args=(str(folder.absolute()),))
+    process = context.Process(target=_train, args=(str(folder.absolute()), arm.script))
     process.start()
     return w, process, time.monotonic()
 
 
-def _train(folder: str) -> None:
-    """In the process of a run: `rl-plugins trl grpo` with the config in the folder."""
+def _train(folder: str, script: str) -> None:
+    """In the process of a run: a script, such as that of `rl-plugins trl grpo`, with the config in the folder."""
     place = Path(folder)
     output = os.open(place / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -156,7 +156,7 @@ def _train(folder: str) -> None:
     from rl_plugins.compare.trl_worker import main
 
     try:
-        main()
+        main(script)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -10,13 +10,19 @@ import numpy as np
 
 from rl_plugins.bench.claims import LOOKS, claims
 from rl_plugins.bench.combine import attributions, stacks
+from rl_plugins.bench.differences import Difference
 from rl_plugins.bench.ours import COSTS
 from rl_plugins.bench.results import SEARCH_FROM, Results
-from rl_plugins.bench.verdicts import ClaimResult, Difference, decide, matrix
+from rl_plugins.bench.verdicts import ClaimResult, decide, matrix
+from rl_plugins.bench.verl_runs import agreement
 
 
-def summary(results: Results) -> dict[str, Any]:
-    """Everything that pages, cards and `suggest` say of the bench."""
+def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
+    """Everything that pages, cards and `suggest` say of the bench.
+
+    Args:
+        in_verl: results of the sample in verl.
+    """
     arms = arms_of(results)
     every = matrix(results, arms)
     places = {key: p for key, p in every.items() if p.found is None or p.found.seeds >= LOOKS[0]}
@@ -33,6 +39,7 @@ def summary(results: Results) -> dict[str, Any]:
         "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
         "stacks": stacks(results),
         "attributions": attributions(results),
+        "hosts": list(agreement(results, in_verl or Results())),
     }
 
 
@@ -56,6 +63,8 @@ def costs(results: Results, cell: str, arm: str, than: str = "grpo") -> dict[str
 def _claim(decided: ClaimResult) -> dict[str, Any]:
     told = {k: v for k, v in asdict(decided.claim).items() if v != ""}
     told |= {"verdict": decided.verdict, **_numbers(decided.found)}
+    if decided.tuned:
+        told |= {"lost": decided.lost, "tuned": decided.tuned, "again": _numbers(decided.again)}
     return {**told, "error": decided.error} if decided.error else told
 
 

@@ -13,14 +13,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rl_plugins.bench import search as learning_rates
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, CURRENCIES, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim, claims, claims_of
 from rl_plugins.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, end, grow, subsets, tuned
+from rl_plugins.bench.differences import difference
 from rl_plugins.bench.ours import numbers
-from rl_plugins.bench.results import BenchRun, Results, is_current
+from rl_plugins.bench.results import Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import ClaimResult, decide, difference, matrix
+from rl_plugins.bench.verdicts import ClaimResult, decide, matrix
 from rl_plugins.bench.verl_runs import agreement, run_verl
 from rl_plugins.commands.compare import need_plots
 from rl_plugins.errors import ConfigError
@@ -45,6 +47,7 @@ def bench(
     publish: Path | None,
     dry_run: bool,
     host: str = "trl",
+    search: bool = False,
 ) -> None:
     """Trains what is missing and prints differences and verdicts.
 
@@ -59,6 +62,7 @@ def bench(
         stack: search for the best stack of the methods in each cell, and confirm it on fresh seeds.
         against: folder of raw results to compare with.
         publish: checkout in which the raw results, the summary and the figures are kept.
+        search: search the learning rate of the arm that lost, where a claim is decided, and decide again.
         host: "verl" trains the arms in verl, one after another, and compares with the results of TRL in `out`.
 
     Raises:
@@ -73,12 +77,12 @@ def bench(
     if not (methods or every or chosen):
         _overview(console, Results.read(out))
         if publish:
-            _publish(Results.read(out), publish)
+            _publish(out, publish)
         return
-    if host == "verl" and (not chosen or attribute or stack or until_decided):
+    if host == "verl" and (not chosen or attribute or stack or until_decided or search):
         raise ConfigError(
-            "--host verl checks that both hosts agree. Name cells (--cell), without --attribute, --stack "
-            "and --until-decided."
+            "--host verl checks that both hosts agree. Name cells (--cell), without --attribute, --stack, "
+            "--until-decided and --search."
         )
     if attribute or stack:
         _need_together(methods, chosen)
@@ -103,6 +107,8 @@ def bench(
     results = run_missing(wanted, out, jobs, policies.__getitem__, console)
     while until_decided and (more := _undecided(results, asked)):
         results = run_missing(more, out, jobs, policies.__getitem__, console)
+    while search and (more := _searched(results, asked)):
+        results = run_missing(more, out, jobs, policies.__getitem__, console)
     arms = [arm for arm in dict.fromkeys(w.arm for w in wanted) if arm != "grpo"]
     _report(console, results, arms, wanted, asked)
     _draw(console, results, arms, out)
@@ -111,7 +117,7 @@ def bench(
     if against:
         _agreement(console, results, Results.read(against))
     if publish:
-        _publish(results, publish)
+        _publish(out, publish)
 
 
 def _need_together(methods: Sequence[str], cells: Sequence[str]) -> None:
@@ -157,7 +163,7 @@ def _stack(
             highlight=False,
         )
     if publish:
-        _publish(Results.read(out), publish)
+        _publish(out, publish)
 
 
 def _brought(console: Console, results: Results, cells: Sequence[str], methods: Sequence[str]) -> None:
@@ -208,6 +214,17 @@ def _undecided(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
             upto = next(n for n in LOOKS if n > decided.found.seeds)
             more += [Waiting(c.cell, arm, seed) for seed in range(upto) for arm in (c.than, c.label)]
     return [w for w in more if not results.has(w.cell, w.arm, w.seed)]
+
+
+def _searched(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
+    """Of every decided claim: the search of the arm that lost, then that arm on the seeds of the claim."""
+    more = [
+        w
+        for decided in decide(results, asked)
+        if decided.lost and decided.found
+        for w in learning_rates.missing(results, decided.claim, decided.lost, range(decided.found.seeds))
+    ]
+    return list(dict.fromkeys(more))
 
 
 def _policies(environments: Iterable[str], console: Console) -> dict[str, Path]:
@@ -300,10 +317,11 @@ def _draw(console: Console, results: Results, arms: Sequence[str], out: Path) ->
 
 def _told(decided: ClaimResult) -> tuple[str, ...]:
     c, found = decided.claim, decided.found
+    tuned = f", with {decided.tuned} {decided.again.text}" if decided.again else ""
     return (
         f"{c.label}: {c.says}",
         c.cell,
-        f"{found.text} {c.metric}" if found else decided.error,
+        f"{found.text} {c.metric}{tuned}" if found else decided.error,
         str(found.seeds) if found else "",
         decided.verdict,
     )
@@ -338,20 +356,26 @@ def _both_hosts(console: Console, verl: Results, trl: Results) -> None:
         console.print("Nothing to compare yet: it takes two seeds of an arm and of GRPO in both hosts.")
 
 
-def _publish(results: Results, root: Path) -> None:
+def _publish(out: Path, root: Path) -> None:
     """Keeps raw results, summary and figures in a checkout. Runs with old settings are left out."""
     from rl_plugins.bench import page, summary
 
     if not (root / "rl_plugins" / "bench").is_dir():
         raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")
-    kept = Results.read(root / RAW)
-    for run in results.runs.values():
-        kept.add(run)
-    current: list[BenchRun] = [run for run in kept.runs.values() if is_current(run)]
-    kept = Results(current)
-    kept.write(root / RAW)
-    told = summary.summary(kept)
+    kept, in_verl = _kept(out, root / RAW), _kept(out / "verl", root / RAW / "verl")
+    told = summary.summary(kept, in_verl)
     (root / "rl_plugins" / "bench" / "ours.json").write_text(json.dumps(told, indent=1) + "\n")
     folder = root / "docs" / "figures" / "bench"
     shutil.rmtree(folder, ignore_errors=True)
     page.draw(kept, told, folder)
+
+
+def _kept(out: Path, raw: Path) -> Results:
+    """The raw results of a checkout with those of a folder, written and returned."""
+    kept = Results.read(raw)
+    for run in Results.read(out).runs.values():
+        kept.add(run)
+    kept = Results(run for run in kept.runs.values() if is_current(run))
+    if kept.runs:
+        kept.write(raw)
+    return kept
