@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import subprocess
+import sys
+import tempfile
+import time
 
 import numpy as np
+import psutil
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, combine, ours, search, summary
+from rl_plugins.bench import chains, combine, figures, ours, search, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim
@@ -301,6 +306,19 @@ def test_the_summary_that_the_package_carries():
     assert ours.ours().keys() == told.keys()
 
 
+def test_every_method_with_a_claim_has_its_curves(tmp_path):
+    """Also where a run logged a value less often than the others, and where a metric was not logged."""
+    results = pairs(0.1, 0.03, arm="fapo")
+    del results.runs["neutral", "fapo", 0].curves["eval_rewards/right/mean"][1]
+    told = summary.summary(results)
+    assert ours.methods_run(told) == ["fapo"]
+    figures.draw(results, told, tmp_path)
+    drawn = {file.name for file in tmp_path.iterdir()}
+    assert drawn == {f"{n}{dark}.png" for n in ("matrix", "baseline", "fapo") for dark in ("", "-dark")}
+    assert [p[:2] for p in figures.panels_of(results, "fapo")] == [("neutral", "clean"), ("neutral", "right")]
+    assert not figures.draw_method(results, "vade", tmp_path / "vade.png") and not (tmp_path / "vade.png").exists()
+
+
 # ---- real runs
 
 
@@ -335,6 +353,34 @@ def test_real_runs(tmp_path, short_policy, capfd):
     other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)
     values = [[v for _, v in r.runs["neutral", arms[0], 3].curves["reward"]] for r in (results, other)]
     assert values[0] == values[1]
+
+
+def test_a_killed_command_leaves_no_run_behind():
+    """Or it would go on writing the log of the run that the next command begins anew."""
+    code = """
+import multiprocessing, threading, time
+from rl_plugins.bench.runs import _end_with_parent
+
+def run():
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    time.sleep(100)
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context("forkserver").Process(target=run)
+    process.start()
+    print(process.pid, flush=True)
+    process.join()
+"""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        command = subprocess.Popen([sys.executable, file.name], stdout=subprocess.PIPE, text=True)
+        run = psutil.Process(int(command.stdout.readline()))
+        time.sleep(2)
+        assert run.is_running()
+        command.kill()
+        command.wait()
+        assert not psutil.wait_procs([run], timeout=20)[1]
 
 
 # ---- methods together

@@ -24,9 +24,9 @@ CARDS = {card.name: card for card in catalog.cards(catalog.plugins())}
 
 def test_every_built_in_method_has_what_the_chooser_shows():
     anchors = {
-        (page, slug(line.lstrip("# ")))
-        for page in ("evidence.md", "bench.md")
-        for line in (ROOT / "docs" / page).read_text().splitlines()
+        (page.relative_to(ROOT / "docs").as_posix(), slug(line.lstrip("# ")))
+        for page in (ROOT / "docs/evidence.md", ROOT / "docs/bench.md", *(ROOT / "docs/bench").glob("*.md"))
+        for line in page.read_text().splitlines()
         if line[:1] == "#"
     }
     for name, card in CARDS.items():

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from rl_plugins.bench.ours import measured_of
 from rl_plugins.commands.catalog import entries, plugins
 from rl_plugins.commands.pages.methods import section
 from rl_plugins.commands.usage import usage_of
@@ -32,6 +33,7 @@ EVIDENCE = ROOT / "examples" / "evidence"
 NAVIGATION = {
     "Start": ["choose", "compare", "examples"],
     "Methods": ["methods", "papers", "evidence"],
+    "The bench": ["bench", "bench/*"],
     "Guides": ["guides/index", "guides/rewards", "guides/environment", "guides/methods", "guides/rollout", "guides/*"],
     "Hosts": ["trl", "verl", "verl_cpu"],
     "In depth": [
@@ -257,7 +259,10 @@ class _Indented:
 
 
 def _measured(found: type[Method] | Bundle) -> Iterator[str]:
-    rows = [f"| {m.claim} | {m.verdict} | {m.numbers} | [evidence](evidence.md#{m.where}) |" for m in found.measured]
+    rows = [
+        f"| {m.claim} | {m.verdict} | {m.numbers} | [{m.page.removesuffix('.md')}]({m.page}#{m.where}) |"
+        for m in (*found.measured, *measured_of(found.name))
+    ]
     if rows:
         yield "\n".join(["| what | verdict | numbers | where |", "|---|---|---|---|", *rows])
     sections = [f"[{title}](evidence.md#{slug})" for title, slug in evidence_sections(found)]
@@ -269,7 +274,11 @@ def _measured(found: type[Method] | Bundle) -> Iterator[str]:
         light, dark = (f"figures/evidence/{script}{suffix}.png" for suffix in ("", "-dark"))
         yield _image(light, dark, what)
         yield f"{_plain(what)} Drawn by [{script}.py](../examples/evidence/{script}.py)."
-    if not drawn:
+    if benched := (FIGURES / "bench" / f"{found.name}.png").exists():
+        light, dark = (f"figures/bench/{found.name}{suffix}.png" for suffix in ("", "-dark"))
+        yield _image(light, dark, f"{found.name} on the tasks of the bench")
+        yield f"Curves of [its page of the bench](bench/{found.name}.md)."
+    if not (drawn or benched):
         yield "There is no figure for it."
 
 

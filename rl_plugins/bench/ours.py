@@ -53,19 +53,36 @@ def cells_run() -> list[str]:
     return [cell for cell in CELLS if cell in found]
 
 
+def methods_run(told: Mapping[str, Any] | None = None) -> list[str]:
+    """Methods and bundles of which a claim was run, in the order of their names.
+
+    Args:
+        told: a summary; none: ours.
+    """
+    run = {c["method"] for c in (told or ours())["claims"] if "mean" in c or c["verdict"] == "failed"}
+    return sorted(run)
+
+
 def measured_of(method: str) -> list[Measured]:
     """Our results on a method as its card has them: its claims that were decided, and the neutral cell."""
     found = []
     for told in verdicts_of(method):
         if told["verdict"] in ("confirmed", "refuted", "undecided") and "mean" in told:
             what = f"{METRICS[told['metric']][1]} in `{told['cell']}` against `{told['than']}`"
-            found.append(Measured(what, _mark(told), f"{numbers(told)}, {told['seeds']} seeds", "claims", "bench.md"))
+            found.append(
+                Measured(what, _mark(told), f"{numbers(told)}, {told['seeds']} seeds", "claims", f"bench/{method}.md")
+            )
     neutral = place_of(method, "neutral")
     if neutral and "mean" in neutral and neutral["seeds"] >= LOOKS[0]:
         what = "right answers where nothing asks for it (`neutral`)"
         told_text = f"{numbers(neutral)}, {neutral['seeds']} seeds"
-        found.append(Measured(what, neutral["mark"], told_text, "methods-by-cells", "bench.md"))
+        found.append(Measured(what, neutral["mark"], told_text, *_place_of_neutral(method)))
     return found
+
+
+def _place_of_neutral(method: str) -> tuple[str, str]:
+    own = method in methods_run()
+    return ("in-each-cell", f"bench/{method}.md") if own else ("methods-by-cells", "bench.md")
 
 
 def _mark(told: Mapping[str, Any]) -> Literal["better", "worse", "not told apart"]:

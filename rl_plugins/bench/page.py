@@ -1,18 +1,13 @@
-"""docs/bench.md, from `ours.json`, and the figures, from the raw results."""
+"""docs/bench.md, from `ours.json`."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from rl_plugins.bench.cells import CELLS, METRICS
-from rl_plugins.bench.claims import LOOKS
-from rl_plugins.bench.ours import COSTS, cells_run, numbers, ours
-from rl_plugins.bench.results import Results
+from rl_plugins.bench.ours import COSTS, cells_run, methods_run, numbers, ours
 
 SIGN = {"better": "+", "worse": "−", "not told apart": "·", "failed": "x"}
 _HEAD = """\
@@ -28,6 +23,8 @@ and a confirmed one is confirmed here.
     rl-plugins bench mc_grpo                       # the claims of a method, run and decided
     rl-plugins bench mc_grpo gdpo --dial noise     # two methods over the values of a dial
     rl-plugins bench mc_grpo --against benchmarks/bench       # rerun, and compare with our raw results
+
+Every method has a page of its own, with curves; its name in the tables leads there.
 """
 _RULES = """\
 ## How it is decided
@@ -40,8 +37,10 @@ _RULES = """\
   are corrected for these looks, and then for the number of comparisons (Benjamini and Hochberg, 5 %).
 - **Confirmed**: the difference is above zero. **Refuted**: the difference is below the smallest one that matters.
   **Undecided**: neither, with 16 seeds or as many as were run.
-- **GRPO** is TRL's, with the learning rate that was best for it among five on other seeds. Methods run at the paper's
-  parameters and at that learning rate; no learning rate was searched for them.
+- **GRPO** is TRL's, with the learning rate that was best for it among five on other seeds, and methods run at the
+  paper's parameters and at that learning rate. Where this decides a claim, the arm that lost gets its learning rate
+  searched in that cell, on seeds that no verdict uses. A verdict that does not hold then becomes undecided.
+- **Other baselines**: Dr. GRPO and RLOO as TRL has them. TRL has no dynamic sampling, so DAPO's is not among them.
 """
 
 
@@ -50,7 +49,7 @@ def page() -> str:
     told = ours()
     parts = [_HEAD, _RULES]
     if told["matrix"]:
-        parts += [_matrix(told), _claims(told), _together(told), _costs(told)]
+        parts += [_matrix(told), _claims(told), _together(told), _hosts(told), _costs(told)]
     parts += [_cells(), _not_tested(told)]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
@@ -66,8 +65,15 @@ def _matrix(told: Mapping[str, Any]) -> str:
         "![Methods by cells](figures/bench/matrix.png)\n\n"
         "| arm | " + " | ".join(cells) + " |\n|---|" + "---|" * len(cells)
     )
-    rows = [f"| `{arm}` | " + " | ".join(_place(by.get((arm, cell))) for cell in cells) + " |" for arm in arms]
+    rows = [
+        f"| {_linked(arm, told)} | " + " | ".join(_place(by.get((arm, cell))) for cell in cells) + " |" for arm in arms
+    ]
     return "\n".join([head, *rows, ""])
+
+
+def _linked(arm: str, told: Mapping[str, Any]) -> str:
+    name = arm.partition("@")[0]
+    return f"[`{arm}`](bench/{name}.md)" if name in methods_run(told) else f"`{arm}`"
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
@@ -87,16 +93,47 @@ def _claims(told: Mapping[str, Any]) -> str:
         "",
         ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common()) + ".",
         "",
-        "| method | the paper says | cell, metric, than | difference | seeds | verdict |",
-        "|---|---|---|---|---|---|",
+        "| method | the paper says | " + CLAIM_HEAD,
     ]
     for c in sorted(run, key=lambda c: (order[c["verdict"]], c["method"])):
-        where = f"{c['cell']}, {c['metric']}, {c['than']}"
-        lines.append(
-            f"| `{c.get('arm') or c['method']}` | {c['says']} | {where} | {numbers(c) or c.get('error', '')} | "
-            f"{c.get('seeds', '')} | {c['verdict']} |"
-        )
+        lines.append(f"| [`{c['method']}`](bench/{c['method']}.md) | {c['says']} | {claim_row(c)}")
     return "\n".join([*lines, ""])
+
+
+def headline() -> str:
+    """What README says of the bench, with links from the root of the repository."""
+    told = ours()
+    of = {v: [c for c in told["claims"] if c["verdict"] == v] for v in ("confirmed", "refuted", "undecided")}
+    run = sum(map(len, of.values()))
+    told_apart = "; ".join(
+        f"{len(of[v])} {v} ({', '.join(dict.fromkeys(_named(c) for c in of[v]))})" for v in of if of[v] and v in ENDED
+    )
+    return (
+        f"All methods ran on the same generated tasks with equal budgets, {told['runs']} runs, against claims that "
+        f"were written down first. Of {run} claims that a small policy can test: {told_apart}; {len(of['undecided'])} "
+        "undecided. [The page of the bench](docs/bench.md) has conditions, intervals and curves."
+    )
+
+
+ENDED = ("confirmed", "refuted")
+
+
+def _named(claim: Mapping[str, Any]) -> str:
+    return f"`{claim['method']}`"
+
+
+CLAIM_HEAD = "cell, metric, equal | arm, than | difference | seeds | verdict |\n|---|---|---|---|---|---|---|"
+
+
+def claim_row(c: Mapping[str, Any]) -> str:
+    """A claim's places behind what it says."""
+    where = f"{c['cell']}, {c['metric']}, {c['budget'].replace('_', ' ')}"
+    found = numbers(c) or c.get("error", "")
+    if "tuned" in c:
+        best = "none was better" if c["tuned"] == c["lost"] else f"`{c['tuned']}` {numbers(c['again'])}"
+        found += f"; learning rate of `{c['lost']}` searched: {best}"
+    arms = f"`{c.get('arm') or c['method']}`, `{c['than']}`"
+    return f"{where} | {arms} | {found} | {c.get('seeds', '')} | {c['verdict']} |"
 
 
 def _together(told: Mapping[str, Any]) -> str:
@@ -131,6 +168,28 @@ def _together(told: Mapping[str, Any]) -> str:
             lines.append(f"| {s['cell']} | `{s['arm']}` | {len(s['tried'])} | {cells[0]} | {cells[1]}{than} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _hosts(told: Mapping[str, Any]) -> str:
+    if not told["hosts"]:
+        return ""
+    lines = [
+        "## The same in verl",
+        "",
+        "A sample of the arms was trained in verl, on the CPU. The hosts agree where the interval of the difference of "
+        "their differences holds zero (Welch).",
+        "",
+        "| arm | cell | from GRPO in TRL | from GRPO in verl | seeds | TRL minus verl | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for h in told["hosts"]:
+        seeds = " and ".join(map(str, h["seeds"]))
+        word = "agree" if h["agree"] else "differ"
+        lines.append(
+            f"| `{h['arm']}` | {h['cell']} | {h['trl']:+.3f} | {h['verl']:+.3f} | {seeds} | "
+            f"{h['low']:+.3f} to {h['high']:+.3f} | {word} |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _costs(told: Mapping[str, Any]) -> str:
@@ -168,82 +227,3 @@ def _not_tested(told: Mapping[str, Any]) -> str:
         lines += ["These claims have no cell:", ""]
         lines += [f"- `{c['method']}`: {c['says']} {c['untested']}" for c in untested]
     return "\n".join([*lines, ""])
-
-
-# ---- figures
-
-
-def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
-    """The matrix and the curves of GRPO per cell, each for light and dark pages."""
-    from rl_plugins.compare import figures
-
-    folder.mkdir(parents=True, exist_ok=True)
-    if told["matrix"]:
-        figures.save(folder / "matrix.png", lambda: _draw_matrix(told))
-    cells = [c for c in CELLS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
-    if cells:
-        figures.save(folder / "baseline.png", lambda: _draw_curves(results, [(c, ["grpo"]) for c in cells]))
-
-
-def draw_method(results: Results, arm: str, file: Path) -> None:
-    """The curves of an arm beside GRPO, a panel per cell."""
-    from rl_plugins.compare import figures
-
-    cells = [c for c in CELLS if results.seeds(c, arm) and results.seeds(c, "grpo")]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figures.save(file, lambda: _draw_curves(results, [(c, ["grpo", arm]) for c in cells]))
-
-
-def _draw_matrix(told: Mapping[str, Any]) -> Any:
-    from matplotlib.figure import Figure
-
-    cells = [c for c in CELLS if any(p["cell"] == c for p in told["matrix"])]
-    arms = sorted({p["arm"] for p in told["matrix"]})
-    by = {(p["arm"], p["cell"]): p for p in told["matrix"]}
-    size = np.full((len(arms), len(cells)), np.nan)
-    figure = Figure(figsize=(2.4 + max(3.0, 0.62 * len(cells)), 1.4 + 0.24 * len(arms)), layout="constrained")
-    axis = figure.subplots()
-    for i, arm in enumerate(arms):
-        for j, cell in enumerate(cells):
-            place = by.get((arm, cell))
-            if place is None:
-                continue
-            size[i, j] = place.get("mean", np.nan)
-            apart = place["mark"] in ("better", "worse")
-            text = f"{place['mean']:+.2f}{'*' if apart else ''}" if "mean" in place else "failed"
-            weight = "bold" if apart else "normal"
-            # dark text on pale places, also on dark pages; a place without a number has the page's own colour
-            written: dict[str, Any] = {"color": "#111111"} if "mean" in place else {}
-            axis.text(j, i, text, ha="center", va="center", fontsize=6.5, fontweight=weight, **written)
-    # Purple is better and orange is worse; the sign and the star say the same without colour.
-    shown = axis.imshow(size, cmap="PuOr", vmin=-0.3, vmax=0.3, aspect="auto")
-    axis.set_xticks(range(len(cells)), cells, rotation=45, ha="right", fontsize=7)
-    axis.set_yticks(range(len(arms)), [shown_arm(arm) for arm in arms], fontsize=7)
-    axis.grid(False)
-    figure.colorbar(shown, ax=axis, shrink=0.5, label="difference from GRPO (* told apart)")
-    return figure
-
-
-def shown_arm(arm: str) -> str:
-    """An arm in a figure: options are cut short."""
-    name, _, options = arm.partition("@")
-    return f"{name} @ {len(options.split(','))} options" if len(options) > 24 else arm
-
-
-def _draw_curves(results: Results, wanted: Sequence[tuple[str, Sequence[str]]]) -> Any:
-    from rl_plugins.compare.figures import color, line, name_axes, panels
-    from rl_plugins.compare.report import Interval
-
-    figure, axes = panels(len(wanted))
-    for axis, (cell, arms) in zip(axes, wanted, strict=False):
-        name, label = METRICS[CELLS[cell].metric]
-        for i, arm in enumerate(arms):
-            runs = [results.runs[cell, arm, seed].curves[name] for seed in results.seeds(cell, arm)]
-            steps = [cost["steps"] for cost, _ in runs[0]]
-            of = [Interval.of([value for _, value in column]) for column in zip(*runs, strict=True)]
-            mean, half = np.array([x.mean for x in of]), np.nan_to_num(np.array([x.half for x in of]))
-            axis.plot(steps, mean, label=arm, **line(i))
-            axis.fill_between(steps, mean - half, mean + half, color=color(i), alpha=0.18, linewidth=0)
-        name_axes(axis, "optimizer steps", f"{cell}: {label.split(' (')[0]}")
-        axis.legend(frameon=False, fontsize=7)
-    return figure

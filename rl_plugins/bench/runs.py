@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -144,6 +145,7 @@ def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -
 
 def _train(folder: str, script: str) -> None:
     """In the process of a run: a script, such as that of `rl-plugins trl grpo`, with the config in the folder."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     place = Path(folder)
     output = os.open(place / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -163,6 +165,14 @@ def _train(folder: str, script: str) -> None:
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # nothing of the server's state is cleaned up twice
+
+
+def _end_with_parent() -> None:
+    """A command that is killed leaves no run behind, which would go on writing where the next command begins anew."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:

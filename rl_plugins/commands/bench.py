@@ -307,11 +307,10 @@ def _report(
 
 def _draw(console: Console, results: Results, arms: Sequence[str], out: Path) -> None:
     """Curves of every arm beside GRPO's."""
-    from rl_plugins.bench import page
+    from rl_plugins.bench.figures import draw_method
 
     for arm in arms:
-        if any(results.seeds(cell, arm) and results.seeds(cell, "grpo") for cell in CELLS):
-            page.draw_method(results, arm, out / "curves" / f"{arm.replace('/', '_')}.png")
+        draw_method(results, arm, out / "curves" / f"{arm.replace('/', '_')}.png")
     console.print(f"Raw results: {out}/runs.parquet, curves.parquet. Figures: {out / 'curves'}", highlight=False)
 
 
@@ -358,7 +357,7 @@ def _both_hosts(console: Console, verl: Results, trl: Results) -> None:
 
 def _publish(out: Path, root: Path) -> None:
     """Keeps raw results, summary and figures in a checkout. Runs with old settings are left out."""
-    from rl_plugins.bench import page, summary
+    from rl_plugins.bench import figures, summary
 
     if not (root / "rl_plugins" / "bench").is_dir():
         raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")
@@ -367,7 +366,7 @@ def _publish(out: Path, root: Path) -> None:
     (root / "rl_plugins" / "bench" / "ours.json").write_text(json.dumps(told, indent=1) + "\n")
     folder = root / "docs" / "figures" / "bench"
     shutil.rmtree(folder, ignore_errors=True)
-    page.draw(kept, told, folder)
+    figures.draw(kept, told, folder)
 
 
 def _kept(out: Path, raw: Path) -> Results:

@@ -7,10 +7,19 @@ from functools import partial
 from pathlib import Path
 
 from rl_plugins.bench import page as bench
+from rl_plugins.bench.method_page import method_page
+from rl_plugins.bench.ours import methods_run
+from rl_plugins.commands.catalog import plugins
 from rl_plugins.commands.guides import with_code
 from rl_plugins.commands.pages import choose, diffusion, losses, methods, papers, source
 from rl_plugins.commands.reference import reference_page
 from rl_plugins.errors import ConfigError
+from rl_plugins.runtime import registry
+
+
+def _on_the_bench(method: str, _: str) -> str:
+    return method_page(method, registry.load(method, plugins()).does)
+
 
 # File -> what makes its text, from the text that stands there: pages with a generated part keep the rest.
 PAGES: dict[str, Callable[[str], str]] = {
@@ -18,6 +27,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "docs/papers.md": lambda _: papers.page(),
     "docs/choose.md": lambda _: choose.page(),
     "docs/bench.md": lambda _: bench.page(),
+    **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
     "docs/supervised.md": losses.with_cards,
     "docs/architecture.md": source.with_map,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
@@ -50,5 +60,6 @@ def write(root: Path, dry: bool = False) -> list[str]:
     new = {page: make(old[page]) for page, make in made.items()}
     stale = [page for page in made if new[page] != old[page]]
     for page in stale if not dry else ():
+        (root / page).parent.mkdir(exist_ok=True)
         (root / page).write_text(new[page], encoding="utf-8")
     return stale
