@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def _curves(results: Results, cell: str, arm: str, metric: str) -> list[list[Poi
 
 
 def _draw_matrix(told: Mapping[str, Any]) -> Any:
+    import matplotlib
     from matplotlib.figure import Figure
 
     cells = [c for c in CELLS if any(p["cell"] == c for p in told["matrix"])]
@@ -96,7 +98,8 @@ def _draw_matrix(told: Mapping[str, Any]) -> Any:
             written: dict[str, Any] = {"color": "#111111"} if "mean" in place else {}
             axis.text(j, i, text, ha="center", va="center", fontsize=6.5, fontweight=weight, **written)
     # Purple is better and orange is worse; the sign and the star say the same without colour.
-    shown = axis.imshow(size, cmap="PuOr", vmin=-0.3, vmax=0.3, aspect="auto")
+    shades = matplotlib.colormaps["PuOr"].resampled(13)  # few, so that a small file keeps them all
+    shown = axis.imshow(size, cmap=shades, vmin=-0.3, vmax=0.3, aspect="auto")
     axis.set_xticks(range(len(cells)), cells, rotation=45, ha="right", fontsize=7)
     axis.set_yticks(range(len(arms)), [shown_arm(arm) for arm in arms], fontsize=7)
     axis.grid(False)
@@ -124,6 +127,6 @@ def _draw_curves(results: Results, wanted: Sequence[Panel]) -> Any:
             mean, half = np.array([x.mean for x in of]), np.nan_to_num(np.array([x.half for x in of]))
             axis.plot(steps, mean, label=shown_arm(arm), **line(i))
             axis.fill_between(steps, mean - half, mean + half, color=color(i), alpha=0.18, linewidth=0)
-        name_axes(axis, "optimizer steps", f"{cell}: {label.split(' (')[0]}")
+        name_axes(axis, "optimizer steps", textwrap.fill(f"{cell}: {label.split(' (')[0]}", 38))
         axis.legend(frameon=False, fontsize=7)
     return figure

@@ -219,6 +219,8 @@ def _not_tested(told: Mapping[str, Any]) -> str:
     waiting = [c for c in told["claims"] if c["verdict"] == "not run"]
     untested = [c for c in told["claims"] if c["verdict"] == "not tested"]
     lines = ["## Not run", ""]
+    if empty := [f"`{cell}`" for cell in CELLS if cell not in cells_run()]:
+        lines += [f"No arm has eight seeds in these cells: {', '.join(empty)}.", ""]
     if waiting:
         lines += ["These claims have a cell, and no run or too few seeds yet:", ""]
         lines += [f"- `{c.get('arm') or c['method']}` in {c['cell']}: {c['says']}" for c in waiting]
