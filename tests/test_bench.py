@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, combine, figures, ours, search, summary
+from rl_plugins.bench import chains, combine, figures, ours, runs, search, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim
@@ -338,7 +338,12 @@ def test_real_runs(tmp_path, short_policy, capfd):
     wanted = [Waiting("neutral", arm, 3) for arm in arms]
     results = run_missing(wanted, tmp_path / "a", 2, lambda _: short_policy)
     grpo, ours_, failed, rloo = (results.runs["neutral", arm, 3] for arm in arms)
-    assert "loss" in failed.error and not failed.curves and not grpo.error and not ours_.error
+    assert (
+        failed.error == "ValueError: Unknown loss type: none"
+        and not failed.curves
+        and not grpo.error
+        and not ours_.error
+    )
     right = grpo.curves["eval_rewards/right/mean"]
     assert [cost["steps"] for cost, _ in right] == [0, 1, 2]
     assert [cost["rows_trained"] for cost, _ in right] == [0, 16, 32]
@@ -353,6 +358,12 @@ def test_real_runs(tmp_path, short_policy, capfd):
     other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)
     values = [[v for _, v in r.runs["neutral", arms[0], 3].curves["reward"]] for r in (results, other)]
     assert values[0] == values[1]
+
+
+def test_a_run_that_refuses_says_why():
+    refused = ["rl-plugins: methods in effect, in this order", "rl-plugins: `minpro` needs it.", "SystemExit: 2"]
+    assert runs._reason(refused) == "`minpro` needs it."
+    assert runs._reason([*refused[:2], "KeyError: 'x'"]) == "KeyError: 'x'"
 
 
 def test_a_killed_command_leaves_no_run_behind():

@@ -59,7 +59,8 @@ def _places(method: str) -> list[str]:
     for arm, cell, place in found:
         cost = " | ".join(_ratio(costs.get((arm, cell), {}), name) for name in COSTS)
         word = f"{SIGN[place['mark']]} {place['mark']}"
-        lines.append(f"| `{arm}` | {cell} | {numbers(place)} | {place.get('seeds', '')} | {word} | {cost} |")
+        found = numbers(place) or place.get("error", "")
+        lines.append(f"| `{arm}` | {cell} | {found} | {place.get('seeds', '')} | {word} | {cost} |")
     return [*lines, ""]
 
 

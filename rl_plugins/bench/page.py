@@ -61,7 +61,7 @@ def _matrix(told: Mapping[str, Any]) -> str:
     head = (
         f"## Methods by cells\n\n{told['runs']} runs, {told['hours']:.1f} hours of one core, the last one on "
         f"{told['last']}. Difference from GRPO in the metric of the cell at equal steps; **+** better, **−** worse, "
-        "**·** not told apart, x failed; an empty place was not run.\n\n"
+        "**·** not told apart, x refused to run or failed (its page says why); an empty place was not run.\n\n"
         "![Methods by cells](figures/bench/matrix.png)\n\n"
         "| arm | " + " | ".join(cells) + " |\n|---|" + "---|" * len(cells)
     )

@@ -182,5 +182,12 @@ def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:
     error = ""
     if code != 0:
         said = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
-        error = said[-1][:300] if seconds < LIMIT and said else f"took more than {LIMIT:.0f} s"
+        error = _reason(said) if seconds < LIMIT and said else f"took more than {LIMIT:.0f} s"
     return BenchRun.of(w.cell, w.arm, w.seed, lines, seconds, error)
+
+
+def _reason(said: Sequence[str]) -> str:
+    """What a run said of its end: our own sentence if it refused or failed with one, else the last line."""
+    ours = [line for line in said if line.startswith("rl-plugins: ") and "methods in effect" not in line]
+    refused = said[-1].startswith("SystemExit") and ours
+    return (ours[-1].removeprefix("rl-plugins: ") if refused else said[-1])[:300]

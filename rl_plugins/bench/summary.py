@@ -13,7 +13,7 @@ from rl_plugins.bench.combine import attributions, stacks
 from rl_plugins.bench.differences import Difference
 from rl_plugins.bench.ours import COSTS
 from rl_plugins.bench.results import SEARCH_FROM, Results
-from rl_plugins.bench.verdicts import ClaimResult, decide, matrix
+from rl_plugins.bench.verdicts import ClaimResult, decide, failure, matrix
 from rl_plugins.bench.verl_runs import agreement
 
 
@@ -34,6 +34,7 @@ def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
         "claims": [_claim(decided) for decided in decide(results, claims())],
         "matrix": [
             {"arm": arm, "cell": cell, "mark": place.mark, **_numbers(place.found)}
+            | ({"error": failure(results, cell, arm)} if place.mark == "failed" else {})
             for (arm, cell), place in places.items()
         ],
         "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
