@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, combine, figures, ours, runs, search, summary
+from rl_plugins.bench import chains, combine, figures, ours, page, runs, search, summary
 from rl_plugins.bench.arms import BenchArm
 from rl_plugins.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.bench.claims import LOOKS, PaperClaim
@@ -25,6 +25,7 @@ from rl_plugins.bench.differences import at_budget, difference
 from rl_plugins.bench.results import BenchRun, Results, is_current
 from rl_plugins.bench.runs import Waiting, run_missing
 from rl_plugins.bench.verdicts import decide, matrix
+from rl_plugins.commands import bench
 from rl_plugins.errors import ConfigError
 
 # ---- tasks
@@ -99,9 +100,8 @@ def test_every_cell_has_a_config_and_its_rewards_exist(tmp_path):
 
 
 def test_rloo_plays_no_environments(tmp_path):
-    cell = CELLS["agents=states"]
     with pytest.raises(ConfigError, match="RLOO plays no environments, so rloo does not run in agents=states"):
-        BenchArm.of("rloo").config(cell, {})
+        bench._wanted(["rloo"], ["agents=states"], [], range(2))  # before anything is trained
     kept = BenchArm.of("rloo@beta=0.1").config(CELLS["neutral"], CELLS["neutral"].config(tmp_path, tmp_path))
     assert kept["beta"] == 0.1 and not {"methods", "count_costs", "loss_type"} & set(kept)
 
@@ -229,6 +229,15 @@ def test_the_arm_that_lost_gets_another_learning_rate(effect, lost, rates, verdi
     if best != lost:
         sign = 1 if lost == "mc_grpo" else -1
         assert found.again.mean == pytest.approx(effect + sign * gains[best]) and found.found.mean != found.again.mean
+
+
+def test_the_page_tells_when_a_confirmed_difference_is_small():
+    told = {"verdict": "confirmed", "mean": 0.01, "low": 0.005, "high": 0.015, "seeds": 8, "least": 0.02}
+    told |= {"cell": "neutral", "metric": "right", "budget": "steps", "method": "mc_grpo", "than": "grpo"}
+    assert "less than the 0.02 that matter" in page.claim_row(told)
+    assert "that matter" not in page.claim_row({**told, "mean": 0.03})
+    searched = {**told, "lost": "grpo", "tuned": "grpo"}
+    assert "learning rate of `grpo` searched: none was better" in page.claim_row(searched)
 
 
 def test_an_arm_that_names_its_learning_rate_is_not_searched():
@@ -364,6 +373,7 @@ def test_a_run_that_refuses_says_why():
     refused = ["rl-plugins: methods in effect, in this order", "rl-plugins: `minpro` needs it.", "SystemExit: 2"]
     assert runs._reason(refused) == "`minpro` needs it."
     assert runs._reason([*refused[:2], "KeyError: 'x'"]) == "KeyError: 'x'"
+    assert runs._reason([refused[0], refused[2]]) == "SystemExit: 2", "what took effect is no reason"
 
 
 def test_a_killed_command_leaves_no_run_behind():

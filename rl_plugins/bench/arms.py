@@ -83,16 +83,18 @@ class BenchArm:
         """Module whose `main` trains."""
         return "rl_plugins.trl.rloo" if self.is_rloo else "rl_plugins.trl.script"
 
-    def config(self, cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the cell with this arm in it.
-
+    def check(self, cell: Cell) -> None:
+        """
         Raises:
             ConfigError: RLOO where agents play.
         """
+        if self.is_rloo and cell.environment:
+            raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {cell.name}.")
+
+    def config(self, cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the cell with this arm in it."""
         methods, params = self.methods, {**self.params}
         if self.is_rloo:
-            if cell.environment:
-                raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {cell.name}.")
             return {k: v for k, v in {**config, **self.options}.items() if k not in OF_GRPO}
         if cell.environment:
             from rl_plugins.compare.plan import Arm

@@ -16,6 +16,7 @@ from rl_plugins.bench.cells import CELLS, CURRENCIES, METRICS
 from rl_plugins.errors import ConfigError
 
 LOOKS = (8, 12, 16)  # seeds at which a claim is looked at
+DECIDED = ("confirmed", "refuted")  # verdicts that end a claim
 
 
 @dataclass(frozen=True)

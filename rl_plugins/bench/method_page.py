@@ -59,8 +59,8 @@ def _places(method: str) -> list[str]:
     for arm, cell, place in found:
         cost = " | ".join(_ratio(costs.get((arm, cell), {}), name) for name in COSTS)
         word = f"{SIGN[place['mark']]} {place['mark']}"
-        found = numbers(place) or place.get("error", "")
-        lines.append(f"| `{arm}` | {cell} | {found} | {place.get('seeds', '')} | {word} | {cost} |")
+        told = numbers(place) or place.get("error", "")
+        lines.append(f"| `{arm}` | {cell} | {told} | {place.get('seeds', '')} | {word} | {cost} |")
     return [*lines, ""]
 
 

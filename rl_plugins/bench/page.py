@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_plugins.bench.cells import CELLS, METRICS
+from rl_plugins.bench.claims import DECIDED
 from rl_plugins.bench.ours import COSTS, cells_run, methods_run, numbers, ours
 
 SIGN = {"better": "+", "worse": "−", "not told apart": "·", "failed": "x"}
@@ -33,10 +34,11 @@ _RULES = """\
   the smallest difference that matters.
 - **Equal budgets.** Both runs of a seed are read at the smaller of their totals, in optimizer steps unless the claim
   says rows trained or tokens decoded. The value is the mean over the last quarter of the budget.
-- **Seeds** are paired. A verdict takes at least 8. Claims that stay undecided get 12, then 16. Intervals and p-values
-  are corrected for these looks, and then for the number of comparisons (Benjamini and Hochberg, 5 %).
-- **Confirmed**: the difference is above zero. **Refuted**: the difference is below the smallest one that matters.
-  **Undecided**: neither, with 16 seeds or as many as were run.
+- **Seeds** are paired. A verdict takes at least 8. Claims that stay undecided can get 12, then 16 (`--until-decided`).
+  Intervals and p-values are corrected for these looks, and then for the number of comparisons (Benjamini and Hochberg,
+  5 %).
+- **Confirmed**: the difference is above zero; where it is smaller than what matters, the table says so. **Refuted**:
+  the difference is below the smallest one that matters. **Undecided**: neither, with as many seeds as were run.
 - **GRPO** is TRL's, with the learning rate that was best for it among five on other seeds, and methods run at the
   paper's parameters and at that learning rate. Where this decides a claim, the arm that lost gets its learning rate
   searched in that cell, on seeds that no verdict uses. A verdict that does not hold then becomes undecided.
@@ -61,14 +63,15 @@ def _matrix(told: Mapping[str, Any]) -> str:
     head = (
         f"## Methods by cells\n\n{told['runs']} runs, {told['hours']:.1f} hours of one core, the last one on "
         f"{told['last']}. Difference from GRPO in the metric of the cell at equal steps; **+** better, **−** worse, "
-        "**·** not told apart, x refused to run or failed (its page says why); an empty place was not run.\n\n"
+        "**·** not told apart, x refused to run or failed, for the reason below; an empty place was not run.\n\n"
         "![Methods by cells](figures/bench/matrix.png)\n\n"
         "| arm | " + " | ".join(cells) + " |\n|---|" + "---|" * len(cells)
     )
     rows = [
         f"| {_linked(arm, told)} | " + " | ".join(_place(by.get((arm, cell))) for cell in cells) + " |" for arm in arms
     ]
-    return "\n".join([head, *rows, ""])
+    refused = [f"- `{p['arm']}` in {p['cell']}: {p['error']}" for p in told["matrix"] if "error" in p]
+    return "\n".join([head, *rows, "", *refused, ""])
 
 
 def _linked(arm: str, told: Mapping[str, Any]) -> str:
@@ -106,16 +109,13 @@ def headline() -> str:
     of = {v: [c for c in told["claims"] if c["verdict"] == v] for v in ("confirmed", "refuted", "undecided")}
     run = sum(map(len, of.values()))
     told_apart = "; ".join(
-        f"{len(of[v])} {v} ({', '.join(dict.fromkeys(_named(c) for c in of[v]))})" for v in of if of[v] and v in ENDED
+        f"{len(of[v])} {v} ({', '.join(dict.fromkeys(_named(c) for c in of[v]))})" for v in of if of[v] and v in DECIDED
     )
     return (
-        f"All methods ran on the same generated tasks with equal budgets, {told['runs']} runs, against claims that "
-        f"were written down first. Of {run} claims that a small policy can test: {told_apart}; {len(of['undecided'])} "
-        "undecided. [The page of the bench](docs/bench.md) has conditions, intervals and curves."
+        f"Methods and baselines ran on the same generated tasks with equal budgets, {told['runs']} runs, against "
+        f"claims that were written down first. Of {run} claims that a small policy can test: {told_apart}; "
+        f"{len(of['undecided'])} undecided. [The page of the bench](docs/bench.md) has all intervals and curves."
     )
-
-
-ENDED = ("confirmed", "refuted")
 
 
 def _named(claim: Mapping[str, Any]) -> str:
@@ -129,6 +129,8 @@ def claim_row(c: Mapping[str, Any]) -> str:
     """A claim's places behind what it says."""
     where = f"{c['cell']}, {c['metric']}, {c['budget'].replace('_', ' ')}"
     found = numbers(c) or c.get("error", "")
+    if c["verdict"] == "confirmed" and c["mean"] < c["least"]:
+        found += f"; less than the {c['least']:g} that matter"
     if "tuned" in c:
         best = "none was better" if c["tuned"] == c["lost"] else f"`{c['tuned']}` {numbers(c['again'])}"
         found += f"; learning rate of `{c['lost']}` searched: {best}"

@@ -15,7 +15,7 @@ from scipy import stats
 
 from rl_plugins.bench import search
 from rl_plugins.bench.cells import CELLS
-from rl_plugins.bench.claims import LOOKS, PaperClaim
+from rl_plugins.bench.claims import DECIDED, LOOKS, PaperClaim
 from rl_plugins.bench.differences import ALPHA, Difference, difference
 from rl_plugins.bench.results import Results
 
@@ -56,13 +56,18 @@ def decide(results: Results, asked: Sequence[PaperClaim]) -> list[ClaimResult]:
         for c in asked
     ]
     verdicts = _verdicts(found)
-    lost = {i: c.label if verdicts[i] == "refuted" else c.than for i, c in enumerate(asked) if verdicts.get(i) in ENDS}
-    tuned = {i: search.best(results, asked[i], arm) for i, arm in lost.items()}
-    again = {
-        i: d
-        for i, arm in tuned.items()
-        if arm not in ("", lost[i]) and (d := search.again(results, asked[i], lost[i], arm)) and d.seeds >= LOOKS[0]
-    }
+    lost: dict[int, str] = {}
+    tuned: dict[int, str] = {}
+    again: dict[int, Difference] = {}
+    for i, verdict in verdicts.items():
+        if verdict in DECIDED:
+            claim = asked[i]
+            lost[i] = claim.label if verdict == "refuted" else claim.than
+            best = search.best(results, claim, lost[i])
+            if best == lost[i]:
+                tuned[i] = best
+            elif best and (d := search.again(results, claim, lost[i], best)) and d.seeds >= LOOKS[0]:
+                tuned[i], again[i] = best, d
     then = _verdicts([again.get(i, d) for i, d in enumerate(found)])
     out = []
     for i, claim in enumerate(asked):
@@ -70,12 +75,8 @@ def decide(results: Results, asked: Sequence[PaperClaim]) -> list[ClaimResult]:
         verdict = verdicts.get(i, "not tested" if claim.untested else "failed" if error else "not run")
         if i in again and then[i] != verdict:
             verdict = "undecided"
-        known = tuned.get(i, "") if i in again or tuned.get(i) == lost.get(i) else ""
-        out.append(ClaimResult(claim, verdict, found[i], error, lost.get(i, ""), known, again.get(i)))
+        out.append(ClaimResult(claim, verdict, found[i], error, lost.get(i, ""), tuned.get(i, ""), again.get(i)))
     return out
-
-
-ENDS = ("confirmed", "refuted")
 
 
 def _verdicts(found: Sequence[Difference | None]) -> dict[int, Verdict]:

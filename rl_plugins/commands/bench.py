@@ -189,9 +189,9 @@ def _wanted(
     order = list(CELLS)
     found = [*sorted(pairs.items(), key=lambda pair: order.index(pair[0])), *neutral.items()]
     seeds = list(seeds)
-    for _, of in found:
+    for name, of in found:
         for arm in of:
-            BenchArm.of(arm)
+            BenchArm.of(arm).check(cell_of(name))
     wanted = [Waiting(cell, arm, seed) for cell, of in found for seed in seeds for arm in of]
     return list(dict.fromkeys(wanted))
 
