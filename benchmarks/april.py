@@ -1,6 +1,6 @@
 """APRIL against waiting for the longest rollout: a simulation of the schedule, and (--real) TRL trainers on the CPU.
 
-The simulation (`rl_plugins.simulation`) drives the real method and the real queue: 32 groups of 8, lengths log-normal
+The simulation (`rl_plugins.testing.generation`) drives the real method and the real queue: 32 groups of 8, lengths log-normal
 (half of the variance of their logarithm between prompts), cut at 16 medians. Three engines: `free`, where a token takes
 as long whatever the number of rollouts; `slots`, which decodes at most 256 at once, as many as plain training needs;
 `busy`, where a token takes 1 + rollouts / 128 and reading one of a resumed rollout 0.01. Only generation is timed.
@@ -31,9 +31,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import numpy as np
 from cpu_runs import cpu_run
 
-from rl_plugins.compare.report import Interval
+from rl_plugins.lab.compare.report import Interval
 from rl_plugins.methods.april import April
-from rl_plugins.simulation import Simulation, summary
+from rl_plugins.testing.generation import Simulation, summary
 
 GROUPS, SIZE, MEDIAN, BATCHES, SKIP = 32, 8, 24, 36, 8
 SIGMAS = (0.5, 1.0, 1.5)
@@ -118,7 +118,7 @@ def show(table: list[dict[str, Any]]) -> None:
 
 def teach(folder: Path, seed: int = 0) -> None:
     """A policy whose completions are digits, as many as the letter of the prompt says, more or less."""
-    from rl_plugins.demo.policy import Fit, build_model, build_tokenizer, fit, labeled
+    from rl_plugins.lab.demo.policy import Fit, build_model, build_tokenizer, fit, labeled
 
     model, tokenizer, rng = build_model(seed), build_tokenizer(), random.Random(seed)
 

@@ -26,9 +26,9 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental import async_grpo
 
-from rl_plugins.demo import rewards
-from rl_plugins.demo.policy import load_policy
-from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.lab.demo import rewards
+from rl_plugins.lab.demo.policy import load_policy
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.asynchronous import AsyncGRPOConfig, AsyncGRPOTrainer, GenerateWorker, cpu
 
 ARMS: dict[str, list[str] | None] = {

@@ -54,9 +54,9 @@ def run(kind: str, n: int) -> dict[str, float]:
     from datasets import load_dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from rl_plugins.demo import rewards
-    from rl_plugins.demo.policy import load_policy
-    from rl_plugins.demo.settings import ON_CPU, write_data
+    from rl_plugins.lab.demo import rewards
+    from rl_plugins.lab.demo.policy import load_policy
+    from rl_plugins.lab.demo.settings import ON_CPU, write_data
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Cheap copies of a policy (`rl_plugins.cheap`), and steps of the diffusion trainer that explore with one.
+"""Cheap copies of a policy (`rl_plugins.runtime.cheap`), and steps of the diffusion trainer that explore with one.
 
 `passes` are two DiTs of diffusers with random weights: the demo's of 200,132 parameters (width 64) with 64 rows, and
 one of width 768 with 4 layers and 64 places per image, with 8 rows. CPU milliseconds of a pass of the policy and of
@@ -31,9 +31,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import torch
 from diffusers import DiTTransformer2DModel
 
-from rl_plugins.cheap import CheapCopy, CheapOptions
-from rl_plugins.demo import shapes
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
+from rl_plugins.lab.demo import shapes
+from rl_plugins.runtime.cheap import CheapCopy, CheapOptions
 
 torch.set_num_threads(1)
 PRECISIONS = ("bf16", "int8", "fp4")

@@ -29,8 +29,8 @@ def cpu_run(
     import trl
     from transformers.trainer_callback import PrinterCallback
 
-    from rl_plugins.demo.policy import load_policy
-    from rl_plugins.demo.tasks import build_dataset
+    from rl_plugins.lab.demo.policy import load_policy
+    from rl_plugins.lab.demo.tasks import build_dataset
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if stock else (GRPOConfig, GRPOTrainer)

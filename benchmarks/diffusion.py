@@ -31,12 +31,12 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import torch
 from torch import Tensor, nn
 
-from rl_plugins.cheap import CheapOptions
-from rl_plugins.demo import shapes
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
 from rl_plugins.diffusion.batch import BatchMaker
+from rl_plugins.diffusion.flows import shifted_sigmas
 from rl_plugins.diffusion.rewards import PolicyEngine
-from rl_plugins.flows import shifted_sigmas
+from rl_plugins.lab.demo import shapes
+from rl_plugins.runtime.cheap import CheapOptions
 
 torch.set_num_threads(1)
 STEPS, SHAPE = 20, (1, 8, 8)

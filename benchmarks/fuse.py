@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from rl_plugins.commands.fuse import FusionPlan
 from rl_plugins.commands.fuse.command import write
-from rl_plugins.fusion import FusionRule
+from rl_plugins.tools.fusion import FusionRule
 
 RULES = {
     "mean, 3 experts": (3, FusionRule(False, 1.0, 1.0, False)),

@@ -30,9 +30,9 @@ from groups import in_turns
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.gigpo import Gigpo, _Clusters
 from rl_plugins.methods.hgpo import Hgpo
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.testing import make_rollouts, make_turns
 
 SIZES = (960, 3840, 6400, 12800, 25600, 51200, 102400)

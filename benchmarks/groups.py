@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.estimators import grpo_advantages
+from rl_plugins.core.estimators import grpo_advantages
 from rl_plugins.testing import make_rollouts
 
 SIZES = (512, 2048, 8192, 32768, 131072)

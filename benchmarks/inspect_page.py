@@ -29,11 +29,11 @@ import torch
 import typer
 from scale_driver import RANKS, Batch
 
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import write_page
+from rl_plugins.lab.viewer.serve import PageServer
 from rl_plugins.runtime.trace import schema, trace_of
 from rl_plugins.testing.browser import Browser
-from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import write_page
-from rl_plugins.viewer.serve import PageServer
 
 VOCABULARY, DIFFERENT = 50_000, 3
 

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.losses import ppo_clip
-from rl_plugins.rollouts import Rows, Terms
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_run
 

@@ -65,8 +65,8 @@ def measure(arm: str) -> dict[str, float]:
     import torch
     from transformers import TrainerCallback
 
-    from rl_plugins.demo import masked_policy, policy
-    from rl_plugins.demo.tasks import build_dataset
+    from rl_plugins.lab.demo import masked_policy, policy
+    from rl_plugins.lab.demo.tasks import build_dataset
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
     from rl_plugins.trl.masked import MaskedGRPOConfig, MaskedGRPOTrainer
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rl_plugins.messages import Contracts, LineageGuard
+from rl_plugins.tools.messages import Contracts, LineageGuard
 
 CONFIRMED = (10, 100, 1000)
 MESSAGES, PACKETS = 50, 2000

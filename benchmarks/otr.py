@@ -28,7 +28,7 @@ def measure(arm: str) -> dict[str, float]:
     import torch
     from trl.kernels import ChunkedLogProbFunction
 
-    from rl_plugins.supervised.otr import Drawing, OtrParams, generator, head_loss
+    from rl_plugins.tools.supervised.otr import Drawing, OtrParams, generator, head_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.ps_grpo import PsGrpo
 from rl_plugins.methods.ps_grpo.method import weights
 from rl_plugins.methods.ps_grpo.texts import tokens_of
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.testing import make_rollouts, start_stack
 from rl_plugins.testing.contract.dataset import StoredDataset
 from rl_plugins.testing.data import make_run

@@ -30,7 +30,7 @@ def worker(out: Path, rows: int, steps: int) -> None:
     import torch
     from cpu_runs import cpu_run
 
-    from rl_plugins.demo import rewards
+    from rl_plugins.lab.demo import rewards
 
     torch.set_num_threads(1)
     ranks, found = int(os.environ.get("WORLD_SIZE", "1")), {}

@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_plugins.core.rollouts import TokenIds
 from rl_plugins.methods.dots.predictor import Adapter, Predictor, draw, selection_logits
 from rl_plugins.methods.rollout_replay import RolloutReplay
-from rl_plugins.rollouts import TokenIds
-from rl_plugins.runtime import gate
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.state import save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, start_stack
 
@@ -84,7 +84,7 @@ def buffer(repetitions: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "observe": seconds(lambda: method.observe(*data[next(turn) % 4], {}), repetitions),
         "plan": seconds(lambda: method.plan(plan), repetitions),
-        "check": seconds(lambda: gate.plan(method, planned, plan, 4 * FRESH, 151_936), repetitions),
+        "check": seconds(lambda: validate.plan(method, planned, plan, 4 * FRESH, 151_936), repetitions),
         "snapshot": seconds(lambda: stack.state_dict("data"), repetitions),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins.audit import Options, preflight
+from rl_plugins.core.rollouts import RewardFunction, Rollouts
 from rl_plugins.methods.reward_audit import RewardAudit
-from rl_plugins.rollouts import RewardFunction, Rollouts
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
+from rl_plugins.tools.audit import Options, preflight
 
 GROUP, BATCHES = 8, 20
 

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from rl_plugins.disaggregated.router import AffinityRouter, Pool
-from rl_plugins.method import Method
-from rl_plugins.requests import Generate, Generated, Prompt, Trajectory, together
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory, together
 from rl_plugins.runtime.programs import Running, drive, run
 from rl_plugins.testing.engine import TableEngine, make_prompt
+from rl_plugins.tools.disaggregated.router import AffinityRouter, Pool
 from rl_plugins.verl.router import AffinityLoadBalancer
 
 TURNS, MEAN = 20, 0.02

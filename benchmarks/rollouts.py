@@ -4,7 +4,7 @@ Two parts, both on one CPU thread:
 
 1. Plain sampling, LATR, ARRoL and APRIL make rollouts of the warm-started demo policy for the same data, arms taking
    turns in one process. The learning rate is 0, so that every batch of every arm is made by the same policy.
-2. What keeping keys and values between requests (`rl_plugins.trl.context_cache`) saves, for the demo policy and for a
+2. What keeping keys and values between requests (`rl_plugins.trl.generation.context_cache`) saves, for the demo policy and for a
    wider one, whose time is arithmetic and not Python.
 
     python benchmarks/rollouts.py --repeat 9
@@ -31,13 +31,13 @@ import torch
 from cpu_runs import cpu_run
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from rl_plugins.demo.policy import build_model
-from rl_plugins.demo.rewards import exact
-from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.lab.demo.policy import build_model
+from rl_plugins.lab.demo.rewards import exact
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.carry_over import from_plain
-from rl_plugins.trl.context_cache import ContextCache
-from rl_plugins.trl.engine import TrlEngine
-from rl_plugins.trl.generation import GenerationBatch
+from rl_plugins.trl.generation.batches import GenerationBatch
+from rl_plugins.trl.generation.context_cache import ContextCache
+from rl_plugins.trl.generation.engine import TrlEngine
 
 LOOSE = {"tau_abs": 0.1, "tau_rel": 0.5, "lookahead": [4]}  # for completions of 3 to 12 tokens
 WIDE = {"tau_abs": 0.01, "tau_rel": 1.0, "tau_ed": None}  # whatever is not excluded branches, nothing is pruned

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import typer
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.rollouts import PlanRow, Run
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.rollouts import PlanRow, Run
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.trl.batch import local_decisions
-from rl_plugins.trl.rows import Row, Work, collect, rollouts_of
+from rl_plugins.trl.generation.decided import local_decisions
+from rl_plugins.trl.generation.rows import Row, Work, collect, rollouts_of
 
 RANKS, GROUP = 64, 8
 BY_ROWS = ("gdpo", "vade", "mc_grpo")

@@ -23,10 +23,10 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1")
 
-from rl_plugins.agents import Observation
-from rl_plugins.agents.loop import play
-from rl_plugins.method import Method
-from rl_plugins.requests import Generate, Generated, Prompt, Trajectory, together
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory, together
+from rl_plugins.kit.agents import Observation
+from rl_plugins.kit.agents.loop import play
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing.engine import CharChat
 

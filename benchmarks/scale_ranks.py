@@ -27,10 +27,10 @@ import torch.distributed as dist
 import typer
 from scale_driver import GROUP, Batch
 
-from rl_plugins.requests import Generated, Trajectory
-from rl_plugins.rollouts import PlanRow
-from rl_plugins.trl import programs, queue
-from rl_plugins.trl.generation import GenerationBatch
+from rl_plugins.core.requests import Generated, Trajectory
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.trl.generation import programs, queue
+from rl_plugins.trl.generation.batches import GenerationBatch
 
 BY_ROWS, BY_TOKENS, TOGETHER = ("gdpo", "vade"), ("mssr_shaping", "d3s"), ("rounds", "queue", "programs")
 

@@ -30,8 +30,8 @@ from datasets import arrow_dataset
 from scale_state import dataset_of
 
 from rl_plugins.commands.doctor import dry_run, examine
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.demo.rewards import format as rewarded
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.rewards import format as rewarded
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
 METHODS: dict[str, dict[str, Any]] = {"vade": {}, "mc_grpo": {"mad_eps": 0.1}}
@@ -92,7 +92,7 @@ def main(rows: int = 10**6) -> None:
         data.mkdir()
         pyarrow.parquet.write_table(dataset_of(rows).data.table, data / "train.parquet")
         run = {**SMALL, "model_name_or_path": str(policy), "dataset_name": str(data), "output_dir": str(folder / "out")}
-        run |= {"reward_funcs": ["rl_plugins.demo.rewards.format"], "methods": [*METHODS], "method_params": METHODS}
+        run |= {"reward_funcs": ["rl_plugins.lab.demo.rewards.format"], "methods": [*METHODS], "method_params": METHODS}
         config.write_text(yaml.safe_dump(run))
         argv = ["--config", str(config)]
         found = {"reading the file, once": measured(lambda: datasets.load_dataset(str(data)))[1]}

@@ -23,10 +23,10 @@ import datasets
 import pyarrow as pa
 import pyarrow.compute
 
-from rl_plugins.errors import RLPluginsError
-from rl_plugins.requests import Generated, Trajectory
-from rl_plugins.rollouts import PlanRow, Run
-from rl_plugins.runtime.carry_over import Group, admit, settle_queue, to_plain
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.requests import Generated, Trajectory
+from rl_plugins.core.rollouts import PlanRow, Run
+from rl_plugins.runtime.carry_over import Group, admit, requeue, to_plain
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.registry import all_names
@@ -102,10 +102,10 @@ def queue(groups: int, size: int, tokens: int, prompt: int = 500) -> dict[str, A
     ]
     found: dict[str, Any] = {"groups": groups, "rollouts": size, "tokens": tokens, **costs(stack)}
     begun = admit(stack, range(groups // 2), groups // 2, size, 10_000, None)
-    settle_queue(stack, begun, [], 0)
+    requeue(stack, begun, [], 0)
 
     def batch() -> None:
-        settle_queue(stack, admit(stack, range(groups // 2), groups // 2, size, 10_000, None), [], 0)
+        requeue(stack, admit(stack, range(groups // 2), groups // 2, size, 10_000, None), [], 0)
 
     found["admit and settle all, s"] = least(batch, 3)
     return found

@@ -3,7 +3,7 @@
     python benchmarks/scale_verl.py                 # 1,024 rows x 1,024 and x 8,192 tokens, into scale_verl.json
 
 TransferQueue is replaced by rows in memory for both, so what remains is the work itself. CPU time of one thread, the
-least of three; every case in a process of its own. `select` reads rewards and lengths, `settle` decides and writes the
+least of three; every case in a process of its own. `select` reads rewards and lengths, `decide_advantages` decides and writes the
 advantages.
 """
 
@@ -51,7 +51,7 @@ def measure(method: str, rows: int, tokens: int) -> dict[str, Any]:
     )
     settings = Settings((method,), rewards={"right": 1.0, "short": 1.0} if method == "gdpo" else {})
     draw = torch.Generator().manual_seed(0)
-    took: dict[str, list[float]] = {"verl": [], "select": [], "settle": []}
+    took: dict[str, list[float]] = {"verl": [], "select": [], "decide_advantages": []}
 
     def timed(what: str, call: Any, *args: Any) -> Any:
         start = time.process_time()
@@ -71,7 +71,7 @@ def measure(method: str, rows: int, tokens: int) -> dict[str, Any]:
         selected = timed("select", mine.select, batch)
         host = SimpleNamespace(config=config)
         timed("verl", trainer_base.PPOTrainer._compute_advantage, host, selected.batch, {})
-        timed("settle", mine.settle, selected.batch, selected)
+        timed("decide_advantages", mine.decide_advantages, selected.batch, selected)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     least = {what: min(values) for what, values in took.items()}
     return {"method": method, "rows": rows, "tokens": tokens, **least, "peak_gb": peak}
@@ -100,7 +100,7 @@ class _Tokenizer:
 
 
 def _run(rows: int) -> Any:
-    from rl_plugins.rollouts import Run
+    from rl_plugins.core.rollouts import Run
 
     return Run("verl", "0.9.1", None, rows, (), ("score",), GROUP, 10, 10, 32768)
 

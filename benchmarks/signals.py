@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from trl_overhead import measure
 
-from rl_plugins.method import Method
+from rl_plugins.core.method import Method
 from rl_plugins.testing.delayed import Delayed, installed
 
 ARMS: dict[str, set[str]] = {
@@ -46,7 +46,6 @@ def looks(name: str, signals: set[str]) -> type[Method]:
             "__module__": "__main__",
             "__qualname__": name,
             "name": name.lower(),
-            "paper": Delayed.paper,
             "fidelity": "reconstruction",
             "needs": frozenset(signals),
             "observe": observe,

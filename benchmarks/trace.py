@@ -30,7 +30,7 @@ import torch
 import typer
 from scale_driver import RANKS, Batch
 
-from rl_plugins.demo.policy import build_tokenizer
+from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.trace import trace_of
 
@@ -119,7 +119,7 @@ def measure_verl(options: Any, rows: int, tokens: int) -> dict[str, float]:
         waits = time.thread_time() - start
         trainer_base.PPOTrainer._compute_advantage(SimpleNamespace(config=config), selected.batch, {})
         start = time.thread_time()
-        mine.settle(selected.batch, selected)
+        mine.decide_advantages(selected.batch, selected)
         found = {"waits": waits + time.thread_time() - start}
         start = time.perf_counter()
         for watcher in mine.stack.watchers:

@@ -24,7 +24,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import torch
 from cpu_runs import cpu_run
 
-from rl_plugins.demo import rewards
+from rl_plugins.lab.demo import rewards
 
 ARMS: dict[str, dict[str, Any]] = {
     "stock": {},

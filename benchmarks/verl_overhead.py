@@ -68,8 +68,8 @@ if __name__ != "__main__":
 
 
 def main() -> None:
-    from rl_plugins.demo import verl_data
-    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.lab.demo import verl_data
+    from rl_plugins.lab.demo.policy import load_policy
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=9, help="rounds of all arms that count (default: %(default)s)")
@@ -104,8 +104,8 @@ def run(folder: Path, arguments: argparse.Namespace, verl_data: Any, policy: Pat
         "trainer.v1.trainer_mode": "turns",
         "+rl_plugins.methods": "[mc_grpo]",
         "+rl_plugins.method_params.mc_grpo.advantage_clip": 3,
-        "+rl_plugins.rewards.exact": 1,
-        "+rl_plugins.rewards.digits": 0.5,
+        "+rl_plugins.methods.fapo.rewards.exact": 1,
+        "+rl_plugins.methods.fapo.rewards.digits": 0.5,
     }
     return finished(folder, overridden(lines, changes), VERL_USE_EXTERNAL_MODULES=MODULE)
 

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from verl_overhead import finished, overridden
 
-from rl_plugins.demo import verl_data
-from rl_plugins.demo.policy import build_model, load_policy
+from rl_plugins.lab.demo import verl_data
+from rl_plugins.lab.demo.policy import build_model, load_policy
 
 
 def main() -> None:

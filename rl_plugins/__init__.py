@@ -1,7 +1,8 @@
 """Methods of RL post-training papers as plugins for TRL and verl.
 
-`from rl_plugins.trl import GRPOConfig, GRPOTrainer` and name methods in the config. Importing this package loads no
-host and no torch, and scans no entry points.
+`from rl_plugins.trl import GRPOConfig, GRPOTrainer` and name methods in the config. The author of a method imports from
+here: `from rl_plugins import Method, MethodParams, param, Rollouts`. Importing this package loads no host and no torch,
+and scans no entry points.
 """
 
 from __future__ import annotations
@@ -10,42 +11,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_plugins.errors import ConfigError, MethodError, RLPluginsError, StateError
-    from rl_plugins.losses import aggregate, ppo_clip
-    from rl_plugins.method import Bundle, Idle, Measured, Method, Paper
-    from rl_plugins.params import MethodParams, param
-    from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Shape, Terms, Tokens, Update
+    from rl_plugins.core.errors import ConfigError, MethodError, RLPluginsError, StateError
+    from rl_plugins.core.groups import Groups
+    from rl_plugins.core.losses import aggregate, ppo_clip
+    from rl_plugins.core.method import Bundle, Idle, Method
+    from rl_plugins.core.params import MethodParams, param
+    from rl_plugins.core.requests import Call, Generate, Program, Prompt, Score, Trajectory
+    from rl_plugins.core.rollouts import (
+        Admission,
+        Completion,
+        Plan,
+        PlanRow,
+        PromptPool,
+        Queue,
+        Rollouts,
+        Rows,
+        Run,
+        Shape,
+        Terms,
+        Tokens,
+        Update,
+    )
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Bundle": "method",
-    "Idle": "method",
-    "Measured": "method",
-    "Method": "method",
-    "Paper": "method",
-    "MethodParams": "params",
-    "param": "params",
-    "Completion": "rollouts",
-    "Plan": "rollouts",
-    "PlanRow": "rollouts",
-    "Rollouts": "rollouts",
-    "Shape": "rollouts",
-    "Terms": "rollouts",
-    "Tokens": "rollouts",
-    "Update": "rollouts",
-    "aggregate": "losses",
-    "ppo_clip": "losses",
-    "ConfigError": "errors",
-    "MethodError": "errors",
-    "RLPluginsError": "errors",
-    "StateError": "errors",
+_NAMES = {
+    "errors": "ConfigError MethodError RLPluginsError StateError",
+    "losses": "aggregate ppo_clip",
+    "method": "Bundle Idle Method",
+    "params": "MethodParams param",
+    "requests": "Call Generate Prompt Program Score Trajectory",
+    "rollouts": "Admission Completion Plan PlanRow PromptPool Queue Rollouts Rows Run Shape Terms Tokens Update",
+    "groups": "Groups",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"rl_plugins.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"rl_plugins.core.{_HOME[name]}"), name)
     raise AttributeError(f"module 'rl_plugins' has no attribute {name!r}")

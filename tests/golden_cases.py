@@ -34,7 +34,7 @@ from typing import Any
 import pytest
 from one_method import acting
 
-from rl_plugins.params import build_params
+from rl_plugins.core.params import build_params
 
 FOLDER = Path(__file__).parent / "golden"
 DESCRIPTIVE = ("name", "function", "note", "notes", "source")  # of a case; nothing has to read them

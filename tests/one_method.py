@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.params import MethodParams, has_effect
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, has_effect
 
 
 def method(name: str = "m", **members: Any) -> Method:

@@ -9,11 +9,11 @@ from rich.console import Console
 from test_compare import fake_logs, plan
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
 from rl_plugins.commands import compare
 from rl_plugins.commands.attribute import Cube, attributed, table
-from rl_plugins.compare import report
-from rl_plugins.errors import ConfigError
+from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.compare import report
 
 METHODS = ["vade", "mc_grpo"]
 CUBE = Cube(("vade", "mc_grpo"))

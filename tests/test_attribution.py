@@ -12,8 +12,8 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.attribution import MOST_EXACT, attribute, bootstrap, coalitions, needed, synergies
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.attribution import MOST_EXACT, attribute, bootstrap, coalitions, needed, synergies
 
 GOLDEN = Golden("capabench")
 SCORES = st.floats(-5, 5, allow_nan=False)

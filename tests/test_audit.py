@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.audit import AuditReport, Options, duplicates, lint, preflight
-from rl_plugins.audit.answers import canonical, extract_answer, kind_of, wrong_numbers
-from rl_plugins.audit.provenance import changed, hash_of_function, provenance
-from rl_plugins.audit.rows import normal, oddities, with_cell, with_prompt, words_of
-from rl_plugins.audit.scoring import RewardCaller
-from rl_plugins.rollouts import RewardFunction, Run
+from rl_plugins.core.rollouts import RewardFunction, Run
 from rl_plugins.testing.data import make_run
+from rl_plugins.tools.audit import AuditReport, Options, duplicates, lint, preflight
+from rl_plugins.tools.audit.answers import canonical, extract_answer, kind_of, wrong_numbers
+from rl_plugins.tools.audit.provenance import changed, hash_of_function, provenance
+from rl_plugins.tools.audit.rows import normal, oddities, with_cell, with_prompt, words_of
+from rl_plugins.tools.audit.scoring import RewardCaller
 
 WORDS = [f"word{c}" for c in "abcdefghijklmnop"]
 
@@ -440,7 +440,7 @@ def test_hashes_follow_the_code_its_closure_and_the_config(tmp_path: Path):
 
 
 def test_functions_of_a_trl_config_sync_async_and_out_of_reach():
-    from rl_plugins.trl.rewards import with_functions
+    from rl_plugins.trl.generation.rewards import with_functions
 
     async def slow(prompts, completions, answer, **columns):
         return [1.0 if c[0]["content"] == a else None for c, a in zip(completions, answer, strict=True)]
@@ -476,7 +476,7 @@ def test_functions_of_a_trainer_run_in_its_own_loop():
     import threading
     from types import SimpleNamespace
 
-    from rl_plugins.trl.rewards import with_reward_functions
+    from rl_plugins.trl.generation.rewards import with_reward_functions
 
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()

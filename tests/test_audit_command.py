@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
-from rl_plugins.demo.tasks import build_rows
+from rl_plugins.commands.cli import app
+from rl_plugins.lab.demo.tasks import build_rows
 
 ROOT = Path(__file__).parents[1]
 VERL = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.n=4", "data.train_batch_size=8")
@@ -40,7 +40,7 @@ def test_the_example_of_trl_has_no_critical_finding_and_a_planted_error_has_one(
     report = json.loads((laptop / "clean" / "report.json").read_text())
     assert report["facts"]["rows looked at"] == 200 and report["not_served"] == {}
     (laptop / "planted_reward.py").write_text(
-        "from rl_plugins.demo.rewards import exact\n\n"
+        "from rl_plugins.lab.demo.rewards import exact\n\n"
         "def planted(prompts, completions, answer, task, **columns):\n"
         "    found = exact(prompts, completions, answer=answer)\n"
         "    return [1 - r if t == 'unique' else r for r, t in zip(found, task)]\n"
@@ -58,14 +58,14 @@ def test_the_example_of_trl_has_no_critical_finding_and_a_planted_error_has_one(
 
 
 def test_the_reward_functions_of_the_examples_for_verl(tmp_path):
-    from rl_plugins.demo import verl_data
+    from rl_plugins.lab.demo import verl_data
 
     verl_data.write(tmp_path)
     run = (*VERL, f"data.train_files={tmp_path}/train.parquet")
     guide = f"reward.custom_reward_function.path={ROOT}/examples/guides/rewards.py"
     text = audit("--host", "verl", "--", *run, guide)
     assert "No critical finding." in text and "ground_truth" in text
-    parts = ("+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1")
+    parts = ("+rl_plugins.methods.fapo.rewards.correct=1", "+rl_plugins.methods.fapo.rewards.brief=0.1")
     text = audit("--host", "verl", "--", "python", "-m", "verl.trainer.main_ppo", *run, guide, *parts)
     assert "correct, brief" in text and "`brief` gives the same reward" in text
     (tmp_path / "wrong.py").write_text(

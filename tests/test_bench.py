@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.bench import chains, combine, figures, ours, page, runs, search, summary
-from rl_plugins.bench.arms import BenchArm
-from rl_plugins.bench.cells import CELLS, METRICS, cell_of
-from rl_plugins.bench.claims import LOOKS, PaperClaim
-from rl_plugins.bench.differences import at_budget, difference
-from rl_plugins.bench.results import BenchRun, Results, is_current
-from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import decide, matrix
 from rl_plugins.commands import bench
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench import chains, combine, figures, page, published, runs, search, summary
+from rl_plugins.lab.bench.arms import BenchArm
+from rl_plugins.lab.bench.cells import CELLS, METRICS, cell_of
+from rl_plugins.lab.bench.claims import LOOKS, PaperClaim
+from rl_plugins.lab.bench.differences import at_budget, difference
+from rl_plugins.lab.bench.results import BenchRun, Results, is_current
+from rl_plugins.lab.bench.runs import Waiting, run_missing
+from rl_plugins.lab.bench.verdicts import decide, matrix
 
 # ---- tasks
 
@@ -94,7 +94,7 @@ def test_every_cell_has_a_config_and_its_rewards_exist(tmp_path):
         values = cell.config(tmp_path, tmp_path)
         assert values["max_steps"] % values["eval_steps"] == 0
         for name in values["reward_funcs"]:
-            if name.startswith("rl_plugins.bench.chains."):
+            if name.startswith("rl_plugins.lab.bench.chains."):
                 assert callable(getattr(chains, name.rpartition(".")[2]))
         assert cell.metric in METRICS
 
@@ -268,7 +268,7 @@ def test_the_matrix_marks_what_differs():
         results.add(pairs(0.1, 0.03).runs["neutral", "grpo", seed])
     found = matrix(results, ["mc_grpo", "gdpo", "vade", "drpo"])
     assert found["mc_grpo", "neutral"].mark == "better" and found["gdpo", "neutral"].mark == "worse"
-    assert found["drpo", "neutral"].mark == "not told apart", "four seeds are too few"
+    assert found["drpo", "neutral"].mark == "no significant difference", "four seeds are too few"
     assert ("mc_grpo", "noise=10") not in found
 
 
@@ -312,7 +312,7 @@ def test_the_summary_that_the_package_carries():
     assert told["costs"] == [
         {"arm": "mc_grpo", "cell": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
     ]
-    assert ours.ours().keys() == told.keys()
+    assert published.ours().keys() == told.keys()
 
 
 def test_every_method_with_a_claim_has_its_curves(tmp_path):
@@ -320,7 +320,7 @@ def test_every_method_with_a_claim_has_its_curves(tmp_path):
     results = pairs(0.1, 0.03, arm="fapo")
     del results.runs["neutral", "fapo", 0].curves["eval_rewards/right/mean"][1]
     told = summary.summary(results)
-    assert ours.methods_run(told) == ["fapo"]
+    assert published.methods_run(told) == ["fapo"]
     figures.draw(results, told, tmp_path)
     drawn = {file.name for file in tmp_path.iterdir()}
     assert drawn == {f"{n}{dark}.png" for n in ("matrix", "baseline", "fapo") for dark in ("", "-dark")}
@@ -333,7 +333,7 @@ def test_every_method_with_a_claim_has_its_curves(tmp_path):
 
 @pytest.fixture(scope="module")
 def short_policy(tmp_path_factory):
-    from rl_plugins.bench import policy
+    from rl_plugins.lab.bench import policy
 
     folder = tmp_path_factory.mktemp("policy") / "policy"
     policy._build(folder, policy.BenchStart(steps=20, warmup_steps=2, sloppy_steps=5, batch_size=16), None)
@@ -380,7 +380,7 @@ def test_a_killed_command_leaves_no_run_behind():
     """Or it would go on writing the log of the run that the next command begins anew."""
     code = """
 import multiprocessing, threading, time
-from rl_plugins.bench.runs import _end_with_parent
+from rl_plugins.lab.bench.runs import _end_with_parent
 
 def run():
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -451,7 +451,7 @@ def test_what_each_method_brought():
 
 
 def test_a_cell_in_verl_has_the_numbers_of_trl(tmp_path):
-    from rl_plugins.bench import verl_runs
+    from rl_plugins.lab.bench import verl_runs
     from rl_plugins.verl.config import compose
 
     cell = CELLS["neutral"]
@@ -474,7 +474,7 @@ def test_a_cell_in_verl_has_the_numbers_of_trl(tmp_path):
 
 @pytest.mark.parametrize(("effect", "agree"), [(0.1, True), (-0.1, False)])
 def test_whether_both_hosts_agree(effect, agree):
-    from rl_plugins.bench.verl_runs import agreement
+    from rl_plugins.lab.bench.verl_runs import agreement
 
     (told,) = agreement(pairs(0.1, 0.03), pairs(effect, 0.03))
     assert told["agree"] is agree and told["trl"] == pytest.approx(0.1) and told["verl"] == pytest.approx(effect)

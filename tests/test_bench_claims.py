@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from rl_plugins.lab.bench.settings import PARAMS
 
-from rl_plugins.bench import chains, wordings
-from rl_plugins.bench.arms import BenchArm
-from rl_plugins.bench.cells import CELLS
-from rl_plugins.bench.claims import claims
-from rl_plugins.bench.settings import PARAMS
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench import chains, paraphrases
+from rl_plugins.lab.bench.arms import BenchArm
+from rl_plugins.lab.bench.cells import CELLS
+from rl_plugins.lab.bench.claims import claims
 from rl_plugins.runtime import registry
 
 
@@ -90,14 +90,14 @@ def test_the_penalty_counts_superfluous_marks():
 
 def test_wordings_have_the_same_steps_and_come_in_whole_sets():
     mix = chains.Mix(mode="w")
-    train, held_out = (wordings.build_rows(mix, 40, 0, split) for split in ("train", "held_out"))
+    train, held_out = (paraphrases.build_rows(mix, 40, 0, split) for split in ("train", "held_out"))
     for i in range(0, 40, 4):
         told = train[i : i + 4]
         assert {row["paraphrase_set_id"] for row in told} == {i // 4}
         assert len({row["chain"] for row in told}) == 4 and len({row["reference"] for row in told}) == 1
     assert len({row["paraphrase_set_id"] for row in train}) == 10
     assert not {row["chain"] for row in train} & {row["chain"] for row in held_out}
-    assert wordings.wordings("7*7", random.Random(0), "train") == []  # it has no other wording
+    assert paraphrases.wordings("7*7", random.Random(0), "train") == []  # it has no other wording
 
 
 def test_a_mistake_is_told_by_the_number_of_its_step():

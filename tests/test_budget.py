@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from one_method import method
 
-from rl_plugins.errors import MethodError
-from rl_plugins.rollouts import Budget
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.stack import MethodStack, build_stack

@@ -12,13 +12,13 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Bundle
-from rl_plugins.params import describe_params, parse_value
-from rl_plugins.problems import PROBLEMS
+from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Bundle
+from rl_plugins.core.params import describe_params, parse_value
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.supervised import LOSSES, card_of
+from rl_plugins.tools.supervised import LOSSES, card_of
 
 ROOT = Path(__file__).parents[1]
 BUILT_IN = [n for n in registry.all_names() if any(o.where.startswith("rl_plugins.") for o in registry.origins_of(n))]
@@ -74,7 +74,7 @@ def test_cost_is_said_in_rollouts_or_calls(name):
 def test_what_we_measured_stands_in_the_evidence(name):
     """Each number of a card is in the section that it links to."""
     for result in card(name).measured:
-        assert result.verdict in ("better", "worse", "not told apart")
+        assert result.verdict in ("better", "worse", "no significant difference")
         assert result.where in sections(), result
         known = re.sub(r"[\s,]+", " ", sections()[result.where]).replace("−", "-")
         for figure in re.findall(r"\d*\.\d+|\d+", re.sub(r"[\s,]+", " ", result.numbers)):
@@ -118,7 +118,7 @@ def test_a_verdict_is_that_of_the_interval():
     for name, result in sorted(found, key=lambda pair: (pair[0], pair[1].claim)):
         apart = told_apart(result.claim, result.numbers)
         checked += apart is not None
-        if apart is not None and apart == (result.verdict == "not told apart"):
+        if apart is not None and apart == (result.verdict == "no significant difference"):
             wrong.append(f"{name}: {result.claim}: {result.verdict}, {result.numbers}")
     assert not wrong, "\n".join(wrong)
     assert checked > 0.75 * len(found), "most numbers have an interval, and the test reads it"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_plugins.errors import MethodError, StateError
-from rl_plugins.method import Method
-from rl_plugins.requests import Generated, Trajectory
-from rl_plugins.rollouts import Admission, Completion, PlanRow, Queue
-from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, settle_queue, to_plain
+from rl_plugins.core.errors import MethodError, StateError
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generated, Trajectory
+from rl_plugins.core.rollouts import Admission, Completion, PlanRow, Queue
+from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, requeue, to_plain
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack
@@ -82,7 +82,7 @@ def step(stack: MethodStack, done: Sequence[int], enough: int = 2, **changes: An
     """A batch in which the groups of these places complete, in this order."""
     groups = begin(stack, enough, **changes)
     after = [grown(g, 3, g.size if i in done else 1, stack.batch) for i, g in enumerate(groups)]
-    out = settle_queue(stack, after, list(done), enough)
+    out = requeue(stack, after, list(done), enough)
     stack.batch, stack.draw = stack.batch + 1, 0
     return groups, out[0]
 
@@ -202,7 +202,7 @@ def test_an_engine_that_stops_early_is_an_error() -> None:
     stack = MethodStack([Admits(all_first(4))])
     groups = [grown(g, 1, g.size if i == 0 else 0) for i, g in enumerate(begin(stack))]
     with pytest.raises(MethodError, match="stopped with 1 complete groups of 4, and the batch trains 2"):
-        settle_queue(stack, groups, [0], 2)
+        requeue(stack, groups, [0], 2)
 
 
 # ---- what is refused
@@ -284,7 +284,7 @@ def test_later_batches_do_not_change_the_saved_queue() -> None:
     groups = admit(stack, [0, 1], 2, 2, 100, None)
     groups[0].row.payload["seen"].append(1)
     groups[0].row.edit["a"].append(2)
-    settle_queue(stack, [replace(g, rollouts=tuple(t.force((1,)) for t in g.rollouts)) for g in groups], [0, 1], 2)
+    requeue(stack, [replace(g, rollouts=tuple(t.force((1,)) for t in g.rollouts)) for g in groups], [0, 1], 2)
     assert str(saved) == str(before)
     other = MethodStack([Admits(all_first(4))])
     other.load_state_dict(saved, "data")
@@ -386,5 +386,5 @@ def test_a_batch_costs_the_groups_it_admits() -> None:
     before = list(stack.carried)
     groups = admit(stack, [], 2, 1, 100, None)
     assert [g is b for g, b in zip(stack.carried, before[2:], strict=True)] == [True] * 38
-    settle_queue(stack, [replace(g, rollouts=(replace(g.rollouts[0], finish="eos"),)) for g in groups], [0, 1], 2)
+    requeue(stack, [replace(g, rollouts=(replace(g.rollouts[0], finish="eos"),)) for g in groups], [0, 1], 2)
     assert all(g is b for g, b in zip(stack.carried, before[2:], strict=True))

@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_plugins.cheap import BLOCK, CheapCopy, CheapOptions, Int8Linear, round_e2m1, round_fp4, round_int8
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.cheap import BLOCK, CheapCopy, CheapOptions, Int8Linear, round_e2m1, round_fp4, round_int8
 
 # ---- the formats, number by number
 

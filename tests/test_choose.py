@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.commands import catalog
-from rl_plugins.commands.info import info
-from rl_plugins.commands.pages.methods import slug
-from rl_plugins.commands.pairs import conflicts, excluded
-from rl_plugins.commands.usage import usage_of
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Bundle
-from rl_plugins.problems import PROBLEMS
+from rl_plugins.cards import catalog
+from rl_plugins.cards.info import info
+from rl_plugins.cards.pairs import conflicts, excluded
+from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.usage import usage_of
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Bundle
+from rl_plugins.lab.pages.methods import slug
 from rl_plugins.runtime.stack import build_stack
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +44,12 @@ def test_the_page_shows_every_method_under_its_problems():
         for key in card.found.problems:
             part = sections[PROBLEMS[key].title]
             assert f"- [`{name}`](methods.md#{name}) {card.does}." in part, name
-    assert "nobody measured it yet" in text and "better: " in text and "worse: " in text and "not told apart: " in text
+    assert (
+        "nobody measured it yet" in text
+        and "better: " in text
+        and "worse: " in text
+        and "no significant difference: " in text
+    )
     links = re.findall(r"\]\(#([^)]+)\)", text)
     assert set(links) <= {slug(title) for title in sections} and len(links) >= len(PROBLEMS)
 
@@ -87,10 +92,10 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
     """Whole: nothing that the method needs is missing in it, but for rewards, columns and a model of the user's."""
     import trl
 
-    from rl_plugins.trl import GRPOConfig, facts
+    from rl_plugins.trl import GRPOConfig, capabilities
     from rl_plugins.trl.compat import Seams
     from rl_plugins.trl.masked import MaskedGRPOConfig
-    from rl_plugins.trl.masked.facts import masked_facts
+    from rl_plugins.trl.masked.capabilities import masked_capabilities
 
     usage = usage_of(CARDS[name].found)
 
@@ -103,7 +108,7 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
     options = {k: v for k, v in usage.options["trl"].items() if k not in ("use_vllm", "deepspeed", "bf16")}
     size = int(options.get("num_generations", 8)) * 64
     if "generation_batch_size" in options:  # a batch is two optimizer steps on one device, or one of whole groups
-        steps = 1 if any(m.whole_groups for m in stack.methods) else 2
+        steps = 1 if any(m.steps_hold_whole_groups for m in stack.methods) else 2
         size = int(options["generation_batch_size"]) // (steps * int(options.get("gradient_accumulation_steps", 1)))
     args = (MaskedGRPOConfig if usage.masked else GRPOConfig)(
         use_cpu=True,
@@ -112,9 +117,9 @@ def test_the_config_that_info_shows_takes_effect_in_trl(name):
         method_params={k: dict(v) for k, v in usage.params.items()},
         **{"per_device_train_batch_size": size, **options},
     )
-    known = facts.KnownRun(args, data, len(data), ("correctness", "format", "length"))
-    offered = masked_facts(facts.trl_facts(stack, known), stack, args) if usage.masked else None
-    facts.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
+    known = capabilities.KnownRun(args, data, len(data), ("correctness", "format", "length"))
+    offered = masked_capabilities(capabilities.trl_capabilities(stack, known), stack, args) if usage.masked else None
+    capabilities.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
 
 
 def test_gigpo_is_shown_with_a_loop_that_plays_the_turns():

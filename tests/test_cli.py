@@ -22,12 +22,13 @@ from waiting import NEVER
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-from rl_plugins.cli import app
-from rl_plugins.commands import catalog, pages
-from rl_plugins.commands.info import info
-from rl_plugins.commands.usage import usage_of
-from rl_plugins.errors import ConfigError, did_you_mean
-from rl_plugins.method import HOOKS, SIGNALS, Bundle, Method
+from rl_plugins.cards import catalog
+from rl_plugins.cards.info import info
+from rl_plugins.cards.usage import usage_of
+from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError, did_you_mean
+from rl_plugins.core.method import HOOKS, SIGNALS, Bundle, Method
+from rl_plugins.lab import pages
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
 
@@ -59,7 +60,7 @@ def process(*command: str, path: Path | None = None, cwd: Path | None = None) ->
 
 def test_help_loads_no_framework():
     code = (
-        "import sys\nfrom rl_plugins.cli import app\n"
+        "import sys\nfrom rl_plugins.commands.cli import app\n"
         "for a in [['--help'], *([c, '--help'] for c in ('list', 'info', 'check', 'new', 'doctor', 'trl'))]:\n"
         "    try: app(a)\n"
         "    except SystemExit as e: assert not e.code\n"
@@ -72,7 +73,7 @@ def test_help_loads_no_framework():
 
 
 def test_an_error_is_one_paragraph_and_status_2():
-    done = process("-m", "rl_plugins.cli", "info", "mcgrpo")
+    done = process("-m", "rl_plugins.commands.cli", "info", "mcgrpo")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("rl-plugins: There is no method `mcgrpo`. Did you mean `mc_grpo`")
     assert len(done.stderr.splitlines()) == 1
@@ -230,10 +231,10 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
     """A run with everything a method may want: it passes where `list` names the host, else not."""
     import trl
 
-    from rl_plugins.trl import GRPOConfig, facts
+    from rl_plugins.trl import GRPOConfig, capabilities
     from rl_plugins.trl.compat import Seams
     from rl_plugins.trl.masked import MaskedGRPOConfig
-    from rl_plugins.trl.masked.facts import masked_facts
+    from rl_plugins.trl.masked.capabilities import masked_capabilities
 
     class Rows(list):
         column_names = [f"column_{i}" for i in range(9)]
@@ -254,13 +255,13 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         problem = ""
         turns = "turns" in stack.needs and not stack.claims["rollout"]  # of the trainer's own tools then
         try:
-            known = facts.KnownRun(args, data, len(data), ("correctness", "format"), tools=turns)
-            offered = masked_facts(facts.trl_facts(stack, known), stack, args) if masked else None
-            facts.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
+            known = capabilities.KnownRun(args, data, len(data), ("correctness", "format"), tools=turns)
+            offered = masked_capabilities(capabilities.trl_capabilities(stack, known), stack, args) if masked else None
+            capabilities.check(stack, known, Seams.of(trl.GRPOTrainer), offered)
         except ConfigError as e:
             problem = str(e)
         assert (not problem) == ("trl" in catalog.hosts_of(found)), (name, problem)
-    missing = facts.trl_facts(build_stack([]), facts.KnownRun(args, data, len(data))).missing_hooks
+    missing = capabilities.trl_capabilities(build_stack([]), capabilities.KnownRun(args, data, len(data))).missing_hooks
     assert set(catalog.HOSTS["trl"].hooks) == set(HOOKS) - set(missing)
 
 
@@ -360,7 +361,7 @@ def test_a_new_package_with_all_hooks_passes_its_tests_and_installs(tmp_path):
     assert installed.returncode == 0, installed.stderr
     lint = process("-m", "ruff", "check", "--isolated", "--select", "E,F,I", "--line-length", "120", cwd=folder)
     assert lint.returncode == 0, lint.stdout
-    listed = process("-m", "rl_plugins.cli", "info", "my_method", path=tmp_path / "site")
+    listed = process("-m", "rl_plugins.commands.cli", "info", "my_method", path=tmp_path / "site")
     assert listed.returncode == 0 and "negative_weight = 0.5   (float, >= 0)" in listed.stdout, listed.stderr
 
 
@@ -459,12 +460,12 @@ def test_an_installed_module_that_exits_does_not_end_the_command(plugin_path, tm
     site = tmp_path / "site"
     shutil.copytree(plugin_path, site)
     (site / "rl_plugins_dummy" / "broken.py").write_text("raise SystemExit(0)")
-    done = process("-m", "rl_plugins.cli", "list", path=site)
+    done = process("-m", "rl_plugins.commands.cli", "list", path=site)
     assert done.returncode == 0 and "vade" in done.stdout and "Cannot be used" in done.stdout
     assert "cannot be loaded: SystemExit: 0" in " ".join(done.stdout.split())
-    done = process("-m", "rl_plugins.cli", "info", "dummy_broken", path=site)
+    done = process("-m", "rl_plugins.commands.cli", "info", "dummy_broken", path=site)
     assert done.returncode == 2 and "cannot be loaded: SystemExit: 0" in done.stderr
-    done = process("-m", "rl_plugins.cli", "check", "rl_plugins_dummy.broken:X", path=site)
+    done = process("-m", "rl_plugins.commands.cli", "check", "rl_plugins_dummy.broken:X", path=site)
     assert done.returncode == 2 and "cannot be loaded: SystemExit: 0" in done.stderr
 
 
@@ -474,8 +475,8 @@ def test_an_installed_module_that_exits_does_not_end_the_command(plugin_path, tm
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """Writes the config of a run on a tiny policy and a dataset of 64 prompts; returns its path."""
-    from rl_plugins.demo.policy import build_model, build_tokenizer
-    from rl_plugins.demo.tasks import build_dataset
+    from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+    from rl_plugins.lab.demo.tasks import build_dataset
 
     folder = tmp_path_factory.mktemp("run")
     build_model(0).save_pretrained(folder / "policy")
@@ -487,7 +488,7 @@ def run(tmp_path_factory):
         config = {
             "model_name_or_path": str(folder / "policy"),
             "dataset_name": str(folder / "data"),
-            "reward_funcs": ["rl_plugins.demo.rewards.digits", "rl_plugins.demo.rewards.format"],
+            "reward_funcs": ["rl_plugins.lab.demo.rewards.digits", "rl_plugins.lab.demo.rewards.format"],
             "output_dir": str(folder / "out"),
             "use_cpu": True,
             "bf16": False,
@@ -683,7 +684,10 @@ def test_a_dry_run_of_plain_trl(run):
         ),
         ({"dataset_streaming": True}, "`vade` needs a stable dataset row"),
         ({"reward_funcs": None}, "the run has no reward"),
-        ({"reward_funcs": ["rl_plugins.demo.rewards.nothing"]}, "`rl_plugins.demo.rewards.nothing` cannot be loaded"),
+        (
+            {"reward_funcs": ["rl_plugins.lab.demo.rewards.nothing"]},
+            "`rl_plugins.lab.demo.rewards.nothing` cannot be loaded",
+        ),
         ({"dataset_name": None}, "the run has no dataset"),
         ({"dataset_train_split": "nowhere"}, "cannot be loaded: KeyError: 'nowhere'"),
         ({"per_device_train_batch_size": 256}, "64 prompts and a generation batch takes 128"),
@@ -746,7 +750,7 @@ def test_bf16_without_a_device_is_a_problem_here_and_a_note_for_another_machine(
 
 
 def sort_arguments(*argv):
-    from rl_plugins.trl.script import sort_arguments
+    from rl_plugins.trl.commands.script import sort_arguments
 
     return sort_arguments(argv)
 
@@ -795,7 +799,7 @@ def test_names_that_other_tools_use_lead_to_the_option(run, key, meant):
 
 
 def test_names_that_other_tools_use_are_none_of_the_host_and_lead_to_some_of_it():
-    from rl_plugins.trl import script
+    from rl_plugins.trl.commands import script
 
     options = {name.lstrip("-") for name in script.Parser()._option_string_actions}
     assert set(script._CALLED.values()) <= options and not set(script._CALLED) & options
@@ -815,7 +819,7 @@ def test_keys_of_the_config_that_nobody_knows_are_refused(run, tmp_path):
 
 
 def test_every_way_to_name_methods_gives_the_same_config(run):
-    from rl_plugins.trl import script
+    from rl_plugins.trl.commands import script
 
     config = run(methods=None, method_params=None)
     given = ["--method_params", '{"mc_grpo": {"mad_eps": 0.5}}']
@@ -845,7 +849,7 @@ def test_the_script_is_launched_as_trl_does(run, launched):
     config = run(num_processes=4)
     rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--beta", "0.1")
     (args,) = launched
-    assert args.num_processes == 2 and args.module and args.training_script == "rl_plugins.trl.script"
+    assert args.num_processes == 2 and args.module and args.training_script == "rl_plugins.trl.commands.script"
     assert args.training_script_args == ["--config", config, "--beta", "0.1"]
     rl_plugins("trl", "grpo", "--config", config, "--accelerate_config", "fsdp2")
     assert launched[1].config_file.endswith("fsdp2.yaml") and launched[1].num_processes == 4
@@ -882,7 +886,7 @@ def test_a_dry_run_starts_no_process(run, monkeypatch):
 def test_the_status_of_the_processes_is_passed_on(run, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-    from rl_plugins.trl.script import launch
+    from rl_plugins.trl.commands.script import launch
 
     def fails(error):
         def raises(args):
@@ -898,7 +902,7 @@ def test_the_status_of_the_processes_is_passed_on(run, monkeypatch):
 
 
 def test_the_number_of_processes_of_a_dry_run(run, tmp_path, monkeypatch):
-    from rl_plugins.trl.script import Launch, planned_launch
+    from rl_plugins.trl.commands.script import Launch, planned_launch
 
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(tmp_path / "none.yaml"))
     gpus = 1
@@ -925,7 +929,7 @@ def test_a_dry_run_reports_as_many_processes_as_start(run, tmp_path):
     """On a machine without GPUs `--num_processes 2` starts one."""
     config = run(output_dir=str(tmp_path / "out"))
     found = values(rl_plugins("trl", "grpo", "--config", config, "--num_processes", "2", "--dry-run"))
-    done = process("-m", "rl_plugins.cli", "trl", "grpo", "--config", config, "--num_processes", "2")
+    done = process("-m", "rl_plugins.commands.cli", "trl", "grpo", "--config", config, "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert "on each of 1 process per" in found["micro-batches"]
     logged = dict(re.findall(r"'rl_plugins/rows_(generated|trained)': '(\d+)'", done.stdout))
@@ -966,7 +970,7 @@ def test_an_option_of_vllm_is_not_shown_as_set_without_it(run):
 
 
 def test_options_of_the_launcher_after_the_script_are_refused(run):
-    from rl_plugins.trl import script
+    from rl_plugins.trl.commands import script
 
     with pytest.raises(ConfigError, match=r"accelerate launch --num_processes 2 -m rl_plugins\.trl\.script"):
         script.run(["--config", run(), "--num_processes", "2"])
@@ -976,7 +980,8 @@ def test_trl_runs_our_config_and_trainer_and_keeps_its_own(run, monkeypatch):
     import trl
     from trl.scripts import grpo
 
-    from rl_plugins.trl import GRPOConfig, GRPOTrainer, script
+    from rl_plugins.trl import GRPOConfig, GRPOTrainer
+    from rl_plugins.trl.commands import script
 
     seen = []
     stock = trl.GRPOConfig, trl.GRPOTrainer
@@ -998,7 +1003,7 @@ def test_trl_runs_our_config_and_trainer_and_keeps_its_own(run, monkeypatch):
 @pytest.mark.host
 def test_a_real_run_started_by_the_command(run, tmp_path):
     done = process(
-        "-m", "rl_plugins.cli", "trl", "grpo", "--config", run(output_dir=str(tmp_path / "out")), "--cpu",
+        "-m", "rl_plugins.commands.cli", "trl", "grpo", "--config", run(output_dir=str(tmp_path / "out")), "--cpu",
         "--num_processes", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -1011,7 +1016,7 @@ def test_a_real_run_started_by_the_command(run, tmp_path):
 def test_a_real_run_that_is_refused_ends_with_one_paragraph(run):
     done = process(
         "-m",
-        "rl_plugins.cli",
+        "rl_plugins.commands.cli",
         "trl",
         "grpo",
         "--config",
@@ -1027,7 +1032,14 @@ def test_two_processes_of_another_launcher_do_what_the_dry_run_says(run, tmp_pat
     config = run(output_dir=str(tmp_path / "out"), ddp_backend="gloo")
     planned = values(rl_plugins("doctor", "--config", config, "--world-size", "2"))
     done = process(
-        "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "rl_plugins.trl.script", "--config", config
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "rl_plugins.trl.commands.script",
+        "--config",
+        config,
     )
     assert done.returncode == 0, done.stderr
     logged = dict(re.findall(r"'rl_plugins/rows_(generated|trained)': '(\d+)'", done.stdout))

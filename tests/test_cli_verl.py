@@ -20,14 +20,14 @@ from omegaconf import OmegaConf, open_dict
 from typer.testing import CliRunner
 from waiting import NEVER
 
-from rl_plugins.cli import app
-from rl_plugins.commands import catalog
-from rl_plugins.commands.info import info
-from rl_plugins.commands.usage import hydra, usage_of
-from rl_plugins.method import HOOKS, Bundle
+from rl_plugins.cards import catalog
+from rl_plugins.cards.info import info
+from rl_plugins.cards.usage import hydra, usage_of
+from rl_plugins.commands.cli import app
+from rl_plugins.core.method import HOOKS, Bundle
 from rl_plugins.runtime import registry, report
 from rl_plugins.runtime.stack import build_stack
-from rl_plugins.verl import compat, doctor, facts
+from rl_plugins.verl import capabilities, compat, doctor
 from rl_plugins.verl.config import Settings, compose, read_settings
 
 ROOT = Path(__file__).parents[1]
@@ -268,8 +268,8 @@ def test_several_optimizer_steps_and_several_rewards():
         "+rl_plugins.methods=[gdpo]",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_epochs=2",
-        "+rl_plugins.rewards.accuracy=1",
-        "+rl_plugins.rewards.format=0.5",
+        "+rl_plugins.methods.fapo.rewards.accuracy=1",
+        "+rl_plugins.methods.fapo.rewards.format=0.5",
         "trainer.total_training_steps=3",
     )
     found = section(text, "The run")
@@ -426,7 +426,7 @@ def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
 
 def test_rewards_that_the_run_names_are_those_of_the_methods():
     """A method may name one of them; the run has no `score` then."""
-    named = ("+rl_plugins.rewards.accuracy=1", "+rl_plugins.rewards.format=0.5")
+    named = ("+rl_plugins.methods.fapo.rewards.accuracy=1", "+rl_plugins.methods.fapo.rewards.format=0.5")
     run = [*RUN[:6], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
     train = ["trainer.total_training_steps=3"]
     assert examine(*run, *named, *train).endswith("No problem found.\n")
@@ -484,8 +484,8 @@ def test_hosts_are_those_whose_check_a_method_can_pass():
         beside = ("turn_control",) if {"turn_limits", "redundancy"} & set(found.needs) else ()
         params = {n: dict(registry.load(n).example_params) for n in (*beside, name)}
         settings = Settings((*beside, name), params, rewards={"correctness": 1.0, "format": 0.5})
-        facts.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
-    offered = facts.verl_facts(build_stack([]), Settings(()), queued)
+        capabilities.check(settings.stack(), settings, queued if "admit" in found.claims() else config)
+    offered = capabilities.verl_capabilities(build_stack([]), Settings(()), queued)
     assert set(catalog.HOSTS["verl"].hooks) == set(HOOKS) - set(offered.missing_hooks)
     assert set(catalog.HOSTS["verl"].missing) <= set(offered.missing_signals)
 
@@ -588,8 +588,14 @@ def test_the_example_for_a_laptop_says_what_it_sets(tmp_path):
     assert chosen and set(chosen) <= set(overrides)
     names = {line.partition("=")[0].removeprefix("+") for line in chosen}
     assert {"trainer.resume_mode", "rl_plugins.method_params.mc_grpo.advantage_clip"} <= names
-    assert {"rl_plugins.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
-    for word in ("resume_mode=disable", "rl_plugins.rewards", "mc_grpo.advantage_clip=3", "ppo_epochs=2", "binary"):
+    assert {"rl_plugins.methods.fapo.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
+    for word in (
+        "resume_mode=disable",
+        "rl_plugins.methods.fapo.rewards",
+        "mc_grpo.advantage_clip=3",
+        "ppo_epochs=2",
+        "binary",
+    ):
         assert word in told, word
 
 

@@ -11,13 +11,13 @@ import yaml
 from scipy import stats
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.compare import parse_seeds
-from rl_plugins.compare import costs, report
-from rl_plugins.compare.plan import make_plan, parse_arms
-from rl_plugins.compare.runs import is_finished, read_log, run_all
-from rl_plugins.compare.trl import Trl
-from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.lab.compare import costs, report
+from rl_plugins.lab.compare.plan import make_plan, parse_arms
+from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
+from rl_plugins.lab.compare.trl import Trl
 
 
 def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
@@ -112,7 +112,7 @@ def test_a_difference_within_chance_is_called_that(tmp_path):
     c = plan(tmp_path)
     values = {"grpo": {s: [0.5] * 10 for s in c.seeds}, "mc_grpo": {s: [0.5 + 0.2 * (s - 1)] * 10 for s in c.seeds}}
     fake_logs(c, values)
-    assert "not told apart from chance with these seeds" in report.text(report.summarize(c, ["reward"]))
+    assert "no significant difference from chance with these seeds" in report.text(report.summarize(c, ["reward"]))
 
 
 def test_one_seed_has_no_interval_and_is_told_so_once(tmp_path):
@@ -400,7 +400,7 @@ def test_masked_diffusion_models_are_trained_by_their_trainer(tmp_path, monkeypa
     (tmp_path / "run.yaml").write_text(config)
     command = ["compare", str(tmp_path / "run.yaml"), *words, "--out", str(tmp_path)]
     assert CliRunner().invoke(app, command).exit_code == 0
-    assert {run.worker for run in planned[0].runs} == {f"rl_plugins.compare.{'masked' if masked else 'trl'}_worker"}
+    assert {run.worker for run in planned[0].runs} == {f"rl_plugins.lab.compare.{'masked' if masked else 'trl'}_worker"}
 
 
 @pytest.mark.parametrize(
@@ -447,8 +447,8 @@ def test_no_link_to_curves_that_are_not_there(tmp_path):
 @pytest.mark.host
 def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     """Two arms on the demo policy; a second call runs nothing; a run that fails shows the end of its output."""
-    from rl_plugins.demo import settings
-    from rl_plugins.demo.policy import build_model, build_tokenizer
+    from rl_plugins.lab.demo import settings
+    from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
     build_model(0).save_pretrained(tmp_path / "policy")
     build_tokenizer().save_pretrained(tmp_path / "policy")

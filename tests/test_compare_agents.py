@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_compare import plan
 
-from rl_plugins.compare import report
-from rl_plugins.compare.report import Interval
+from rl_plugins.lab.compare import report
+from rl_plugins.lab.compare.report import Interval
 
 TEAM = "m_grpo_rollout+m_grpo"
 

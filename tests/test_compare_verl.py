@@ -22,13 +22,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 from waiting import NEVER, until
 
-from rl_plugins.cli import app
-from rl_plugins.compare import report
-from rl_plugins.compare.plan import LOG_VARIABLE, make_plan, parse_arms
-from rl_plugins.compare.runs import is_finished, read_log, run_all
-from rl_plugins.compare.verl import Verl
-from rl_plugins.compare.verl_worker import follow, translate
-from rl_plugins.errors import ConfigError, RLPluginsError
+from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.lab.compare import report
+from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_arms
+from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
+from rl_plugins.lab.compare.verl import Verl
+from rl_plugins.lab.compare.verl_worker import follow, translate
 from rl_plugins.verl.config import compose, read_settings
 
 # Of real runs of the demo, shortened: verl's own trainer, and vade in ours.
@@ -102,7 +102,7 @@ def test_lines_are_read_as_they_are_written(tmp_path):
 
 
 def test_what_the_buffer_watches():
-    from rl_plugins.compare.verl_buffer import watched
+    from rl_plugins.lab.compare.verl_buffer import watched
 
     answers = [{"exact": e, "answer": "12", "right": e == 1.0} for e in (1.0, 1.0, 0.0, 1.0, 0.0)]
     values = watched(["a", "a", "b", "b", "c"], [1.0, 1.0, 0.0, 1.0, 0.0], answers)
@@ -117,7 +117,7 @@ def test_what_the_buffer_watches():
 
 
 def test_rows_without_a_reward_or_a_part_are_left_out():
-    from rl_plugins.compare.verl_buffer import watched
+    from rl_plugins.lab.compare.verl_buffer import watched
 
     nan = float("nan")
     answers = [
@@ -147,7 +147,7 @@ def test_the_buffer_is_one_that_verl_builds(monkeypatch):
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1 import trainer_base
 
-    from rl_plugins.compare import verl_buffer
+    from rl_plugins.lab.compare import verl_buffer
 
     host = Verl.of(["data.train_batch_size=8"])
     config = compose(host.arguments(parse_arms([], "grpo")[0], 3, Path("out"), {}))
@@ -206,7 +206,12 @@ def test_the_reward_in_training_is_the_weighted_sum():
 
 
 def test_arms_in_verls_trainer_and_in_ours(tmp_path):
-    given = ["data.train_batch_size=8", "data.seed=9", "+rl_plugins.rewards.exact=1", "trainer.logger=wandb"]
+    given = [
+        "data.train_batch_size=8",
+        "data.seed=9",
+        "+rl_plugins.methods.fapo.rewards.exact=1",
+        "trainer.logger=wandb",
+    ]
     odd = tmp_path / "a b'c"
     params = {"mc_grpo": {"advantage_clip": 3.0}, "vade": {}}
     c = make_plan(Verl.of(given), parse_arms(["vade+mc_grpo"], "grpo"), [4], odd, params)
@@ -272,9 +277,9 @@ def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
 
 def test_every_arm_trains_the_same_sum_of_rewards(tmp_path):
     """verl alone knows `score` only. However the weights are given, the baseline gets them, too."""
-    given = ["+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1"]
+    given = ["+rl_plugins.methods.fapo.rewards.correct=1", "+rl_plugins.methods.fapo.rewards.brief=0.1"]
     words = ["compare", "--host", "verl", "--out", str(tmp_path), "--seeds", "1"]
-    said = "All arms train 1 correct + 0.1 brief (rl_plugins.rewards), in place of the `score`"
+    said = "All arms train 1 correct + 0.1 brief (rl_plugins.methods.fapo.rewards), in place of the `score`"
     as_node = ["+rl_plugins={rewards: {correct: 1, brief: 0.1}, method_params: {mc_grpo: {mad_eps: 0.5}}}"]
     of_verl = ["+algorithm.gdpo_reward_keys=[correct,brief]", "+algorithm.gdpo_reward_weights=[1,0.1]"]
     for overrides in (given, as_node, of_verl):
@@ -425,7 +430,7 @@ def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
     ]
     for run in runs:
         assert "reward_kwargs.binary=True" in run and "actor_rollout_ref.actor.ppo_epochs=2" in run
-        assert "+rl_plugins.rewards.exact=1.0" in run
+        assert "+rl_plugins.methods.fapo.rewards.exact=1.0" in run
     assert list(tmp_path.iterdir()) == []
     code, text = plan_of("demo", "--host", "verl", "mc_grpo", "--seeds", "1", "--out", str(tmp_path))
     assert "reward_kwargs.binary=False" in text and "ppo_epochs=2" not in text and '"advantage_clip": 3.0' in text

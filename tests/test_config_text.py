@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
 from rl_plugins.runtime.config_text import LARGEST, read_json_or_yaml, read_yaml
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

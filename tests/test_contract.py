@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.demo.environments import Calculator, Grid
-from rl_plugins.denoising import Denoise
-from rl_plugins.groups import Groups
-from rl_plugins.losses import ppo_clip
-from rl_plugins.method import HOOKS, Bundle, Method, Paper
-from rl_plugins.params import MethodParams, build_params, param
-from rl_plugins.requests import Generate, Score, Trajectory, together
-from rl_plugins.rollouts import Admission, Shape, Update
+from rl_plugins.core.denoising import Denoise
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.method import HOOKS, Bundle, Method, Paper
+from rl_plugins.core.params import MethodParams, build_params, param
+from rl_plugins.core.requests import Generate, Score, Trajectory, together
+from rl_plugins.core.rollouts import Admission, Shape, Update
+from rl_plugins.lab.demo.environments import Calculator, Grid
 from rl_plugins.runtime import registry
 from rl_plugins.testing import check_method
 from rl_plugins.testing.contract.documents import section_problems
@@ -30,7 +30,7 @@ from rl_plugins.testing.contract.documents import section_problems
 PARAMS: dict[str, dict[str, Any]] = {
     "fission_grpo_reward": {"format": "format", "correctness": "accuracy"},
     "scope": {"prm": lambda messages, steps, columns: [1.0] * len(steps)},
-    "aepo_rollout": {"environment": "rl_plugins.demo.environments:Calculator"},
+    "aepo_rollout": {"environment": "rl_plugins.lab.demo.environments:Calculator"},
     "arrol": {"cold_start": 1},
     "brpo": {"judge": lambda prompt, a, b: "A" if a > b else "B"},
     "fapo": {"judge": lambda prompt, answer, completion: len(completion) % 3 - 1},
@@ -42,8 +42,8 @@ PARAMS: dict[str, dict[str, Any]] = {
     "drpo": {"threshold": 0.5},
     "best_perm": {"templates": ("{prompt}?", "{prompt}!")},
     "linear_ts": {"column": "domain"},
-    "cleaner": {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["},
-    "turn_control": {"environment": "rl_plugins.demo.environments:Grid", "calibration_episodes": 4},
+    "cleaner": {"environment": "rl_plugins.lab.demo.environments:Calculator", "marker": "["},
+    "turn_control": {"environment": "rl_plugins.lab.demo.environments:Grid", "calibration_episodes": 4},
     "swarm_sapo": {"exchange": "memory://contract", "node": "me", "external_groups": 2},
     "training_free_grpo": {
         "llm": lambda text: '<Experiences>a: b</Experiences> ```json\n[{"operation": "ADD", "content": "a: b"}]\n```'

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_plugins.errors import StateError
-from rl_plugins.requests import Generated, Trajectory
+from rl_plugins.core.errors import StateError
+from rl_plugins.core.requests import Generated, Trajectory
 from rl_plugins.runtime.costs import Costs, Meter, RowCount, total, union_seconds
 
 spells = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda s: (s[0], s[0] + s[1])), max_size=12)

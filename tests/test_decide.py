@@ -10,9 +10,9 @@ import pytest
 import torch
 from one_method import method, refused
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.rollouts import Shape, TurnTable
-from rl_plugins.runtime import gate
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.rollouts import Shape, TurnTable
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
@@ -725,4 +725,4 @@ def test_numbers_a_hook_gives_are_read_on_the_cpu_whatever_the_default_device_is
     m = method()
     with torch.device("meta"):  # as on a machine whose default device is a GPU
         assert torch.as_tensor([1.0]).device.type == "meta"
-        assert gate.numbers(m, "rewards", "", [1.0, 2.0], 2, "row").tolist() == [1.0, 2.0]
+        assert validate.numbers(m, "rewards", "", [1.0, 2.0], 2, "row").tolist() == [1.0, 2.0]

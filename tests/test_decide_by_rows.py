@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import method, refused
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups, places
-from rl_plugins.rollouts import Shape, Tokens
-from rl_plugins.runtime.decide import Decision, decide, select_rows, settle
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups, places
+from rl_plugins.core.rollouts import Shape, Tokens
+from rl_plugins.runtime.decide import Decision, decide, decide_advantages, select_rows
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens
 
@@ -75,7 +75,7 @@ def test_decisions_by_rows_equal_those_with_tokens(data) -> None:
 
 def test_the_hosts_advantages_may_stand_unread() -> None:
     stack, rollouts = MethodStack([method("drop", shape=drop_some, needs=set())]), make_rollouts([1.0, 0, 1, 0])
-    decision = settle(stack, select_rows(stack, rollouts), None, "unread", grpo_advantages, 4)
+    decision = decide_advantages(stack, select_rows(stack, rollouts), None, "unread", grpo_advantages, 4)
     assert decision.estimator == "host" and decision.stays.tolist() == [True, False, True, True]
 
 

@@ -8,10 +8,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from rl_plugins import cli
-from rl_plugins.commands import compare, demo
-from rl_plugins.compare.costs import CURRENCIES
-from rl_plugins.demo import headline, rewards, settings
+from rl_plugins.commands import cli, compare, demo
+from rl_plugins.lab.compare.costs import CURRENCIES
+from rl_plugins.lab.demo import headline, rewards, settings
 
 
 def dry(*words):
@@ -39,7 +38,7 @@ def test_the_default_demo_is_the_headline(tmp_path, config):
     assert [" --methods gdpo" in r for r in runs] == [False, True, False] * 3
     assert [" --reward_weights 0.01 1 " in r for r in runs] == [False, False, True] * 3
     values = config()
-    assert values["reward_funcs"] == [f"rl_plugins.demo.rewards.{n}" for n in ("points", "mark")]
+    assert values["reward_funcs"] == [f"rl_plugins.lab.demo.rewards.{n}" for n in ("points", "mark")]
     assert values["reward_weights"] == [1.0, 1.0] and values["num_generations"] == 8
     assert values["scale_rewards"] == "group" and values["multi_objective_aggregation"] == "sum_then_normalize"
     assert f"`{tmp_path}/runs/*/config.yaml`" in text and "`reward_weights` 0.01 and 1" in text
@@ -144,8 +143,8 @@ def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from rl_plugins.demo.policy import load_policy
-    from rl_plugins.demo.tasks import build_rows
+    from rl_plugins.lab.demo.policy import load_policy
+    from rl_plugins.lab.demo.tasks import build_rows
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     values = headline.config(load_policy(), tmp_path, long=False)

@@ -17,12 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import NEVER, until
 
-from rl_plugins.agents import Environment
-from rl_plugins.demo import policy as demo_policy
-from rl_plugins.demo.environments import Calculator, Grid, Outcome, Sandbox, Shop, policy, sandbox
-from rl_plugins.demo.environments.calculator import is_arithmetic
-from rl_plugins.demo.environments.grid import MAZES
-from rl_plugins.demo.environments.shop import catalog
+from rl_plugins.kit.agents import Environment
+from rl_plugins.lab.demo import policy as demo_policy
+from rl_plugins.lab.demo.environments import Calculator, Grid, Outcome, Sandbox, Shop, policy, sandbox
+from rl_plugins.lab.demo.environments.calculator import is_arithmetic
+from rl_plugins.lab.demo.environments.grid import MAZES
+from rl_plugins.lab.demo.environments.shop import catalog
 
 ENVIRONMENTS = [Calculator, Grid, Shop]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes and files are looked up in /proc")
@@ -188,7 +188,7 @@ def test_a_killed_worker_is_replaced():
 def test_nothing_outlives_a_killed_process():
     """Nor does it if a fork of that process lives on, with the pipe to the worker open."""
     code = (
-        "import os, time\nfrom rl_plugins.demo.environments import Sandbox\nbox = Sandbox()\nbox.run('')\n"
+        "import os, time\nfrom rl_plugins.lab.demo.environments import Sandbox\nbox = Sandbox()\nbox.run('')\n"
         "pid = os.fork()\npid or time.sleep(3600)\nprint(pid, flush=True)\nwhile True: box.run('while True: pass')"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
@@ -616,7 +616,7 @@ def test_the_cache(tmp_path, monkeypatch):
     directory = policy.load_agent_policy("Grid", tmp_path, lambda *step: steps.append(step[:2]))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)] and directory.parent == tmp_path
     again = policy.load_agent_policy(
-        "rl_plugins.demo.environments:Grid", tmp_path, lambda *step: pytest.fail("built again")
+        "rl_plugins.lab.demo.environments:Grid", tmp_path, lambda *step: pytest.fail("built again")
     )
     assert again == directory == policy.agent_policy_path("Grid", tmp_path)
     assert policy.load_agent_policy("Shop", tmp_path) != directory and len(list(tmp_path.iterdir())) == 2

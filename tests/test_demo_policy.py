@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl_plugins.demo import policy, rewards, tasks
+from rl_plugins.lab.demo import policy, rewards, tasks
 
 digit_lists = st.text("0123456789", min_size=1, max_size=10)
 completions = st.text("=?0123456789a", max_size=14)
@@ -407,7 +407,7 @@ def test_a_cache_that_cannot_be_written_is_explained(tmp_path, quick):
 
 def test_importing_tasks_and_rewards_loads_no_torch():
     code = (
-        "import sys, rl_plugins.demo, rl_plugins.demo.tasks, rl_plugins.demo.rewards;"
+        "import sys, rl_plugins.lab.demo, rl_plugins.lab.demo.tasks, rl_plugins.lab.demo.rewards;"
         "print(sorted({'torch', 'transformers', 'datasets', 'trl', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"

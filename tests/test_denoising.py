@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.denoising import Denoise, Sample, Transition, noise
-from rl_plugins.errors import MethodError
-from rl_plugins.flows import ode_step, sde_mean, sde_std, shifted_sigmas, transition_kl, transition_logprob
-from rl_plugins.method import Method
-from rl_plugins.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.core.denoising import Denoise, Sample, Transition, noise
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.diffusion.flows import ode_step, sde_mean, sde_std, shifted_sigmas, transition_kl, transition_logprob
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt, run_sample_program
 

@@ -14,17 +14,17 @@ import torch
 from methods.swarm import Letters, Memory, package, send
 from test_contract import BUILT_IN, PARAMS, PREPARE
 
-from rl_plugins.agents import Observation
 from rl_plugins.commands.check import check_and_print
-from rl_plugins.errors import ConfigError
-from rl_plugins.messages.contracts import Contract
-from rl_plugins.method import Bundle, Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.kit.agents import Observation
 from rl_plugins.methods.dots import save_adapter
 from rl_plugins.methods.dots.predictor import Adapter
-from rl_plugins.params import MethodParams, param
 from rl_plugins.runtime import registry
 from rl_plugins.testing.contract.effects import Beside, World, idle_parameters
 from rl_plugins.testing.engine import EOS
+from rl_plugins.tools.messages.contracts import Contract
 
 
 def draw(*what: Any) -> float:

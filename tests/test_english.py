@@ -32,7 +32,7 @@ AREAS = [
     "docs/verl_cpu.md",
     "docs/walkthrough.md",
     "examples/README.md",
-    "rl_plugins/cli.py",
+    "rl_plugins/commands/cli.py",
     "rl_plugins/methods",
 ]
 
@@ -46,7 +46,7 @@ def test_area_keeps_the_rules(area):
 def _commands():
     import typer
 
-    from rl_plugins.cli import app
+    from rl_plugins.commands.cli import app
 
     todo = [("rl-plugins", typer.main.get_command(app))]
     while todo:

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operations import CountingArray, exponent, instructions
 
-import rl_plugins.entries as entries
-from rl_plugins.entries import Entries
-from rl_plugins.method import Method
-from rl_plugins.requests import Generate, Generated, Trajectory, together
+import rl_plugins.core.entries as entries
+from rl_plugins.core.entries import Entries
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Trajectory, together
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing.engine import CharChat, make_prompt
 

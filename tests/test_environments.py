@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.agents import ENDED, Environment, Observation, TurnRecord
-from rl_plugins.trl.environments import as_tools
+from rl_plugins.kit.agents import ENDED, Environment, Observation, TurnRecord
+from rl_plugins.trl.generation.environments import as_tools
 
 
 class Counter:
@@ -162,7 +162,7 @@ def test_the_tool_schema():
 
 def test_importing_loads_no_torch():
     code = (
-        "import sys, rl_plugins.agents.environment, rl_plugins.demo.environments;"
+        "import sys, rl_plugins.kit.agents.environment, rl_plugins.lab.demo.environments;"
         "print(sorted({'torch', 'transformers', 'trl', 'verl', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
@@ -278,7 +278,7 @@ TOLD_BEFORE = {
 @pytest.mark.parametrize("kind", TOLD_BEFORE)
 @pytest.mark.parametrize("name", ["turn_control", "cleaner", "aepo_rollout", "rtv_pdr"])
 def test_an_environment_that_says_it_is_none_is_refused_with_the_parameters(kind, name):
-    from rl_plugins.errors import ConfigError
+    from rl_plugins.core.errors import ConfigError
     from rl_plugins.runtime.registry import build, load
 
     with pytest.raises(ConfigError, match=re.escape(TOLD_BEFORE[kind])):
@@ -302,7 +302,7 @@ WRONG_ANSWERS = {
 @pytest.mark.parametrize("name", ["turn_control", "cleaner", "aepo_rollout", "rtv_pdr"])
 def test_an_environment_that_answers_with_something_else_ends_the_run_and_is_named(kind, name):
     """Without this: AttributeError: 'str' object has no attribute 'text', inside of a long trace."""
-    from rl_plugins.errors import MethodError
+    from rl_plugins.core.errors import MethodError
     from rl_plugins.runtime.registry import build, load
     from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -317,7 +317,7 @@ def test_an_environment_that_answers_with_something_else_ends_the_run_and_is_nam
 
 def test_tools_of_such_an_environment_end_the_run_too():
     """TRL shows the agent what a tool raises and goes on, so the error comes again where TRL does not catch it."""
-    from rl_plugins.errors import ConfigError
+    from rl_plugins.core.errors import ConfigError
 
     with pytest.raises(ConfigError, match="`reset` of the environment Talks returned"):
         as_tools(Talks)().reset(target=1)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.estimators import batch_std, grpo_advantages
+from rl_plugins.core.estimators import batch_std, grpo_advantages
 from rl_plugins.testing import make_rollouts
 
 NAN = math.nan

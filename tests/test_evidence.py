@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from operations import allocated
 
-from rl_plugins import evidence
-from rl_plugins.evidence import Counts, History, bins, settled_bins
+from rl_plugins.kit import evidence
+from rl_plugins.kit.evidence import Counts, History, bins, settled_bins
 from rl_plugins.runtime.state import load_state, save_state, snapshot
 
 

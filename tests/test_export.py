@@ -13,12 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.export import FOLDER, available, plan
-from rl_plugins.methods.aepo import AepoClip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.methods.aepo_clip import AepoClip
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Terms
 from rl_plugins.testing import make_rollouts, make_tokens, start_stack
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -188,7 +188,7 @@ def test_mc_grpo_in_released_trl(tmp_path: Path) -> None:
     """The exported tests, training among them, run on the installed TRL with the export's files laid over it; the
     advantages equal the method's on random groups."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
-    from rl_plugins.demo.policy import policy_path
+    from rl_plugins.lab.demo.policy import policy_path
 
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(trl.__file__).parent, tmp_path / "trl", ignore=ignored)

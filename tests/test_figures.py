@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from rl_plugins.compare import figures
+from rl_plugins.lab.compare import figures
 
 
 def luminance(color: str) -> float:

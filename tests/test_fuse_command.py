@@ -19,13 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rl_plugins import fusion
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.fuse import FusionPlan
 from rl_plugins.commands.fuse.command import write
 from rl_plugins.commands.fuse.folder import StoredTensor
-from rl_plugins.errors import ConfigError
-from rl_plugins.fusion import FusionRule, fuse
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools import fusion
+from rl_plugins.tools.fusion import FusionRule, fuse
 
 MEAN = ("--no-normalize", "--keep", "1", "--no-erase")
 

@@ -11,8 +11,8 @@ from golden_cases import Case, Golden, plain
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.fusion import CHUNK, FusionRule, TensorFusion, delta, fuse, sce_weights, signs_agree, stream
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.fusion import CHUNK, FusionRule, TensorFusion, delta, fuse, sce_weights, signs_agree, stream
 
 PLAIN = dict(normalize=False, keep=1.0, erase=False)  # the mean of the experts
 SCE = dict(normalize=False, keep=1.0, erase=True, weights="sce")

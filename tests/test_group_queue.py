@@ -11,8 +11,8 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.disaggregated.queue import GroupQueue
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.tools.disaggregated.queue import GroupQueue
 
 GOLDEN = Golden("rollart")
 

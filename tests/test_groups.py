@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
 
 NAN, INF = math.nan, math.inf
 

@@ -19,14 +19,14 @@ import yaml
 from typer.testing import CliRunner
 
 from rl_plugins import testing
-from rl_plugins.cli import app
-from rl_plugins.commands.guides import with_code
-from rl_plugins.demo.environments import Grid
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import HOOKS, Method
-from rl_plugins.rollouts import PromptPool
+from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import HOOKS, Method
+from rl_plugins.core.rollouts import PromptPool
+from rl_plugins.lab.demo.environments import Grid
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.lab.pages.guides import with_code
 from rl_plugins.testing.engine import TableEngine, make_prompt, run_program
 
 ROOT = Path(__file__).parents[1]
@@ -188,8 +188,8 @@ def test_rewards_in_verls_form():
 
 def played(kind: type, text: Any = "3", **columns: Any) -> list[Any]:
     """Trajectories of `turn_control` in an environment, where the policy writes a fixed text."""
+    from rl_plugins.core.params import build_params
     from rl_plugins.methods.turn_control import TurnControl
-    from rl_plugins.params import build_params
 
     engine = TableEngine(lambda so_far: {text: 1.0} if so_far.endswith(">") else {"<eos>": 1.0})
     params = build_params(TurnControl.Params, {"environment": kind, "strategy": "unlimited"}, "turn_control")
@@ -233,8 +233,8 @@ def test_an_environment_that_raises_has_no_score():
 
 def test_modules_of_the_current_folder_are_found(tmp_path, monkeypatch):
     """TRL finds reward functions there; parameters of methods do, too."""
+    from rl_plugins.core.params import build_params
     from rl_plugins.methods.turn_control import TurnControl
-    from rl_plugins.params import build_params
 
     (tmp_path / "of_this_folder.py").write_text((CODE / "environment.py").read_text())
     monkeypatch.chdir(tmp_path)
@@ -334,7 +334,7 @@ def test_the_process_reward_model_of_the_guide():
 @pytest.mark.parametrize(("page", "methods"), [("rewards", ["gdpo"]), ("environment", ["turn_control", "gigpo"])])
 def test_the_lines_for_verl_fit_a_run(page, methods, monkeypatch):
     """Behind the overrides of a run that is known to work. The doctor reads all of them and builds the methods."""
-    from rl_plugins.demo import verl_data
+    from rl_plugins.lab.demo import verl_data
 
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("VERL_PLATFORM", "cpu")

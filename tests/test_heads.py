@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.heads.sample import SampleBudget, _chunks, summarized
 from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.errors import ConfigError
-from rl_plugins.heads import positions_by_mask, prefix_diversity, shares
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.heads import positions_by_mask, prefix_diversity, shares
 
 RUN = """\
 # a run of mine

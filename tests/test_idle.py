@@ -10,9 +10,9 @@ import pytest
 import torch
 from one_method import method
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import HOOKS, Idle, Method
-from rl_plugins.rollouts import PlanRow, Shape
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import HOOKS, Idle, Method
+from rl_plugins.core.rollouts import PlanRow, Shape
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.idle import BATCHES, look_for_idle

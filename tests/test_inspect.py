@@ -10,13 +10,13 @@ import torch
 from test_trace import Drops, Halves, Ranks, Shapes, batch_of, started
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.rollouts import TokenIds
+from rl_plugins.commands.cli import app
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.rollouts import TokenIds
+from rl_plugins.lab.viewer.terminal import visible
+from rl_plugins.lab.viewer.trees import SharedPiece, tree_of
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing.data import make_run
-from rl_plugins.viewer.terminal import visible
-from rl_plugins.viewer.trees import SharedPiece, tree_of
 
 HOSTILE = (
     "\x1b[2J\x1b]0;title\x07",

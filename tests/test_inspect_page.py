@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from test_inspect import invoke, run  # noqa: F401
 
-from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import FILES, SCRIPTS, STATIC, VENDORED, write_page
-from rl_plugins.viewer.serve import PageServer
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import FILES, SCRIPTS, STATIC, VENDORED, write_page
+from rl_plugins.lab.viewer.serve import PageServer
 
 
 @pytest.fixture(scope="module")

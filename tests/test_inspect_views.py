@@ -13,12 +13,12 @@ from test_inspect import invoke
 from test_inspect import run as hostile_run  # noqa: F401
 from traces import a_row, named, write_batch, write_updates
 
+from rl_plugins.lab.viewer.comparison import pairs, word_differences
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import write_page
+from rl_plugins.lab.viewer.serve import PageServer
+from rl_plugins.lab.viewer.summary import batch_summary
 from rl_plugins.testing.browser import Browser
-from rl_plugins.viewer.comparison import pairs, word_differences
-from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import write_page
-from rl_plugins.viewer.serve import PageServer
-from rl_plugins.viewer.summary import batch_summary
 
 HUGE = 10_000_000
 

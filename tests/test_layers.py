@@ -19,7 +19,7 @@ from collections import defaultdict
 
 import pytest
 
-from rl_plugins.commands.pages.source import (
+from rl_plugins.lab.pages.source import (
     LAYERS,
     ROOT,
     Import,
@@ -160,14 +160,14 @@ def test_the_rule_can_fail() -> None:
     for module, target in [
         ("rl_plugins.methods.vade", "rl_plugins.runtime.stack"),
         ("rl_plugins.methods.vade", "trl"),
-        ("rl_plugins.trl.generation", "rl_plugins.methods.gdpo"),
-        ("rl_plugins.trl.generation", "rl_plugins.verl.rows"),
-        ("rl_plugins.runtime.plan", "rl_plugins.trl.generation"),
+        ("rl_plugins.trl.generation.batches", "rl_plugins.methods.gdpo"),
+        ("rl_plugins.trl.generation.batches", "rl_plugins.verl.rows"),
+        ("rl_plugins.runtime.plan", "rl_plugins.trl.generation.batches"),
         ("rl_plugins.commands.doctor", "trl"),
-        ("rl_plugins.demo.policy", "rl_plugins.trl"),
-        ("rl_plugins.flows", "diffusers"),
-        ("rl_plugins.diffusion.served", "rl_plugins.trl.generation"),
-        ("rl_plugins.rollouts", "rl_plugins.runtime.stack"),
+        ("rl_plugins.lab.demo.policy", "rl_plugins.trl"),
+        ("rl_plugins.diffusion.flows", "diffusers"),
+        ("rl_plugins.diffusion.served", "rl_plugins.trl.generation.batches"),
+        ("rl_plugins.core.rollouts", "rl_plugins.runtime.stack"),
     ]:
         assert not allowed(Import(module, target, 1)), (module, target)
 
@@ -215,20 +215,20 @@ def test_a_public_class_name_means_one_thing() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "rl_plugins.method:Method",
-        "rl_plugins.rollouts:Rollouts",
-        "rl_plugins.requests:Generate",
-        "rl_plugins.params:param",
-        "rl_plugins.losses:ppo_clip",
-        "rl_plugins.groups:Groups",
-        "rl_plugins.errors:ConfigError",
-        "rl_plugins.environments:Observation",
-        "rl_plugins.environments:Environment",
-        "rl_plugins.agents:play",
-        "rl_plugins.turns:Turns",
-        "rl_plugins.services:Service",
-        "rl_plugins.priors:make_prior",
-        "rl_plugins.simulation:Simulation",
+        "rl_plugins.core.method:Method",
+        "rl_plugins.core.rollouts:Rollouts",
+        "rl_plugins.core.requests:Generate",
+        "rl_plugins.core.params:param",
+        "rl_plugins.core.losses:ppo_clip",
+        "rl_plugins.core.groups:Groups",
+        "rl_plugins.core.errors:ConfigError",
+        "rl_plugins.kit.agents:Observation",
+        "rl_plugins.kit.agents:Environment",
+        "rl_plugins.kit.agents:play",
+        "rl_plugins.kit.agents.turns:Turns",
+        "rl_plugins.kit.services:Service",
+        "rl_plugins.kit.priors:make_prior",
+        "rl_plugins.testing.generation:Simulation",
         "rl_plugins.testing:check_method",
         "rl_plugins.testing.engine:TableEngine",
         "rl_plugins.trl:GRPOTrainer",

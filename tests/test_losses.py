@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.losses import LOG_RATIO_LIMIT, TRL_AGGREGATION, aggregate, ppo_clip, weighted_logprob
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, TRL_AGGREGATION, aggregate, ppo_clip, weighted_logprob
 
 MODES = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 NAN, INF = math.nan, math.inf

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.masked import (
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.kit.masked import (
     Decoding,
     MaskedOptions,
     ascending_blocks,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.messages.contracts import (
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.tools.messages.contracts import (
     LAYERS,
     PLAN,
     POLICY,

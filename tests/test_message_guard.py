@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.messages import (
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.tools.messages import (
     Lineage,
     LineageGuard,
     check_arithmetic,
@@ -34,8 +34,8 @@ from rl_plugins.messages import (
     split_claims,
     write_log,
 )
-from rl_plugins.messages.guard import WITHHELD
-from rl_plugins.messages.rules import entail_by_words, read_verdict, verify_arithmetic
+from rl_plugins.tools.messages.guard import WITHHELD
+from rl_plugins.tools.messages.rules import entail_by_words, read_verdict, verify_arithmetic
 
 FACTS = {"The tower is 300 m high.": True, "The tower is in Rome.": False, "The river is long.": None}
 

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.messages.metrics import AgentMeans, AgentRuns, amplified, coordination, message_density, redundancy
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.messages.metrics import (
+    AgentMeans,
+    AgentRuns,
+    amplified,
+    coordination,
+    message_density,
+    redundancy,
+)
 
 ONE = AgentRuns(success=[1, 0.5], turns=[2, 2], tokens=[100, 100])
 

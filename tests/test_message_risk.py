@@ -11,8 +11,8 @@ from golden_cases import Case, Golden, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.messages.risk import estimate_rates, propagate, risk, spectral_radius
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.messages.risk import estimate_rates, propagate, risk, spectral_radius
 
 GOLDEN = Golden("error_cascade")
 MESH = np.ones((4, 4)) - np.eye(4)

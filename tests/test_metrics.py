@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 from rl_plugins.runtime.metrics import Metrics, combine
 
 NAN, INF = math.nan, math.inf

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.mode_pairs import read_rows
-from rl_plugins.errors import ConfigError
-from rl_plugins.preferences import TEMPLATE, PairRule, mode_pairs
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.preferences import TEMPLATE, PairRule, mode_pairs
 
 
 def attempt(prompt: Any, mode: str, completion: str, verified: Any) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from rl_plugins.commands.pages import papers as page
-from rl_plugins.commands.pages.source import ROOT
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.pages import papers as page
+from rl_plugins.lab.pages.source import ROOT
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.papers import VERDICTS, no_method, reviewed
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.papers import VERDICTS, no_method, reviewed
 
 
 def test_a_paper_is_a_method_or_stands_in_the_file() -> None:

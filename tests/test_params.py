@@ -14,8 +14,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.params import (
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import (
     FUNCTION,
     GIVEN,
     MethodParams,

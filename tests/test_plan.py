@@ -9,9 +9,9 @@ import pytest
 import torch
 from one_method import method, refused
 
-from rl_plugins.errors import MethodError
-from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Completion, GroupSoFar, Plan, PlanRow
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.requests import Turn
+from rl_plugins.core.rollouts import Completion, GroupSoFar, Plan, PlanRow
 from rl_plugins.runtime.plan import admitted_prompts, check_rewards, check_versions, first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
 

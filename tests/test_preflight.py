@@ -6,9 +6,17 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
-from rl_plugins.runtime.preflight import HostFacts, moved, no_redundancy, no_row_has, preflight, render_table, table
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import HOOKS, SIGNALS, Method, SameAs
+from rl_plugins.runtime.preflight import (
+    HostCapabilities,
+    moved,
+    no_redundancy,
+    no_row_has,
+    preflight,
+    render_table,
+    table,
+)
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_run, start_stack
 
@@ -18,7 +26,7 @@ def method(name: str, *hooks: str, **members: Any) -> Method:
     return type(name.title(), (Method,), {"name": name, "fidelity": "paper", **functions, **members})()
 
 
-def facts(**changes: Any) -> HostFacts:
+def capabilities(**changes: Any) -> HostCapabilities:
     values: dict[str, Any] = dict(
         name="trl",
         version="1.16.0",
@@ -30,11 +38,11 @@ def facts(**changes: Any) -> HostFacts:
         options={"beta": 0.0, "top_p": 1.0, "correct": True, "loss_type": "dapo"},
         defaults={"beta": 0.0, "top_p": 1.0, "correct": True, "loss_type": "dapo"},
     )
-    return HostFacts(**{**values, **changes})
+    return HostCapabilities(**{**values, **changes})
 
 
 def check(*methods: Method, **changes: Any) -> dict[str, Any]:
-    return preflight(MethodStack(list(methods)), facts(**changes))
+    return preflight(MethodStack(list(methods)), capabilities(**changes))
 
 
 def problems(*methods: Method, **changes: Any) -> list[str]:
@@ -152,7 +160,7 @@ def test_what_closes_redundant_rollouts():
     assert no_redundancy(MethodStack([]), "all wait.") == "without a rollout program all wait."
     assert no_redundancy(MethodStack([method("tree", "rollout")]), "all wait.") == (
         "`tree` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one of "
-        "the two. If `tree` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
+        "the two. If `tree` is yours, make its rollouts with rl_plugins.core.redundancy.independent and set "
         "`independent_rollouts = True`."
     )
 
@@ -193,16 +201,21 @@ def test_two_methods_that_want_different_values_are_refused_in_every_order():
 
 
 def test_an_option_that_is_the_same_as_another():
-    facts = dict(options={"mini": 256, "batch": 24, "beta": 0.5}, defaults={"mini": 256, "batch": 1024, "beta": 0.5})
-    assert check(wants("m", mini=SameAs("batch")), **facts) == {"mini": 24}
-    assert check(wants("m", mini=SameAs("batch")), **{**facts, "options": {**facts["options"], "mini": 24}}) == {}
-    assert problems(wants("m", mini=SameAs("batch")), **{**facts, "options": {**facts["options"], "mini": 7}}) == [
-        "`m` sets mini=24, but the config has mini=7. Remove one of them."
-    ]
-    assert check(wants("a", mini=SameAs("batch")), wants("b", mini=24), **facts) == {"mini": 24}
+    capabilities = dict(
+        options={"mini": 256, "batch": 24, "beta": 0.5}, defaults={"mini": 256, "batch": 1024, "beta": 0.5}
+    )
+    assert check(wants("m", mini=SameAs("batch")), **capabilities) == {"mini": 24}
+    assert (
+        check(wants("m", mini=SameAs("batch")), **{**capabilities, "options": {**capabilities["options"], "mini": 24}})
+        == {}
+    )
+    assert problems(
+        wants("m", mini=SameAs("batch")), **{**capabilities, "options": {**capabilities["options"], "mini": 7}}
+    ) == ["`m` sets mini=24, but the config has mini=7. Remove one of them."]
+    assert check(wants("a", mini=SameAs("batch")), wants("b", mini=24), **capabilities) == {"mini": 24}
     two = wants("a", mini=SameAs("batch")), wants("b", mini=SameAs("beta"))
-    assert problems(*two, **facts) == ["`b` needs mini=0.5 and `a` needs mini=24. Remove one of the methods."]
-    assert problems(wants("m", mini=SameAs("size")), **facts) == [
+    assert problems(*two, **capabilities) == ["`b` needs mini=0.5 and `a` needs mini=24. Remove one of the methods."]
+    assert problems(wants("m", mini=SameAs("size")), **capabilities) == [
         "`m` sets mini=the value of size, which trl 1.16.0 does not have. Remove the method."
     ]
 

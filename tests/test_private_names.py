@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from private_names import ADAPTERS, ROOT, uses
 
-from rl_plugins.commands.pages.source import with_changes
+from rl_plugins.lab.pages.source import with_changes
 
 pytestmark = pytest.mark.host
 

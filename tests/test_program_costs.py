@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_contract import BUILT_IN, PARAMS, PREPARE, ROWS
 
-from rl_plugins.method import Bundle, Method
-from rl_plugins.requests import Generate, Generated, Prompt
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.requests import Generate, Generated, Prompt
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.programs import Running
 from rl_plugins.testing.contract import programs as contract

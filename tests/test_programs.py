@@ -13,21 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.requests import (
-    Call,
-    Generate,
-    Generated,
-    Kind,
-    Prompt,
-    Score,
-    Trajectory,
-    check_rows,
-    together,
-)
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Call, Generate, Generated, Kind, Prompt, Score, Trajectory, check_rows, together
+from rl_plugins.kit.threads import run_calls
 from rl_plugins.runtime.programs import Running, drive, run
-from rl_plugins.runtime.threads import run_calls
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
 TABLE = {">": {"a": 0.5, "b": 0.5}, "a": {"a": 0.6, "b": 0.4}, "b": {"a": 0.5, EOS: 0.5}}
@@ -328,7 +318,7 @@ def test_a_call_that_fails_is_an_answer_and_leaks_nothing(stuck):
 
 
 def test_calls_that_never_return_end_the_run_in_time(monkeypatch, stuck):
-    import rl_plugins.runtime.threads as calls
+    import rl_plugins.kit.threads as calls
 
     monkeypatch.setattr(calls, "MAX_HANGING", 0)
     monkeypatch.setattr(calls._calls, "concurrency", 2)

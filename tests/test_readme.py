@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import NEVER
 
-from rl_plugins.commands.catalog import cards, plugins
+from rl_plugins.cards.catalog import cards, plugins
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +46,7 @@ def test_the_command_of_verl_in_the_readme_takes_effect_as_printed(tmp_path):
     (command,) = re.findall(r"^python -m verl.trainer.main_ppo (?:.*\\\n)*.*", (ROOT / "README.md").read_text(), re.M)
     words = shlex.split(command.replace("\\\n", " "))
     done = subprocess.run(
-        [sys.executable, "-m", "rl_plugins.cli", "doctor", "--host", "verl", "--", *words],
+        [sys.executable, "-m", "rl_plugins.commands.cli", "doctor", "--host", "verl", "--", *words],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -92,7 +92,7 @@ def test_example_config_of_gsm8k_is_one_that_the_command_takes(tmp_path, monkeyp
 @pytest.mark.host
 def test_run_yaml_runs_on_a_laptop_as_it_is(tmp_path):
     """The config of the examples is the one that the command writes, and TRL trains with it on a CPU."""
-    from rl_plugins.demo import trl_data
+    from rl_plugins.lab.demo import trl_data
 
     example = (TRL_EXAMPLES / "run.yaml").read_text()
     assert trl_data.write(tmp_path / "other place").read_text() == example.replace(
@@ -102,7 +102,7 @@ def test_run_yaml_runs_on_a_laptop_as_it_is(tmp_path):
     (tmp_path / "run.yaml").write_text(example)
     command = [
         "-m",
-        "rl_plugins.cli",
+        "rl_plugins.commands.cli",
         "trl",
         "grpo",
         "--config",

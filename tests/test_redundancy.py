@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from test_side_by_side import Slow, World, program
 from test_turn_limits import AGENTS
 
-from rl_plugins.agents import play
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.methods.ui_s1 import UiS1Rollout
-from rl_plugins.redundancy import FIELDS, NOTE, independent, note
-from rl_plugins.requests import Call, Generate, Trajectory, together
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.redundancy import FIELDS, NOTE, independent, note
+from rl_plugins.core.requests import Call, Generate, Trajectory, together
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.kit.agents import play
+from rl_plugins.methods.ui_s1_rollout import UiS1Rollout
 from rl_plugins.runtime import resume
 from rl_plugins.runtime.carry_over import Group, from_plain, to_plain, without_redundant
 from rl_plugins.runtime.programs import Running, drive

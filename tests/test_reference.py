@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from rl_plugins.commands.reference import entries, objects, reference_page, sections, undocumented
+from rl_plugins.lab.pages.reference import entries, objects, reference_page, sections, undocumented
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from waiting import NEVER
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import NO_PAPER, Bundle, Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import NO_PAPER, Bundle, Method
+from rl_plugins.core.params import MethodParams, param
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.vade import Vade
-from rl_plugins.params import MethodParams, param
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import build_stack
@@ -389,8 +389,8 @@ def set_in_init(**values):
         ({"advantages_per": "token"}, '`Mine.advantages_per` is \'token\'; it must be "row" or "turn".'),
         ({"trains": None}, "`Mine.trains` is None; it must be True or False."),
         ({"rounds": "yes"}, "`Mine.rounds` is 'yes'; it must be True or False."),
-        ({"whole_groups": 2}, "`Mine.whole_groups` is 2; it must be True or False."),
-        ({"whole_batch": "yes"}, "`Mine.whole_batch` is 'yes'; it must be True or False."),
+        ({"steps_hold_whole_groups": 2}, "`Mine.steps_hold_whole_groups` is 2; it must be True or False."),
+        ({"plans_stay_together": "yes"}, "`Mine.plans_stay_together` is 'yes'; it must be True or False."),
         ({"forces_tokens": None}, "`Mine.forces_tokens` is None; it must be True or False."),
         ({"rows_per_rollout": 0}, "`Mine.rows_per_rollout` is 0; it must be a whole number of at least 1."),
         ({"rows_per_rollout": True}, "`Mine.rows_per_rollout` is True; it must be a whole number"),

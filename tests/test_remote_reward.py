@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.disaggregated.reward import remote_reward, remote_score
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.tools.disaggregated.reward import remote_reward, remote_score
 
 
 class Rewards:

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method, Paper
-from rl_plugins.requests import Prompt
-from rl_plugins.rollouts import Carried, Plan, PlanRow, PromptPool, Queue, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.requests import Prompt
+from rl_plugins.core.rollouts import Carried, Plan, PlanRow, PromptPool, Queue, Rollouts, Run, Tokens
 from rl_plugins.runtime import registry
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens
 
@@ -33,7 +33,7 @@ def test_each_rollout_once_equals_a_loop(rollouts, seed):
         rollout=torch.tensor([k for _, k, _ in rows], dtype=torch.int64),
         index=torch.tensor([i for _, _, i in rows], dtype=torch.int64),
     )
-    once = made.once
+    once = made.per_rollout
     found = sorted(set(keys))
     assert list(zip(once.group.tolist(), once.rollout.tolist(), strict=True)) == found
     assert once.prompt_index.tolist() == [100 + g for g, _ in found]
@@ -45,7 +45,7 @@ def test_each_rollout_once_equals_a_loop(rollouts, seed):
         assert once.last[n] == mine[-1][1]
         if scored:
             assert float(once.reward[n]) == pytest.approx(sum(scored) / len(scored), abs=1e-12)
-            share = once.share(made.reward)
+            share = once.row_weight(made.reward)
             assert all(float(share[r]) == 1 / len(scored) for _, r in mine)
         else:
             assert math.isnan(float(once.reward[n]))
@@ -62,8 +62,11 @@ def test_each_rollout_once_equals_a_loop(rollouts, seed):
 
 def test_a_rollout_of_one_row_is_that_row():
     made = make_rollouts([1.0, 0.0, math.nan, 0.5], group_size=2)
-    assert torch.equal(made.once.last, torch.arange(4)) and made.once.rows.index.tolist() == [0, 1, 2, 3]
-    assert made.once.share(made.reward).tolist()[:2] == [1, 1] and made.once.rows.size.tolist() == [1] * 4
+    assert torch.equal(made.per_rollout.last, torch.arange(4)) and made.per_rollout.rows.index.tolist() == [0, 1, 2, 3]
+    assert (
+        made.per_rollout.row_weight(made.reward).tolist()[:2] == [1, 1]
+        and made.per_rollout.rows.size.tolist() == [1] * 4
+    )
 
 
 OLD = [

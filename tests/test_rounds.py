@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.rollouts import MAX_ROUNDS, PlanRow
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import MAX_ROUNDS, PlanRow
 from rl_plugins.runtime.rounds import Rounds, in_rounds
 from rl_plugins.runtime.stack import MethodStack
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.disaggregated.router import AffinityRouter, Pool
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.disaggregated.router import AffinityRouter, Pool
 
 FAST_READER = Pool("compute", 2, prefill_rate=10_000, decode_rate=20)
 FAST_WRITER = Pool("bandwidth", 2, prefill_rate=1_000, decode_rate=60)

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.scale import with_overrides
 from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.scaling import fewer
-from rl_plugins.trl import scale as trl_scale
-from rl_plugins.trl.facts import optimizer_steps_per_batch
-from rl_plugins.verl import facts
+from rl_plugins.trl.capabilities import optimizer_steps_per_batch
+from rl_plugins.trl.commands import scale as trl_scale
+from rl_plugins.verl import capabilities
 from rl_plugins.verl import scale as verl_scale
 from rl_plugins.verl.config import compose
 
@@ -148,8 +148,8 @@ def test_what_trl_cannot_read_or_split_is_refused(tmp_path):
 # ---- verl
 
 
-def values(overrides: list[str]) -> facts.Reader:
-    return facts.Reader(compose(overrides))
+def values(overrides: list[str]) -> capabilities.Reader:
+    return capabilities.Reader(compose(overrides))
 
 
 def test_overrides_of_verl():

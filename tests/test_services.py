@@ -21,10 +21,9 @@ import pytest
 import torch
 from waiting import HANG, NEVER, SOON, Stuck
 
-from rl_plugins import services
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.runtime import threads
-from rl_plugins.services import (
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.kit import services, threads
+from rl_plugins.kit.services import (
     ChatEndpoint,
     Endpoint,
     Failure,
@@ -387,7 +386,7 @@ def test_calls_that_never_end_are_limited(monkeypatch: pytest.MonkeyPatch, stuck
 
 def test_a_process_ends_although_a_call_hangs() -> None:
     code = (
-        "import time\nfrom rl_plugins.services import Service\n"
+        "import time\nfrom rl_plugins.kit.services import Service\n"
         "s = Service(lambda item: time.sleep(3600), 'the judge', timeout=0.1, retries=0)\n"
         "print(s.ask([1], strict=False))"
     )

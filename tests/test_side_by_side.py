@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.kit.agents import Observation, play
 from rl_plugins.runtime.programs import Running, drive
 from rl_plugins.testing.engine import CharChat, TableEngine, make_prompt, run_program
 

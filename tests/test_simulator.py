@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.disaggregated.router import AffinityRouter
-from rl_plugins.disaggregated.servers import Servers
-from rl_plugins.disaggregated.simulator import (
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.tools.disaggregated.router import AffinityRouter
+from rl_plugins.tools.disaggregated.servers import Servers
+from rl_plugins.tools.disaggregated.simulator import (
     Pool,
     Reward,
     Setup,
@@ -25,7 +26,6 @@ from rl_plugins.disaggregated.simulator import (
     simulate,
     summary,
 )
-from rl_plugins.errors import ConfigError, MethodError
 
 # Each of two rollouts reads for 1 s, one after the other, writes for 2 s and acts for 3 s: they end after 6 and 7 s.
 SLOW = Pool("slow", 2, prefill_rate=100, decode_rate=10)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from snowballstemmer import stemmer
 
-from rl_plugins.commands.usage import usage_of
-from rl_plugins.method import Bundle
+from rl_plugins.cards.usage import usage_of
+from rl_plugins.core.method import Bundle
 from rl_plugins.runtime import registry
 
 ROOT = Path(__file__).parents[1]

@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.method import HOOKS, Bundle, Method
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.method import HOOKS, Bundle, Method
+from rl_plugins.core.params import MethodParams, build_params, param
+from rl_plugins.core.rollouts import Shape
 from rl_plugins.methods.april import April
-from rl_plugins.params import MethodParams, build_params, param
-from rl_plugins.rollouts import Shape
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.resume import needs_state, resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack, check_max_unrewarded_batches
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.simulation import Simulation
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
+from rl_plugins.testing.generation import Simulation
 
 HOOK_ARGUMENTS = {h: 2 if h in ("select_prompts", "shape") else 3 if h == "observe" else 1 for h in HOOKS}
 
@@ -821,7 +821,9 @@ def test_a_part_of_a_bundle_that_decides_it_too_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize("other", ["april", "areal_admission"])
 def test_whole_batches_are_refused_beside_groups_that_wait(other):
-    together = type("Together", (Method,), {"name": "together", "whole_batch": True, "rewards": lambda self, r: None})
+    together = type(
+        "Together", (Method,), {"name": "together", "plans_stay_together": True, "rewards": lambda self, r: None}
+    )
     (waiting,) = build_stack([other]).methods
     for methods in ([together(), waiting], [waiting, together()]):
         with pytest.raises(

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 from rl_plugins.runtime.state import FOLDER, copy_plain, load_state, save_state, snapshot
 
 DTYPES = [

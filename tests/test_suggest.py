@@ -7,10 +7,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.commands import suggest
-from rl_plugins.commands.signs import Sign
-from rl_plugins.problems import PROBLEMS
+from rl_plugins.commands.cli import app
+from rl_plugins.commands.symptoms import Sign
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
 

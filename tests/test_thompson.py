@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins import thompson
-from rl_plugins.evidence import Counts
-from rl_plugins.thompson import SCORES, Draws, best_draws, largest_density
+from rl_plugins.kit import thompson
+from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.thompson import SCORES, Draws, best_draws, largest_density
 
 SIZE, N, DRAWS = 400, 12, 800
 COUNTS = Counts()

@@ -14,11 +14,11 @@ import pytest
 import torch
 from traces import by_name
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
-from rl_plugins.requests import Kind
-from rl_plugins.rollouts import Completion, Rollouts, RowRatio, Shape, TokenIds, Tokens
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Kind
+from rl_plugins.core.rollouts import Completion, Rollouts, RowRatio, Shape, TokenIds, Tokens
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

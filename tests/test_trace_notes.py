@@ -16,23 +16,24 @@ from test_services import Server
 from test_trace import Letters, read
 from traces import by_name
 
-from rl_plugins.agents import Observation
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
-from rl_plugins.methods.aepo import AepoRollout
-from rl_plugins.methods.branch import BranchTextRollout
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import ORIGIN, Trajectory
+from rl_plugins.core.rollouts import GroupSoFar, Rollouts
+from rl_plugins.kit.agents import Observation
+from rl_plugins.methods.aepo_rollout import AepoRollout
+from rl_plugins.methods.branch_text_rollout import BranchTextRollout
 from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.d3s import D3s
-from rl_plugins.methods.echo import EchoLabels, EchoTree
-from rl_plugins.methods.fapo import Fapo
+from rl_plugins.methods.echo_labels import EchoLabels
+from rl_plugins.methods.echo_tree import EchoTree
+from rl_plugins.methods.fapo.method import Fapo
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.methods.latr import Latr
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.vade import Vade
-from rl_plugins.methods.xrpo import XrpoAllocate
-from rl_plugins.requests import ORIGIN, Trajectory
-from rl_plugins.rollouts import GroupSoFar, Rollouts
+from rl_plugins.methods.xrpo_allocate import XrpoAllocate
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.method import Method
-from rl_plugins.methods.aepo import AepoRollout
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Turn, together
+from rl_plugins.core.rollouts import Completion
+from rl_plugins.kit.agents import Observation, play
+from rl_plugins.methods.aepo_rollout import AepoRollout
 from rl_plugins.methods.cleaner import Cleaner
-from rl_plugins.methods.m_grpo import MGrpoRollout
+from rl_plugins.methods.m_grpo_rollout.method import MGrpoRollout
 from rl_plugins.methods.turn_control import TurnControl
-from rl_plugins.params import build_params
-from rl_plugins.requests import Turn, together
-from rl_plugins.rollouts import Completion
 from rl_plugins.runtime.programs import given_trajectory
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.agents.turns import Turns
-from rl_plugins.errors import MethodError
-from rl_plugins.requests import Turn
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.requests import Turn
+from rl_plugins.kit.agents.turns import Turns
 from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
 from rl_plugins.testing import make_rollouts, make_tokens
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.agents.turns import Turns, canonical_form, joint, normalized, state_ids
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.kit.agents.turns import Turns, canonical_form, joint, normalized, state_ids
 from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn
 
 NAN = math.nan
@@ -101,7 +101,7 @@ def test_canonical_forms_are_equal_exactly_where_python_says_so(a, b):
 
 def test_numbers_of_observations_are_the_same_in_every_process():
     observations = ["room", 3, [1.5, "x"], {"b": 1, "a": {"x", "y", "z"}}, {"a", "b", "c"}]
-    code = f"from rl_plugins.agents.turns import state_ids; print(state_ids({observations!r}).tolist())"
+    code = f"from rl_plugins.kit.agents.turns import state_ids; print(state_ids({observations!r}).tolist())"
     runs = [
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}

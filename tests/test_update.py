@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Rows, Update
-from rl_plugins.runtime import gate
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rows, Update
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.update import (
     MAX_SKIPPED,
@@ -204,7 +204,7 @@ def test_columns_are_float32_whatever_the_default_is():
 def test_a_column_is_read_on_the_cpu_whatever_the_default_device_is():
     m = Asks(None)
     with torch.device("meta"):  # as on a machine whose default device is a GPU
-        checked = gate.update(m, Update(columns={"x": [1, 2]}), 2)
+        checked = validate.update(m, Update(columns={"x": [1, 2]}), 2)
     assert checked.columns["x"].tolist() == [1, 2]
 
 

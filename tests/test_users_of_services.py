@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.services import ChatEndpoint
 from rl_plugins.methods.brpo import Brpo
 from rl_plugins.methods.fission_grpo import FissionGrpo
 from rl_plugins.methods.fission_grpo.calls import GENERIC
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, library
 from rl_plugins.methods.v0_5 import V05
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.services import ChatEndpoint
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 GROUP = 16  # rollouts of a prompt; 2 (16 - 1) questions are 30 about it

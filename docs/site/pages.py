@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from rl_plugins.bench.ours import measured_of
-from rl_plugins.commands.catalog import entries, plugins
-from rl_plugins.commands.pages.methods import section
-from rl_plugins.commands.usage import usage_of
-from rl_plugins.method import Bundle, Method
+from rl_plugins.cards.catalog import entries, plugins
+from rl_plugins.cards.usage import usage_of
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.lab.bench.published import measured_of
+from rl_plugins.lab.pages.methods import section
 from rl_plugins.runtime import registry
 
 ROOT = Path(__file__).resolve().parents[2]

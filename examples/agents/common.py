@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from rl_plugins.compare import report
-from rl_plugins.compare.plan import Arm, Comparison, make_plan
-from rl_plugins.compare.runs import run_all
-from rl_plugins.compare.trl import Trl
-from rl_plugins.demo.settings import ON_CPU
+from rl_plugins.lab.compare import report
+from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan
+from rl_plugins.lab.compare.runs import run_all
+from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.lab.demo.settings import ON_CPU
 
 CONFIG: dict[str, Any] = {**ON_CPU, "learning_rate": 1e-3, "warmup_steps": 5}
 

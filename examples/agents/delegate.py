@@ -26,7 +26,7 @@ from typing import Any
 
 from common import arguments, compare, write_rows
 
-from rl_plugins.demo import policy
+from rl_plugins.lab.demo import policy
 
 DIGITS, GROUP, QUESTIONS, CALLS = 4, 8, 6, 2
 DELEGATES, NOISE, SUB_NOISE = 0.4, 0.3, 0.1

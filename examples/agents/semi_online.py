@@ -26,8 +26,8 @@ from typing import Any
 
 from common import arguments, compare, write_rows
 
-from rl_plugins.demo.environments import Grid
-from rl_plugins.demo.environments.policy import load_agent_policy
+from rl_plugins.lab.demo.environments import Grid
+from rl_plugins.lab.demo.environments.policy import load_agent_policy
 
 LONGEST, GROUP, TASKS = 6, 8, 5
 ROLLOUT = {"max_steps": LONGEST, "step_tokens": 3, "write": "semi_online:write"}

@@ -14,7 +14,7 @@ negative advantage, which pushes them down.
 
 Found (5 seeds), right answers at the end: GRPO 0.000, all three methods 0.937 +- 0.076, hints only read 0.000, hints of
 one length 0.984 +- 0.003 and sooner (109 +- 25 updates to one half, against 154 +- 33). Masking keeps the weight of
-failing hints at 0 instead of -0.52; what that is worth is not told apart here, nor are the advantages from GRPO's.
+failing hints at 0 instead of -0.52; what that is worth is no significant difference here, nor are the advantages from GRPO's.
 
     python examples/evidence/adhint.py --seeds 5 --out evidence-results
 """
@@ -31,9 +31,9 @@ from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.requests import Generate, Generated, Kind, Prompt, Scored, Trajectory
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.requests import Generate, Generated, Kind, Prompt, Scored, Trajectory
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack

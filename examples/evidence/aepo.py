@@ -30,12 +30,12 @@ import torch
 from common import across, arguments, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.agents import Observation
-from rl_plugins.compare.figures import bars, line, name_lines, panels
-from rl_plugins.losses import ppo_clip
-from rl_plugins.methods.aepo import AepoRollout
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Terms
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.kit.agents import Observation
+from rl_plugins.lab.compare.figures import bars, line, name_lines, panels
+from rl_plugins.methods.aepo_rollout import AepoRollout
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program

@@ -1,6 +1,6 @@
 """APRIL (arXiv 2509.18521): how much faster is generation, how stale does it make batches, and does that do harm?
 
-Schedule. A simulation (`rl_plugins.simulation`) of the real method and the real queue: 16 groups of 8 per batch,
+Schedule. A simulation (`rl_plugins.testing.generation`) of the real method and the real queue: 16 groups of 8 per batch,
 log-normal lengths (median 24 tokens, half of the variance of their logarithm between prompts), cut at 384. Two engines:
 `free`, a token takes as long however many rollouts are decoded; `busy`, it takes 1 + rollouts / 64 (three times as long
 with the 128 of a plain batch as with one), and reading a token of a resumed rollout takes 0.01. Speed-up of generation
@@ -37,7 +37,7 @@ from common import arguments, named, points, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.april import April
 from rl_plugins.testing import generation as simulation
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack

@@ -33,11 +33,11 @@ from common import arguments, interval, named, points, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.losses import ppo_clip
-from rl_plugins.methods.areal import ArealAdmission, capacity
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.lab.compare.figures import name_lines, panels
+from rl_plugins.methods.areal_admission import ArealAdmission, capacity
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
-from rl_plugins.rollouts import Terms
 from rl_plugins.testing import make_terms, start_stack
 from rl_plugins.testing.asynchronous import simulate, summary
 

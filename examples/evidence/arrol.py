@@ -29,10 +29,10 @@ import numpy as np
 from common import across, arguments, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Generate, Generated, Prompt, Scored, Trajectory
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.arrol import Arrol
-from rl_plugins.params import build_params
-from rl_plugins.requests import Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack

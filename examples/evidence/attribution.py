@@ -28,12 +28,12 @@ import yaml
 from common import across, arguments, interval, save
 from matplotlib.figure import Figure
 
-from rl_plugins.attribution import attribute
 from rl_plugins.commands import compare
 from rl_plugins.commands.attribute import Cube
-from rl_plugins.compare.figures import panels
-from rl_plugins.demo import settings
-from rl_plugins.demo.policy import load_policy
+from rl_plugins.lab.compare.figures import panels
+from rl_plugins.lab.demo import settings
+from rl_plugins.lab.demo.policy import load_policy
+from rl_plugins.tools.attribution import attribute
 
 METHODS = ("vade", "mc_grpo", "minpro")
 STEPS, METRIC = 40, "eval_rewards/exact/mean"
@@ -52,7 +52,7 @@ def train(seeds: int, out: Path) -> dict[str, Any]:
     }
     run = out / "run.yaml"
     run.write_text(yaml.safe_dump(values))
-    params = {m: dict(settings.DEMO_PARAMS[m]) for m in METHODS if m in settings.DEMO_PARAMS}
+    params = {m: dict(given) for m in METHODS if (given := settings.demo_params(m))}
     words = [str(run), *METHODS]
     compare.compare(words, "grpo", str(seeds), out, 1, [METRIC], "", json.dumps(params), "steps", False, attribute=True)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in ("summary", "attribution")}

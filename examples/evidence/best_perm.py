@@ -25,9 +25,9 @@ import torch
 from common import across, arguments, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.best_perm import BestPerm, best_permutation
-from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 

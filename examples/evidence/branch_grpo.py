@@ -33,10 +33,10 @@ from diffusers import DiTTransformer2DModel
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.demo import shapes
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
 from rl_plugins.diffusion.logs import read_metrics
+from rl_plugins.lab.compare.figures import name_lines, panels
+from rl_plugins.lab.demo import shapes
 
 TREES, ADVANTAGES = "branch_rollout", "branch_advantages"
 ARMS: dict[str, tuple[list[str], int]] = {  # methods, and batches

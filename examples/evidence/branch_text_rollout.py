@@ -27,9 +27,9 @@ from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.requests import Generate, Generated, Prompt, Trajectory
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack

@@ -28,7 +28,7 @@ from common import arguments, named, points, save, summary
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.brorl import BroRL, mass_balance
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, one_step, start_stack

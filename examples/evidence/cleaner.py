@@ -31,10 +31,10 @@ import numpy as np
 from common import arguments, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.agents import Observation
-from rl_plugins.compare.figures import line, name_lines, panels
+from rl_plugins.core.requests import Trajectory
+from rl_plugins.kit.agents import Observation
+from rl_plugins.lab.compare.figures import line, name_lines, panels
 from rl_plugins.methods.cleaner import Cleaner
-from rl_plugins.requests import Trajectory
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 

@@ -14,8 +14,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_plugins.compare import figures
-from rl_plugins.compare.report import Interval
+from rl_plugins.lab.compare import figures
+from rl_plugins.lab.compare.report import Interval
 
 torch.set_num_threads(1)  # The tensors are tiny.
 
@@ -55,7 +55,7 @@ def save(out: Path, name: str, results: dict[str, Any], draw: Callable[[], Figur
         print(f"\n{results['seconds']:.0f} s; written: {files[0]}, {files[1]}")
 
 
-# ---- drawing, on top of rl_plugins.compare.figures: cells are drawn with their intervals
+# ---- drawing, on top of rl_plugins.lab.compare.figures: cells are drawn with their intervals
 
 
 def points(axis: Axes, x: Sequence[float], cells: Cells, name: str, i: int) -> None:

@@ -43,16 +43,16 @@ from matplotlib.figure import Figure
 from scipy.stats import rankdata
 from torch import Tensor
 
-from rl_plugins.agents.turns import Turns
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.compare.report import Interval
-from rl_plugins.demo.environments import Grid
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.agents.turns import Turns
+from rl_plugins.lab.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.report import Interval
+from rl_plugins.lab.demo.environments import Grid
 from rl_plugins.methods.gigpo import Gigpo
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.methods.ui_s1 import UiS1
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.decide import decide
 from rl_plugins.testing import make_rollouts, make_tokens, make_turns, start_stack
 

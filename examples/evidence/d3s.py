@@ -26,9 +26,9 @@ from common import across, arguments, corner_legend, named, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import line, panels
+from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins.lab.compare.figures import line, panels
 from rl_plugins.methods.d3s import D3s
-from rl_plugins.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack

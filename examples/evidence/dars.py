@@ -33,11 +33,11 @@ from common import arguments, grouped, named, points, save
 from common import summary as over_seeds
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.dars import Dars
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds

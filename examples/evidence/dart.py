@@ -31,9 +31,9 @@ import torch
 from common import across, arguments, interval, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.losses import ppo_clip
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, TokenIds, Tokens
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, TokenIds, Tokens
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, make_turns, one_step, start_stack
 

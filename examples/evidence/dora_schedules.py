@@ -26,7 +26,7 @@ import numpy as np
 from common import across, arguments, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.lab.compare.figures import panels
 
 MEDIAN, SIGMA, LONGEST = 256.0, 1.0, 8192
 BATCH, TRAINING, BATCHES = 256, 256.0, 200

@@ -32,12 +32,12 @@ import torch
 from common import arguments, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, name_lines, panels
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import PlanRow, TokenIds
+from rl_plugins.lab.compare.figures import line, name_lines, panels
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.methods.dots import Dots, save_adapter, train_adapter
 from rl_plugins.methods.rollout_replay import RolloutReplay
-from rl_plugins.rollouts import PlanRow, TokenIds
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack

@@ -20,7 +20,7 @@ import numpy as np
 from common import across, arguments, interval, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.drive import Drive
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack

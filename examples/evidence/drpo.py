@@ -28,10 +28,10 @@ from common import across, arguments, named, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import bars, color, line, panels
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import Rollouts, Rows, Terms
+from rl_plugins.lab.compare.figures import bars, color, line, panels
 from rl_plugins.methods.drpo import Drpo
-from rl_plugins.rollouts import Rollouts, Rows, Terms
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 

@@ -27,12 +27,12 @@ import torch
 from common import arguments, corner_legend, grouped, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, panels
-from rl_plugins.losses import ppo_clip
-from rl_plugins.methods.echo import EchoTree
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.lab.compare.figures import line, panels
 from rl_plugins.methods.echo.controller import prune_at, statistics
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Terms
+from rl_plugins.methods.echo_tree import EchoTree
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step

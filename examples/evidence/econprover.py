@@ -40,12 +40,12 @@ import torch
 from common import across, arguments, interval, named, points, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.heads import prefix_diversity, shares
+from rl_plugins.core.params import build_params
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.difficulty_slices import DifficultySlices
-from rl_plugins.params import build_params
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
+from rl_plugins.tools.heads import prefix_diversity, shares
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 import mode_switching

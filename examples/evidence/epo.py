@@ -26,10 +26,10 @@ from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.epo import Epo
-from rl_plugins.params import build_params
 from rl_plugins.testing import make_rollouts, make_run, make_terms, make_tokens, make_turns, one_step, start_stack
 
 STEPS, ACTIONS, NEEDED = 30, 3, 16

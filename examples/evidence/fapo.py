@@ -32,8 +32,8 @@ import numpy as np
 from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.methods.fapo import Fapo
+from rl_plugins.lab.compare.figures import name_lines, panels
+from rl_plugins.methods.fapo.method import Fapo
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 

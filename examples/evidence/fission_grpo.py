@@ -34,11 +34,11 @@ from common import across, arguments, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.fission_grpo import FissionGrpo, read_calls
 from rl_plugins.methods.fission_grpo.calls import GENERIC
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import make_run

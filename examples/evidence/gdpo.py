@@ -25,7 +25,7 @@ import torch
 from common import arguments, corner_legend, grouped, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, panels
+from rl_plugins.lab.compare.figures import line, panels
 from rl_plugins.methods.gdpo import Gdpo
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, one_step, start_stack

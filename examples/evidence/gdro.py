@@ -25,8 +25,9 @@ import torch
 from common import across, arguments, interval, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.methods.gdro import GdroPrompt, GdroRollout
+from rl_plugins.lab.compare.figures import panels
+from rl_plugins.methods.gdro_prompt import GdroPrompt
+from rl_plugins.methods.gdro_rollout import GdroRollout
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -25,9 +25,9 @@ import numpy as np
 from common import arguments, grouped, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, name_lines, panels
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.lab.compare.figures import line, name_lines, panels
 from rl_plugins.methods.gigpo import Gigpo
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_turns, one_step, start_stack
 

@@ -23,7 +23,7 @@ import torch
 from common import interval, named, runs_band, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.grpo_roc import GrpoRoc
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

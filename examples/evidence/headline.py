@@ -14,12 +14,12 @@ from pathlib import Path
 
 import yaml
 
-from rl_plugins.compare import report
-from rl_plugins.compare.plan import Arm, make_plan
-from rl_plugins.compare.runs import run_all
-from rl_plugins.compare.trl import Trl
-from rl_plugins.demo import headline, settings
-from rl_plugins.demo.policy import load_policy
+from rl_plugins.lab.compare import report
+from rl_plugins.lab.compare.plan import Arm, make_plan
+from rl_plugins.lab.compare.runs import run_all
+from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.lab.demo import headline, settings
+from rl_plugins.lab.demo.policy import load_policy
 
 HOST_ONLY = Arm("normalize_then_sum", (), ("--multi_objective_aggregation", "normalize_then_sum"))
 

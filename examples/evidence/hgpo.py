@@ -26,7 +26,7 @@ import numpy as np
 from common import arguments, named, points, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.hgpo import Hgpo
 from rl_plugins.testing import make_rollouts, make_turns, one_step, start_stack
 

@@ -9,7 +9,7 @@ fork of two words, p_1 uniform in 0.5..0.55 (even) or 0.5..0.75 (uneven), p_2 th
 completion as in the authors' runs; further arms are without pruning and with the other direction of tau_rel, which the
 authors' code had before January 2026.
 
-Digits, the embedded policy of `rl_plugins.demo` (a transformer; completions of at most 14 characters): thresholds for
+Digits, the embedded policy of `rl_plugins.lab.demo` (a transformer; completions of at most 14 characters): thresholds for
 mathematics (0.15, 0.25) and lookahead 2, 4, 6, because completions are shorter than 20. It is sure of most digits.
 
 Measured per group: mean edit distance of two rollouts / length (every other pair), distinct stories or texts, distinct
@@ -48,11 +48,11 @@ import torch
 from common import arguments, grouped, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.method import Method
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.latr import Latr
 from rl_plugins.methods.latr.similarity import edit_distance
-from rl_plugins.requests import Generate, Generated, Prompt, Trajectory
 from rl_plugins.testing.engine import run_program
 
 N, PROMPTS = 8, 20
@@ -220,7 +220,7 @@ def stories(arm: str, real: float, high: float, seed: int, **changes: Any) -> di
 
 
 def digits(arm: str, seed: int, policy: Any) -> dict[str, float]:
-    from rl_plugins.demo import tasks
+    from rl_plugins.lab.demo import tasks
 
     model, tokenizer = policy
     rng = random.Random(seed)
@@ -313,7 +313,7 @@ def main() -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.lab.demo.policy import load_policy
 
     path = load_policy()  # the first time it is built, which takes most of a minute
     policy = AutoModelForCausalLM.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)

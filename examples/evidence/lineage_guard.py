@@ -34,8 +34,8 @@ import numpy as np
 from common import arguments, grouped, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.messages import LineageGuard, estimate_rates, find_hubs, marker_run, propagate, risk
+from rl_plugins.lab.compare.figures import panels
+from rl_plugins.tools.messages import LineageGuard, estimate_rates, find_hubs, marker_run, propagate, risk
 
 AGENTS, BOXES, ROUNDS, TASKS = 6, 12, 6, 50
 ADOPT, FORGET, DROP, KNOWN = 0.9, 0.1, 0.8, 0.3

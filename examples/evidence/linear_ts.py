@@ -26,10 +26,10 @@ import torch
 from common import across, arguments, named, points, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.core.rollouts import PromptPool
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods import linear_ts
 from rl_plugins.methods.linear_ts import LinearTS
-from rl_plugins.rollouts import PromptPool
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
 
 TRUTH, NOISE = np.array([0.5, -0.2, 0.1]), 0.05

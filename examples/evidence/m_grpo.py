@@ -26,10 +26,10 @@ import torch
 from common import arguments, named, runs_band, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.m_grpo import MGrpo
-from rl_plugins.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 QUERIES, ROLLOUTS, SUBTASKS, RESPONSES = 8, 8, 6, 5  # the last response is malformed, the first is right

@@ -29,7 +29,7 @@ from common import arguments, grouped, named, save, summary
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -36,10 +36,10 @@ from torch import Tensor
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.demo import masked, masked_policy, rewards, settings, tasks
-from rl_plugins.demo.policy import MAX_COMPLETION_LENGTH as LENGTH
-from rl_plugins.masked import Decoded, Decoding, decode, trajectory_logprobs
+from rl_plugins.kit.masked import Decoded, Decoding, decode, trajectory_logprobs
+from rl_plugins.lab.compare.figures import panels
+from rl_plugins.lab.demo import masked, masked_policy, rewards, settings, tasks
+from rl_plugins.lab.demo.policy import MAX_COMPLETION_LENGTH as LENGTH
 from rl_plugins.trl.masked import MaskedGRPOConfig, MaskedGRPOTrainer
 
 PASSES = (1, 2, 3, 4, 7, 14)

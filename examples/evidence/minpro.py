@@ -32,11 +32,11 @@ from common import arguments, interval, named, points, runs_band, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.losses import weighted_logprob
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.losses import weighted_logprob
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.minpro import Minpro
-from rl_plugins.rollouts import Terms
 from rl_plugins.testing import make_rollouts, make_terms, start_stack
 
 VOCAB, LENGTH, GROUPS, GROUP = 8, 12, 8, 8

@@ -25,8 +25,8 @@ import torch
 from common import arguments, corner_legend, grouped, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, panels
-from rl_plugins.methods.mssr import MssrBaseline
+from rl_plugins.lab.compare.figures import line, panels
+from rl_plugins.methods.mssr_baseline import MssrBaseline
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack

@@ -13,7 +13,7 @@ Measured on prompts that were not trained: the share of answers that greedy deco
 the mark `=`, of the new task and of the three old ones (levels 1 and 2), every 25 steps.
 
 Found (5 seeds): OTR learns the new task more slowly than SFT and forgets no less of the old ones; DFT is slower still.
-Draws and exact mean are not told apart.
+Draws and exact mean are no significant difference.
 
 Seeds differ in the batches, the draws and the prompts; the warm-started policy is the same.
 
@@ -33,10 +33,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.demo.policy import build_tokenizer, labeled, load_policy
-from rl_plugins.demo.tasks import random_prompt, solve
-from rl_plugins.supervised.otr import Drawing, OtrParams, generator, logits_loss
+from rl_plugins.lab.compare.figures import name_lines, panels
+from rl_plugins.lab.demo.policy import build_tokenizer, labeled, load_policy
+from rl_plugins.lab.demo.tasks import random_prompt, solve
+from rl_plugins.tools.supervised.otr import Drawing, OtrParams, generator, logits_loss
 
 STEPS, EVERY, BATCH, RATE, ASKED = 150, 25, 32, 1e-3, 200
 OTR = {"OTR": OtrParams(), "OTR, expected": OtrParams(expected=True)}

@@ -32,7 +32,7 @@ import torch
 from common import arguments, band, interval, named, points, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.lab.compare.figures import panels
 
 ETAS, NS, SIGMA, CHAINS = (0.05, 0.1, 0.3, 1.0, 1.5), (1, 4, 16), 1.0, 200
 CONTEXTS, ACTIONS, NOISE, CLIP, EPOCHS, TOTAL, N, M = 32, 8, 8.0, 0.2, 4, 512 * 192, 512, 64

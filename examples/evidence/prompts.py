@@ -30,12 +30,12 @@ import torch
 from common import interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import color, line, name_lines, panels
-from rl_plugins.demo import tasks
-from rl_plugins.demo.policy import load_policy
-from rl_plugins.demo.settings import ON_CPU
-from rl_plugins.method import Method, Paper
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.rollouts import Rollouts, Tokens
+from rl_plugins.lab.compare.figures import color, line, name_lines, panels
+from rl_plugins.lab.demo import tasks
+from rl_plugins.lab.demo.policy import load_policy
+from rl_plugins.lab.demo.settings import ON_CPU
 from rl_plugins.testing.delayed import installed
 
 MIX = {1: 0.25, 2: 0.15, 3: 0.1, 4: 0.1, 5: 0.2, 6: 0.2}  # level (half the digits) -> share of the prompts
@@ -128,7 +128,7 @@ def one_run(folder: Path, seed: int, arm: str, steps: int) -> dict[str, Any]:
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-    from rl_plugins.demo.rewards import exact
+    from rl_plugins.lab.demo.rewards import exact
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     class Budget(TrainerCallback):

@@ -37,12 +37,12 @@ from common import arguments, grouped, named, save
 from matplotlib.figure import Figure
 from scipy import stats
 
-from rl_plugins.audit import Options, preflight
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.core.rollouts import RewardFunction, Rollouts, Run
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.reward_audit import RewardAudit
-from rl_plugins.rollouts import RewardFunction, Rollouts, Run
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, start_stack
+from rl_plugins.tools.audit import Options, preflight
 
 GROUP, WORDS, BATCH, ROWS = 8, 300, 100, 1000
 SIZES = ((500, 0.02), (1000, 0.02), (1000, 0.01), (2000, 0.01), (4000, 0.005))

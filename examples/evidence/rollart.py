@@ -1,6 +1,6 @@
 """RollArt (arXiv 2512.22560): which way each of its numbers goes in a simulation, and what independent rollouts save.
 
-1. `rl_plugins.disaggregated.simulator`, with the real queue and router. No model runs. 16 groups of 8 rollouts make a
+1. `rl_plugins.tools.disaggregated.simulator`, with the real queue and router. No model runs. 16 groups of 8 rollouts make a
    batch; 16 steps, the first 4 left out. Two tasks: "agent" has 8 turns that read 3,000 and write 150 tokens, and its
    environment acts for 5 s; "math" reads 300 and writes 3,000 tokens at once. A server of the pool "compute" reads
    20,000 tokens/s and writes 16 answers at 50 tokens/s each; one of "bandwidth" reads 3,000 and writes 20 at 60. These
@@ -27,13 +27,13 @@ import numpy as np
 from common import across, arguments, grouped, interval, named, points, save
 from matplotlib.figure import Figure
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.disaggregated.simulator import Pool, Reward, Setup, Task, Weights, simulate, summary
-from rl_plugins.method import Method
-from rl_plugins.requests import Generate, Generated, Prompt, Trajectory, together
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Prompt, Trajectory, together
+from rl_plugins.kit.agents import Observation, play
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.runtime.programs import Running, drive, run
 from rl_plugins.testing.engine import TableEngine, make_prompt
+from rl_plugins.tools.disaggregated.simulator import Pool, Reward, Setup, Task, Weights, simulate, summary
 
 STEPS, SKIP = 16, 4
 COMPUTE, BANDWIDTH = Pool("compute", 16, 20_000, 50), Pool("bandwidth", 20, 3_000, 60)

@@ -37,7 +37,7 @@ import numpy as np
 from common import across, arguments, grouped, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import panels
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.rtv_pdr import RtvPdr, rtv
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 

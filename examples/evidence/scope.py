@@ -32,12 +32,12 @@ from common import across, arguments, save, summary
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import panels
-from rl_plugins.losses import aggregate, ppo_clip
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Generate, Generated, Kind, Prompt, Scored, Trajectory
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.lab.compare.figures import panels
 from rl_plugins.methods.scope import Scope
-from rl_plugins.params import build_params
-from rl_plugins.requests import Generate, Generated, Kind, Prompt, Scored, Trajectory
-from rl_plugins.rollouts import Terms
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack
 

@@ -36,15 +36,15 @@ from diffusers import DiTTransformer2DModel
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.cheap import CheapCopy, CheapOptions
-from rl_plugins.compare.figures import panels
-from rl_plugins.demo import shapes
-from rl_plugins.denoising import Denoise
+from rl_plugins.core.denoising import Denoise
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.diffusion import DiffusionConfig, DiffusionTrainer
 from rl_plugins.diffusion.logs import read_metrics
-from rl_plugins.groups import Groups
+from rl_plugins.lab.compare.figures import panels
+from rl_plugins.lab.demo import shapes
 from rl_plugins.methods.sol_rl.choice import Mode, places
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.cheap import CheapCopy, CheapOptions
 
 POOL, KEPT, POOLS = 96, 24, 400
 CORRELATIONS = (1.0, 0.95, 0.8, 0.5, 0.0)

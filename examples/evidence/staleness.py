@@ -33,9 +33,9 @@ import numpy as np
 from common import interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, name_lines, panels
-from rl_plugins.demo.policy import load_policy
-from rl_plugins.demo.settings import ON_CPU, REWARDS, write_data
+from rl_plugins.lab.compare.figures import line, name_lines, panels
+from rl_plugins.lab.demo.policy import load_policy
+from rl_plugins.lab.demo.settings import ON_CPU, REWARDS, write_data
 from rl_plugins.testing.delayed import Delayed, installed
 
 SAMPLER = {"delayed": {"sampled_as_old": True}}
@@ -96,7 +96,7 @@ def one_run(
     from datasets import load_dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from rl_plugins.demo import rewards
+    from rl_plugins.lab.demo import rewards
     from rl_plugins.trl import GRPOConfig, GRPOTrainer
 
     methods, params, own = ARMS[arm]

@@ -33,12 +33,12 @@ import torch
 from common import interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, name_lines, panels
-from rl_plugins.demo.policy import load_policy
-from rl_plugins.demo.settings import write_data
-from rl_plugins.losses import weighted_logprob
-from rl_plugins.method import Method, Paper
-from rl_plugins.rollouts import Terms
+from rl_plugins.core.losses import weighted_logprob
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.rollouts import Terms
+from rl_plugins.lab.compare.figures import line, name_lines, panels
+from rl_plugins.lab.demo.policy import load_policy
+from rl_plugins.lab.demo.settings import write_data
 from rl_plugins.testing.delayed import installed
 
 
@@ -120,7 +120,7 @@ def one_run(
     from datasets import load_dataset
     from transformers.trainer_callback import PrinterCallback
 
-    from rl_plugins.demo import rewards
+    from rl_plugins.lab.demo import rewards
     from rl_plugins.trl.asynchronous import AsyncGRPOConfig, AsyncGRPOTrainer, GenerateWorker, cpu
 
     cpu.activate()

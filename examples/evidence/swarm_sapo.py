@@ -31,10 +31,10 @@ import torch
 from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.swarm_sapo import SwarmSapo
-from rl_plugins.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, make_terms, make_tokens, one_step, start_stack
 

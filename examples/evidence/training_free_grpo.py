@@ -30,7 +30,7 @@ import numpy as np
 from common import arguments, interval, named, runs_band, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.training_free_grpo import TrainingFreeGrpo, texts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_plan, make_rollouts, make_run, one_step, start_stack

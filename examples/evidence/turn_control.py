@@ -29,10 +29,10 @@ import torch
 from common import arguments, named, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.agents import Observation
-from rl_plugins.compare.figures import color, line, name_lines, panels
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.agents import Observation
+from rl_plugins.lab.compare.figures import color, line, name_lines, panels
 from rl_plugins.methods.turn_control import TurnControl
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_tokens, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program

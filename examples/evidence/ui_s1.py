@@ -28,9 +28,9 @@ import torch
 from common import arguments, named, runs_band, save, summary
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
+from rl_plugins.core.rollouts import TurnTable
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.ui_s1 import ExpertStep, SemiOnlineEpisode, UiS1, gui_step_reward, semi_online_performance
-from rl_plugins.rollouts import TurnTable
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 TASKS, STEPS, ACTIONS, STYLES = 8, 5, 4, 3

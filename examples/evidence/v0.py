@@ -29,9 +29,9 @@ import torch
 from common import across, arguments, grouped, interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import color, name_lines, panels
-from rl_plugins.demo.tasks import build_rows
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
+from rl_plugins.lab.compare.figures import color, name_lines, panels
+from rl_plugins.lab.demo.tasks import build_rows
 from rl_plugins.methods.v0 import V0
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

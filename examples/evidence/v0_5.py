@@ -28,10 +28,10 @@ import torch
 from common import arguments, interval, named, points, save
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import name_lines, panels
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import GroupSoFar, Plan, Rollouts
+from rl_plugins.lab.compare.figures import name_lines, panels
 from rl_plugins.methods.v0_5 import V05
-from rl_plugins.rollouts import GroupSoFar, Plan, Rollouts
 from rl_plugins.runtime.plan import first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack

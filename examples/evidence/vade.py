@@ -25,7 +25,7 @@ from common import arguments, corner_legend, interval, named, runs_band, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import color, line, panels
+from rl_plugins.lab.compare.figures import color, line, panels
 from rl_plugins.methods.vade import Vade
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

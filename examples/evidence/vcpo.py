@@ -31,12 +31,12 @@ from common import arguments, interval, named, points, save
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_plugins.compare.figures import line, name_lines, panels
-from rl_plugins.groups import Groups
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rows
+from rl_plugins.lab.compare.figures import line, name_lines, panels
 from rl_plugins.methods.vcpo import Vcpo, ess_ratio, lr_factor, weighted_baseline
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rows
 from rl_plugins.testing import make_rollouts, make_tokens, start_stack
 
 VOCAB, LENGTH, GROUPS, GROUP = 8, 12, 4, 8

@@ -34,11 +34,12 @@ from common import arguments, grouped, named, points, save
 from common import summary as over_seeds
 from matplotlib.figure import Figure
 
-from rl_plugins.compare.figures import line, panels
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method
-from rl_plugins.methods.xrpo import XrpoAllocate, XrpoNovelty, half_width
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.lab.compare.figures import line, panels
+from rl_plugins.methods.xrpo_allocate import XrpoAllocate, half_width
+from rl_plugins.methods.xrpo_novelty import XrpoNovelty
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plugins.agents import Observation
+from rl_plugins.kit.agents import Observation
 
 
 class Guess:

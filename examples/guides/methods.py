@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Method, MethodParams, Plan, Rollouts, Shape, Terms, Tokens, Update, param, ppo_clip
-from rl_plugins.requests import Generate, Program, Prompt, Score
-from rl_plugins.rollouts import Admission, PromptPool, Queue, Rows
+from rl_plugins.core.requests import Generate, Program, Prompt, Score
+from rl_plugins.core.rollouts import Admission, PromptPool, Queue, Rows
 
 
 class Shuffled(Method):

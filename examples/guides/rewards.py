@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from rl_plugins import rewards
+from rl_plugins.methods.fapo import rewards
 
 
 def digits(text: str) -> str:

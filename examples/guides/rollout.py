@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_plugins import Method, MethodParams, param
-from rl_plugins.requests import Generate, Program, Prompt, Score, Trajectory, together
+from rl_plugins.core.requests import Generate, Program, Prompt, Score, Trajectory, together
 
 
 class SecondThought(Method):

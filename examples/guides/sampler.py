@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_plugins import Method, MethodParams, Rollouts, Tokens, param
-from rl_plugins.rollouts import PromptPool, Run
+from rl_plugins.core.rollouts import PromptPool, Run
 
 
 class Halfway(Method):

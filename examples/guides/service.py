@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rl_plugins import Method, MethodParams, Rollouts
-from rl_plugins.params import GIVEN, param
-from rl_plugins.services import Endpoint, Failure, Service, failures, number
+from rl_plugins.core.params import GIVEN, param
+from rl_plugins.kit.services import Endpoint, Failure, Service, failures, number
 
 TEMPLATE = "How clear is this answer, from 0 to 10?\n\nAnswer:\n{text}"
 

@@ -30,8 +30,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_plugins.commands.mode_pairs import write_pairs
-from rl_plugins.demo import policy, tasks
-from rl_plugins.preferences import PairRule
+from rl_plugins.lab.demo import policy, tasks
+from rl_plugins.tools.preferences import PairRule
 
 LEVELS = (1, 2, 3, 4)  # 2 to 8 digits
 WRONG = {1: 0.0, 2: 0.05, 3: 0.4, 4: 0.6}  # chance that a demonstration's direct answer has another digit, per digit

@@ -11,7 +11,7 @@
 # Set for you, printed at the start, and replaced by an override of yours after `--` (a key that begins with + there needs
 # ++ to be replaced: ++rl_plugins.method_params.mc_grpo.advantage_clip=10):
 #   trainer.resume_mode=disable                 every run begins at step 0, also when OUT holds checkpoints
-#   +rl_plugins.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
+#   +rl_plugins.methods.fapo.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
 #   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
 #   +rl_plugins.method_params...                parameters of some methods: mc_grpo.advantage_clip=3, dars.n_first=3, ...
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates
@@ -41,12 +41,12 @@ export OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VERL_FILE_LOGGER_PATH="$out/metrics.jsonl"
 
 # Trains the policy on demonstrations (once, 20 seconds), writes the data, and prints the settings of the run.
-"$python" -m rl_plugins.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" > "$out/overrides.txt"
+"$python" -m rl_plugins.lab.demo.verl_data "$out" ${methods[@]+"${methods[@]}"} --steps "${STEPS:-40}" > "$out/overrides.txt"
 overrides=()
 while IFS= read -r line; do overrides+=("$line"); done < "$out/overrides.txt"
 
 if [ "$dry" = 1 ]; then
-  exec "$python" -m rl_plugins.cli doctor --host verl -- "${overrides[@]}" "$@"
+  exec "$python" -m rl_plugins.commands.cli doctor --host verl -- "${overrides[@]}" "$@"
 fi
 
 # verl itself. Start-up takes most of a minute: seven processes import it.

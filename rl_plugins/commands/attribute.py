@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.attribution import attribute, bootstrap, needed
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
+from rl_plugins.tools.attribution import attribute, bootstrap, needed
 
 MOST = 5  # methods whose subsets are all trained: 2^5 arms, each with every seed
 

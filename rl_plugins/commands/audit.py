@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from rl_plugins.audit import AuditReport, Finding, Options, preflight
-from rl_plugins.audit.findings import SEVERITIES
-from rl_plugins.errors import ConfigError
-from rl_plugins.params import resolve_callable
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import resolve_callable
+from rl_plugins.core.rollouts import Run
+from rl_plugins.tools.audit import AuditReport, Finding, Options, preflight
+from rl_plugins.tools.audit.findings import SEVERITIES
 
 STYLES = {"critical": "bold red", "warn": "yellow", "info": "cyan"}
 MEANING = {
@@ -77,7 +77,7 @@ def _run(host: str, words: Sequence[str]) -> Run:
         if not words:
             raise ConfigError("No run is given. Write its overrides: rl-plugins audit --host verl -- OVERRIDES")
         return run_of_words(words)
-    from rl_plugins.trl.offline import run_of_config
+    from rl_plugins.trl.commands.offline import run_of_config
 
     if not words or words[0].startswith("-"):
         raise ConfigError("No config is given. Write the YAML file of the run: rl-plugins audit run.yaml")

@@ -13,19 +13,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rl_plugins.bench import search as learning_rates
-from rl_plugins.bench.arms import BenchArm
-from rl_plugins.bench.cells import CELLS, CURRENCIES, cell_of
-from rl_plugins.bench.claims import LOOKS, PaperClaim, claims, claims_of
-from rl_plugins.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, end, grow, subsets, tuned
-from rl_plugins.bench.differences import difference
-from rl_plugins.bench.ours import numbers
-from rl_plugins.bench.results import Results, is_current
-from rl_plugins.bench.runs import Waiting, run_missing
-from rl_plugins.bench.verdicts import ClaimResult, decide, matrix
-from rl_plugins.bench.verl_runs import agreement, run_verl
 from rl_plugins.commands.compare import need_plots
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench import search as learning_rates
+from rl_plugins.lab.bench.arms import BenchArm
+from rl_plugins.lab.bench.cells import CELLS, CURRENCIES, cell_of
+from rl_plugins.lab.bench.claims import LOOKS, PaperClaim, claims, claims_of
+from rl_plugins.lab.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, end, grow, subsets, tuned
+from rl_plugins.lab.bench.differences import difference
+from rl_plugins.lab.bench.published import numbers
+from rl_plugins.lab.bench.results import Results, is_current
+from rl_plugins.lab.bench.runs import Waiting, run_missing
+from rl_plugins.lab.bench.verdicts import ClaimResult, decide, matrix
+from rl_plugins.lab.bench.verl_runs import agreement, run_verl
 
 SECONDS = 25.0  # of a run on a core that has nothing else to do
 IN_VERL = 240.0  # of the one run that was made in verl, beside other work on two cores
@@ -228,8 +228,8 @@ def _searched(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
 
 
 def _policies(environments: Iterable[str], console: Console) -> dict[str, Path]:
-    from rl_plugins.bench.policy import load_policy
-    from rl_plugins.demo.environments.policy import load_agent_policy
+    from rl_plugins.lab.bench.policy import load_policy
+    from rl_plugins.lab.demo.environments.policy import load_agent_policy
 
     found = {}
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
@@ -307,7 +307,7 @@ def _report(
 
 def _draw(console: Console, results: Results, arms: Sequence[str], out: Path) -> None:
     """Curves of every arm beside GRPO's."""
-    from rl_plugins.bench.figures import draw_method
+    from rl_plugins.lab.bench.figures import draw_method
 
     for arm in arms:
         draw_method(results, arm, out / "curves" / f"{arm.replace('/', '_')}.png")
@@ -357,7 +357,7 @@ def _both_hosts(console: Console, verl: Results, trl: Results) -> None:
 
 def _publish(out: Path, root: Path) -> None:
     """Keeps raw results, summary and figures in a checkout. Runs with old settings are left out."""
-    from rl_plugins.bench import figures, summary
+    from rl_plugins.lab.bench import figures, summary
 
     if not (root / "rl_plugins" / "bench").is_dir():
         raise ConfigError(f"{root} is no checkout of rl-plugins. Name the folder of one with --publish.")

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened, shown
-from rl_plugins.method import Bundle, Method
-from rl_plugins.params import build_params
+from rl_plugins.cards.card_file import card_file
+from rl_plugins.core.errors import ConfigError, shortened, shown
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.params import build_params
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.config_text import read_json_or_yaml
 
@@ -20,7 +21,7 @@ from rl_plugins.runtime.config_text import read_json_or_yaml
 def check_and_print(target: str, params: str | None = None, rows: Path | None = None) -> int:
     """Checks a method, or every part of a bundle, and prints what was checked or what failed.
 
-    Parameters that must be given and are not are those of `Method.example_params`. Without `rows`, an environment among
+    Parameters that must be given and are not are those of `example_params` of its card. Without `rows`, an environment among
     the parameters is asked for some, where its class has `rows(n)`.
 
     Args:
@@ -40,7 +41,7 @@ def check_and_print(target: str, params: str | None = None, rows: Path | None = 
     chosen, failed = _mapping(params), False
     stored = _read_rows(rows)
     for cls in _classes(target):
-        given = {**cls.example_params, **chosen}
+        given = {**card_file(cls).example_params, **chosen}
         try:
             print(check_method(cls, rows=stored or _offered_rows(cls, given), **given))
             for name, tried in idle_parameters(cls, **given).items():

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from rl_plugins.commands.attribute import Cube, write
-from rl_plugins.compare import costs, report
-from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
-from rl_plugins.compare.runs import is_finished, run_all
-from rl_plugins.compare.trl import Trl
-from rl_plugins.demo.masked import needed
-from rl_plugins.errors import ConfigError
-from rl_plugins.masked import MASKED_OPTIONS
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.kit.masked import MASKED_OPTIONS
+from rl_plugins.lab.compare import costs, report
+from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan, parse_arms
+from rl_plugins.lab.compare.runs import is_finished, run_all
+from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.lab.demo.masked import needed
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params, parse_methods, select
 
@@ -126,7 +126,7 @@ def compare_verl(
     Args:
         words: methods, and overrides of `python -m verl.trainer.main_ppo` or the whole command.
     """
-    from rl_plugins.compare.verl import Verl
+    from rl_plugins.lab.compare.verl import Verl
     from rl_plugins.verl.doctor import read_command
 
     need_plots()
@@ -137,7 +137,9 @@ def compare_verl(
     notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
     if host.rewards:
         parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
-        notes.append(f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function.")
+        notes.append(
+            f"All arms train {parts} (rl_plugins.methods.fapo.rewards), in place of the `score` of the reward function."
+        )
     params = _params(arms, host.method_params, method_params)
     if cube:
         cube.check(baseline, params)
@@ -205,7 +207,7 @@ def run(
 
     Args:
         metrics: logged values of the report; none: rewards and each reward function.
-        currency: of :data:`rl_plugins.compare.costs.CURRENCIES`, in which all arms have the same budget.
+        currency: of :data:`rl_plugins.lab.compare.costs.CURRENCIES`, in which all arms have the same budget.
         watch: the logged value shown next to the bars.
         cube: of methods, whose subsets are the arms; None: nothing is attributed.
 

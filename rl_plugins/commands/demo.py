@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_plugins.commands.compare import need_plots, parse_seeds, run, timing_notes
-from rl_plugins.compare.plan import Arm, Comparison, make_plan, parse_arms
-from rl_plugins.compare.runs import is_finished
-from rl_plugins.compare.trl import Trl
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan, parse_arms
+from rl_plugins.lab.compare.runs import is_finished
+from rl_plugins.lab.compare.trl import Trl
 
 TOY = "A toy: it shows that the method acts and what it does here, not what it does on a large model."
 SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, folder, methods and their parameters."
@@ -22,8 +22,8 @@ SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, f
 
 def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool) -> None:
     """The demo without METHODS: GDPO, plain GRPO and a control on two rewards of different size."""
-    from rl_plugins.demo import headline, settings
-    from rl_plugins.demo.policy import policy_path
+    from rl_plugins.lab.demo import headline, settings
+    from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
     data, console = out / "data", Console()
@@ -51,9 +51,9 @@ def demo(
     methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool
 ) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
-    from rl_plugins.demo import agents, flows, masked, settings
-    from rl_plugins.demo.masked_policy import load_masked_policy, masked_policy_path
-    from rl_plugins.demo.policy import load_policy, policy_path
+    from rl_plugins.lab.demo import agents, flows, masked, settings
+    from rl_plugins.lab.demo.masked_policy import load_masked_policy, masked_policy_path
+    from rl_plugins.lab.demo.policy import load_policy, policy_path
 
     need_plots()
     arms = parse_arms(methods, baseline)
@@ -112,8 +112,8 @@ def _agents(
     console: Console,
 ) -> None:
     """The demo of methods for agents: in an environment, with the plain agent loop where an arm has no other."""
-    from rl_plugins.demo import agents, settings
-    from rl_plugins.demo.environments.policy import agent_policy_path, load_agent_policy
+    from rl_plugins.lab.demo import agents, settings
+    from rl_plugins.lab.demo.environments.policy import agent_policy_path, load_agent_policy
 
     arms = agents.with_loop(arms)
     names = _names(arms)
@@ -158,8 +158,8 @@ def _flows(
     console: Console,
 ) -> None:
     """The demo of methods for diffusion policies: reward curves, and samples before and after."""
-    from rl_plugins.demo import flows, settings
-    from rl_plugins.demo.shapes import load_shape_policy, shape_policy_path
+    from rl_plugins.lab.demo import flows, settings
+    from rl_plugins.lab.demo.shapes import load_shape_policy, shape_policy_path
 
     values = flows.config(shape_policy_path().absolute(), long)
     if not dry_run:
@@ -192,9 +192,9 @@ def demo_verl(
     methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, currency: str, dry_run: bool
 ) -> None:
     """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
-    from rl_plugins.compare.verl import Verl
-    from rl_plugins.demo import agents, flows, masked, settings, verl_data
-    from rl_plugins.demo.policy import policy_path
+    from rl_plugins.lab.compare.verl import Verl
+    from rl_plugins.lab.demo import agents, flows, masked, settings, verl_data
+    from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
     arms = parse_arms(methods, baseline)
@@ -281,12 +281,12 @@ def _told_how_to_look(comparison: Comparison, dry_run: bool, console: Console) -
 
 
 def _params(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    from rl_plugins.demo.settings import DEMO_PARAMS
+    from rl_plugins.lab.demo.settings import demo_params
     from rl_plugins.runtime import registry
 
     known = registry.all_names()
     parts = [p for name in names if name in known for p in getattr(registry.load(name), "parts", (name,))]
-    return {name: dict(DEMO_PARAMS[name]) for name in parts if name in DEMO_PARAMS}
+    return {name: dict(given) for name in parts if (given := demo_params(name))}
 
 
 def _size(values: Mapping[str, Any]) -> str:
@@ -305,14 +305,14 @@ def _method_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _rewarded(weights: Sequence[float]) -> str:
-    from rl_plugins.demo.settings import REWARDS
+    from rl_plugins.lab.demo.settings import REWARDS
 
     return " + ".join(name for name, weight in zip(REWARDS, weights, strict=True) if weight)
 
 
 def _warm_start(console: Console, load: Callable[[Any], Any] | None = None) -> None:
     """Builds the policy of the demo, if it is not there yet; `load` builds another one."""
-    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.lab.demo.policy import load_policy
 
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as progress:
         task = progress.add_task("warm start of the policy (once, then cached)", total=None)

@@ -1,6 +1,6 @@
 """`rl-plugins doctor` and the dry run of `rl-plugins trl grpo`: what is installed, and methods without a run.
 
-What would happen in a run is in the adapters: `rl_plugins.trl.doctor` and `rl_plugins.verl.doctor`.
+What would happen in a run is in the adapters: `rl_plugins.trl.commands.doctor` and `rl_plugins.verl.doctor`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rl_plugins.commands.catalog import entries
-from rl_plugins.demo.masked import needed
-from rl_plugins.errors import ConfigError
-from rl_plugins.masked import MASKED_OPTIONS
-from rl_plugins.method import SIGNALS
+from rl_plugins.cards.catalog import entries
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import SIGNALS
+from rl_plugins.kit.masked import MASKED_OPTIONS
+from rl_plugins.lab.demo.masked import needed
 from rl_plugins.runtime import preflight
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_methods
@@ -53,7 +53,7 @@ def dry_run(argv: Sequence[str], masked: bool = False) -> int:
 
 
 def _print_run(argv: Sequence[str], world_size: int | None, masked: bool) -> list[str]:
-    from rl_plugins.trl.doctor import print_run
+    from rl_plugins.trl.commands.doctor import print_run
 
     return print_run(argv, world_size, masked)
 

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import rl_plugins
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.cards.card_file import card_file
+from rl_plugins.cards.results import measured_of
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Method
 from rl_plugins.runtime import registry
 
-FOLDER = Path(rl_plugins.__file__).parent / "exports"
+FOLDER = Path(__file__).parent / "exports"
 EVIDENCE = "https://github.com/rl-plugins/rl-plugins/blob/main/docs/evidence.md"
 LINE = 119  # columns of TRL; verl has 120
 VERL = "0.9.1"  # the release the recipes were run on
@@ -85,7 +86,8 @@ def plan(method: str, host: str, into: Path) -> list[Written]:
 
 
 def _values(cls: type[Method], source: Path) -> dict[str, str]:
-    paper, vectors = cls.paper, json.loads((source / "vectors.json").read_text(encoding="utf-8"))
+    paper, vectors = card_file(cls).paper, json.loads((source / "vectors.json").read_text(encoding="utf-8"))
+    assert paper is not None
     return {
         "title": paper.title,
         "arxiv": paper.arxiv,
@@ -94,7 +96,7 @@ def _values(cls: type[Method], source: Path) -> dict[str, str]:
         "commit": vectors["commit"],
         "vectors": _literal(vectors["cases"], len("AUTHORS_VECTORS = ")),
         "bibtex": paper.bibtex(cls.name),
-        "measured": _measured(cls),
+        "measured": _measured(cls.name),
         "verl": VERL,
     }
 
@@ -111,10 +113,11 @@ def _literal(value: Any, before: int, indent: str = "") -> str:
     return f"{first}\n{''.join(lines)}{indent}{last}"
 
 
-def _measured(cls: type[Method]) -> str:
-    if not cls.measured:
+def _measured(name: str) -> str:
+    found = measured_of(name)
+    if not found:
         return "No training run was measured."
-    lines = [f"- {m.claim}: {m.verdict} ({m.numbers})." for m in cls.measured]
+    lines = [f"- {m.claim}: {m.verdict} ({m.numbers})." for m in found]
     return "\n".join([f"Measured with small policies on a CPU ([how]({EVIDENCE})):", "", *lines])
 
 

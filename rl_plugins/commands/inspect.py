@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.viewer.comparison import pair_of, pairs
-from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import write_page
-from rl_plugins.viewer.serve import PageServer
-from rl_plugins.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.viewer.comparison import pair_of, pairs
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import write_page
+from rl_plugins.lab.viewer.serve import PageServer
+from rl_plugins.lab.viewer.terminal import print_batch, print_group, print_pair, print_pairs, print_run
 
 
 @dataclass(frozen=True)

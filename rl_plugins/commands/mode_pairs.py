@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened
-from rl_plugins.preferences import DIRECT, PairRule, mode_pairs
+from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.tools.preferences import DIRECT, PairRule, mode_pairs
 
 READ = (".parquet", ".jsonl", ".csv")
 WRITTEN = (".parquet", ".jsonl")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened
+from rl_plugins.core.errors import ConfigError, shortened
 
 FILES = (
     "trainer_state.json (TRL), log.jsonl (`rl-plugins compare`), .jsonl of verl's file logger, or TensorBoard events"

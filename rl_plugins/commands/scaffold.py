@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
-from rl_plugins.method import HOOKS
+from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.core.method import HOOKS
 from rl_plugins.runtime import registry
 
 LONGEST_NAME = 60  # characters; folders and modules are named after it
@@ -41,8 +41,8 @@ class Part:
 
 # Where names are that the package itself does not offer.
 HOMES = {
-    "rl_plugins.requests": ("Generate", "Program", "Prompt", "Score"),
-    "rl_plugins.rollouts": ("Admission", "Carried", "PromptPool", "Queue", "Rows", "Run"),
+    "rl_plugins.core.requests": ("Generate", "Program", "Prompt", "Score"),
+    "rl_plugins.core.rollouts": ("Admission", "Carried", "PromptPool", "Queue", "Rows", "Run"),
     "rl_plugins.testing.engine": ("TableEngine", "make_prompt", "run_program"),
 }
 

@@ -1,7 +1,7 @@
 """`rl-plugins scale`: the config of a run with more samples per batch, by the recipe of arXiv 2603.06009.
 
 Mini-batch, learning rate, epochs and clip range stay, so the number of optimizer steps per batch grows. What a host
-calls that, and what it counts in batches, is in the adapters: `rl_plugins.trl.scale` and `rl_plugins.verl.scale`.
+calls that, and what it counts in batches, is in the adapters: `rl_plugins.trl.commands.scale` and `rl_plugins.verl.scale`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.errors import ConfigError, shown
+from rl_plugins.core.errors import ConfigError, shown
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.scaling import Scaled
 
@@ -50,7 +50,7 @@ def _trl(words: Sequence[str], by: int, world_size: int | None) -> tuple[str, Sc
             "A run of TRL is scaled by its config file alone. Give it: rl-plugins scale run.yaml --by 4 --out "
             "new.yaml. Overrides are for --host verl."
         )
-    from rl_plugins.trl import scale as adapter
+    from rl_plugins.trl.commands import scale as adapter
 
     config = Path(words[0])
     scaled = adapter.scaled(config, by, world_size)

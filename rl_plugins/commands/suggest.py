@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.commands.catalog import Card, answering, cards
+from rl_plugins.cards.catalog import Card, answering, cards
+from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.usage import usage_of
 from rl_plugins.commands.run_logs import RunLogs, read_logs
-from rl_plugins.commands.signs import Sign, not_told, signs_of
-from rl_plugins.commands.usage import usage_of
-from rl_plugins.errors import ConfigError
-from rl_plugins.problems import PROBLEMS
+from rl_plugins.commands.symptoms import Sign, not_told, signs_of
+from rl_plugins.core.errors import ConfigError
 
 MOST = 5  # methods shown per problem
 RESULTS = 3  # of ours, per method

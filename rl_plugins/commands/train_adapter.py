@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import typer
 
-from rl_plugins.errors import ConfigError, shortened
+from rl_plugins.core.errors import ConfigError, shortened
 from rl_plugins.methods.dots import checked_embeddings, load_embeddings, save_adapter, steps_of, train_adapter
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import SamplePrompt
+from rl_plugins.core.denoising import SamplePrompt
+from rl_plugins.core.estimators import Scale, grpo_advantages
+from rl_plugins.core.rollouts import PlanRow, weighted_reward
+from rl_plugins.diffusion.capabilities import check_plan
 from rl_plugins.diffusion.config import DiffusionConfig
-from rl_plugins.diffusion.facts import check_plan
 from rl_plugins.diffusion.objective import Objective
 from rl_plugins.diffusion.rewards import FlatRollout, PolicyEngine
 from rl_plugins.diffusion.rows import LocalRow, Outline, outlines, rollouts_of
-from rl_plugins.estimators import Scale, grpo_advantages
-from rl_plugins.rollouts import PlanRow, weighted_reward
 from rl_plugins.runtime.decide import Decision, check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine

@@ -17,7 +17,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 
 WEIGHTS, UNFINISHED = "policy.safetensors", ".writing"
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.estimators import Scale
-from rl_plugins.losses import TRL_AGGREGATION, Aggregation
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.estimators import Scale
+from rl_plugins.core.losses import TRL_AGGREGATION, Aggregation
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
 
 Precision = Literal["no", "bf16"]

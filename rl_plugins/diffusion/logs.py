@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.diffusion.config import DiffusionConfig
-from rl_plugins.errors import ConfigError
 
 METRICS = "metrics.jsonl"
 

@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import Sample, Transition
+from rl_plugins.core.denoising import Sample, Transition
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.rollouts import Terms
 from rl_plugins.diffusion.config import DiffusionConfig
+from rl_plugins.diffusion.flows import sde_mean, sde_std, transition_kl, transition_logprob
 from rl_plugins.diffusion.policy import Policy, Weights
 from rl_plugins.diffusion.rows import LocalRow
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.flows import sde_mean, sde_std, transition_kl, transition_logprob
-from rl_plugins.losses import ppo_clip
-from rl_plugins.rollouts import Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.stack import MethodStack
@@ -34,7 +34,7 @@ class TransitionBatch:
         sigma, following: (tokens,) noise levels before and after.
         conditions: of each.
         advantages: (tokens,) within the bounds of `advantage_clip`.
-        keys: of each a text that is its own in the whole run, for random numbers (`rl_plugins.denoising.noise`).
+        keys: of each a text that is its own in the whole run, for random numbers (`rl_plugins.core.denoising.noise`).
     """
 
     start: Tensor

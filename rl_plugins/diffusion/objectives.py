@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rl_plugins.core.errors import ConfigError, shown
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.nft import DiffusionNft
 from rl_plugins.diffusion.objective import ClippedPPO, Objective
-from rl_plugins.errors import ConfigError, shown
 
 OBJECTIVES: dict[str, type[Objective]] = {c.name: c for c in (ClippedPPO, DiffusionNft)}
 

@@ -14,10 +14,10 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
-from rl_plugins.denoising import Model
+from rl_plugins.core.denoising import Model
+from rl_plugins.core.errors import ConfigError, MethodError, shown
 from rl_plugins.diffusion.config import DiffusionConfig
-from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.flows import shifted_sigmas
+from rl_plugins.diffusion.flows import shifted_sigmas
 
 Encoded: TypeAlias = "Tensor | Mapping[str, Tensor] | None"
 Encode: TypeAlias = Callable[[list[Any]], Encoded]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.core.errors import ConfigError, MethodError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Scored
+from rl_plugins.diffusion.flows import denoise
 from rl_plugins.diffusion.policy import Policy
-from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.flows import denoise
-from rl_plugins.method import Method
-from rl_plugins.requests import Scored
 
 Decode = Callable[[Tensor], Any]
 """Latents (rows, ..) -> what reward functions and sheets see, with a row for each: a tensor, or a list of images."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import Sample, Transition
+from rl_plugins.core.denoising import Sample, Transition
+from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens, weighted_reward
 from rl_plugins.diffusion.rewards import Rewards
-from rl_plugins.rollouts import PlanRow, Rollouts, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 

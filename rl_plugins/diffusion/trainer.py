@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.cheap import CheapOptions, cheap_copies
-from rl_plugins.denoising import Denoise, Sample, SamplePrompt
-from rl_plugins.diffusion import checkpoint, facts
+from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.core.errors import ConfigError, StateError
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.diffusion import capabilities, checkpoint
 from rl_plugins.diffusion.batch import BatchMaker
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.logs import Logger, write_sheet
@@ -23,8 +24,7 @@ from rl_plugins.diffusion.policy import Encode, MakeCheap, Policy
 from rl_plugins.diffusion.rewards import Decode, PolicyEngine, Rewards
 from rl_plugins.diffusion.rows import LocalRow
 from rl_plugins.diffusion.update import Updater
-from rl_plugins.errors import ConfigError, StateError
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.runtime.cheap import CheapOptions, cheap_copies
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.metrics import Metrics, combine
 from rl_plugins.runtime.preflight import render_table
@@ -56,7 +56,7 @@ class DiffusionTrainer:
         latent_shape: of a sample: (channels, height, width).
         scheduler, encode: see `Policy`.
         decode: latents -> what reward functions and sheets see, a VAE for example; None: the latents.
-        cheap: how the cheap copy of methods that explore with one is made (`rl_plugins.cheap.CheapOptions`), or a
+        cheap: how the cheap copy of methods that explore with one is made (`rl_plugins.runtime.cheap.CheapOptions`), or a
             callable that makes it, see `Policy`.
 
     Raises:
@@ -82,9 +82,9 @@ class DiffusionTrainer:
         self.methods = build_stack(args.methods, args.method_params, args.seed, args.max_unrewarded_batches)
         self.dataset = _rows(train_dataset)
         rewards = Rewards(reward_funcs, args.reward_weights, decode)
-        self.run = facts.run_of(args, self.dataset, facts.columns_of(self.dataset), rewards.names)
+        self.run = capabilities.run_of(args, self.dataset, capabilities.columns_of(self.dataset), rewards.names)
         objective = objective_of(args)
-        self.options = facts.check(self.methods, args, self.run, objective.missing, cheap is not None)
+        self.options = capabilities.check(self.methods, args, self.run, objective.missing, cheap is not None)
         for name, value in self.options.items():
             setattr(args, name, value)
         make_cheap = cheap_copies(cheap) if isinstance(cheap, CheapOptions) else cheap

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_plugins.core.losses import aggregate
+from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.diffusion.batch import Made
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.objective import Objective, TransitionBatch, transition_batch
 from rl_plugins.diffusion.policy import Policy
-from rl_plugins.losses import aggregate
-from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.ranks import gather

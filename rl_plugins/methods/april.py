@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Admission, Budget, Queue, Rollouts, Run, Shape, Tokens
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Admission, Budget, Queue, Rollouts, Run, Shape, Tokens
 
 WARMUP = "trainer.v1.colocate_async.num_warmup_batches"
 SEPARATE_WARMUP = "trainer.v1.separate_async.num_warmup_batches"
@@ -67,61 +67,9 @@ class April(Method):
     """
 
     name = "april"
-    paper = Paper(
-        "2509.18521",
-        "APRIL: Active Partial Rollouts in Reinforcement Learning to Tame Long-tail Generation",
-        "Yuzhen Zhou and Jiajun Li and Yusheng Su and others",
-        2025,
-        code="RLsys-Foundation/APRIL",
-    )
     fidelity = "code"
     does = "Starts more groups than it trains, stops when enough are complete and resumes the rest later"
     problems = ("long_tail",)
-    measured = (
-        Measured(
-            "tokens decoded per second in TRL, 2 groups started per group trained",
-            "better",
-            "1.57 (1.22 to 1.59) times plain batches",
-            "april-3-seeds",
-        ),
-        Measured(
-            "speed of the whole step in TRL, 1.25 groups started per group trained",
-            "not told apart",
-            "1.11 (0.93 to 1.16) times plain batches",
-            "april-3-seeds",
-        ),
-        Measured(
-            "share of stale tokens in TRL, 2 groups started per group trained",
-            "worse",
-            "0.65 against 0.00 (plain batches)",
-            "april-3-seeds",
-        ),
-    )
-    goes_with = {
-        "decoupled_ppo": "Corrects for the stale tokens of resumed groups, and `areal` recommends the pair for TRL.",
-        "minpro": "Corrects for the stale tokens of resumed groups by the prefix before each token.",
-    }
-    use_when = "A few long rollouts keep the whole batch waiting (reasoning, long-tailed lengths)."
-    avoid_when = (
-        "Completions have similar lengths, the engine is busy until the end of a batch anyway, or updates must be "
-        "on-policy. A limit on staleness makes long rollouts rarer in training: dropped groups are those with long "
-        "rollouts, and a restarted group must finish in time."
-    )
-    cost = (
-        "`over_sampling` times the groups (2 by default) are decoded at once. No rollout is thrown away without "
-        "`max_staleness`. Each resumed rollout is read again by the engine. Needs an engine that can be "
-        "interrupted: transformers' generate in TRL, the asynchronous trainer modes in verl. In verl these modes "
-        "do the same without `admit`: `over_sampling` sets num_warmup_batches = over_sampling - 1, and "
-        "`max_staleness` sets max_off_policy_threshold = max_staleness + 1 (a span of policy versions) with the "
-        "strategy drop, which drops only complete groups that are stale. `correction` acts alike in both hosts."
-    )
-    disagreements = (
-        "The authors' code loses groups that complete in the same moment as the N-th; here they "
-        "wait. `rl_plugins.simulation` counts both.",
-        "The authors' code does not save waiting groups in checkpoints, and tokenizes decoded text "
-        "again when it resumes; here they are saved as token ids.",
-        "`max_staleness` is our addition.",
-    )
     needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens"})
     host_options = {"verl": {WARMUP: 1.0, SEPARATE_WARMUP: 1.0, THRESHOLD: None}}  # of the default parameters
     idle = (
@@ -130,19 +78,6 @@ class April(Method):
             "no group was left for a later batch. Completions have similar lengths, or `over_sampling` is 1.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "max_completion_length": 16384,
-            "temperature": 0.8,
-        },
-        "verl": {
-            "data.train_batch_size": 32,
-            "actor_rollout_ref.rollout.n": 8,
-            "data.max_response_length": 16384,
-            "actor_rollout_ref.rollout.temperature": 0.8,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

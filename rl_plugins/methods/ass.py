@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.method import Measured, Method
-from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Run
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Run
+from rl_plugins.methods.mdlm import refuse_verl
 
 
 class Ass(Method):
@@ -28,37 +28,11 @@ class Ass(Method):
     """
 
     name = "ass"
-    paper = PAPER
     fidelity = "code"
     does = "Unmasks 1, 2, 4 and more tokens per step, so that a masked diffusion model needs log2 L steps"
     problems = ("masked_diffusion",)
-    goes_with = {
-        "eoser": "Few steps make early end tokens costly; this holds them back.",
-        "cj_grpo": "One pass per step is made for log-probs, and there are few steps.",
-    }
-    measured = (
-        Measured(
-            "right answers minus those of 3 uniform passes, both with eoser (toy, no training)",
-            "not told apart",
-            "-0.040 ± 0.072",
-            "mdlm-5-seeds",
-        ),
-        Measured(
-            "right answers minus those of 3 uniform passes, both without eoser (toy, no training)",
-            "worse",
-            "-0.046 ± 0.024",
-            "mdlm-5-seeds",
-        ),
-    )
-    use_when = "A masked diffusion model is trained, and decoding or log-probs take most of the time."
-    avoid_when = (
-        "The last step unmasks half of the answer at once. Tasks in which these tokens depend on each other suffer."
-    )
-    cost = "floor(log2 L) passes for an answer of L tokens, instead of L / 2 with the uniform schedule."
-    disagreements = ()
     hosts = ("trl",)
     host_options = {"trl": {"unmasking": "ascending", "unmasking_blocks": 1}}
-    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.priors import cell
-from rl_plugins.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
-from rl_plugins.services import fill, media_of, with_task
+from rl_plugins.core.errors import ConfigError, MethodError, shown
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.kit.priors import cell
+from rl_plugins.kit.services import fill, media_of, with_task
 
 MOST_LOGGED = 16  # hints with a metric of their own
 
@@ -71,52 +71,9 @@ class BestPerm(Method):
     """
 
     name = "best_perm"
-    paper = Paper(
-        "2401.08961",
-        "Cascading Reinforcement Learning",
-        "Yihan Du and R. Srikant and Wei Chen",
-        2024,
-    )
     fidelity = "reconstruction"
     does = "Adds hints, one after another, to prompts without a success and learns the best order of hints"
     problems = ("no_signal", "exploration")
-    measured = (
-        Measured(
-            "value of successes where weaker hints are worth more, simulated",
-            "better",
-            "0.439 ± 0.007 against 0.388 ± 0.009 (weak hints first)",
-            "best_perm-10-seeds",
-        ),
-        Measured(
-            "tries until a success where all hints are worth the same, simulated",
-            "not told apart",
-            "1.44 ± 0.02 against 1.42 ± 0.01 (strong hints first)",
-            "best_perm-10-seeds",
-        ),
-        Measured(
-            "tries until a success where all hints are worth the same, simulated",
-            "better",
-            "1.44 ± 0.02 against 2.57 ± 0.01 (weak hints first)",
-            "best_perm-10-seeds",
-        ),
-    )
-    use_when = "Many prompts have no success, and hints for them exist, from weak to strong."
-    avoid_when = (
-        "You want to train the prompts without hints: rollouts with a hint are trained under the hinted prompt. Or "
-        "tries are expensive and success is rare: the order does not account for failed tries."
-    )
-    cost = (
-        "One extra round of generation per hint tried. Between `n_first` and group size rollouts per prompt on "
-        "average; the total never exceeds the host's batch."
-    )
-    disagreements = (
-        "The paper's values depend on the state and are learned with a bonus; here they are "
-        "constants. Only the acceptance is estimated, as stationary and equal for all prompts.",
-        "A later hint meets only prompts on which the earlier ones failed, so its estimate is that of hard prompts.",
-        "`upper` is the bound of cascading bandits (1.5 ln t); the paper's bound has another "
-        "bonus. `posterior`, rounds within the batch and default values are ours. In "
-        "`examples/evidence/best_perm.py` `posterior` gains more value over the first 1600 prompts.",
-    )
     needs = frozenset({"prompt_index"})
     rounds = True
     decides_rollouts = True
@@ -127,7 +84,6 @@ class BestPerm(Method):
             "more than `value_none`, or `n_first` leaves no rows for hints.",
         ),
     )
-    example_params = {"hints_column": "hints"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -232,7 +188,7 @@ class BestPerm(Method):
         return plan.replace(rows=tuple(rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        state, each = self.state, rollouts.once
+        state, each = self.state, rollouts.per_rollout
         used = self._acceptance(max(len(state["accepted"]), len(self.params.templates)))
         reward = each.rows.mean(weighted_reward(rollouts.rewards, rollouts.reward_weights))
         success = torch.where(torch.isnan(reward), torch.nan, (reward >= self.params.success_threshold).double())

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import centered_rewards
-from rl_plugins.groups import Groups, joint
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Budget, Plan, Rollouts, Rows, Run, Update
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import centered_rewards
+from rl_plugins.core.groups import Groups, joint
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Rows, Run, Update
 
 NORMALIZED = {"norm_over": ("trajectory", "token")}
 POWERS = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}
@@ -68,63 +68,9 @@ class BroRL(Method):
     with the abstract; we derived the theorem ourselves and checked it by finite differences."""
 
     name = "brorl"
-    paper = Paper(
-        "2510.01180",
-        "BroRL: Scaling Reinforcement Learning via Broadened Exploration",
-        "Jian Hu and Mingjie Liu and Ximing Lu and Fang Wu and Zaid Harchaoui and Shizhe Diao and Yejin Choi and "
-        "Pavlo Molchanov and Jun Yang and Jan Kautz and Yi Dong",
-        2025,
-    )
     fidelity = "paper"
     does = "Trains with hundreds of rollouts per prompt and scales the learning rate to the batch"
     problems = ("exploration", "no_signal")
-    measured = (
-        Measured(
-            "updates that lower the probability of all right tokens, simulated, 4 rollouts against 16",
-            "worse",
-            "2.4 ± 0.5 % at 4, 0 from 16 rollouts on",
-            "brorl-10-seeds",
-        ),
-        Measured(
-            "groups with a signal among 4096 rollouts, simulated, 512 per prompt",
-            "worse",
-            "6.7 ± 0.8 of 8 against 137.7 ± 6.9 of 256 (16 per prompt)",
-            "brorl-10-seeds",
-        ),
-        Measured(
-            "share of rollouts in groups with a signal, TRL, 16 per prompt",
-            "better",
-            "0.750 ± 0.020 against 0.633 ± 0.008 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "not told apart",
-            "0.480 ± 0.008 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    use_when = "Training with 8 to 32 rollouts per prompt has reached a plateau, and you can afford 32 times as many."
-    avoid_when = (
-        "Training still improves with small groups, or rollouts are expensive: the paper gains 1 to 2 points with "
-        "512 rollouts per prompt instead of 16. At an equal number of rollouts fewer groups teach: in "
-        "`examples/evidence/brorl.py` 138 of 256 with 16 rollouts per prompt and 7 of 8 with 512."
-    )
-    cost = (
-        "With 512 rollouts per prompt instead of 16 and as many prompts, 32 times the rollouts. With a `ramp` the "
-        "number of rollouts stays the same and the batch has fewer prompts. TRL's transformers engine generates a "
-        "batch in one call, so its memory grows with the rows of the batch (benchmarks/README.md)."
-    )
-    disagreements = (
-        "The paper was read through summaries and a review, not in full; no code was found.",
-        "The source does not state divisor n - 1 and eps 1e-8. Mean and deviation are taken over "
-        "trajectories by default: the paper builds on a recipe that takes them over tokens in verl "
-        "(`norm_over: token`), where long responses weigh more.",
-        "The paper refills a batch after dynamic sampling; here groups that leave are not replaced.",
-        "`ramp` and `norm_over: none` are ours. One summary of the theorem omits the factor 1/N, which scales eta.",
-        "Clip range, temperature, weights of the sampling policy and resets of the reference are options of the host; "
-        "the paper's values could not be read. ProRL, where it starts from, clips at 0.2 and 0.4.",
-    )
     needs = frozenset({"text"})
     min_group_size = 2
     idle = (
@@ -133,14 +79,6 @@ class BroRL(Method):
             "all rewards within each group are equal. Prompts are too easy or too hard, or N is too small for them.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 512,
-        },
-        "verl": {
-            "actor_rollout_ref.rollout.n": 512,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -254,7 +192,7 @@ class BroRL(Method):
         return keep
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        p, each = self.params, rollouts.once
+        p, each = self.params, rollouts.per_rollout
         values = centered_rewards(each.reward, each.groups)
         if p.norm_over == "trajectory":
             mean, variance = _moments(values, torch.ones_like(values))
@@ -275,7 +213,7 @@ class BroRL(Method):
         return Update(scale)
 
     def _report(self, rollouts: Rollouts, unequal: Tensor) -> None:
-        each = rollouts.once
+        each = rollouts.per_rollout
         scored = each.groups.n(each.reward) > 0
         success = torch.where(
             torch.isnan(each.reward), torch.nan, (each.reward >= self.params.success_threshold).double()
@@ -409,7 +347,7 @@ def mass_balance(
 
 def _unequal(rollouts: Rollouts) -> Tensor:
     """(groups,) bool, groups whose scored rollouts have different rewards."""
-    each = rollouts.once
+    each = rollouts.per_rollout
     return each.groups.max(centered_rewards(each.reward, each.groups).abs()) > 0  # NaN is not
 
 

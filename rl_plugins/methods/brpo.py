@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.judges import JudgeParams, make_judge
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Rollouts, Run
-from rl_plugins.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Run
+from rl_plugins.kit.judges import JudgeParams, make_judge
+from rl_plugins.kit.services import Endpoint, Failure, NotAsked, Service, failures, number, prompt_text
 
 TEMPLATE = """Compare two answers to the same request. First name the principles that matter for this request, then
 weigh both answers by them. The order in which the answers are shown means nothing, and neither does their length.
@@ -75,59 +75,16 @@ class Brpo(Method):
     """
 
     name = "brpo"
-    paper = Paper(
-        "2506.00103",
-        "Writing-Zero: Bridge the Gap Between Non-verifiable Tasks and Verifiable Rewards",
-        "Ruipeng Jia and Yunyi Yang and Yongbo Gai and Kai Luo and Shihao Huang and Jianhe Lin and Xiaoxi Jiang and "
-        "Guanjun Jiang",
-        2025,
-    )
     fidelity = "paper"
     does = "Replaces the reward by a judge's comparison with one random rollout of the same group"
     problems = ("no_verifier",)
-    measured = (
-        Measured(
-            "quality with both orders and the filter, against one order",
-            "better",
-            "+0.033 ± 0.027",
-            "v0_5-v0-brpo-3-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, where an exact reward exists",
-            "worse",
-            "0.471 ± 0.045 against 0.574 ± 0.025 (GRPO)",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    use_when = "The task has no checkable answer (writing, chat), and a judge can compare two completions."
-    avoid_when = "A verifier exists, or 2 `votes` (G - 1) judge calls per prompt are too expensive."
-    cost = (
-        "No extra rollouts. 2 `votes` (G - 1) judge calls per prompt: 30 for groups of 16. All ranks wait for the "
-        "judge, so the distributed time-out must be longer than the judge takes for a whole batch."
-    )
-    disagreements = (
-        "The paper was read through three independent notes that agree, not in full.",
-        "The paper leaves open the advantage of a rollout that wins only some conditions: "
-        "`tie_value`, -1 as reported, or 0.",
-        "The paper does not define a tie. Here it is a loss: identical completions get -1 (and leave if G >= 3).",
-        "Whether dropped groups are sampled again is not established; here they are not.",
-    )
     needs = frozenset({"text", "column:prompt"})
     min_group_size = 2
-    example_params = {"judge": "rl_plugins.demo.judges:digits"}
-    paper_settings = {
-        "trl": {
-            "num_generations": 16,
-        },
-        "verl": {
-            "actor_rollout_ref.rollout.n": 16,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(JudgeParams):
         asked: ClassVar[tuple[str, ...]] = ("prompt", "a", "b")
-        example_judge: ClassVar[str] = "rl_plugins.demo.judges:digits"
+        example_judge: ClassVar[str] = "rl_plugins.lab.demo.judges:digits"
 
         judge: Callable[..., Any] | None = param(
             None,
@@ -193,7 +150,7 @@ class Brpo(Method):
         reward = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)  # stays for what nobody was asked about
         duels: list[_Duel] = []
         questions: list[_Question] = []
-        for group, members in rollouts.once.members(rollouts, ~torch.isnan(rollouts.reward)).items():
+        for group, members in rollouts.per_rollout.members(rollouts, ~torch.isnan(rollouts.reward)).items():
             reference = members.pop(self._reference(group, len(members)))
             reward[reference] = 0.0
             if not members:
@@ -331,5 +288,5 @@ def _text(rollouts: Rollouts, rows: list[int]) -> str:
 def _skew(rollouts: Rollouts) -> Tensor:
     """(groups,) |sum of A| / rollouts, each rollout once; NaN without a reward."""
     groups, reward = rollouts.groups, rollouts.reward
-    share = torch.where(torch.isnan(reward), torch.nan, rollouts.once.share(reward))
+    share = torch.where(torch.isnan(reward), torch.nan, rollouts.per_rollout.row_weight(reward))
     return groups.sum(share * reward).abs() / groups.sum(share)

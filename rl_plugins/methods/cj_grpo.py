@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_plugins.method import Measured, Method
-from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Run
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Run
+from rl_plugins.methods.mdlm import refuse_verl
 
 
 class CjGrpo(Method):
@@ -37,43 +37,11 @@ class CjGrpo(Method):
     """
 
     name = "cj_grpo"
-    paper = PAPER
     fidelity = "code"
     does = "Takes log-probs of a masked diffusion model in the states in which its tokens were unmasked"
     problems = ("masked_diffusion",)
-    measured = (
-        Measured(
-            "right answers after 36 steps minus those of one-step log-probs, with eoser (toy)",
-            "better",
-            "+0.068 ± 0.034",
-            "mdlm-5-seeds",
-        ),
-        Measured(
-            "right answers after 36 steps minus those of one-step log-probs, without eoser (toy)",
-            "not told apart",
-            "+0.041 ± 0.046",
-            "mdlm-5-seeds",
-        ),
-    )
-    use_when = "A masked diffusion model is trained with few decoding steps (`ass`)."
-    avoid_when = "Decoding takes many steps: each of them is a forward and a backward pass of the update."
-    cost = (
-        "No extra rollouts. S forward and backward passes per update instead of one. All of them are in memory, unless "
-        "`recompute_states` of the trainer is on, which makes each forward pass twice."
-    )
-    disagreements = (
-        "The code weighs every step alike, so a token of the first step of `ass` weighs 65 times a token of the last "
-        "at L = 128. That is the default; `step_weight: tokens` weighs tokens alike.",
-        "The code's clip ratio counts tokens whose ratio is outside of the range and which are not clipped. Here those "
-        "that are clipped are counted.",
-        "The code's KL has no importance weight. TRL's has one by default; `use_bias_correction_kl: false` takes it "
-        "away.",
-        "The code leaves the mask in the distribution of a token. Here it has no probability, because decoding never "
-        "chooses it.",
-    )
     hosts = ("trl",)
     host_options = {"trl": {"logprobs_from": "trajectory", "step_weight": "equal"}}
-    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -12,13 +12,13 @@ from difflib import SequenceMatcher
 from functools import partial
 from typing import Any, Literal
 
-from rl_plugins.agents import Episode, act, finish, generate, open_episode, reply
-from rl_plugins.agents.environment import check_environment
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.redundancy import independent
-from rl_plugins.requests import Call, Kind, Program, Prompt, Trajectory
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, above, param
+from rl_plugins.core.redundancy import independent
+from rl_plugins.core.requests import Call, Kind, Program, Prompt, Trajectory
+from rl_plugins.kit.agents import Episode, act, finish, generate, open_episode, reply
+from rl_plugins.kit.agents.environment import check_environment
 
 PATTERNS = (
     *("ImportError", "ModuleNotFoundError", "SyntaxError", "IndexError", "IndentationError", "NameError", "TypeError"),
@@ -71,58 +71,13 @@ class Cleaner(Method):
     """
 
     name = "cleaner"
-    paper = Paper(
-        "2601.15141",
-        "CLEANER: Self-Purified Trajectories Boost Agentic Reinforcement Learning",
-        "Tianshi Xu and Yuteng Chen and Meng Li",
-        2026,
-        code="Tianshi-Xu/Open-CLEANER",
-    )
     fidelity = "code"
     does = "Repairs a failed tool call during the rollout and removes the failure from the trajectory"
     problems = ("agents",)
-    measured = (
-        Measured(
-            "first calls that are good after 30 updates, simulated",
-            "better",
-            "94 ± 16 % against 11 ± 20 (plain agent loop)",
-            "turn_control-cleaner-3-seeds",
-        ),
-        Measured(
-            "calls after an error that are good after 30 updates, simulated",
-            "not told apart",
-            "59 ± 41 % against 85 ± 39 (plain agent loop)",
-            "turn_control-cleaner-3-seeds",
-        ),
-    )
-    use_when = "A small model's tool calls often fail and succeed at the second try."
-    avoid_when = (
-        "Failed calls are rare, or the agent must learn to recover by itself: it hardly sees errors in training. "
-        "Failed calls must not change the environment unless `copy_environment` is set and the environment can be "
-        "copied, because the repaired call must meet the environment as it was before the failed one."
-    )
-    cost = (
-        "At most `max_tool_retries` (3) extra generations per turn with a failed call, one after the other. No "
-        "feature of the engine is needed."
-    )
-    disagreements = (
-        "The abstract calls the similarity semantic. The code compares characters (difflib), JSON "
-        "wrapper and markers included, so unrelated short snippets reach about 0.6. `compare: "
-        "code` compares the arguments alone.",
-        "If the marker is several tokens, the code leaves all but the last of them in the "
-        "reasoning. This duplicates them when the two turns tokenize differently. `boundary: "
-        "code_compat` does the same; `exact` does not.",
-        "The code drops the log-probs of a repaired first turn. Here grafted tokens have none, and "
-        "all other tokens keep theirs.",
-        "The authors recompute old log-probs on the merged sequence and use no rollout log-probs, "
-        "so the ratio of the grafted tokens starts at 1 although they are off-policy: the method "
-        "accepts this bias. It cannot be combined with corrections by rollout log-probs.",
-    )
     needs = frozenset({"chat_template"})
     forces_tokens = True
     independent_rollouts = True
     in_eval = ("rollout",)
-    example_params = {"environment": "rl_plugins.demo.environments:Calculator", "marker": "["}
     idle = (
         Idle(
             {"retries": 0},
@@ -131,31 +86,6 @@ class Cleaner(Method):
             "`rollback_probability`.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 16,
-            "generation_batch_size": 2048,
-            "gradient_accumulation_steps": 64,
-            "learning_rate": 2e-6,
-            "beta": 0.0,
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "loss_type": "dapo",
-            "max_completion_length": 20480,
-        },
-        "verl": {
-            "data.train_batch_size": 128,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-            "actor_rollout_ref.rollout.n": 16,
-            "actor_rollout_ref.actor.optim.lr": 2e-6,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-            "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-            "data.max_prompt_length": 2560,
-            "data.max_response_length": 20480,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -224,7 +154,7 @@ class Cleaner(Method):
                 raise ConfigError(
                     "`environment` is not given. Give a class or function without arguments that "
                     "makes an environment, as module:attribute (the demo's: "
-                    "rl_plugins.demo.environments:Calculator)."
+                    "rl_plugins.lab.demo.environments:Calculator)."
                 )
             check_environment(self.environment)
             try:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Rollouts, Run, Shape, Tokens
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Run, Shape, Tokens
 
 _ROUNDING = 1e-9  # of variances that are equal, and of shares times counts
 
@@ -55,57 +55,9 @@ class D3s(Method):
     """
 
     name = "d3s"
-    paper = Paper(
-        "2509.22115",
-        "Learning More with Less: A Dynamic Dual-Level Down-Sampling Framework for Efficient Policy Optimization",
-        "Chao Wang and Tao Yang and Hongtao Tian and Yunsheng Shi and Qiyao Ma and Xiaotao Liu and Ting Yao and "
-        "Wenbo Ding",
-        2025,
-    )
     fidelity = "reconstruction"
     does = "Trains only the rows with the largest advantage variance and their most informative tokens"
     problems = ("length",)
-    measured = (
-        Measured(
-            "accuracy after 20 % of GRPO's tokens",
-            "better",
-            "71.7 % against 58.8 % (GRPO)",
-            "d3s-3-seeds",
-        ),
-        Measured(
-            "accuracy after equally many updates",
-            "worse",
-            "74.6 ± 1.2 % against 81.1 ± 1.3 (GRPO), with 42 % of the tokens",
-            "d3s-3-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, minus GRPO",
-            "not told apart",
-            "0.001 ± 0.020",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    use_when = "The update costs more than generation, groups are large, and many rows or tokens teach little."
-    avoid_when = (
-        "Groups are small, or generation dominates: the dropped rows were already generated. Or "
-        "most advantages are on one side of 0: of (-10, -9, 0, 0.1) the three rows kept leave out "
-        "-9 and include the row of A = 0."
-    )
-    cost = (
-        "No extra rollouts, and fewer tokens in the update: by default a quarter of the rows and a fifth of their "
-        "tokens at the start, all at the end. Needs the entropy of the old policy at every token: in TRL one extra "
-        "forward pass per batch, in verl none."
-    )
-    disagreements = (
-        "The values of the shares were not found. Half of every group is the share of PODS, the "
-        "paper's baseline. A quarter of the batch, a fifth of the tokens and 1 at the end are "
-        "ours, chosen after 'fewer than 20 % of the tokens'.",
-        "The source does not say whether tokens are ranked over the batch or within each response, "
-        "nor which policy's entropy is used. Here they are ranked over the batch, by the entropy "
-        "of the policy before the update.",
-        "The ablation without line 2 (D1S in the paper) is `batch_rows_start: none`.",
-        "The source does not define rounding, ties and rows without a reward; our rules are used.",
-    )
     needs = frozenset({"tokens", "entropies"})
     idle = (
         Idle(

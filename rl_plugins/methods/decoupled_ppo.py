@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import LOG_RATIO_LIMIT, ppo_clip
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Terms
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, ppo_clip
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Terms
 
 Metric = Literal["ratio", "k1", "k2", "k3", "k3_code"]
 Level = Literal["token", "sequence"]
@@ -77,77 +77,9 @@ class DecoupledPpo(Method):
     """
 
     name = "decoupled_ppo"
-    paper = Paper(
-        "2505.24298",
-        "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
-        "Wei Fu and Jiaxuan Gao and Xujie Shen and Chen Zhu and Zhiyu Mei and Chuyi He and Shusheng Xu and Guo Wei and "
-        "Jun Mei and Jiashu Wang and Tongkai Yang and Binhang Yuan and Yi Wu",
-        2025,
-        code="inclusionAI/AReaL",
-    )
     fidelity = "code"
     does = "Clips around a recent policy and weights each token for the older policy that sampled it"
     problems = ("stale",)
-    measured = (
-        Measured(
-            "expected reward on rollouts 8 batches old, small learning rate",
-            "better",
-            "1.000 ± 0.000 against 0.967 ± 0.007 (PPO around the policy that sampled)",
-            "areal-5-seeds",
-        ),
-        Measured(
-            "expected reward on rollouts 8 batches old, small learning rate",
-            "not told apart",
-            "1.000 ± 0.000 against 1.000 ± 0.000 (PPO without correction)",
-            "areal-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "better",
-            "0.480 ± 0.052 against 0.227 ± 0.066 (GRPO without correction)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "not told apart",
-            "0.480 ± 0.052 against 0.515 ± 0.028 (GRPO with the ratio to the sampling policy)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    goes_with = {
-        "rollout_replay": "The loss of the paper of rollout replay is this one with `action: none`.",
-        "areal_admission": "The paper uses both: generation ahead of training, and this loss for the stale rollouts.",
-        "april": "Corrects for the stale tokens of resumed groups.",
-    }
-    use_when = (
-        "Rollouts are several published weights old (asynchronous training, replay), and clipping around the "
-        "policy that sampled would drop most tokens."
-    )
-    avoid_when = (
-        "Rollouts come from the present weights: this is PPO then. Its token weights ignore the tokens before, so "
-        "very old rows stay biased; `minpro` and `vcpo` weight the prefix or the whole row."
-    )
-    cost = (
-        "No extra rollouts. `proximal: recompute` needs the forward pass for old log-probs; the other three do "
-        "not. TRL makes this pass where a batch takes several optimizer steps, and in runs without vLLM. verl "
-        "makes it in every batch unless algorithm.rollout_correction.bypass_mode=True, which `recompute` refuses."
-    )
-    disagreements = (
-        "The authors' code corrects nothing by default (and warns); then omega = 1. The paper's "
-        "runs and the first versions of the code mask tokens above 5 (`action: mask`), which is "
-        "the default here.",
-        "The authors' documentation has k3 = r - log r - 1, and their code 1/r + log r - 1, which "
-        "bounds small ratios. `k3` is the former, because large weights need the bound; `k3_code` "
-        "is the latter.",
-        "The authors count log-ratios of omega that are not finite as 0, but one such ratio of u "
-        "makes the whole batch NaN; here both count as 0. Their code has no limit before `exp`; "
-        "here it is 20 nats, as in both hosts.",
-        "The authors' code also has a ratio u per sequence (GSPO), which is not offered here.",
-        "The code of DOTS clips r at w (1 - clip_low) and w (1 + clip_high): the same numbers (`action: none`).",
-        "Aggregation is the host's. The authors' is the mean over all tokens of the batch: TRL "
-        '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
-        "In TRL `vllm_importance_sampling_correction` is set to False, because omega already is that correction.",
-    )
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     corrects_sampling = True
 

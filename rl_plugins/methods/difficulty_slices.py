@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.evidence import Counts
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import Column
-from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.priors import Column
 
 COUNTS = Counts(("right", "trials"))
 OWN, OTHERS = "own", "others"
@@ -68,63 +68,9 @@ class DifficultySlices(Method):
     """
 
     name = "difficulty_slices"
-    paper = Paper(
-        "2509.12603",
-        "EconProver: Towards More Economical Test-Time Scaling for Automated Theorem Proving",
-        "Mukai Li and others",
-        2025,
-    )
     fidelity = "reconstruction"
     does = "Trains one of several heads, half on its own slice of difficulty and half on the rest"
     problems = ("exploration", "few_prompts")
-    measured = (
-        Measured(
-            "pass@16 of 8 heads, difficulty goes with the kind of solution, simulated, minus one policy, same rows",
-            "better",
-            "+0.028 ± 0.023",
-            "econprover-5-seeds",
-        ),
-        Measured(
-            "the same minus 8 heads on random slices",
-            "better",
-            "+0.039 ± 0.011",
-            "econprover-5-seeds",
-        ),
-        Measured(
-            "the same where difficulty says nothing of the kind of solution",
-            "not told apart",
-            "-0.002 ± 0.007 (8 heads on random slices)",
-            "econprover-5-seeds",
-        ),
-        Measured(
-            "pass@1 of 8 heads, simulated",
-            "worse",
-            "0.149 ± 0.014 against 0.237 ± 0.020 (one policy)",
-            "econprover-5-seeds",
-        ),
-    )
-    use_when = (
-        "A fixed number of samples per problem is spread over several small heads of one model, and samples of a "
-        "single policy are too much alike. `rl-plugins heads` writes the runs and samples over the heads."
-    )
-    avoid_when = (
-        "You deploy one policy and take one sample per problem: a head is trained for a part of the problems. Or base "
-        "successes hardly differ between prompts."
-    )
-    cost = (
-        "No extra rollouts or forward passes, but n runs, one per head. The column costs attempts of the base policy "
-        "before training (32 per prompt in the paper)."
-    )
-    disagreements = (
-        "What was read is two notes on the paper. Slices of equal size, ties by dataset row, shuffled orders and "
-        "uniform draws from the other slices are inferred.",
-        "The paper trains each head with PPO; TRL 1.16 has no PPO trainer. Here the estimator is the host's, or that "
-        "of another method.",
-        "Counting the run's own rollouts in place of attempts of the base policy is ours. Heads then disagree about "
-        "the slices, because each run sees its own policy.",
-        "The paper also tries slices of similar proofs; they are not built. A column of your own numbers can stand for "
-        "them.",
-    )
     needs = frozenset({"prompt_index"})
     idle = (
         Idle(
@@ -220,7 +166,7 @@ class DifficultySlices(Method):
         return mixed
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p, each = self.params, rollouts.once
+        p, each = self.params, rollouts.per_rollout
         if "trials" in self.state:
             known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
             prompts, right = Groups(each.prompt_index[known]), (each.reward[known] >= p.success_threshold).double()

@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.evidence import Counts
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens
+from rl_plugins.kit.evidence import Counts
 
 COUNTS = Counts(("right", "trials", "gains"))
 Ids = NDArray[np.int64]
@@ -75,63 +75,9 @@ class Drive(Method):
     """
 
     name = "drive"
-    paper = Paper(
-        "2511.06307",
-        "DRIVE: Data Curation Best Practices for Reinforcement Learning wIth VErifiable Reward in Competitive Code "
-        "Generation",
-        "Speed Zhu and Jianwei Cai and Guang Chen and Lulu Wu and Saiyong Yang and Wiggin Zhou",
-        2025,
-    )
     fidelity = "reconstruction"
     does = "Trains all prompts first, then smaller sets of the hardest ones with more rollouts each"
     problems = ("few_prompts", "exploration")
-    measured = (
-        Measured(
-            "all problems solved at equal rollouts, simulated",
-            "worse",
-            "0.461 ± 0.061 against 0.618 ± 0.028 (uniform, 32 rollouts)",
-            "drive-5-seeds",
-        ),
-        Measured(
-            "hard problems solved at equal rollouts, simulated, `keep_unsolved: false`",
-            "better",
-            "0.318 ± 0.085 against 0.000 ± 0.000 (uniform, 32 rollouts)",
-            "drive-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "worse",
-            "0.437 ± 0.033 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on hard held-out prompts, TRL, same number of rollouts",
-            "worse",
-            "0.179 ± 0.030 against 0.217 ± 0.018 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    use_when = (
-        "Training on all prompts has reached a plateau, and the hard ones that remain are few, clean and solvable."
-    )
-    avoid_when = (
-        "The hardest prompts are wrong, mislabelled or out of reach: those are the ones it keeps (see "
-        "`keep_unsolved`). Or the run must not forget easy prompts, which it never sees again."
-    )
-    cost = (
-        "No extra rollouts: with more rollouts per prompt a batch has fewer prompts. 24 bytes per prompt of the "
-        "dataset."
-    )
-    disagreements = (
-        "Batches per phase, the estimate (decayed pass rate of the training rollouts) and its "
-        "reuse for the next phase are inferred. No rollouts are made for measurement only.",
-        "The paper's second stage has its own dataset; here the sets are nested in one dataset. "
-        "The order of ties, `keep_unsolved: false` and sizes as shares are ours.",
-        "One source calls the whole stage Pre-GRPO, another the filter.",
-        "The paper's sizes and rollouts do not fit every dataset and batch: by default sizes are shares (0.4, 0.3, "
-        "0.15 of the specification, 20 batches each), and rollouts and token limit the host's.",
-        "The reward of the paper is 1 if all tests pass; here it is the host's, with a threshold.",
-    )
     needs = frozenset({"prompt_index"})
     idle = (
         Idle(
@@ -294,7 +240,7 @@ class Drive(Method):
         return plan.replace(rows=(*others, *rows))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p, each = self.params, rollouts.once
+        p, each = self.params, rollouts.per_rollout
         own = each.prompt_index >= 0
         scored = own & ~torch.isnan(each.reward)
         prompts = Groups(each.prompt_index[scored])

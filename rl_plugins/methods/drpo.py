@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, above, param
-from rl_plugins.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 
 class Drpo(Method):
@@ -59,61 +59,14 @@ class Drpo(Method):
     """
 
     name = "drpo"
-    paper = Paper(
-        "2510.04474",
-        "DRPO: Efficient Reasoning via Decoupled Reward Policy Optimization",
-        "Gang Li and Yan Chen and Ming Lin and Tianbao Yang",
-        2025,
-        code="Optimization-AI/DRPO",
-    )
     fidelity = "code"
     does = "Prefers short answers among the right ones only, so length never makes a right answer bad"
     problems = ("length",)
-    measured = (
-        Measured(
-            "accuracy at about half of the longest length, lambda 0.3",
-            "worse",
-            "83.3 ± 0.4 % at 50.8 % of the length against 86.7 ± 1.0 at 51.7 (GRPO with a length penalty)",
-            "drpo-3-seeds",
-        ),
-        Measured(
-            "accuracy at two thirds of the longest length, lambda 1",
-            "better",
-            "89.1 ± 0.2 % at 64.9 % of the length against 86.7 ± 1.0 at 51.7 (GRPO with a length penalty)",
-            "drpo-3-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, minus GRPO",
-            "not told apart",
-            "0.014 ± 0.025",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    use_when = "A reasoning model answers right but far too long, and rewards are right or wrong."
-    avoid_when = (
-        "Rewards are graded, or most questions are all right or all wrong: those teach nothing here. Where short "
-        "answers succeed now and then, they get almost all the weight: in the bandits of "
-        "`examples/evidence/drpo.py`, half of whose questions need long answers, strong shortening costs more "
-        "accuracy than a length penalty in GRPO does."
-    )
-    cost = (
-        "No extra rollouts. One extra forward pass per optimizer step, and old log-probs, which TRL computes in "
-        "one extra forward pass per batch where it does not need them itself."
-    )
-    disagreements = (
-        "The authors' code also has K as the mean of exp(d) - 1 - d (`low_var_kl`); its scripts "
-        "use the form above. The other form needs every token at the current weights, but an "
-        "optimizer step has row sums only, so it is not offered.",
-        "The authors' code has one objective per micro-batch. Here there is one per optimizer "
-        "step, with the step's number of questions and its K.",
-        "The authors' code gathers the answers of a micro-batch, which must hold whole questions; "
-        "its logged value has no meaning, because its log term is tau * x / stop_gradient(x).",
-    )
     needs = frozenset({"old_logprobs", "current_logprobs"})
     min_group_size = 2
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
-    whole_groups = True
+    steps_hold_whole_groups = True
     idle = (
         Idle(
             {"mixed": 0},
@@ -121,27 +74,6 @@ class Drpo(Method):
             "which define what is right.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "generation_batch_size": 1024,
-            "gradient_accumulation_steps": 32,
-            "learning_rate": 2e-6,
-            "temperature": 0.6,
-            "beta": 0.0,
-            "max_completion_length": 8192,
-        },
-        "verl": {
-            "data.train_batch_size": 128,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.optim.lr": 2e-6,
-            "actor_rollout_ref.rollout.temperature": 0.6,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-            "actor_rollout_ref.actor.entropy_coeff": 0,
-            "data.max_response_length": 8192,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

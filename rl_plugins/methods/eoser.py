@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.method import Measured, Method
-from rl_plugins.methods.mdlm import PAPER, PAPER_SETTINGS, refuse_verl
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Run
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Run
+from rl_plugins.methods.mdlm import refuse_verl
 
 
 class Eoser(Method):
@@ -29,37 +29,13 @@ class Eoser(Method):
     """
 
     name = "eoser"
-    paper = PAPER
     fidelity = "code"
     does = "Holds back end tokens in the first decoding steps of a masked diffusion model"
     problems = ("masked_diffusion",)
-    measured = (
-        Measured(
-            "right answers in 7 passes at temperature 1, minus those without it (toy, no training)",
-            "better",
-            "+0.144 ± 0.042",
-            "mdlm-5-seeds",
-        ),
-        Measured(
-            "right answers in 14 passes at temperature 0, minus those without it (toy, no training)",
-            "worse",
-            "-0.021 ± 0.013",
-            "mdlm-5-seeds",
-        ),
-    )
-    use_when = "A masked diffusion model decodes whole answers at once, and they end too early."
-    avoid_when = "Answers are decoded in many small blocks, or the model was trained not to write end tokens early."
-    cost = "No extra rollouts or passes: one product per step of the decoding."
-    disagreements = (
-        "The code's generation starts at 0.4, its training scripts at 0.01. This is training, so 0.01 is the default.",
-        "With several blocks the code takes the step inside the block and the total number of steps, so the factor "
-        "does not reach `stop`. Here it follows the whole decoding; `code_compat: true` is the code's.",
-    )
     hosts = ("trl",)
     host_options = {
         "trl": {"end_confidence_start": 0.01, "end_confidence_stop": 1.0, "end_confidence_index": "decoding"}
     }
-    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):

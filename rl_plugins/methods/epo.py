@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, above, param
-from rl_plugins.rollouts import Rollouts, Run, Shape, Terms, Tokens
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.rollouts import Rollouts, Run, Shape, Terms, Tokens
 
 NO_BOUND = 1e30  # a bound that no entropy reaches; columns are finite in float32
 _ON = {"entropy_coeff": above(0)}
@@ -70,73 +70,9 @@ class Epo(Method):
     """
 
     name = "epo"
-    paper = Paper(
-        "2509.22576",
-        "EPO: Entropy-regularized Policy Optimization for LLM Agents Reinforcement Learning",
-        "Wujiang Xu and Wentian Zhao and Zhenting Wang and Yu-Jhe Li and Can Jin and Mingyu Jin and Kai Mei and "
-        "Kun Wan and Dimitris N. Metaxas",
-        2025,
-        "WujiangXu/EPO",
-    )
     fidelity = "paper"
     does = "Adds an entropy bonus, and keeps each turn's entropy in a corridor around its history"
     problems = ("exploration", "agents")
-    measured = (
-        Measured(
-            "spread of the entropy over training, large learning rate, coefficient 0.01, simulated",
-            "better",
-            "0.099 ± 0.005 against 0.108 ± 0.007 (plain bonus); paired difference -0.0093 ± 0.0020",
-            "epo-20-seeds",
-        ),
-        Measured(
-            "success at the end, large learning rate, coefficient 0.01, minus plain bonus, simulated",
-            "not told apart",
-            "0.000 ± 0.003",
-            "epo-20-seeds",
-        ),
-        Measured(
-            "success at the end, large learning rate, coefficient 0.1, against no term, simulated",
-            "worse",
-            "0.907 ± 0.019 against 1.0000 ± 0.0000",
-            "epo-20-seeds",
-        ),
-    )
-    goes_with = {
-        "turn_control": "Plays the turns whose entropies are kept in the corridor.",
-        "gigpo": "Credits the turns by state, while the corridor keeps their entropy from drifting.",
-    }
-    use_when = (
-        "An agent plays many turns for one reward at the end, and the policy's entropy collapses early or swings "
-        "from batch to batch."
-    )
-    avoid_when = (
-        "Entropy has to fall fast: the corridor follows the mean of all batches so far, so it slows every change. "
-        "Set a `window` if the history is long."
-    )
-    cost = (
-        "No extra rollouts. Needs the entropy of the policy before the update at every token: in TRL one extra forward "
-        "pass per batch, in verl none. In the loss the host computes the entropy with gradient."
-    )
-    disagreements = (
-        "The paper was read through two notes on its second version, and the authors' code, not in full.",
-        "The released penalty is an indicator: it has no gradient, so training is that of the plain entropy bonus. "
-        "The default `smoothing: relu` is the second version's form, which acts; `indicator` is the code.",
-        "The code gives rho = 0.1 (0.05 for ScienceWorld). In relu mode the upper bound brakes only above 1, so the "
-        "default there is 2 (ours).",
-        "The paper's reference is the mean of the steps before; the code's includes the current one "
-        "(`include_current: true`).",
-        "The code pads the history of a short batch with zeros on the left, so turns get the reference of others, and "
-        "a turn never seen the corridor [0, 0]. Here turns are found by their number, and a turn never seen has no "
-        "corridor.",
-        "The code applies the penalty to a micro-batch if any of its rows is of turn 25 or later (max_step // 2). Here "
-        "`gate_turn` decides for each turn, and its default 0 is no gate, as in the paper.",
-        "The code's mean over a row and its share within the corridor count padding; here only trained tokens count.",
-        "The code's phase weight falls from 1 to 0.04 over 150 epochs, the paper's text says that stabilization grows, "
-        "and the published formula falls from 2 to 1.2. Which is meant is not established: the default is no weight, "
-        "and a negative `phase_rate` makes the formula grow.",
-        "The bounds are 0.8 and 1.2 in the code's configs, 0 and 2 in its README, and 0.5 and 1.5 in its scripts and "
-        "in others' notes on the paper; the defaults are the last.",
-    )
     host_options = {
         "trl": {"entropy_coef": 0.0, "use_adaptive_entropy": False},
         "verl": {"actor_rollout_ref.actor.entropy_coeff": 0},
@@ -148,10 +84,6 @@ class Epo(Method):
             "rollouts of different batches have the same turns.",
         ),
     )
-    paper_settings = {
-        "trl": {"learning_rate": 3e-6},
-        "verl": {"actor_rollout_ref.actor.optim.lr": 3e-6},
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

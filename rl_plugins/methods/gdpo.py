@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.estimators import centered_rewards, gdpo_advantages
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Rollouts, weighted_reward
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.estimators import centered_rewards, gdpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, weighted_reward
 
 
 class Gdpo(Method):
@@ -51,64 +51,10 @@ class Gdpo(Method):
     """
 
     name = "gdpo"
-    paper = Paper(
-        arxiv="2601.05242",
-        title="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization",
-        authors="Shih-Yang Liu and Xin Dong and Ximing Lu and Shizhe Diao and Peter Belcak and Mingjie Liu and "
-        "Min-Hung Chen and Hongxu Yin and Yu-Chiang Frank Wang and Kwang-Ting Cheng and Yejin Choi and Jan Kautz and "
-        "Pavlo Molchanov",
-        year=2026,
-        code="NVlabs/GDPO",
-    )
     fidelity = "code"
     hosts = ("trl", "verl", "diffusion")
     does = "Normalizes each reward function within its group before adding them"
     problems = ("several_rewards",)
-    measured = (
-        Measured(
-            "small reward learned in TRL's trainer on a small policy, the other one 100 times as large",
-            "better",
-            "0.654 ± 0.021 against 0.439 ± 0.067 (GRPO)",
-            "gdpo-against-grpo-in-trl-rl-plugins-demo-5-other-seeds",
-        ),
-        Measured(
-            "progress on the small reward, the other one 100 times as large",
-            "better",
-            "83.8 ± 0.1 % against 10.1 ± 8.7 (GRPO)",
-            "gdpo-10-seeds",
-        ),
-        Measured(
-            "progress on the small reward, the other one 10 times as large",
-            "better",
-            "83.8 ± 0.1 % against 64.0 ± 2.7 (GRPO)",
-            "gdpo-10-seeds",
-        ),
-        Measured(
-            "progress on the small reward, both of equal size",
-            "better",
-            "83.8 ± 0.1 % against 83.4 ± 0.3 (GRPO)",
-            "gdpo-10-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo",
-            "not told apart",
-            "no gain over GRPO, 3 seeds",
-            "in-trl-on-the-embedded-policy",
-        ),
-    )
-    use_when = "The reward has several parts (correctness, format, length) of different size or spread."
-    avoid_when = (
-        "The scales of the rewards are meant as weights: here only `reward_weights` says how much a reward counts, "
-        "and a common factor of all weights changes nothing. TRL's "
-        '`multi_objective_aggregation="normalize_then_sum"` computes the default on equal groups, without a NaN '
-        "policy, token statistics and ragged groups; setting both is an error."
-    )
-    cost = "No extra rollouts or forward passes."
-    disagreements = (
-        "The paper and the authors' TRL fork normalize over rollouts, their verl fork over tokens: `batch_stat`.",
-        "The authors' TRL fork counts a missing reward as 0, TRL itself leaves it out: `nan_policy`.",
-        "The authors' verl fork has eps_group 1e-6, their TRL fork 1e-4 (default).",
-    )
     needs = {"several_rewards"}
     min_group_size = 2
     host_options = {"trl": {"multi_objective_aggregation": "sum_then_normalize"}}

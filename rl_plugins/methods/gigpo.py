@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import GIVEN, MethodParams, above, param
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
 
 class Gigpo(Method):
@@ -55,72 +55,11 @@ class Gigpo(Method):
     """
 
     name = "gigpo"
-    paper = Paper(
-        arxiv="2505.10978",
-        title="Group-in-Group Policy Optimization for LLM Agent Training",
-        authors="Lang Feng and Zhenghai Xue and Tingcong Liu and Bo An",
-        year=2025,
-        code="langfengQ/verl-agent",
-    )
     fidelity = "code"
     does = "Adds an advantage per turn by comparing turns that start in the same state"
     problems = ("agents",)
-    measured = (
-        Measured(
-            "updates until 90 % success in a chain of 7 states",
-            "better",
-            "10.7 ± 1.4 against 29.0 ± 2.5 (GRPO)",
-            "gigpo-3-seeds-hgpo-10-seeds",
-        ),
-        Measured(
-            "correlation with the true advantages, policy right with probability 0.7",
-            "better",
-            "0.35 ± 0.03 against 0.16 ± 0.04 (GRPO)",
-            "gigpo-3-seeds-hgpo-10-seeds",
-        ),
-        Measured(
-            "cosine of one batch's gradient with the exact one on the grid, minus GRPO",
-            "better",
-            "0.08 to 0.11, each interval at most 0.04",
-            "credit-per-turn-gigpo-hgpo-ui_s1-against-exact-values-5-seeds",
-        ),
-        Measured(
-            "score on held-out tasks in the demo, minus GRPO",
-            "not told apart",
-            "-0.008 ± 0.207",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    goes_with = {
-        "turn_control": "Its agent loop reports the turns and states that are compared here.",
-    }
-    use_when = "Rollouts of an agent visit the same states again: rooms, pages, boards, repeated queries."
-    avoid_when = "Every observation is different (long free text), so no turn has another one to be compared with."
-    cost = "No extra rollouts or forward passes. The environment or agent loop must report turns and observations."
-    disagreements = (
-        "A^E is centered over all turns of a group in the code's default, so long rollouts count "
-        "more. Eq. 3 of the paper centers over rollouts: `statistics` (default turns, as the code).",
-        "A group with a single entry keeps its reward as advantage in the code: `single_group: reward` (default zero).",
-        "Scripts of the authors use mean_norm for WebShop and mean_std_norm for ALFWorld: `mode`.",
-        "The authors' code computes statistics in float32, where equal returns leave residues that "
-        "mean_std_norm turns into advantages of up to 0.6; here they are float64.",
-        "Clusters of similar texts depend on the order of the batch in the code; here they do not.",
-    )
     needs = frozenset({"turns"})
     advantages_per = "turn"
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "beta": 0.01,
-        },
-        "verl": {
-            "data.train_batch_size": 16,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.use_kl_loss": True,
-            "actor_rollout_ref.actor.kl_loss_coef": 0.01,
-            "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

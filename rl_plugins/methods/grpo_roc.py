@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
 
 NO_TOOL_CALL = 0.5  # error penalty of a rollout without a tool call: between clean and failing ones
 NO_ANSWER = 1.0  # format penalty of a rollout without a readable answer block
@@ -67,89 +67,10 @@ class GrpoRoc(Method):
     """
 
     name = "grpo_roc"
-    paper = Paper(
-        "2508.20722",
-        "rStar2-Agent: Agentic Reasoning Technical Report",
-        "Ning Shang and Yifei Liu and Yi Zhu and Li Lyna Zhang and Weijiang Xu and Xinyu Guan and Buze Zhang and "
-        "Bingcheng Dong and Xudong Zhou and Bowen Zhang and Ying Xin and Ziming Miao and Scarlett Li and Fan Yang and "
-        "Mao Yang",
-        2025,
-        code="microsoft/rStar",
-    )
     fidelity = "code"
     does = "Generates twice the rollouts and keeps the cleanest correct ones and any wrong ones"
     problems = ("agents", "no_signal")
-    measured = (
-        Measured(
-            "share of right answers reached in a dirty way",
-            "better",
-            "0.016 ± 0.001 against 0.491 ± 0.022 (GRPO with twice the rollouts)",
-            "grpo_roc-5-seeds",
-        ),
-        Measured(
-            "accuracy, against shuffled penalties (control)",
-            "not told apart",
-            "0.999 against 0.999",
-            "grpo_roc-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo",
-            "not told apart",
-            "no gain over GRPO, 3 seeds",
-            "in-trl-on-the-embedded-policy",
-        ),
-    )
-    goes_with = {
-        "mc_grpo": "One rollout more per prompt stays for the median baseline; its pivot leaves later.",
-    }
-    use_when = (
-        "Rollouts with tools are rewarded by outcome alone and reach right answers through failing calls or a "
-        "messy format, and generation is cheap compared with the update."
-    )
-    avoid_when = (
-        "Only the answer matters, completions have neither tool responses nor answer tags (and you give no "
-        "`penalty`), or twice the rollouts are too expensive."
-    )
-    cost = (
-        "`oversample` (2) times the rollouts; the update trains as many as before. Name methods that change the "
-        "number of rollouts before this one."
-    )
-    disagreements = (
-        "The code keeps the correct rollouts with the lowest penalty (`positive_selection: top`, "
-        "default), the report draws them with probability inversely proportional to it "
-        "(`inverse_prob`; `inverse_eps` is ours, because the report does not define the case p = "
-        "0).",
-        "The report keeps floor(wrong / 2) wrong rollouts of 2G. The code rounds half to even and "
-        "has minimum numbers, and both modes follow it.",
-        "The code reads the response alone, but the prompt's template has opened the first "
-        "assistant turn: a single turn counts as none and always has p_format = 1. Here that turn "
-        "counts; `count_first_turn: false` does what the code does.",
-        "The yaml of the code switches reject_equal_reward, both penalties and the minimum numbers "
-        "off. The training script, the README and the defaults here switch them on.",
-        "The authors' first release (29 Aug 2025) sorted the wrong rollouts by penalty too; their "
-        "fix of 5 Sep 2025 is followed here. If their rounding loses a rollout, an assertion ends "
-        "their run (5 correct and 5 wrong to G = 5); here k_correct = G - k_wrong.",
-        "The authors cut the batch to a multiple of the ranks; here the host does that.",
-    )
     needs = frozenset({"raw_text"})
-    paper_settings = {
-        "trl": {
-            "num_generations": 16,
-            "learning_rate": 1e-6,
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "beta": 0.0,
-        },
-        "verl": {
-            "data.train_batch_size": 512,
-            "actor_rollout_ref.rollout.n": 16,
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-            "actor_rollout_ref.actor.entropy_coeff": 0,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -158,7 +79,7 @@ class GrpoRoc(Method):
             None,
             "function penalty(rollouts) that returns (rows,) numbers >= 0, lower is better, with "
             "the signals it reads in its attribute `needs`, for example "
-            "rl_plugins.demo.rewards:format_and_digit_errors; none: p_err + p_format",
+            "rl_plugins.lab.demo.rewards:format_and_digit_errors; none: p_err + p_format",
         )
         use_error: bool = param(True, "inclusion of failing tool calls in the penalty", only_if={"penalty": None})
         use_format: bool = param(
@@ -261,7 +182,7 @@ class GrpoRoc(Method):
 
     def select(self, rollouts: Rollouts) -> Tensor:
         # One entry per rollout, by group and in generation order: decisions do not depend on the order of the rows.
-        each, groups = rollouts.once.rows, rollouts.once.groups
+        each, groups = rollouts.per_rollout.rows, rollouts.per_rollout.groups
         present = each.max(rollouts.kept.double()) > 0
         reward = torch.where(present, each.mean(rollouts.reward), torch.nan)
         penalty = each.mean(self._penalty(rollouts))

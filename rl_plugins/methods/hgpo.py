@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.agents.turns import Turns, joint, normalized, state_ids
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, above, param
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
 _ZERO = 1e-6  # relative difference from the mean that is rounding
 
@@ -52,54 +52,9 @@ class Hgpo(Method):
     """
 
     name = "hgpo"
-    paper = Paper(
-        arxiv="2602.22817",
-        title="Hierarchy-of-Groups Policy Optimization for Long-Horizon Agentic Tasks",
-        authors="Shuo He and Lang Feng and Qi Wei and Xin Cheng and Lei Feng and Bo An",
-        year=2026,
-        code="langfengQ/verl-agent",
-    )
     fidelity = "code"
     does = "Compares turns with the same state and the same recent states, averaged over history lengths"
     problems = ("agents",)
-    measured = (
-        Measured(
-            "squared bias of the credit where the past matters fully, against comparing states alone",
-            "better",
-            "48 % against 132 %",
-            "gigpo-3-seeds-hgpo-10-seeds",
-        ),
-        Measured(
-            "squared bias of the credit where the past matters fully, against the deepest group alone",
-            "worse",
-            "48 % against 37 %",
-            "gigpo-3-seeds-hgpo-10-seeds",
-        ),
-        Measured(
-            "cosine of the mean gradient on the grid, default `mode`, score of 0.92",
-            "worse",
-            "0.59 ± 0.11 against 0.84 ± 0.14 (GRPO); 0.90 ± 0.06 with `mean_norm`",
-            "credit-per-turn-gigpo-hgpo-ui_s1-against-exact-values-5-seeds",
-        ),
-        Measured(
-            "score on held-out tasks in the demo, minus GRPO",
-            "not told apart",
-            "-0.025 ± 0.138",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    goes_with = {
-        "turn_control": "Its agent loop reports the turns and states that are compared here.",
-    }
-    use_when = "An agent's prompt holds the last few turns, and the environment's states repeat."
-    avoid_when = "States never repeat, or the best action depends on the current state alone: gigpo is simpler there."
-    cost = "No extra rollouts or forward passes. The environment or agent loop must report turns and observations."
-    disagreements = (
-        "Weights are (k + 1)^alpha in the paper and (k + 2)^alpha in the released code: `weight_offset` (default 1, "
-        "the paper's).",
-        "A group of a single turn keeps its reward as `base_group` entry in the code: `single_group: reward` (default "
-        "zero).",
-    )
     needs = frozenset({"turns"})
     advantages_per = "turn"
     idle = (
@@ -109,20 +64,6 @@ class Hgpo(Method):
             "what it shows without history, time or numbering as `state` of its observation.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "learning_rate": 1e-6,
-            "beta": 0.01,
-        },
-        "verl": {
-            "data.train_batch_size": 16,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.actor.use_kl_loss": True,
-            "actor_rollout_ref.actor.kl_loss_coef": 0.01,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, did_you_mean, shown
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import cell
-from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError, did_you_mean, shown
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.kit.priors import cell
 
 Array = NDArray[np.float64]
 
@@ -88,64 +88,10 @@ class LinearTS(Method):
     """
 
     name = "linear_ts"
-    paper = Paper(
-        "2505.15155",
-        "R&D-Agent-Quant: A Multi-Agent Framework for Data-Centric Factors and Model Joint Optimization",
-        "Yuante Li and Xu Yang and Xiao Yang and Minrui Xu and Xisen Wang and Weiqing Liu and Jiang Bian",
-        2025,
-        code="microsoft/RD-Agent",
-    )
     fidelity = "paper"
     does = "Draws prompts from the dataset's domains by a linear Thompson bandit"
     problems = ("few_prompts", "no_signal")
-    measured = (
-        Measured(
-            "groups with unequal rewards, simulated",
-            "better",
-            "43.8 ± 2.4 % against 28.4 ± 1.2 (uniform)",
-            "linear_ts-10-seeds",
-        ),
-        Measured(
-            "success over all domains at the end, simulated",
-            "better",
-            "54.9 ± 1.7 % against 46.4 ± 0.8 (uniform)",
-            "linear_ts-10-seeds",
-        ),
-        Measured(
-            "share of rollouts in groups with a signal, TRL, 16 draws",
-            "better",
-            "0.829 ± 0.025 against 0.633 ± 0.008 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "worse",
-            "0.453 ± 0.015 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    use_when = "The dataset mixes a few domains, and how much the policy can learn from each changes during the run."
-    avoid_when = (
-        "The mix of domains is part of the task: a domain that teaches little is rarely visited. Or domains differ "
-        "less than a batch can show: rewards are means over the few groups of a domain. The posterior forgets "
-        "nothing; `rule: contest` does."
-    )
-    cost = "No extra rollouts or forward passes. The column is read once at the start."
-    disagreements = (
-        "What was read is the authors' code of the scheduler and notes on the rest of the paper.",
-        "The authors' code changes P in place before it computes P m, so m <- m + P'^-1 x r / s2: "
-        "no error is ever subtracted, and m grows without limit. Here m is the mean of the "
-        "posterior.",
-        "In the authors' code r is a fixed linear function of the same x, the metrics after the "
-        "step; here x is known before the step, and r is measured after it.",
-        "The authors choose between two arms (factor or model) with eight metrics as context. Domains of a dataset as "
-        "arms, shares of a batch, `draws` above 1, both rewards and `contest` as an option here are ours.",
-        "ContestTrade predicts mean and deviation of the next reward by two LightGBM models from "
-        "the last five, and gives nothing to arms with a score of 0 or less. `exploration` and the "
-        "subtracted mean are ours: without the latter all rewards in [0, 1] would be positive.",
-    )
     needs = frozenset({"prompt_index"})
-    example_params = {"column": "domain"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -252,7 +198,7 @@ class LinearTS(Method):
         return mixed
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        p, state, each = self.params, self.state, rollouts.once
+        p, state, each = self.params, self.state, rollouts.per_rollout
         known = ~torch.isnan(each.reward) & (each.prompt_index >= 0)
         reward, groups = each.reward[known], Groups(each.group[known])
         arm = self._arm[each.prompt_index[known]]
@@ -289,7 +235,7 @@ class LinearTS(Method):
     def _keep_values(self, rollouts: Rollouts, informative: Tensor, stats: Mapping[str, float]) -> None:
         """What the context of the next batch needs of this one."""
         of_batch = {
-            "reward": rollouts.once.reward.nanmean(),
+            "reward": rollouts.per_rollout.reward.nanmean(),
             "informative": informative.mean(),
             "length": rollouts.length.double().mean() / self._longest,
             "truncated": rollouts.truncated.double().mean(),

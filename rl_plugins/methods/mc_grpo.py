@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Budget, Plan, Rollouts, Run, Shape, Tokens
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run, Shape, Tokens
 
 _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 
@@ -49,99 +49,12 @@ class McGrpo(Method):
     """
 
     name = "mc_grpo"
-    paper = Paper(
-        arxiv="2601.22582",
-        title="MC-GRPO: Median-Centered Group Relative Policy Optimization for Small-Rollout Reinforcement Learning",
-        authors="Youngeun Kim",
-        year=2026,
-        code="lotusroot-kim/MC-GRPO",
-    )
     fidelity = "code"
     hosts = ("trl", "verl", "diffusion")
     does = "Centers rewards on the group's median, with one extra rollout per prompt as its pivot"
     problems = ("few_rollouts",)
-    measured = (
-        Measured(
-            "advantages with the wrong sign, normal rewards, groups of 4",
-            "better",
-            "11.0 ± 0.3 % against 14.7 ± 0.4 (GRPO with one more rollout)",
-            "mc_grpo-10-seeds",
-        ),
-        Measured(
-            "advantages with the wrong sign, two reward levels",
-            "not told apart",
-            "0 against 0 (GRPO)",
-            "mc_grpo-10-seeds",
-        ),
-        Measured(
-            "way to the best policy, normal rewards, groups of 2",
-            "worse",
-            "30.2 ± 0.8 % against 38.3 ± 0.9 (GRPO)",
-            "mc_grpo-10-seeds",
-        ),
-        Measured(
-            "way to the best policy, normal rewards, groups of 2, `advantage_clip: 3`",
-            "worse",
-            "51.2 ± 0.7 % against 54.9 ± 0.6 (GRPO with one more rollout)",
-            "mc_grpo-10-seeds",
-        ),
-        Measured(
-            "way to the best policy, rewards with outliers, groups of 8, `advantage_clip: 3`",
-            "better",
-            "77.2 ± 0.4 % against 65.7 ± 0.6 (GRPO with one more rollout)",
-            "mc_grpo-10-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo",
-            "not told apart",
-            "no gain over GRPO, 3 seeds",
-            "in-trl-on-the-embedded-policy",
-        ),
-    )
-    goes_with = {
-        "grpo_roc": "GRPO-RoC keeps one more rollout per prompt for the pivot.",
-        "vade": "Chooses the prompts; the median baseline then acts on their groups.",
-    }
-    use_when = (
-        "Groups have two to eight rollouts, generation is cheap compared with the update, and rewards have more "
-        "than two levels."
-    )
-    avoid_when = (
-        "Rewards are right or wrong (two levels): a mean baseline then never gives a wrong sign, and the MAD is 0 "
-        "here, so advantages reach 1/mad_eps. Adam and gradient clipping absorb that scale, but a KL or entropy "
-        "term becomes negligible; `scale: none` or `advantage_clip` solve this. With three rollouts the MAD is the "
-        "smaller of two gaps, so advantages are heavy-tailed for any rewards: in the bandits of "
-        "`examples/evidence/mc_grpo.py` the paper's scale learns more slowly than GRPO, and with `advantage_clip: "
-        "3` faster."
-    )
-    cost = (
-        "One extra rollout per prompt: 1.25 times the rollouts for groups of 4. The update trains as many as "
-        "before. An even group size makes the median unique; for an odd one the lower median is below the middle, "
-        "so more rollouts are reinforced than discouraged."
-    )
-    disagreements = (
-        "The GSM8K trainer of the authors scales the non-zero advantages up by group size / their number, the MATH "
-        "trainer and the paper do not: `zero_compensation` (default off).",
-        "The authors' trainers mix the rollouts of different prompts in one group when a process has several prompts; "
-        "this is not reproduced.",
-    )
-    full_batch = True  # the row that leaves is the one `plan` asked for in addition
+    keeps_batch_size = True  # the row that leaves is the one `plan` asked for in addition
     min_group_size = 2
-    paper_settings = {
-        "trl": {
-            "learning_rate": 1e-6,
-            "temperature": 1.0,
-            "beta": 0.04,
-            "num_iterations": 2,
-        },
-        "verl": {
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.rollout.temperature": 1.0,
-            "actor_rollout_ref.actor.use_kl_loss": True,
-            "actor_rollout_ref.actor.kl_loss_coef": 0.04,
-            "actor_rollout_ref.actor.ppo_epochs": 2,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.losses import LOG_RATIO_LIMIT, weighted_logprob
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Terms
+from rl_plugins.core.losses import LOG_RATIO_LIMIT, weighted_logprob
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Terms
 
 
 class Minpro(Method):
@@ -49,76 +49,9 @@ class Minpro(Method):
     """
 
     name = "minpro"
-    paper = Paper(
-        "2601.22718",
-        "A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization",
-        "Shiye Lei and Zhihao Cheng and Dacheng Tao",
-        2026,
-    )
     fidelity = "reconstruction"
     does = "Damps each token by the smallest importance ratio before it"
     problems = ("stale",)
-    measured = (
-        Measured(
-            "noise of the gradient estimate, rollouts 8 updates old",
-            "better",
-            "3.5 ± 1.3 against 5.8 ± 0.9 (CISPO)",
-            "minpro-5-seeds",
-        ),
-        Measured(
-            "cosine of the mean gradient with the exact one",
-            "not told apart",
-            "0.886 ± 0.028 against 0.871 ± 0.032 (CISPO)",
-            "minpro-5-seeds",
-        ),
-        Measured(
-            "final reward, small learning rate, rollouts 8 updates old",
-            "worse",
-            "0.706 ± 0.028 against 0.944 ± 0.044 (CISPO)",
-            "minpro-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "better",
-            "0.533 ± 0.033 against 0.227 ± 0.066 (GRPO without correction)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "not told apart",
-            "0.533 ± 0.033 against 0.526 ± 0.021 (CISPO with the ratio to the sampling policy)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo",
-            "not told apart",
-            "no gain over GRPO, 3 seeds",
-            "in-trl-on-the-embedded-policy",
-        ),
-    )
-    goes_with = {
-        "rollout_replay": "Weights replayed tokens by the smallest ratio of their prefix.",
-        "april": "Corrects for the stale tokens of resumed groups.",
-    }
-    use_when = "Rollouts are two or more policy versions old, and CISPO becomes unstable or GRPO reaches a plateau."
-    avoid_when = (
-        "Updates are nearly on-policy: all ratios are then about 1, and this is CISPO. Weights are usually below "
-        "CISPO's, so updates are smaller at the same learning rate."
-    )
-    cost = (
-        "No extra rollouts. Needs the log-probs of the sampling policy: none extra with vLLM in TRL or in verl; "
-        "with transformers in TRL one extra forward pass per batch."
-    )
-    disagreements = (
-        "Clip values are not published. clip_low=1.0 is no lower bound: a smaller value would "
-        "raise damped weights again. clip_high=4.0 is the absolute bound 5 that TRL recommends for "
-        "CISPO (`epsilon_high`, after ScaleRL, arXiv 2510.13786). Both are ours.",
-        "Other third-party code includes the current token in the minimum; the paper's minimum ends before it.",
-        "Aggregation is the host's. The paper's is the mean over all tokens of the batch: TRL "
-        '`loss_type="dapo"` (its default), verl `loss_agg_mode="token-mean"`.',
-        "In TRL `vllm_importance_sampling_correction` is set to False: rho already contains the "
-        "rollout log-probs, and the correction would count them twice.",
-    )
     needs = frozenset({"rollout_logprobs", "off_policy"})
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     corrects_sampling = True

@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import LOG_RATIO_LIMIT
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
 LEAST_KL = 1e-8  # nats; the ratio of samples to KL is finite at KL = 0
@@ -77,54 +77,9 @@ class PpoMillion(Method):
     """
 
     name = "ppo_million"
-    paper = Paper(
-        "2603.06009",
-        "Preventing Learning Stagnation in PPO by Scaling to 1 Million Parallel Environments",
-        "Michael Beukman and Khimya Khetarpal and Zeyu Zheng and Will Dabney and Jakob Foerster and Michael Dennis and "
-        "Clare Lyle",
-        2026,
-    )
     fidelity = "reconstruction"
     does = "Measures how far each batch moves the policy, and cuts the learning rate on a plateau"
     problems = ("exploration",)
-    use_when = (
-        "The reward has stopped rising although data is cheap, and each batch takes several optimizer steps. Look at "
-        "`samples_per_nat` first, then scale the batch with `rl-plugins scale`, or cut with `action: shrink`."
-    )
-    avoid_when = (
-        "Each batch is trained in one optimizer step: the ratio is then 1 and nothing can be measured. Or the reward "
-        "is at its ceiling, or it stalls because groups give no signal: a smaller step makes that slower only."
-    )
-    cost = "No extra rollouts or forward passes: k3 and the clip share come from the log-probs of the loss."
-    disagreements = (
-        "No code was published. The ratio of samples to KL is known by its name and one sentence; k3, the plateau "
-        "test, its window and the cut are ours.",
-        "The paper keeps mini-batch, learning rate, epochs and clip range and lets the number of mini-batches grow; "
-        "one secondary note claims a learning rate that grows with the square root of the batch, which the paper "
-        "reports to stagnate early. `rl-plugins scale` follows the paper.",
-        "The paper also varies the outer step by a moving average of the weights as the anchor (PPO-EWMA, arXiv "
-        "2110.00641). Neither host has a second set of weights in training, so `action: anchor` is refused.",
-    )
-    measured = (
-        Measured(
-            "value at the end at equal samples, tabular PPO, 4N at fixed mini-batch",
-            "not told apart",
-            "0.857 ± 0.019 against 0.862 ± 0.041 (N), learning rate 0.1",
-            "ppo_million-10-seeds",
-        ),
-        Measured(
-            "value at the end at equal samples, tabular PPO, learning rate 0.075 instead of 0.3",
-            "better",
-            "0.859 ± 0.028 against 0.617 ± 0.046",
-            "ppo_million-10-seeds",
-        ),
-        Measured(
-            "value at the end, tabular PPO, learning rate cut to a quarter on the plateau",
-            "not told apart",
-            "0.627 ± 0.040 against 0.617 ± 0.046",
-            "ppo_million-10-seeds",
-        ),
-    )
     needs = frozenset({"several_updates"})
 
     @dataclass(frozen=True)
@@ -174,7 +129,7 @@ class PpoMillion(Method):
         kl = stats.get(f"{self.name}/kl")
         if kl is not None and state["samples"]:
             ratio = state["samples"] / max(kl, LEAST_KL)
-            entry = torch.tensor([[float(torch.nanmean(rollouts.once.reward)), kl, ratio]], dtype=torch.float64)
+            entry = torch.tensor([[float(torch.nanmean(rollouts.per_rollout.reward)), kl, ratio]], dtype=torch.float64)
             state["window"] = torch.cat([state["window"], entry])[-p.window :]
             state["since_cut"] += 1
             self.log("samples_per_nat", ratio)

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.audit import Finding, Options, Preflight, online, preflight
-from rl_plugins.audit.answers import extract_answer
-from rl_plugins.audit.online import Flag, PromptFeatures
-from rl_plugins.audit.provenance import changed, provenance
-from rl_plugins.audit.rows import Row, read_row
-from rl_plugins.errors import RunStopped
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import FUNCTION, MethodParams, param
-from rl_plugins.rollouts import Once, Rollouts, Run, Tokens, weighted_reward
-from rl_plugins.services import Failure, Service, number
+from rl_plugins.core.errors import RunStopped
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import FUNCTION, MethodParams, param
+from rl_plugins.core.rollouts import PerRollout, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.kit.services import Failure, Service, number
+from rl_plugins.tools.audit import Finding, Options, Preflight, online, preflight
+from rl_plugins.tools.audit.answers import extract_answer
+from rl_plugins.tools.audit.online import Flag, PromptFeatures
+from rl_plugins.tools.audit.provenance import changed, provenance
+from rl_plugins.tools.audit.rows import Row, read_row
 
 MOST_FINDINGS = 1000  # of a run that are kept
 BEFORE, DURING = {"preflight": True}, {"online": True}
@@ -75,46 +75,9 @@ class RewardAudit(Method):
     """
 
     name = "reward_audit"
-    paper = Paper(
-        "2510.00319",
-        "DecepChain: Inducing Deceptive Reasoning in Large Language Models",
-        "Wei Shen and Han Wang and Haoyu Li and Huan Zhang",
-        2025,
-    )
     fidelity = "reconstruction"
     does = "Looks for rewards that are turned around, and takes out the rows they concern"
     problems = ("wrong_rewards",)
-    measured = (
-        Measured(
-            "wrong rows found before training (planted faults, 20 data sets)",
-            "better",
-            "6660 of 6660 with a wrong sign for one source, 385 of 385 with a word, no right row called wrong",
-            "reward_audit-20-seeds",
-        ),
-        Measured(
-            "a fault in 20 of 1,000 groups, seen during training (simulation)",
-            "better",
-            "a warning in 20 of 20 runs; a verifier of 5 % of the rollouts convicts in 6 of 20",
-            "reward_audit-20-seeds",
-        ),
-        Measured(
-            "false alarms on right rewards (simulation)",
-            "not told apart",
-            "a warning in 2 of 80 runs, nothing taken out",
-            "reward_audit-20-seeds",
-        ),
-    )
-    use_when = "Reward code, labels or data come from several hands, or a wrong reward would be expensive."
-    avoid_when = (
-        "Answers cannot be compared: open-ended text without right answers leaves only the checks of duplicates."
-    )
-    cost = (
-        "No extra rollouts. Before training three calls of the reward functions per row, at most `max_rows` rows. "
-        "During training milliseconds per batch, and calls of `verifier` for its share of the rollouts."
-    )
-    disagreements = (
-        "The paper is the attack; nothing of it is here. Statistics and defaults were checked by a simulation of ours.",
-    )
     needs = frozenset({"text", "column:prompt"})
     idle = (
         Idle(
@@ -300,7 +263,7 @@ class RewardAudit(Method):
 
     def _count(self, rollouts: Rollouts) -> None:
         """Adds a batch to the statistics; rewards as the functions gave them."""
-        p, once = self.params, rollouts.once
+        p, once = self.params, rollouts.per_rollout
         texts = rollouts.text
         assert texts is not None  # in `needs`
         extract = p.answer_extractor or extract_answer
@@ -326,7 +289,7 @@ class RewardAudit(Method):
             self._drift("verifier", float(np.corrcoef(pairs.T)[0, 1]), (len(pairs) - 3) ** -0.5)
 
     def _checks(
-        self, rollouts: Rollouts, once: Once, reward: Tensor, groups: int
+        self, rollouts: Rollouts, once: PerRollout, reward: Tensor, groups: int
     ) -> tuple[Tensor, np.ndarray[Any, np.dtype[np.float64]]]:
         """(groups, 2) whether the verifier looked at the group, and whether it disagrees about most of what it saw; and
         (reward, verdict) of every rollout. A group counts once, because its rollouts are right or wrong together."""

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rl_plugins.agents import act, finish, generate, open_episode, reply
-from rl_plugins.agents.environment import check_environment
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, above, has_effect, param
-from rl_plugins.redundancy import independent
-from rl_plugins.requests import Call, Program, Prompt, Trajectory
-from rl_plugins.rollouts import Plan, Rollouts, Run, Shape, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, above, has_effect, param
+from rl_plugins.core.redundancy import independent
+from rl_plugins.core.requests import Call, Program, Prompt, Trajectory
+from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
+from rl_plugins.kit.agents import act, finish, generate, open_episode, reply
+from rl_plugins.kit.agents.environment import check_environment
 
 REMINDER = "ENVIRONMENT REMINDER: You have {remaining} turns left to complete the task."
 EXTENSION = "ENVIRONMENT REMINDER: The task is not finished yet. You get {extension} more turns."
@@ -75,67 +75,14 @@ class TurnControl(Method):
     """
 
     name = "turn_control"
-    paper = Paper(
-        "2510.16786",
-        "More with Less: An Empirical Study of Turn-Control Strategies for Efficient Coding Agents",
-        "Pengfei Gao and Chao Peng",
-        2025,
-    )
     fidelity = "paper"
     does = "Limits an agent's turns, tells it how many are left, and extends unfinished rollouts"
     problems = ("agents", "length")
-    measured = (
-        Measured(
-            "cost of an agent that hurries, 75th percentile as limit, simulated",
-            "better",
-            "60 ± 10 % of the unlimited loop's",
-            "turn_control-cleaner-3-seeds",
-        ),
-        Measured(
-            "cost of an agent that hurries, with extension, simulated",
-            "better",
-            "46 ± 5 % of the unlimited loop's",
-            "turn_control-cleaner-3-seeds",
-        ),
-        Measured(
-            "tasks solved by an agent that ignores reminders, 75th percentile as limit",
-            "worse",
-            "84 ± 12 % against 99 ± 3 (unlimited)",
-            "turn_control-cleaner-3-seeds",
-        ),
-    )
-    goes_with = {
-        "gigpo": "Compares the turns that this agent loop reports.",
-        "hgpo": "Compares the turns that this agent loop reports.",
-    }
-    use_when = (
-        "An agent acts in an environment over several turns: `unlimited` is the plain loop, the other strategies "
-        "limit it."
-    )
-    avoid_when = (
-        "Tasks need very different numbers of turns: the 75th percentile of all tasks is too few for the longest."
-    )
-    cost = (
-        "No extra rollouts. One engine call and one call of the environment per turn, up to the limit. Tokens read "
-        "grow about quadratically with turns. No feature of the engine is needed."
-    )
-    disagreements = (
-        "The paper was read through its abstract and others' reviews of it, not in full.",
-        "We could not read the paper's rule and length of the extension. `should_extend` (default: "
-        "rollouts that are not done), `extension` (default: up to T_75, or ceil(limit / 2) with a "
-        "given limit) and `max_extensions` set them.",
-        "With the same last limit and an agent that ignores reminders, `dynamic` costs and solves "
-        "exactly as much as `fixed`: the paper's saving comes from agents that hurry.",
-        "Wording and position of the reminder are those of related agents. The treatment of "
-        "episodes that were cut off is a reconstruction: the paper calibrates once, before any "
-        "limit.",
-    )
     needs: frozenset[str] | set[str] = frozenset({"chat_template"})
     brings_columns = ("turns", "stop_reason", "extended")
     independent_rollouts = True
     in_eval = ("plan", "rollout")
     state_version = 2  # the last limit of an episode
-    example_params = {"environment": "rl_plugins.demo.environments:Grid"}
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -235,7 +182,7 @@ class TurnControl(Method):
                 raise ConfigError(
                     "`environment` is not given. Give a class or function without arguments that "
                     "makes an environment, as module:attribute (the demo's: "
-                    "rl_plugins.demo.environments:Grid)."
+                    "rl_plugins.lab.demo.environments:Grid)."
                 )
             check_environment(self.environment)
             if self.strategy != "unlimited" and self.how == "off" and self.limit is None:

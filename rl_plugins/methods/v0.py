@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import PriorParams, make_prior
-from rl_plugins.rollouts import Budget, Plan, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run, Tokens
+from rl_plugins.kit.priors import PriorParams, make_prior
 
 Array = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class V0(Method):
     the best single rollout and is not optimal; it can be worse than equal budgets. `exact` is a dynamic program.
     `uniform` keeps the host's plan.
 
-    p comes from `prior` (see `rl_plugins.priors`). `value_model_loss` is the loss of the paper's value model; the model
+    p comes from `prior` (see `rl_plugins.kit.priors`). `value_model_loss` is the loss of the paper's value model; the model
     itself is not shipped.
 
     Symbols: p, B one per row of the plan; success (rollouts,) float64: a reward >= success_threshold, after `rewards`
@@ -62,75 +62,9 @@ class V0(Method):
     """
 
     name = "v0"
-    paper = Paper(
-        "2602.03584",
-        "V_0: A Generalist Value Model for Any Policy at State Zero",
-        "Yi-Kai Zhang and Zhiyuan Yao and Hongyan Hao and Yueqing Sun and Qi Gu and Hui Su and Xunliang Cai and "
-        "De-Chuan Zhan and Han-Jia Ye",
-        2026,
-        code="Now-Join-Us/V0",
-    )
     fidelity = "paper"
     does = "Splits a fixed rollout budget by predicted success rate"
     problems = ("no_signal", "few_prompts")
-    measured = (
-        Measured(
-            "share of rollouts in groups with a signal, TRL",
-            "better",
-            "0.788 ± 0.027 against 0.633 ± 0.008 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "worse",
-            "0.427 ± 0.032 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "failed rollouts in groups with a success, per rollout, simulated",
-            "better",
-            "0.57 against 0.36 (equal budgets)",
-            "v0_5-v0-brpo-3-seeds",
-        ),
-        Measured(
-            "share of mixed groups, simulated",
-            "worse",
-            "0.43 against 0.66 (equal budgets)",
-            "v0_5-v0-brpo-3-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, minus GRPO",
-            "not told apart",
-            "-0.019 ± 0.094",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    use_when = (
-        "Success rates of prompts differ widely and can be predicted before sampling, and rewards are right or wrong."
-    )
-    avoid_when = (
-        "Nothing predicts success rates (watch v0/auc), or memory does not hold one large group "
-        "together with the others."
-    )
-    cost = (
-        "No extra rollouts: the total stays the same. `exact` takes O(prompts T max_rollouts) time, below a second "
-        "for 512 prompts x 8. A `max_rollouts` of 2 to 4 group sizes keeps either allocation from giving most "
-        "rollouts to few prompts."
-    )
-    disagreements = (
-        "The paper's budgets were read through two notes that agree; the authors' code has the model alone.",
-        "The paper's greedy allocation is not optimal for its own objective; `allocation: exact` is.",
-        "The paper's context is a sample of the same policy version; here it is the last "
-        "`context_size` rollouts, which include older policies' if a batch is smaller.",
-        "The paper has scores in [-1, 1] and counts those >= 0 as a success; here "
-        "`success_threshold` is 0.5, for rewards 0 and 1.",
-        "The paper's predictions are those of its model: an embedder whose features go into TabPFN "
-        "with the (prompt, success) pairs of the current policy as context. It is not shipped "
-        "(0.6B parameters, gated weights); a function as `prior` can provide it.",
-        "The remarks on concavity are ours, checked against brute force. Budgets can differ even "
-        "with equal predictions.",
-        "Routing between models, the paper's other use, is outside of a trainer.",
-    )
     needs = frozenset({"prompt_index"})
     idle = (
         Idle(
@@ -139,7 +73,7 @@ class V0(Method):
             "(`prior`), or `min_rollouts` and `max_rollouts` leave no choice.",
         ),
     )
-    full_batch = True  # rollouts are moved between prompts, not taken away
+    keeps_batch_size = True  # rollouts are moved between prompts, not taken away
     decides_rollouts = True
 
     @dataclass(frozen=True)
@@ -224,7 +158,7 @@ class V0(Method):
         return plan.replace(rows=tuple(planned))
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        each = rollouts.once
+        each = rollouts.per_rollout
         known = ~torch.isnan(each.reward)
         prompt, success = each.prompt_index[known], (each.reward[known] >= self.params.success_threshold).double()
         self._report(prompt, success, Groups(each.group[known]))

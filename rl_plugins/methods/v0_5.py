@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
-from rl_plugins.params import MethodParams, below, param
-from rl_plugins.priors import PriorParams, make_prior
-from rl_plugins.rollouts import MAX_ROUNDS, Budget, Once, Plan, Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, below, param
+from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout, Plan, Rollouts, Run, Tokens
+from rl_plugins.kit.priors import PriorParams, make_prior
 
 _EPS = 1e-4  # added to what advantages are divided by
 
@@ -40,7 +40,7 @@ class V05(Method):
     reward is not V.
 
     Symbols: rewards, advantages (rows,) float64; k, m, V, D2, w, b one per group. V comes from `prior` (see
-    `rl_plugins.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
+    `rl_plugins.kit.priors`) and is clipped to the reward bounds. A rollout of several rows (turns, agents) counts once,
     with the mean reward of its rows. b contains r_i, which biases the gradient by O(1/sqrt(k)); `leave_one_out` takes
     m, k of the other rollouts.
 
@@ -54,68 +54,16 @@ class V05(Method):
 
     Raises:
         ConfigError: a parameter out of range or without effect, more rounds than a batch may have, k_init > group size.
-        MethodError: the prior fails (see `rl_plugins.services`).
+        MethodError: the prior fails (see `rl_plugins.kit.services`).
 
     Source: arXiv 2603.10848, without code: fusion, noise 1/k, cost 0.0039, k_init 4 and k_max 16 as read through
     independent notes; the gain is algebra from the paper's error model.
     """
 
     name = "v0_5"
-    paper = Paper(
-        "2603.10848",
-        "V_0.5: Generalist Value Model as a Prior for Sparse RL Rollouts",
-        "Yi-Kai Zhang and Yueqing Sun and Hongyan Hao and Qi Gu and Xunliang Cai and De-Chuan Zhan and Han-Jia Ye",
-        2026,
-    )
     fidelity = "paper"
     does = "Fuses a value prior with few rollouts and samples more only where they disagree"
     problems = ("few_rollouts", "no_signal")
-    measured = (
-        Measured(
-            "squared error of the baseline at 4 rollouts, simulated",
-            "better",
-            "0.046 against 0.185 (group mean)",
-            "v0_5-v0-brpo-3-seeds",
-        ),
-        Measured(
-            "squared error of the baseline where the prior is off by more than about a fifth of the reward range",
-            "worse",
-            "above that of the mean of as many rollouts",
-            "v0_5-v0-brpo-3-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, minus GRPO",
-            "not told apart",
-            "0.018 ± 0.018",
-            "the-advantage-methods-against-plain-grpo-in-the-demo-3-seeds",
-        ),
-    )
-    goes_with = {
-        "xrpo_seeds": "Puts solved examples into the prompts of later rounds (`second_round: false`).",
-    }
-    use_when = "Rollouts are expensive, groups are small (4), and something predicts a prompt's reward fairly well."
-    avoid_when = (
-        "No prediction is good: prompts are seen once, or predictions are off by a fifth of the reward range or "
-        "more. With few rollouts a moderately wrong prior is believed too often: in `examples/evidence/v0_5.py` "
-        "the baseline beats the mean of as many rollouts up to a bias of a fifth of the reward range, and is worse "
-        "beyond."
-    )
-    cost = (
-        "Between `k_init` (4) and `k_max` (16) rollouts per prompt and at most group size times prompts in all, in "
-        "up to (k_max - k_init) / increment further rounds of generation. Rounds are decided on the rewards of the "
-        "reward functions, before `rewards` hooks change them. Rows that no prompt needs stay empty."
-    )
-    disagreements = (
-        "The paper was read through independent notes that agree, not in full.",
-        "The paper's rewards are -1 and 1; the bounds here default to 0 and 1, as the hosts' "
-        "reward functions usually return (`reward_low`, `reward_high`). The rule is the same on "
-        "any scale.",
-        "The paper adds one rollout at a time per prompt; here a round serves all prompts, `increment` rollouts each.",
-        "It is not known whether the paper normalizes advantages further: `advantage_norm`, off by default.",
-        "The paper's prior V_0 is not shipped (it needs a 0.6B embedder and TabPFN); a function as "
-        "`prior` can provide it.",
-        "s2 for other bounds, the batched rounds, `leave_one_out` and `advantage_norm` are ours.",
-    )
     needs = frozenset({"prompt_index"})
     rounds = True
     idle = (
@@ -241,7 +189,7 @@ class V05(Method):
         return plan.replace(rows=rows)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        p, each = self.params, rollouts.once
+        p, each = self.params, rollouts.per_rollout
         groups, reward = each.groups, each.reward
         self._check_bounds(reward[~torch.isnan(reward)])
         prior = groups.mean(self._predict(each.prompt_index))  # a group has one prompt, unless a method merged some
@@ -258,7 +206,7 @@ class V05(Method):
         return torch.nan_to_num(advantages, nan=0.0)
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
-        each = rollouts.once
+        each = rollouts.per_rollout
         known = ~torch.isnan(each.reward)
         self.state = self.prior.observe(self.state, each.prompt_index[known], each.reward[known], self.rng("context"))
 
@@ -276,7 +224,7 @@ class V05(Method):
                 f"`reward_high` to those of your rewards."
             )
 
-    def _report(self, each: Once, groups: Groups, prior: Tensor) -> None:
+    def _report(self, each: PerRollout, groups: Groups, prior: Tensor) -> None:
         mean, k = groups.mean(each.reward), groups.n(each.reward)
         known = ~torch.isnan(prior) & (k > 0)
         weight = fuse(mean, k, prior, self.params.s2).weight[known]

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.evidence import SMALL, Counts
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import PromptPool, Rollouts, Run, Tokens
-from rl_plugins.thompson import SCORES, best_draws
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins.kit.evidence import SMALL, Counts
+from rl_plugins.kit.thompson import SCORES, best_draws
 
 COUNTS = Counts(("alpha", "beta"))
 
@@ -45,8 +45,8 @@ class Vade(Method):
     counts once, with the mean over its rows. A batch that is not full asks again: the answer continues the ranking of
     the same draw.
 
-    State: alpha and beta, 0 at the start (`rl_plugins.evidence.Counts`). One draw per generation batch, from
-    `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.thompson`: the same distribution).
+    State: alpha and beta, 0 at the start (`rl_plugins.kit.evidence.Counts`). One draw per generation batch, from
+    `self.rng`; above 65,536 prompts not every p_i is drawn (`rl_plugins.kit.thompson`: the same distribution).
 
     Logs: `informative`, share of the batch's prompts whose rollouts differ in success (0 < r < n); `posterior_mean` of
     all prompts; `seen`, share of the prompts with evidence; `evidence`, mean alpha + beta of those. The last three are
@@ -61,65 +61,9 @@ class Vade(Method):
     names is not available."""
 
     name = "vade"
-    paper = Paper(
-        "2511.18902",
-        "VADE: Variance-Aware Dynamic Sampling via Online Sample-Level Difficulty Estimation for Multimodal RL",
-        "Zengjie Hu and Jiantao Qiu and Tianyi Bai and Haojin Yang and Binhang Yuan and Qi Jing and Conghui He and "
-        "Wentao Zhang",
-        2025,
-        code="FloSophoraeX/VADE",
-    )
     fidelity = "paper"
     does = "Chooses prompts likely to give both right and wrong rollouts, by Thompson sampling"
     problems = ("no_signal", "few_prompts")
-    measured = (
-        Measured(
-            "share of mixed groups, simulated",
-            "better",
-            "0.463 ± 0.008 against 0.317 ± 0.007 (uniform)",
-            "vade-6-seeds",
-        ),
-        Measured(
-            "mean success at the end, simulated",
-            "better",
-            "0.5505 ± 0.0012 against 0.5113 ± 0.0007 (uniform)",
-            "vade-6-seeds",
-        ),
-        Measured(
-            "share of rollouts in groups with a signal, TRL",
-            "better",
-            "0.749 ± 0.021 against 0.633 ± 0.008 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "not told apart",
-            "0.475 ± 0.013 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts in the demo, minus GRPO",
-            "not told apart",
-            "-0.011 ± 0.053",
-            "in-trl-on-the-embedded-policy",
-        ),
-    )
-    goes_with = {
-        "mc_grpo": "Chooses the prompts; the median baseline then acts on their groups.",
-    }
-    use_when = "Many groups are all right or all wrong, and generating more rollouts to filter (DAPO) is too expensive."
-    avoid_when = (
-        "The dataset is a stream, or so large that few prompts are ever visited twice. Or every prompt must be "
-        "seen once per epoch: prompts are then drawn by success rate and not by epoch."
-    )
-    cost = "No extra rollouts or forward passes. 16 bytes per prompt of the dataset."
-    disagreements = (
-        "What was read is the figure and caption of the project page, and not the whole paper or "
-        "the code that the page names.",
-        "The figure prints beta = 1.998 for its unselected example; 0.999 * 0.2 is 0.1998, a typing error.",
-        "The decay values are those of the figure's example; those of the training runs could not be read. Counts of 0 "
-        "at the start, the success threshold and success='clipped_sum' are ours.",
-    )
     needs = frozenset({"prompt_index"})
 
     @dataclass(frozen=True)
@@ -187,7 +131,7 @@ class Vade(Method):
         batch = prompts.ids
         if len(batch) and int(batch.max()) >= size:
             raise self._other_dataset(f"prompt {int(batch.max())} was trained")
-        reward, share = rollouts.reward[counted], rollouts.once.share(rollouts.reward)[counted]
+        reward, share = rollouts.reward[counted], rollouts.per_rollout.row_weight(rollouts.reward)[counted]
         success = (reward >= p.success_threshold).double() if p.success == "threshold" else reward.clamp(0, 1)
         outcomes = prompts.sum(share * success), prompts.sum(share * (1 - success))
         COUNTS.visit(state, batch, p.selected_decay, outcomes, p.unselected_decay)

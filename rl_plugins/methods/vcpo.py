@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups, places
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Rollouts, Rows, Shape, Terms, Tokens, Update
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups, places
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Rows, Shape, Terms, Tokens, Update
 
 Aggregate = Literal["mean", "median", "winsorized"]
 LOWER, UPPER = 0.05, 0.95  # quantiles of `winsorized`
@@ -70,113 +70,12 @@ class Vcpo(Method):
     """
 
     name = "vcpo"
-    paper = Paper(
-        "2602.17616",
-        "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs",
-        "Luke J. Huang and Zhuoyang Zhang and Qinghao Hu and Shang Yang and Song Han",
-        2026,
-        code="mit-han-lab/vcpo",
-    )
     fidelity = "reconstruction"
     does = "Scales the learning rate by effective sample size and uses a minimum-variance baseline"
     problems = ("stale",)
-    measured = (
-        Measured(
-            "variance of the gradient, rollouts 16 updates old, relative to the group mean",
-            "better",
-            "0.91 ± 0.02",
-            "vcpo-5-seeds",
-        ),
-        Measured(
-            "variance of the gradient, fresh rollouts, relative to the group mean",
-            "worse",
-            "1.27 ± 0.02",
-            "vcpo-5-seeds",
-        ),
-        Measured(
-            "final reward, rollouts 32 updates old, small learning rate",
-            "better",
-            "0.947 ± 0.009 against 0.494 ± 0.025 (GRPO without correction)",
-            "vcpo-5-seeds",
-        ),
-        Measured(
-            "final reward with the learning rate scaled only, rollouts 32 updates old, small learning rate",
-            "worse",
-            "0.833 ± 0.027 against 0.909 ± 0.023 (neither)",
-            "vcpo-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "better",
-            "0.469 ± 0.084 against 0.227 ± 0.066 (GRPO without correction)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on rollouts 16 batches old, TRL",
-            "not told apart",
-            "0.469 ± 0.084 against 0.526 ± 0.021 (CISPO with the ratio to the sampling policy)",
-            "corrections-for-stale-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    goes_with = {
-        "rollout_replay": "Weights replayed rows as a whole; the card of rollout replay names this loss.",
-        "areal_admission": "The paper trains asynchronously; this method controls how far generation runs ahead.",
-    }
-    use_when = (
-        "Rollouts are four or more published weights old, and a few of them dominate the update: training is "
-        "unstable at a learning rate that works on-policy."
-    )
-    avoid_when = (
-        "Rollouts are fresh: nothing is scaled then. Or completions are long and the engine's log-probs differ "
-        "from the trainer's: the weight of a row is a product over all of its tokens, so the effective sample size "
-        "and the learning rate fall without any staleness. In `examples/evidence/vcpo.py` the baseline reduces "
-        "variance from 16 updates on and adds variance below 4; the smaller learning rate slows runs that were "
-        "stable."
-    )
-    cost = (
-        "No extra rollouts. One extra forward pass per optimizer step. `gradnorm: proxy` also needs the sum of "
-        "squared probabilities at every token, from the forward pass over old log-probs."
-    )
-    disagreements = (
-        "The authors' code counts the weight twice in the baseline (clipped inside of the measured norm, and again), "
-        "their README once: `weight_power` is `paper` by default, which is what the derivation gives.",
-        "`norm_by_std` is False in the class of the authors' code and True in all of its scripts. "
-        "It is True here: the published results used it, and only with it the method is GRPO "
-        "on-policy.",
-        "The authors' scripts set `normalize_by_length` to False although the update has 1 / L_i, "
-        "so their baseline is optimal for an update without 1 / L_i. The default is theirs; True "
-        "has less variance in our evidence.",
-        "The authors measure norms per row (micro-batches of one row, buffers of two more gradients); see `gradnorm`.",
-        "Their ess has 1e-8 added to the sum of squares, which makes four weights of 1e-5 an ess of 0.16; here weights "
-        "are relative to the largest. Where all W are 0 their baseline is 0, here it is the mean; no gradient differs.",
-        "Also in their code, not here: weights of the step's rows for one baseline of all groups (`scope: minibatch`), "
-        "and truncated weights for ess or baseline.",
-        "In TRL `vllm_importance_sampling_correction` is set to False: because wbar already is that correction.",
-    )
     host_options = {"trl": {"vllm_importance_sampling_correction": False}}
     aggregation = "sum"
     corrects_sampling = True
-    paper_settings = {
-        "trl": {
-            "num_generations": 16,
-            "generation_batch_size": 512,
-            "gradient_accumulation_steps": 64,
-            "learning_rate": 1e-6,
-            "lr_scheduler_type": "constant",
-            "weight_decay": 0.1,
-            "max_grad_norm": 1.0,
-            "beta": 0.0,
-        },
-        "verl": {
-            "data.train_batch_size": 32,
-            "actor_rollout_ref.rollout.n": 16,
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.actor.optim.weight_decay": 0.1,
-            "actor_rollout_ref.actor.grad_clip": 1.0,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-            "actor_rollout_ref.actor.entropy_coeff": 0,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -218,7 +117,7 @@ class Vcpo(Method):
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)
         p = self.params
-        self.whole_groups = p.baseline == "opob"
+        self.steps_hold_whole_groups = p.baseline == "opob"
         self.min_group_size = 1 if p.baseline == "none" else 2
         proxy = {"tokens", "old_logprobs", "sum_squared_probs"} if self._by_proxy else set()
         self.needs = frozenset({"rollout_logprobs", "current_logprobs", "off_policy"} | proxy)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from numbers import Integral
 
-from rl_plugins.errors import ConfigError, MethodError, shown
-from rl_plugins.method import Method
-from rl_plugins.rollouts import MAX_ROUNDS, Budget, Run
-from rl_plugins.runtime import gate
+from rl_plugins.core.errors import ConfigError, MethodError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, Run
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
 
 _PAIRS = ("prompts", "per_prompt", "generated", "trained")
@@ -45,7 +45,7 @@ def _asked(stack: MethodStack, m: Method, given: Budget, run: Run) -> Iterator[B
     for stage in stages:
         problem = _problem(stage)
         if problem:
-            raise gate.refusal(m, "budget", f"{problem}: {shown(stage)}.")
+            raise validate.invalid_return(m, "budget", f"{problem}: {shown(stage)}.")
         before = () if stage.stage == given.stage else (given.stage, stage.stage)
         yield stage.replace(stage="; ".join(filter(None, before)) or stage.stage)
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.entries import Entries
-from rl_plugins.errors import MethodError
-from rl_plugins.redundancy import note
-from rl_plugins.requests import Trajectory
-from rl_plugins.rollouts import Carried, PlanRow, Queue
-from rl_plugins.runtime import gate
+from rl_plugins.core.entries import Entries
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.redundancy import note
+from rl_plugins.core.requests import Trajectory
+from rl_plugins.core.rollouts import Carried, PlanRow, Queue
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.plan import admitted_prompts
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import copy_plain
@@ -90,7 +90,7 @@ def admit(
     stack: MethodStack, proposal: Sequence[int], groups: int, group_size: int, pool_size: int | None, dataset: Any
 ) -> list[Group]:
     """Groups that are generated now, in the order of their numbers: those that go on first. What stays behind remains
-    in `stack.carried`; what is admitted leaves it, and comes back with `settle_queue`.
+    in `stack.carried`; what is admitted leaves it, and comes back with `requeue`.
 
     Args:
         proposal: prompts the host would take next; they serve as long as never more were needed, else the driver's own
@@ -104,8 +104,8 @@ def admit(
     waiting = stack.carried
     queue = Queue(tuple(_seen(g) for g in waiting), groups, group_size, stack.batch)
     given = stack.one("admit", queue)
-    with gate.refusals(method, "admit"):
-        answer = gate.admission(method, given, len(waiting), groups)
+    with validate.invalid_returns(method, "admit"):
+        answer = validate.admission(method, given, len(waiting), groups)
     # while all that wait are still in the queue: no prompt is in a batch twice
     rows = admitted_prompts(stack, proposal, answer.fresh, group_size, pool_size, dataset)
     _check_rows(stack, rows)
@@ -140,7 +140,7 @@ def _check_rows(stack: MethodStack, rows: Sequence[PlanRow]) -> None:
     )
 
 
-def settle_queue(
+def requeue(
     stack: MethodStack, groups: Sequence[Group], order: Sequence[int], enough: int
 ) -> tuple[list[Group], list[Group]]:
     """The groups to train, as many as the batch holds, numbered again; all others go into `stack.carried`, those that

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 
 TEMPLATE_FILES = (
     "tokenizer_config.json",

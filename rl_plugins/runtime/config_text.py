@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened, shown
+from rl_plugins.core.errors import ConfigError, shortened, shown
 
 LARGEST = 2**20  # bytes of a file or a text
 DEEPEST = 50  # levels of lists and mappings

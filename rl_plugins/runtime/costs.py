@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.entries import Entries
-from rl_plugins.errors import StateError, shown
-from rl_plugins.requests import Generated, Trajectory
+from rl_plugins.core.entries import Entries
+from rl_plugins.core.errors import StateError, shown
+from rl_plugins.core.requests import Generated, Trajectory
 
 NOTE = "costs"  # name of the totals in a checkpoint
 

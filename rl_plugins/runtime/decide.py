@@ -1,6 +1,6 @@
 """What becomes of a generated batch: rewards, selection, advantages, shaping, observation.
 
-An adapter gathers its rows, calls `decide` (or its halves, `select_rows` and `settle`) and applies the `Decision`.
+An adapter gathers its rows, calls `decide` (or its halves, `select_rows` and `decide_advantages`) and applies the `Decision`.
 Nothing here knows a host, so both hosts decide alike on the same rollouts.
 """
 
@@ -15,11 +15,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Rollouts, Shape, Tokens
-from rl_plugins.runtime import gate
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
 
 logger = logging.getLogger("rl_plugins")
@@ -94,14 +94,14 @@ def decide(
         budget: rows the host's batch holds.
 
     Raises:
-        MethodError: see `select_rows` and `settle`.
+        MethodError: see `select_rows` and `decide_advantages`.
     """
     selection = select_rows(stack, rollouts)
     unchanged = bool(selection.rollouts.kept.all()) and not selection.rewarded_by
     theirs = host_advantages if unchanged else None
     if theirs is not None and tokens is not None:
         theirs = theirs[tokens.row]
-    return settle(stack, selection, tokens, theirs, estimator, budget)
+    return decide_advantages(stack, selection, tokens, theirs, estimator, budget)
 
 
 def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
@@ -115,15 +115,15 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     for m in stack.claims["rewards"]:
         new = stack.call("rewards", m, rollouts)
         if new is not None:
-            with gate.refusals(m, "rewards"):
-                reward = gate.rewards(m, new, rollouts)
+            with validate.invalid_returns(m, "rewards"):
+                reward = validate.rewards(m, new, rollouts)
             rollouts = rollouts.replace(reward=reward)
             rewarded_by[m.name] = reward
-    if bool(gate.too_large(rollouts.reward).any()):
+    if bool(validate.too_large(rollouts.reward).any()):
         columns = zip(rollouts.reward_names, rollouts.rewards.unbind(1), strict=True)
-        names = ", ".join(name for name, column in columns if bool(gate.too_large(column).any()))
+        names = ", ".join(name for name, column in columns if bool(validate.too_large(column).any()))
         raise MethodError(
-            f"A reward is infinite ({names or 'their weighted sum'}), or beyond {gate.LARGEST:g}, so that sums of "
+            f"A reward is infinite ({names or 'their weighted sum'}), or beyond {validate.LARGEST:g}, so that sums of "
             f"squares are infinite in float32; rewards must be finite numbers within that, or None/NaN where a row "
             f"has none."
         )
@@ -135,8 +135,8 @@ def select_rows(stack: MethodStack, rollouts: Rollouts) -> Selection:
     for m in stack.claims["select"]:
         stays = stack.call("select", m, rollouts.replace(kept=keep))
         if stays is not None:
-            with gate.refusals(m, "select"):
-                keep = keep & gate.mask(m, "select", "", stays, len(rollouts), "row")
+            with validate.invalid_returns(m, "select"):
+                keep = keep & validate.mask(m, "select", "", stays, len(rollouts), "row")
     return Selection(rollouts.replace(kept=keep), rewarded_by)
 
 
@@ -164,7 +164,7 @@ def _count_unrewarded(stack: MethodStack, rollouts: Rollouts) -> None:
     )
 
 
-def settle(
+def decide_advantages(
     stack: MethodStack,
     selection: Selection,
     tokens: Tokens | None,
@@ -201,7 +201,7 @@ def settle(
     for m in claims.get("shape", ()):
         shaped = stack.call("shape", m, inside, _seen_by(m, shaping.tokens))
         if shaped is not None:
-            with gate.refusals(m, "shape"):
+            with validate.invalid_returns(m, "shape"):
                 shaping.apply(m, shaped)
     for m in claims.get("observe", ()):
         seen = shaping.tokens
@@ -280,10 +280,10 @@ def _advantages(
     scored = ~torch.isnan(inside.reward)
     if claims.get("advantages"):
         m = claims["advantages"][0]
-        gate.turns_known(m, inside, within)
+        validate.turns_known(m, inside, within)
         made = stack.one("advantages", inside)
-        with gate.refusals(m, "advantages"):
-            values = gate.advantages(m, made, inside)
+        with validate.invalid_returns(m, "advantages"):
+            values = validate.advantages(m, made, inside)
         if within is not None and within.turn is not None and m.advantages_per == "turn":
             return m.name, values[within.turn]
         return m.name, values if within is None else values[within.row]
@@ -350,17 +350,17 @@ class _Shaping:
             MethodError: it is illegal.
         """
         if not isinstance(shaped, Shape):
-            raise gate.refusal(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
+            raise validate.invalid_return(m, "shape", f"{type(shaped).__name__} instead of a Shape.")
         rows, keep_rows = len(self.rollouts), None
         if shaped.keep_rows is not None:
-            keep_rows = gate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
+            keep_rows = validate.mask(m, "shape", "`keep_rows`", shaped.keep_rows, rows, "row")
             self.keep_rows = self.keep_rows & keep_rows
         self._add(m, self.row_columns, shaped.row_columns, rows, "row")
         per_token = (shaped.advantages, shaped.old_logprobs, shaped.keep_tokens)
         gives = any(x is not None for x in per_token) or bool(shaped.token_columns)
         if gives and (self.tokens is None or "tokens" not in m.needs):
             why = 'it gave values per token, and the class does not ask for tokens. Add "tokens" to its `needs`.'
-            raise gate.refusal(m, "shape", why)
+            raise validate.invalid_return(m, "shape", why)
         if self.tokens is not None:
             self._apply_to_tokens(m, shaped, self.tokens, keep_rows)
 
@@ -368,22 +368,22 @@ class _Shaping:
         n, keep = len(tokens), tokens.keep
         changes: dict[str, Tensor] = {}
         if shaped.advantages is not None:
-            changes["advantages"] = gate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
+            changes["advantages"] = validate.bounded(m, "shape", "`advantages`", shaped.advantages, n, "token")
         if shaped.old_logprobs is not None:
-            old = gate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
+            old = validate.bounded(m, "shape", "`old_logprobs`", shaped.old_logprobs, n, "token")
             changes["old_logprobs"] = old.float()
             self.new_old_logprobs = True
         if keep_rows is not None:
             keep = keep & keep_rows[tokens.row]
         if shaped.keep_tokens is not None:
-            keep = keep & gate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
+            keep = keep & validate.mask(m, "shape", "`keep_tokens`", shaped.keep_tokens, n, "token")
         self._add(m, self.token_columns, shaped.token_columns, n, "token")
         self.tokens = tokens.replace(keep=keep, **changes)
 
     def _add(self, m: Method, columns: dict[str, Tensor], given: Any, n: int, kind: str) -> None:
-        for name, value in gate.columns(m, "shape", f"`{kind}_columns`", given, n, kind).items():
+        for name, value in validate.columns(m, "shape", f"`{kind}_columns`", given, n, kind).items():
             if name in self.row_columns or name in self.token_columns:
-                raise gate.refusal(m, "shape", f"the column `{name}` exists already.")
+                raise validate.invalid_return(m, "shape", f"the column `{name}` exists already.")
             columns[name] = value
 
     @cached_property
@@ -425,18 +425,18 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
         rows: those the host trains.
 
     Raises:
-        MethodError: fewer stay, and every method that could take some out has `full_batch`.
+        MethodError: fewer stay, and every method that could take some out has `keeps_batch_size`.
     """
     if bool(torch.isnan(decision.rollouts.reward).all()):
         return  # the batch is skipped
     missing = rows - int(decision.stays.sum())
     takers = dict.fromkeys(m for hook in _TAKERS for m in stack.claims[hook])
-    if missing > 0 and takers and all(m.full_batch for m in takers):
+    if missing > 0 and takers and all(m.keeps_batch_size for m in takers):
         names = ", ".join(f"`{m.name}`" for m in takers)
         raise MethodError(
-            f"{missing} of {rows} rows are missing in the batch, and {names} states `full_batch`: it trains as many "
+            f"{missing} of {rows} rows are missing in the batch, and {names} states `keeps_batch_size`: it trains as many "
             f"rows as the host planned. Let it ask for as many rollouts in addition (`spare`) as it takes out, or "
-            f"remove `full_batch`."
+            f"remove `keeps_batch_size`."
         )
 
 

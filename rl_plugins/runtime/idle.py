@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Method
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.stack import MethodStack
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 
 # name -> (reduce, accumulated value, accumulated weight); what ranks exchange.
 Partial = dict[str, tuple[str, float, float]]

@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Plan, PlanRow, PromptPool
-from rl_plugins.runtime import gate
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Plan, PlanRow, PromptPool
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
 
 
@@ -219,8 +219,8 @@ def _chain_plan(stack: MethodStack, plan: Plan, methods: Sequence[Method], pool_
     for m in methods:
         new = stack.call("plan", m, plan)
         if new is not None:
-            with gate.refusals(m, "plan"):
-                new = gate.plan(m, new, plan, pool_size, stack.vocabulary)
+            with validate.invalid_returns(m, "plan"):
+                new = validate.plan(m, new, plan, pool_size, stack.vocabulary)
             plan = new.replace(rows=tuple(r for r in new.rows if r.n + r.spare > 0))
     return plan
 
@@ -256,8 +256,8 @@ def _select(
         )
     pool = PromptPool(pool_size, tuple(proposal), taken, dataset, stack.batch)
     chosen = stack.one("select_prompts", pool, n)
-    with gate.refusals(m, "select_prompts"):
-        return gate.prompts(m, chosen, pool, n)
+    with validate.invalid_returns(m, "select_prompts"):
+        return validate.prompts(m, chosen, pool, n)
 
 
 def _own_prompts(stack: MethodStack, n: int, taken: set[int], size: int) -> list[int]:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS, SIGNALS, Method, SameAs
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import HOOKS, SIGNALS, Method, SameAs
+from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.stack import MethodStack
 
 NO_TURN_LIMITS = (
@@ -34,13 +34,13 @@ def no_redundancy(stack: MethodStack, waits: str) -> str:
     name = makers[0].name
     return (
         f"`{name}` makes the rollouts and does not say that each is alone, so none of them can be closed. Remove one "
-        f"of the two. If `{name}` is yours, make its rollouts with rl_plugins.redundancy.independent and set "
+        f"of the two. If `{name}` is yours, make its rollouts with rl_plugins.core.redundancy.independent and set "
         f"`independent_rollouts = True`."
     )
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class HostCapabilities:
     """What one run of a host offers.
 
     Args:
@@ -84,7 +84,7 @@ class HostFacts:
     batch_rows: int | None = None
 
 
-def preflight(stack: MethodStack, host: HostFacts) -> dict[str, Any]:
+def preflight(stack: MethodStack, host: HostCapabilities) -> dict[str, Any]:
     """Checks a stack against a run.
 
     Returns:
@@ -154,7 +154,7 @@ def _other_policies(m: Method, host: str) -> Iterator[str]:
     )
 
 
-def _wrong_sizes(m: Method, run: Run, host: HostFacts) -> Iterator[str]:
+def _wrong_sizes(m: Method, run: Run, host: HostCapabilities) -> Iterator[str]:
     """Groups and batches that are too small for a method."""
     if run.group_size < m.min_group_size:
         yield (
@@ -170,7 +170,7 @@ def _wrong_sizes(m: Method, run: Run, host: HostFacts) -> Iterator[str]:
         )
 
 
-def _wrong_corrections(stack: MethodStack, host: HostFacts, options: Mapping[str, Any]) -> list[str]:
+def _wrong_corrections(stack: MethodStack, host: HostCapabilities, options: Mapping[str, Any]) -> list[str]:
     """Importance weights that count twice, and those of tokens that nobody sampled.
 
     Args:
@@ -212,7 +212,7 @@ def _counted_twice(stack: MethodStack, weights: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _weights_on(host: HostFacts, options: Mapping[str, Any]) -> dict[str, Any]:
+def _weights_on(host: HostCapabilities, options: Mapping[str, Any]) -> dict[str, Any]:
     """The host's own weights of the sampling policy that stay on."""
     return {k: v for k, v in host.importance_weights.items() if options.get(k, True)}
 
@@ -230,7 +230,7 @@ def no_row_has(column: str, methods: Sequence[str]) -> MethodError:
     )
 
 
-def _missing(signal: str, host: HostFacts) -> str | None:
+def _missing(signal: str, host: HostCapabilities) -> str | None:
     kind, _, detail = signal.partition(":")
     if kind == "column":
         if host.columns is not None and detail not in host.columns and not host.row_columns:
@@ -245,7 +245,7 @@ def _set_option(
     m: Method,
     option: str,
     value: Any,
-    host: HostFacts,
+    host: HostCapabilities,
     options: dict[str, Any],
     wanted: dict[str, tuple[str, Any]],
 ) -> str | None:
@@ -296,7 +296,7 @@ def render_table(stack: MethodStack, options: Mapping[str, Any]) -> str:
 
 
 def _shown(m: Method) -> dict[str, Any]:
-    from rl_plugins.params import params_to_dict
+    from rl_plugins.core.params import params_to_dict
 
     return params_to_dict(m.params)
 

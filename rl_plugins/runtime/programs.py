@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from rl_plugins.errors import MethodError, shortened
-from rl_plugins.method import Method
-from rl_plugins.requests import (
+from rl_plugins.core.errors import MethodError, shortened
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import (
     UNKNOWN,
     Call,
     Generate,
@@ -32,11 +32,11 @@ from rl_plugins.requests import (
     Trajectory,
     check_rows,
 )
-from rl_plugins.rollouts import Completion
+from rl_plugins.core.rollouts import Completion
+from rl_plugins.kit.threads import run_call, run_calls
 from rl_plugins.runtime.costs import RowCount
-from rl_plugins.runtime.given import changes, watched
-from rl_plugins.runtime.program_gate import request_problem, row_problem
-from rl_plugins.runtime.threads import run_call, run_calls
+from rl_plugins.runtime.immutability import changes, watched
+from rl_plugins.runtime.validate_programs import request_problem, row_problem
 
 
 class Engine(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rl_plugins.errors import MethodError, RLPluginsError
+from rl_plugins.core.errors import MethodError, RLPluginsError
 from rl_plugins.runtime.seconds import SECONDS
 
 T = TypeVar("T")

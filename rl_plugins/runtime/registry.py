@@ -20,13 +20,12 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from rl_plugins.errors import ConfigError, did_you_mean, shortened, shown
-from rl_plugins.method import HOOKS, NO_PAPER, Bundle, Fidelity, Idle, Method, Paper
-from rl_plugins.papers import no_method
-from rl_plugins.params import MethodParams, build_params, declaration_problems
-from rl_plugins.renamed import check_signals
+from rl_plugins.core.errors import ConfigError, did_you_mean, shortened, shown
+from rl_plugins.core.method import HOOKS, Bundle, Fidelity, Idle, Method
+from rl_plugins.core.params import MethodParams, build_params, declaration_problems
 from rl_plugins.runtime.config_text import read_json_or_yaml
-from rl_plugins.supervised import not_a_method
+from rl_plugins.runtime.papers import no_method
+from rl_plugins.tools.supervised import not_a_method
 
 ENTRY_POINT_GROUP = "rl_plugins.methods"
 VETO_VARIABLE = "RL_PLUGINS_VETO"
@@ -276,8 +275,7 @@ def _raised_in(e: BaseException) -> str:
 
 def all_names() -> list[str]:
     """Every name there is, built in and installed, without importing other packages."""
-    builtin = [name for stem in _stems() for name in _names(stem)]
-    return sorted({*builtin, *(e.name for e in _entry_points())})
+    return sorted({*_built_in(), *(e.name for e in _entry_points())})
 
 
 def origins_of(name: str) -> list[Origin]:
@@ -304,13 +302,8 @@ def check_class(cls: Any, name: str, origin: str) -> None:
         raise refuse(f"its class says name = {shown(cls.name)}, it is registered as {name!r}; they must agree.")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise refuse("a name has lower-case letters, digits and underscores only.")
-    if not isinstance(cls.paper, Paper) or cls.fidelity not in get_args(Fidelity):
-        raise refuse(
-            '`paper` must be a Paper and `fidelity` "code", "paper" or "reconstruction"; a method without a paper sets '
-            "neither."
-        )
-    if (cls.paper is NO_PAPER) != (cls.fidelity == "own"):
-        raise refuse("it sets one of `paper` and `fidelity`. Set both, or neither where there is no paper.")
+    if cls.fidelity not in get_args(Fidelity):
+        raise refuse(f"`fidelity` is {shown(cls.fidelity)}; it must be one of {', '.join(get_args(Fidelity))}.")
     if not (isinstance(cls.Params, type) and issubclass(cls.Params, MethodParams)) or _undecorated(cls.Params):
         raise refuse(
             f"`{cls.__name__}.Params` is {shown(cls.Params)}; `Params` must be a frozen dataclass that inherits from "
@@ -319,7 +312,6 @@ def check_class(cls: Any, name: str, origin: str) -> None:
     why = " ".join(declaration_problems(cls.Params)) or _unfit(cls)
     if why:
         raise refuse(why)
-    check_signals(name, () if isinstance(cls.needs, property) else cls.needs)
     for attribute, value in vars(cls).items():
         if attribute in HOOKS and not callable(value):
             raise refuse(f"`{cls.__name__}.{attribute}` is {shown(value)}; a hook must be a function.")
@@ -357,9 +349,9 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "aggregation": (lambda v: v in ("host", "sum"), '"host" or "sum"'),
     "trains": (lambda v: isinstance(v, bool), "True or False"),
     "rounds": (lambda v: isinstance(v, bool), "True or False"),
-    "full_batch": (lambda v: isinstance(v, bool), "True or False"),
-    "whole_groups": (lambda v: isinstance(v, bool), "True or False"),
-    "whole_batch": (lambda v: isinstance(v, bool), "True or False"),
+    "keeps_batch_size": (lambda v: isinstance(v, bool), "True or False"),
+    "steps_hold_whole_groups": (lambda v: isinstance(v, bool), "True or False"),
+    "plans_stay_together": (lambda v: isinstance(v, bool), "True or False"),
     "forces_tokens": (lambda v: isinstance(v, bool), "True or False"),
     "min_group_size": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
     "rows_per_rollout": (lambda v: _whole(v) and v >= 1, "a whole number of at least 1"),
@@ -374,7 +366,6 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, (tuple, list)) and all(isinstance(i, Idle) and _signs(i.signs) for i in v),
         'a tuple of Idle({"metric": number}, "advice")',
     ),
-    "example_params": (lambda v: isinstance(v, Mapping), "a mapping of parameters to values"),
 }
 
 
@@ -409,15 +400,10 @@ def _check_bundle(bundle: Bundle, name: str, origin: str) -> None:
         raise ConfigError(
             f"The bundle `{name}` from {origin} has the parts {shown(parts)}; it must map methods to parameters."
         )
-    if not isinstance(bundle.paper, Paper):
-        raise ConfigError(f"The bundle `{name}` from {origin} has the paper {shown(bundle.paper)}; it must be a Paper.")
 
 
 def _origins(name: str) -> list[Origin]:
-    found = []
-    for stem in _stems():
-        if (name == stem or name.startswith(f"{stem}_")) and name in _names(stem):
-            found.append(Origin(name, "", f"rl_plugins.methods.{stem}", partial(_member, stem, name)))
+    found = [Origin(name, "", f"rl_plugins.methods.{name}", partial(_member, name))] if name in _built_in() else []
     seen = set()
     for e in _entry_points():
         distribution = e.dist.name if e.dist is not None else "?"
@@ -433,35 +419,19 @@ def _normalized(distribution: str) -> str:
 
 
 @cache
-def _stems() -> tuple[str, ...]:
+def _built_in() -> frozenset[str]:
+    """Names of the methods and bundles of this package: one file or folder of `methods/` each, called as it is."""
     folder = Path(__file__).parent.parent / "methods"
-    return tuple(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+    return frozenset(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
 
 
-@cache
-def _members(stem: str) -> dict[str, Any]:
-    """The methods and bundles a file of `methods/` defines, by name."""
-    module = importlib.import_module(f"rl_plugins.methods.{stem}")
-    return {
-        value.name: value
+def _member(name: str) -> Any:
+    module = importlib.import_module(f"rl_plugins.methods.{name}")
+    return next(
+        value
         for value in vars(module).values()
-        if isinstance(value, Bundle)
-        or (isinstance(value, type) and issubclass(value, Method) and value.__module__.startswith(module.__name__))
-    }
-
-
-def _names(stem: str) -> Collection[str]:
-    """Names a file of `methods/` defines. One that cannot be imported stands for its own name, and `load` says why."""
-    try:
-        return _members(stem)
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        return (stem,)
-
-
-def _member(stem: str, name: str) -> Any:
-    return _members(stem)[name]
+        if (isinstance(value, Bundle) or (isinstance(value, type) and issubclass(value, Method))) and value.name == name
+    )
 
 
 def _entry_points() -> Any:

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rl_plugins.rollouts import Plan
+from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import FOLDER, WRITING, load_state, save_state
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.rollouts import MAX_ROUNDS, GroupSoFar, Plan, PlanRow
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.rollouts import MAX_ROUNDS, GroupSoFar, Plan, PlanRow
 from rl_plugins.runtime.plan import next_plan
 from rl_plugins.runtime.stack import MethodStack
 

@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, get_args
 
-from rl_plugins.denoising import Denoise, Model, Sample, SamplePrompt
-from rl_plugins.errors import MethodError, shown
-from rl_plugins.method import Method
-from rl_plugins.requests import Call, Request, Score, Scored
-from rl_plugins.runtime.program_gate import call_problem, told_problem
+from rl_plugins.core.denoising import Denoise, Model, Sample, SamplePrompt
+from rl_plugins.core.errors import MethodError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Call, Request, Score, Scored
+from rl_plugins.kit.threads import run_calls
 from rl_plugins.runtime.programs import Running
-from rl_plugins.runtime.threads import run_calls
+from rl_plugins.runtime.validate_programs import call_problem, told_problem
 
 
 class SampleEngine(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shown
+from rl_plugins.core.errors import ConfigError, shown
 
 
 @dataclass(frozen=True)

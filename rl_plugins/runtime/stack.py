@@ -9,15 +9,15 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rl_plugins.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
-from rl_plugins.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
-from rl_plugins.params import params_to_dict
-from rl_plugins.rollouts import Rollouts, RowRatio, Run
+from rl_plugins.core.errors import ConfigError, MethodError, RunStopped, StateError, shortened, shown
+from rl_plugins.core.method import HOOKS, TOKEN_SIGNALS, Context, Method, RowNote, TurnNote
+from rl_plugins.core.params import params_to_dict
+from rl_plugins.core.rollouts import Rollouts, RowRatio, Run
+from rl_plugins.kit.threads import finished
 from rl_plugins.runtime import registry
-from rl_plugins.runtime.given import changes, watched
+from rl_plugins.runtime.immutability import changes, watched
 from rl_plugins.runtime.metrics import Metrics
 from rl_plugins.runtime.state import copy_plain, snapshot
-from rl_plugins.runtime.threads import finished
 
 logger = logging.getLogger("rl_plugins")
 
@@ -171,7 +171,7 @@ class MethodStack(Context):
             if HOOKS[hook].kind == "exclusive":
                 _only_one(claimants, f"`{hook}`", self.bundle_of)
         _only_one([m for m in methods if m.decides_rollouts], "how many rollouts prompts get", self.bundle_of)
-        whole = [m.name for m in methods if m.whole_batch]
+        whole = [m.name for m in methods if m.plans_stay_together]
         for m in self.claims["admit"] if whole else ():
             raise ConfigError(
                 f"`{whole[0]}` needs the prompts that were planned together in one batch, and `{m.name}` lets groups "

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 
 logger = logging.getLogger("rl_plugins")
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import joint
-from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts, TurnTable
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import joint
+from rl_plugins.core.requests import Turn
+from rl_plugins.core.rollouts import Rollouts, TurnTable
 
 
 def spans(mask: Sequence[int], observations: Sequence[Any] = (), rewards: Sequence[float] = ()) -> tuple[Turn, ...]:

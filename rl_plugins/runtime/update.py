@@ -13,9 +13,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.rollouts import Rows, Terms, Update
-from rl_plugins.runtime import gate
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.rollouts import Rows, Terms, Update
+from rl_plugins.runtime import validate
 from rl_plugins.runtime.stack import MethodStack
 
 SKIPPED = "rl_plugins/steps_skipped"  # metric: share of optimizer steps whose gradient was not finite
@@ -46,8 +46,8 @@ def before_update(stack: MethodStack, parts: Sequence[Rows], rank: int) -> Updat
         update = stack.call("before_update", m, rows)
         if update is None:
             continue
-        with gate.refusals(m, "before_update"):
-            checked = gate.update(m, update, len(rows.length))
+        with validate.invalid_returns(m, "before_update"):
+            checked = validate.update(m, update, len(rows.length))
         scale *= checked.lr_scale
         stack.lr_scales[m.name] = checked.lr_scale
         for name, values in checked.columns.items():
@@ -67,8 +67,8 @@ def surrogate(stack: MethodStack, terms: Terms) -> Tensor:
     """
     m = stack.claims["policy_loss"][0]
     value = stack.call("policy_loss", m, terms)
-    with gate.refusals(m, "policy_loss"):
-        return gate.per_token(m, "policy_loss", value, terms, gradient=True)
+    with validate.invalid_returns(m, "policy_loss"):
+        return validate.per_token(m, "policy_loss", value, terms, gradient=True)
 
 
 def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
@@ -80,8 +80,8 @@ def regularizer(stack: MethodStack, terms: Terms) -> Tensor | None:
     total = None
     for m in stack.claims["regularize"]:
         value = stack.call("regularize", m, terms)
-        with gate.refusals(m, "regularize"):
-            term = gate.per_token(m, "regularize", value, terms, gradient=False)
+        with validate.invalid_returns(m, "regularize"):
+            term = validate.per_token(m, "regularize", value, terms, gradient=False)
         total = term if total is None else total + term
     return total
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method
-from rl_plugins.rollouts import (
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import (
     Plan,
     PlanRow,
     Rollouts,

@@ -19,9 +19,9 @@ from importlib.metadata import EntryPoint
 
 import torch
 
-from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Shape, Tokens
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Shape, Tokens
 from rl_plugins.runtime import registry
 
 
@@ -42,14 +42,7 @@ class Delayed(Method):
     """
 
     name = "delayed"
-    paper = Paper(
-        "2410.18252",
-        "Asynchronous RLHF: Faster and More Efficient Off-Policy RL for Language Models",
-        "Michael Noukhovitch and Shengyi Huang and Sophie Xhonneux and others",
-        2024,
-    )
     fidelity = "reconstruction"
-    use_when = "A correction for stale rollouts is to be seen at work, at a staleness that is known."
     needs = frozenset({"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"})
     replays = True
 

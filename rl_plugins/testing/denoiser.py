@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.denoising import Denoise, Model, Sample, SamplePrompt
-from rl_plugins.flows import denoise, shifted_sigmas
-from rl_plugins.method import Method
-from rl_plugins.requests import Scored
+from rl_plugins.core.denoising import Denoise, Model, Sample, SamplePrompt
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Scored
+from rl_plugins.diffusion.flows import denoise, shifted_sigmas
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.runtime.stack import MethodStack

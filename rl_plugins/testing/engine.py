@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.method import Method
-from rl_plugins.requests import Generate, Generated, Prompt, Scored, Trajectory
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Generate, Generated, Prompt, Scored, Trajectory
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack

@@ -1,7 +1,7 @@
 """What over-provisioned generation would give: a discrete-event simulation, without a model and without an engine.
 
     from rl_plugins.methods.april import April
-    from rl_plugins.simulation import Simulation, summary
+    from rl_plugins.testing.generation import Simulation, summary
 
     def lengths(prompt, drawn):  # of the rollouts of a prompt, as measured in your runs
         return np.random.default_rng([prompt, drawn]).lognormal(6, 1, size=8).astype(int) + 1
@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rl_plugins.method import Method
-from rl_plugins.requests import Finish, Generated, Trajectory
-from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, settle_queue, to_plain
+from rl_plugins.core.method import Method
+from rl_plugins.core.requests import Finish, Generated, Trajectory
+from rl_plugins.runtime.carry_over import Group, admit, finished, from_plain, requeue, to_plain
 from rl_plugins.runtime.stack import MethodStack
 
 Lengths = Callable[[int, int], Sequence[int]]
@@ -119,12 +119,12 @@ class Simulation:
         fresh = len(admitted) - len(resumed) - restarted
         self._next += fresh
         after, order, time, decoded = self._decode(admitted)
-        trained, rest = settle_queue(stack, after, order, self.groups)
+        trained, rest = requeue(stack, after, order, self.groups)
         lost = [g for g in rest if g.complete] if self.lose_surplus else []
         waiting = [g for g in (*still, *rest) if not (self.lose_surplus and g.complete)]
         if lost:
             stack.carried = [to_plain(g) for g in waiting]
-        stack.batch, stack.draw = stack.batch + 1, 0  # as `driver.settle` leaves it
+        stack.batch, stack.draw = stack.batch + 1, 0  # as `driver.decide_advantages` leaves it
         stack.metrics.take()
         read = sum(len(t) for g in resumed for t in g.rollouts if not finished(t))
         return SimulatedBatch(

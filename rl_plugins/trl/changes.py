@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rl_plugins.runtime.pins import Change
+from rl_plugins.runtime.host_names import Change
 
 CHANGES = (
     Change(

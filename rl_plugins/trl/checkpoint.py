@@ -16,8 +16,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rl_plugins.errors import ConfigError, StateError
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import ConfigError, StateError
+from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.ranks import gather, on_driver
@@ -25,11 +25,11 @@ from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
 from rl_plugins.trl import logs
-from rl_plugins.trl.engine import chat_of
-from rl_plugins.trl.facts import known_of, run_of, too_few_prompts
+from rl_plugins.trl.capabilities import known_of, run_of, too_few_prompts
+from rl_plugins.trl.generation.engine import chat_of
+from rl_plugins.trl.generation.prompts import has_numbers
+from rl_plugins.trl.generation.rewards import with_reward_functions
 from rl_plugins.trl.host import Trainer, tokenizer_of
-from rl_plugins.trl.prompts import has_numbers
-from rl_plugins.trl.rewards import with_reward_functions
 from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
 
 

@@ -10,8 +10,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.runtime.pins import Pinned
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.host_names import Pinned
 
 TESTED = ((1, 16), (1, 17))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"

@@ -10,9 +10,9 @@ import trl
 from transformers import TrainerCallback
 from transformers import trainer as hf_trainer
 
-from rl_plugins.cheap import PRECISIONS
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import registry
+from rl_plugins.runtime.cheap import PRECISIONS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, check_max_unrewarded_batches
 from rl_plugins.runtime.trace import trace_of
 
@@ -31,7 +31,7 @@ class GRPOConfig(trl.GRPOConfig):
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
         rollout_precision: with methods and transformers' `generate`: "policy", or a copy of the policy makes the
-            rollouts of training, in "bf16", "int8" or "fp4" (`rl_plugins.cheap`). The log-probs of the loss are the
+            rollouts of training, in "bf16", "int8" or "fp4" (`rl_plugins.runtime.cheap`). The log-probs of the loss are the
             policy's. Name a method that corrects for the copy, such as `dart_tis`.
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.

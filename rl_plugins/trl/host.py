@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rl_plugins.requests import Generate, Generated, Prompt
+from rl_plugins.core.requests import Generate, Generated, Prompt
 from rl_plugins.runtime.chat import TokenizerChat
 from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.programs import Engine

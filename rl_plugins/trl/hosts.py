@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import trl
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import TRL_AGGREGATION
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import TRL_AGGREGATION
 from rl_plugins.trl.config import GRPOConfig
 
 LOSSES = ("_compute_loss", "compute_loss")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.estimators import batch_std
+from rl_plugins.core.estimators import batch_std
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.trl.host import Trainer
 

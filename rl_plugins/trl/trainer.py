@@ -11,30 +11,32 @@ from torch import Tensor
 from transformers import TrainingArguments
 from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.heads import positions_by_mask
-from rl_plugins.requests import Prompt
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.requests import Prompt
 from rl_plugins.runtime import update
 from rl_plugins.runtime.costs import Costs, Meter
 from rl_plugins.runtime.fingerprint import fingerprint
-from rl_plugins.runtime.preflight import HostFacts, render_table
+from rl_plugins.runtime.preflight import HostCapabilities, render_table
 from rl_plugins.runtime.ranks import on_driver
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES, build_stack
 from rl_plugins.runtime.trace import trace_of
-from rl_plugins.trl import costs, facts, hosts, logs, loss
+from rl_plugins.tools.heads import positions_by_mask
+from rl_plugins.trl import capabilities, hosts, logs
 from rl_plugins.trl.changes import arguments_of, changed, more_head_outputs
 from rl_plugins.trl.checkpoint import MethodsCallback
 from rl_plugins.trl.compat import Seams, moved_symbols, trl_version
-from rl_plugins.trl.engine import TrlEngine
-from rl_plugins.trl.evaluation import evaluation_view
-from rl_plugins.trl.generation import GenerationBatch
+from rl_plugins.trl.generation import costs
+from rl_plugins.trl.generation.batches import GenerationBatch
+from rl_plugins.trl.generation.engine import TrlEngine
+from rl_plugins.trl.generation.evaluation import evaluation_view
+from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
+from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
 from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
-from rl_plugins.trl.precision import CheapRollouts, rollouts_text
-from rl_plugins.trl.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
+from rl_plugins.trl.loss import micro_batch
+from rl_plugins.trl.loss.updates import UpdatesSeen
 from rl_plugins.trl.saved import CostsCallback, note_costs
 from rl_plugins.trl.stateful import StatefulMixin
-from rl_plugins.trl.updates import UpdatesSeen
 
 
 class MethodsMixin(StatefulMixin):
@@ -55,7 +57,7 @@ class MethodsMixin(StatefulMixin):
     loss_like: ClassVar[str | None] = None
     train_dataset: Any
     _generation_batch: GenerationBatch | None = None
-    _loss_pass: loss.LossPass | None = None
+    _loss_pass: micro_batch.LossPass | None = None
     _counts_costs = False
     costs: Costs
     meter: Meter
@@ -87,8 +89,8 @@ class MethodsMixin(StatefulMixin):
         self.add_callback(self._methods_callback)
         self.updates_seen = UpdatesSeen(self) if self.methods.watchers else None
         positions_by_mask(self.model)
-        if self.aux_loss_enabled and facts.droppers(self.methods):
-            facts.refuse_inexact_loss(self)
+        if self.aux_loss_enabled and capabilities.droppers(self.methods):
+            capabilities.refuse_inexact_loss(self)
         if self.args.rollout_precision != "policy":
             self.cheap_rollouts = CheapRollouts(self)
         if "rollout_logprobs" in self.methods.needs:
@@ -127,8 +129,8 @@ class MethodsMixin(StatefulMixin):
         self.seams = Seams(False, False) if self.host_loss.own else Seams.of(host)
         dataset = given.get("train_dataset")
         environment = given.get("environment_factory") is not None
-        names = facts.reward_names(given.get("reward_funcs"))
-        known = facts.KnownRun(
+        names = capabilities.reward_names(given.get("reward_funcs"))
+        known = capabilities.KnownRun(
             args=config,
             dataset=dataset,
             size=len(dataset) if dataset is not None and has_numbers(dataset) else None,
@@ -139,10 +141,10 @@ class MethodsMixin(StatefulMixin):
         )
         if "chat_template" in self.methods.needs or known.has_messages:
             model, options = given.get("model"), config.model_init_kwargs or {}
-            name = model if isinstance(model, str) else facts.model_name(model)
-            template = facts.template_of(name, given.get("processing_class"), options.get("revision"))
+            name = model if isinstance(model, str) else capabilities.model_name(model)
+            template = capabilities.template_of(name, given.get("processing_class"), options.get("revision"))
             known = replace(known, model=name, template=template)
-        self._method_options = facts.check(self.methods, known, self.seams, self.facts_of(known))
+        self._method_options = capabilities.check(self.methods, known, self.seams, self.capabilities_of(known))
         for name, value in self._method_options.items():
             setattr(config, name, value)
         self._methods_callback = MethodsCallback(self, fingerprint(dataset))
@@ -152,16 +154,16 @@ class MethodsMixin(StatefulMixin):
             inside.enter_context(more_head_outputs())
         return inside
 
-    def facts_of(self, known: facts.KnownRun) -> HostFacts:
+    def capabilities_of(self, known: capabilities.KnownRun) -> HostCapabilities:
         """What the run offers; a trainer with another way to sample or to take log-probs offers less."""
-        return facts.trl_facts(self.methods, known)
+        return capabilities.trl_capabilities(self.methods, known)
 
     def describe_methods(self) -> str:
         """The table of methods in effect, with host options they set or make meaningless."""
         text = render_table(self.methods, self._method_options)
         if self.cheap_rollouts is not None:
             text += f"\n  rollouts: {rollouts_text(self.methods, self.args)}"
-        idle = facts.without_effect(self.methods, self.args, self.host_loss)
+        idle = capabilities.without_effect(self.methods, self.args, self.host_loss)
         return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
     def _check_server_logprobs(self) -> None:
@@ -286,19 +288,21 @@ class MethodsMixin(StatefulMixin):
         if not self.methods or not self.model.training:
             return host(model, inputs, *args, **kwargs)
         if self._step % self.current_gradient_accumulation_steps == 0:
-            self._nothing_trained = not self.methods.trains or loss.nothing_trained(self, inputs)
+            self._nothing_trained = not self.methods.trains or micro_batch.nothing_trained(self, inputs)
             self._methods_callback.idle = self._nothing_trained
             if self.methods.claims["before_update"] and not self._nothing_trained:
                 with SECONDS.part("update"):
-                    self._methods_callback.lr_scale *= loss.before_update(self)
+                    self._methods_callback.lr_scale *= micro_batch.before_update(self)
         if self._nothing_trained:
-            return loss.no_loss(self)
+            return micro_batch.no_loss(self)
         seam = self.seams.transform_per_token_loss and self.methods.aggregation == "host"
-        self._loss_pass = loss.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)
+        self._loss_pass = micro_batch.LossPass(inputs, bool(self.methods.claims["policy_loss"]) and seam)
         try:
             with SECONDS.part("update"):
                 timed = SECONDS.timed("")(host)
-                value = loss.compute_loss(self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass)
+                value = micro_batch.compute_loss(
+                    self, lambda *given: timed(*given, *args, **kwargs), model, self._loss_pass
+                )
             if self.updates_seen is not None and self.updates_seen.wants_ratios:
                 self.updates_seen.saw_loss(inputs, self._loss_pass.logprobs)
             return value

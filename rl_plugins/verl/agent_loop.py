@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.verl.host import Output
 from rl_plugins.verl.prompts import COLUMN, FORCED, PLANNED_AGENT, TURNS, UNKNOWN, VERSIONS, Given, Note, ranges, runs
 

@@ -22,18 +22,18 @@ from verl import DataProto
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.utils.padding import response_from_nested
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import Scale, batch_std, grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.requests import Turn
-from rl_plugins.rollouts import Rollouts, weighted_reward
-from rl_plugins.runtime.decide import Decision, Selection, select_rows, settle
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import Scale, batch_std, grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.requests import Turn
+from rl_plugins.core.rollouts import Rollouts, weighted_reward
+from rl_plugins.runtime.decide import Decision, Selection, decide_advantages, select_rows
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import Partial, combine
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import token_turns, turn_table
-from rl_plugins.verl.facts import NESTED_COLUMNS
+from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
 from rl_plugins.verl.prompts import COLUMN, FORCED, MADE, UNKNOWN, Ranges
 from rl_plugins.verl.rows import (
@@ -143,7 +143,7 @@ class Selected:
 
 
 @dataclass(frozen=True)
-class Settled:
+class Decided:
     """A batch after settlement.
 
     Args:
@@ -163,7 +163,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Decides on a batch: `select`, and `settle` when verl has computed log-probs and advantages.
+    """Decides on a batch: `select`, and `decide_advantages` when verl has computed log-probs and advantages.
 
     Args:
         stack: the methods.
@@ -234,7 +234,7 @@ class Decisions:
             return
         _put_scores(batch, rows["rm_scores"], reward)
 
-    def settle(self, batch: Batch, selected: Selected) -> Settled:
+    def decide_advantages(self, batch: Batch, selected: Selected) -> Decided:
         """Advantages, shaping, observation; the queue then holds the rows that are trained, with their columns.
 
         Args:
@@ -249,8 +249,8 @@ class Decisions:
         estimator = functools.partial(self._estimator, selected)
         if selected.nothing:
             tokens = no_tokens(wanted, selected.turns is not None, selected.versions is not None) if reads else None
-            decision = settle(self.stack, selected.selection, tokens, None, estimator, self.rows)
-            return Settled(batch, True, decision, (), self._metrics(selected, decision))
+            decision = decide_advantages(self.stack, selected.selection, tokens, None, estimator, self.rows)
+            return Decided(batch, True, decision, (), self._metrics(selected, decision))
         number = torch.tensor([selected.number[key] for key in batch.keys])
         counts = self._host_counts(selected)
         mask = tokens = None
@@ -266,7 +266,7 @@ class Decisions:
             host = flat(rows["advantages"])[flat(mask).bool()] if counts else None
         # verl's own agent loops may give any number of rows per rollout
         budget = sys.maxsize if selected.several_rows_of_verl else self.rows
-        decision = settle(self.stack, selected.selection, tokens, host, estimator, budget)
+        decision = decide_advantages(self.stack, selected.selection, tokens, host, estimator, budget)
         columns = self._columns(batch, decision, number, mask)
         if selected.versions is not None and self.stack.in_loss("token_versions"):
             columns[TOKEN_VERSION] = torch.nested.as_nested_tensor(
@@ -275,7 +275,7 @@ class Decisions:
         put(batch, columns)
         batch, nothing = all_but_one_leave(batch, decision.stays[number].tolist())
         own = [c for c in columns if c.startswith("rl_plugins")]
-        return Settled(batch, nothing, decision, own, self._metrics(selected, decision))
+        return Decided(batch, nothing, decision, own, self._metrics(selected, decision))
 
     def _host_counts(self, selected: Selected) -> bool:
         """Whether verl's own advantages mean what they say: of the groups and rewards the methods decided on.
@@ -307,7 +307,7 @@ class Decisions:
         scale: Scale = "group" if self.config.algorithm.get("norm_adv_by_std_in_grpo", True) else "none"
         if not selected.several_rows_of_verl:
             return grpo_advantages(rollouts, scale, 1e-6)
-        once = rollouts.once
+        once = rollouts.per_rollout
         last = torch.zeros(len(rollouts), dtype=torch.bool).index_fill(0, once.last, True)
         values = torch.zeros(len(rollouts), dtype=torch.float64)
         values[last] = grpo_advantages(rollouts.subset(last), scale, 1e-6)
@@ -445,7 +445,7 @@ def clean_padding(batch: Batch, own: Sequence[str]) -> None:
     token that says nothing.
 
     Args:
-        own: columns of ours, see `Settled`.
+        own: columns of ours, see `Decided`.
     """
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if is_padding(tag)]
     if not keys:

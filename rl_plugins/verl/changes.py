@@ -7,7 +7,7 @@ what is registered stands under names of ours, which nobody asks for.
 
 from __future__ import annotations
 
-from rl_plugins.runtime.pins import Change
+from rl_plugins.runtime.host_names import Change
 
 ALWAYS, METHODS, CPU = "the plugin is loaded", "methods are named", "VERL_PLATFORM=cpu"
 

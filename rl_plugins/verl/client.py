@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.verl.prompts import VERSIONS
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.runtime.pins import Pinned
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.host_names import Pinned
 
 TESTED = ((0, 9, 1), (0, 10, 0))  # first tested version, first untested one
 ALLOW_VARIABLE = "RL_PLUGINS_ALLOW_UNTESTED"

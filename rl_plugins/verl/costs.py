@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from rl_plugins.requests import Trajectory
+from rl_plugins.core.requests import Trajectory
 from rl_plugins.runtime.costs import Costs, Meter, Spell, total
 from rl_plugins.runtime.programs import Running
 from rl_plugins.verl.processes import ask

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, RLPluginsError
-from rl_plugins.rollouts import Plan
+from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.core.rollouts import Plan
 from rl_plugins.runtime.budget import print_budget
 from rl_plugins.runtime.report import VARIABLES, plan_lines, print_environment, print_problems, print_versions
 from rl_plugins.runtime.stack import MethodStack, build_stack
-from rl_plugins.verl import compat, facts, start
+from rl_plugins.verl import capabilities, compat, start
 from rl_plugins.verl.config import MODES, Settings, compose, read_settings, verl_folder
 from rl_plugins.verl.prompts import flat_columns
 
@@ -248,8 +248,8 @@ class _Examined:
     problems: list[str] = field(default_factory=list)
 
     @property
-    def read(self) -> facts.Reader:
-        return facts.Reader(self.config)
+    def read(self) -> capabilities.Reader:
+        return capabilities.Reader(self.config)
 
     @property
     def global_steps(self) -> int | None:
@@ -261,11 +261,11 @@ class _Examined:
             return None
         return int(self.prompts // self.read("data.train_batch_size") * self.read("trainer.total_epochs"))
 
-    def known(self) -> facts.Known:
+    def known(self) -> capabilities.Known:
         """What methods are told. A dataset that is not here is taken to be large enough for any plan."""
         read = self.read
         prompts = self.prompts if self.prompts is not None else read("data.train_batch_size") * read.group_size
-        return facts.Known(read, self.settings, self.dataset, prompts, self.global_steps or 1)
+        return capabilities.Known(read, self.settings, self.dataset, prompts, self.global_steps or 1)
 
 
 def _print_run(overrides: Sequence[str]) -> list[str]:
@@ -305,7 +305,7 @@ def _print_run(overrides: Sequence[str]) -> list[str]:
         rows = run.read("data.train_batch_size") * run.read.group_size
         problems += [] if problems else print_budget(stack, run.known().run(), rows)
         print("\nNot in this run")
-        offered = facts.verl_facts(stack, settings, config)
+        offered = capabilities.verl_capabilities(stack, settings, config)
         for name, why in (*offered.missing_hooks.items(), *offered.missing_signals.items()):
             print(f"  {name:<18}{why}")
     _add_notes(run, bool(OmegaConf.select(config, "trainer.nnodes") != 1))
@@ -376,7 +376,7 @@ def _describe(run: _Examined, settings: Settings | None) -> Iterator[tuple[str, 
     yield from _batch(run)
 
 
-def _mode(read: facts.Reader) -> str:
+def _mode(read: capabilities.Reader) -> str:
     return {
         "sync": "a batch is generated, then trained",
         "colocate_async": "batches are generated ahead, on the devices that train",
@@ -384,7 +384,7 @@ def _mode(read: facts.Reader) -> str:
     }.get(read.mode, "a trainer of another package")
 
 
-def _rollout_engine(read: facts.Reader) -> str:
+def _rollout_engine(read: capabilities.Reader) -> str:
     from omegaconf import OmegaConf
 
     if OmegaConf.is_missing(read.config.actor_rollout_ref.rollout, "name"):
@@ -400,14 +400,14 @@ def _precision(run: _Examined) -> str:
     """Of the rollouts, and what corrects for it."""
     read, rollout = run.read, "actor_rollout_ref.rollout"
     text = f"rollouts in {read(f'{rollout}.dtype')}"
-    given = read(facts.QUANTIZATION)
+    given = read(capabilities.QUANTIZATION)
     if not given:
         return text
     by = [m.name for m in run.stack.methods if m.corrects_sampling]
-    if kind := read(f"{facts.CORRECTION}.rollout_is"):
-        by.append(f"{facts.CORRECTION}.rollout_is={kind}")
+    if kind := read(f"{capabilities.CORRECTION}.rollout_is"):
+        by.append(f"{capabilities.CORRECTION}.rollout_is={kind}")
     corrected = f"corrected by {', '.join(by)}" if by else (
-        f"NOT corrected for: set {facts.CORRECTION}.rollout_is=token, or name a method that does (dart_tis)"
+        f"NOT corrected for: set {capabilities.CORRECTION}.rollout_is=token, or name a method that does (dart_tis)"
     )  # fmt: skip
     return f"{text}, quantized: {given}; {corrected}"
 
@@ -452,7 +452,7 @@ def _first_plan(run: _Examined, prompts: int) -> Plan:
     return known.plan(run.stack, range(min(prompts, known.prompts)))
 
 
-def _policy(read: facts.Reader, steps: int, batches: int) -> str:
+def _policy(read: capabilities.Reader, steps: int, batches: int) -> str:
     if read.bypass:
         text = "the sampled log-probs count as those of the policy (rollout_correction.bypass_mode)"
     elif steps > 1:
@@ -477,7 +477,7 @@ def _lag(run: _Examined) -> str:
     return text + (f"; {', '.join(blind)} decides without the rewards of that time" if blind else "")
 
 
-def _checkpoints(read: facts.Reader, methods: bool) -> str:
+def _checkpoints(read: capabilities.Reader, methods: bool) -> str:
     every = read("trainer.save_freq", -1)
     if every <= 0:
         return "none (trainer.save_freq)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import evaluation_plan
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl.prompts import COLUMN, PromptBatches, flat_columns, messages_of, note_of

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.rollouts import Rows, Terms
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import MethodStack

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.fingerprint import fingerprint
+from rl_plugins.verl.capabilities import Known, Reader
 from rl_plugins.verl.config import Settings, compose, read_settings
 from rl_plugins.verl.doctor import ParquetRows, read_command
-from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.rewards import with_reward_functions
 
 

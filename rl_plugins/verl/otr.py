@@ -1,6 +1,6 @@
 """verl's SFT trainer with the loss of OTR: `torchrun -m rl_plugins.verl.otr`, then the options of verl's own.
 
-`+otr.NAME=VALUE` sets a parameter of rl_plugins.supervised.otr. verl's FSDP engine has a hook for distillation: with
+`+otr.NAME=VALUE` sets a parameter of rl_plugins.tools.supervised.otr. verl's FSDP engine has a hook for distillation: with
 two flags on the batch it hands its logits to the loss object before it calls that for the loss. So verl is not changed,
 and its log-probs are not computed. Validation has no flags and stays verl's cross-entropy.
 """
@@ -19,9 +19,9 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import auto_set_device
 from verl.workers.utils.losses import sft_loss
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.params import build_params
-from rl_plugins.supervised.otr import Drawing, OtrParams, generator, logits_loss, sequence_weights
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.params import build_params
+from rl_plugins.tools.supervised.otr import Drawing, OtrParams, generator, logits_loss, sequence_weights
 from rl_plugins.verl.compat import check_verl
 
 ENGINES = ("fsdp", "fsdp2")

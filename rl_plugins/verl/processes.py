@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.runtime.stack import MethodStack
 
 

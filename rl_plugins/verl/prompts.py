@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict
 
-from rl_plugins.entries import Entries
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.entries import Entries
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import check_length, check_versions
-from rl_plugins.verl.facts import NESTED_COLUMNS
+from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Columns, Dataset
 
 PROMPT_INDEX = "rl_plugins_prompt_index"  # column of the dataset row's number, added to what the dataset yields

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened, shown
-from rl_plugins.rollouts import RewardFunction, Run
-from rl_plugins.runtime.threads import finished
-from rl_plugins.verl.facts import Reader
+from rl_plugins.core.errors import ConfigError, shortened, shown
+from rl_plugins.core.rollouts import RewardFunction, Run
+from rl_plugins.kit.threads import finished
+from rl_plugins.verl.capabilities import Reader
 
 MANAGERS = ("naive", "dapo", "limited", "gdpo")  # verl's own, which call the function once per row
 FUNCTION = "reward.custom_reward_function"

@@ -13,7 +13,7 @@ The option names a YAML file:
 instead. With several pools the router reads the length of each prompt to measure the tags that have no list.
 
 verl starts all replicas with one rollout config. Replicas on hardware of different kinds are a matter of your Ray
-cluster. The rule and its parameters: `rl_plugins.disaggregated.router`.
+cluster. The rule and its parameters: `rl_plugins.tools.disaggregated.router`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rl_plugins.disaggregated.router import AffinityRouter, Pool
-from rl_plugins.errors import ConfigError, shown
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.tools.disaggregated.router import AffinityRouter, Pool
 
 KEYS = ("router_class", "pools", "tags", "tag_pattern", "decay", "remembered")
 POOL_KEYS = ("name", "servers", "replicas", "capacity", "prefill_rate", "decode_rate")

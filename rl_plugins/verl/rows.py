@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.groups import places
-from rl_plugins.requests import ORIGIN, Turn
-from rl_plugins.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.groups import places
+from rl_plugins.core.requests import ORIGIN, Turn
+from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.turn_table import spans
-from rl_plugins.verl.facts import NESTED_COLUMNS
+from rl_plugins.verl.capabilities import NESTED_COLUMNS
 from rl_plugins.verl.host import Batch, Columns, Tokenizer
 from rl_plugins.verl.prompts import COLUMN, MADE, TURNS, VERSIONS, Note, Ranges, ranges
 
@@ -370,7 +370,7 @@ def components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
         if not any(name in info for info in infos):
             known = ", ".join(sorted({k for info in infos for k in info})) or "nothing"
             raise ConfigError(
-                f"rl_plugins.rewards names `{name}`, and the reward function answers with {known}. Let it return a "
+                f"rl_plugins.methods.fapo.rewards names `{name}`, and the reward function answers with {known}. Let it return a "
                 f"dict that has the key, or name one that it has."
             )
     nothing = float("nan")

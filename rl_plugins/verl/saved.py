@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.errors import StateError, shown
+from rl_plugins.core.errors import StateError, shown
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.state import load_state, save_state
 

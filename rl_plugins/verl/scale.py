@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shortened, shown
+from rl_plugins.core.errors import ConfigError, shortened, shown
 from rl_plugins.runtime.scaling import Scaled, Setting, check_divisible, fewer, whole
+from rl_plugins.verl.capabilities import Reader
 from rl_plugins.verl.config import MODES, compose
-from rl_plugins.verl.facts import Reader
 
 BATCH = "data.train_batch_size"
 ACTOR = "actor_rollout_ref.actor"

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
-from rl_plugins.errors import MethodError
-from rl_plugins.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.requests import Chat, Finish, Generate, Generated, Kind, Prompt, Scored, Trajectory
 from rl_plugins.runtime.programs import SIDE, Running, drive
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import costs
 from rl_plugins.verl.agent_loop import PlannedAgentLoop, published, register_loop
+from rl_plugins.verl.capabilities import TOP_LOGPROBS
 from rl_plugins.verl.config import chat_of
-from rl_plugins.verl.facts import TOP_LOGPROBS
 from rl_plugins.verl.host import Output, Scorer, ServerClient
 from rl_plugins.verl.prompts import (
     COLUMN,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.verl import METHODS_VARIABLE, facts
+from rl_plugins.verl import METHODS_VARIABLE, capabilities
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import MODES, Settings, read_settings
 from rl_plugins.verl.saved import check_tracker
@@ -58,7 +58,7 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
     from omegaconf import OmegaConf, open_dict
 
     check_verl()
-    options = facts.check(stack, settings, config)
+    options = capabilities.check(stack, settings, config)
     with open_dict(config):
         for name, value in {**options, WORKERS: ",".join(m.name for m in stack.methods)}.items():
             OmegaConf.update(config, name, value, force_add=True)
@@ -67,7 +67,7 @@ def apply(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]
 
 def describe(stack: MethodStack, options: dict[str, Any], config: Any) -> str:
     """The table of methods in effect, with host options they set or make meaningless."""
-    idle = facts.without_effect(stack, config)
+    idle = capabilities.without_effect(stack, config)
     text = render_table(stack, options)
     return text + (f"\n  host options without effect: {', '.join(idle)}" if idle else "")
 
@@ -99,10 +99,14 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
                 f"(`rl-plugins list` shows them; [] is the host alone), or use trainer.v1.trainer_mode={base}."
             )
         return
-    weights = OmegaConf.select(config, "rl_plugins.rewards")
+    weights = OmegaConf.select(config, "rl_plugins.methods.fapo.rewards")
     if (settings.methods or weights or settings.trace) and not ours:
         suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
-        given = f"rl_plugins.methods=[{','.join(settings.methods)}]" if settings.methods else "rl_plugins.rewards"
+        given = (
+            f"rl_plugins.methods=[{','.join(settings.methods)}]"
+            if settings.methods
+            else "rl_plugins.methods.fapo.rewards"
+        )
         given = given if settings.methods or weights else "rl_plugins.trace"
         named = f"trainer.v1.trainer_mode={mode}" if v1 is not False else "trainer.use_v1=False"
         raise ConfigError(

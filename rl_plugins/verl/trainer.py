@@ -19,8 +19,8 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins.errors import MethodError
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.costs import NOTE, Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.plan import in_evaluation
@@ -31,9 +31,9 @@ from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.runtime.update import SKIPPED, SkippedSteps
 from rl_plugins.verl import host, loss, start
 from rl_plugins.verl.batch import (
+    Decided,
     Decisions,
     Selected,
-    Settled,
     clean_padding,
     complete_rollout_logprobs,
     fetch,
@@ -43,12 +43,12 @@ from rl_plugins.verl.batch import (
     weigh_rewards,
     whole_group_order,
 )
+from rl_plugins.verl.capabilities import MAX_VERSIONS, Known, Reader
 from rl_plugins.verl.client import with_versions
 from rl_plugins.verl.compat import states_its_mode
 from rl_plugins.verl.config import MODES, chat_of, end_tokens
 from rl_plugins.verl.costs import Meters
 from rl_plugins.verl.evaluation import PlannedBatches
-from rl_plugins.verl.facts import MAX_VERSIONS, Known, Reader
 from rl_plugins.verl.processes import Watch, confirm, died
 from rl_plugins.verl.prompts import PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rewards import with_reward_functions
@@ -77,7 +77,7 @@ class MethodsTrainer(host.Trainer):
         assert prepared is not None  # a trainer of ours without the node is refused there
         self.settings, self.methods = prepared.settings, prepared.stack
         self._selected: Selected | None = None  # the batch between selection and settlement
-        self._settled: Settled | None = None
+        self._decided: Decided | None = None
         self._first_balance, self._ranks = False, 1  # which balance of a batch this is, and ranks that train
         self._logged: list[dict[str, float]] = []
         self._ages: list[torch.Tensor] = []  # (2, rows) of every batch of a step: staleness of newest and oldest tokens
@@ -330,7 +330,7 @@ class MethodsTrainer(host.Trainer):
         return super()._get_required_batch_multiple(dp_size)
 
     def _balance_batch(self, batch: host.Batch, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> host.Batch:
-        self._settled = None
+        self._decided = None
         if not self.methods:
             if self.settings.rewards:
                 self._logged.append(weigh_rewards(batch, self.settings.rewards))
@@ -388,19 +388,19 @@ class MethodsTrainer(host.Trainer):
             self.costs.rows_trained_total += sum(not is_padding(tag) for tag in batch.tags)
             return batch
         with SECONDS.part("driver"):
-            settled = self._decisions().settle(batch, self._selected)
-        self._selected, self._settled = None, settled
-        self.costs.rows_trained_total += int(settled.decision.trained.sum())
-        self._logged += [dict(settled.metrics), SECONDS.take()]
-        trained = settled.decision.rollouts.subset(settled.decision.stays)
+            decided = self._decisions().decide_advantages(batch, self._selected)
+        self._selected, self._decided = None, decided
+        self.costs.rows_trained_total += int(decided.decision.trained.sum())
+        self._logged += [dict(decided.metrics), SECONDS.take()]
+        trained = decided.decision.rollouts.subset(decided.decision.stays)
         self._ages.append(self._published - torch.stack([trained.newest_version, trained.version]))
-        batch = settled.batch
-        if settled.nothing:
+        batch = decided.batch
+        if decided.nothing:
             return batch
         batch = super()._balance_batch(batch, metrics)
-        if any(m.whole_groups for m in self.methods.methods):
+        if any(m.steps_hold_whole_groups for m in self.methods.methods):
             self._keep_groups_whole(batch)
-        clean_padding(batch, settled.columns)
+        clean_padding(batch, decided.columns)
         return batch
 
     def _keep_groups_whole(self, batch: host.Batch) -> None:
@@ -410,12 +410,12 @@ class MethodsTrainer(host.Trainer):
         batch.reorder(whole_group_order(group, actor.ppo_mini_batch_size * self._prompts.group_size, self._ranks))
 
     def _update_critic(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
-        if self._settled is not None and self._settled.nothing:
+        if self._decided is not None and self._decided.nothing:
             return batch
         return super()._update_critic(batch, metrics)
 
     def _update_actor(self, batch: host.Batch, metrics: dict[str, Any]) -> host.Batch:
-        if not self.methods.trains or (self._settled is not None and self._settled.nothing):
+        if not self.methods.trains or (self._decided is not None and self._decided.nothing):
             return batch
         if self.methods:
             batch.extra_info[loss.PUBLISHED] = self._published

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 from rl_plugins.runtime.stack import MethodStack, Watcher
 from rl_plugins.verl.compat import check_verl
 from rl_plugins.verl.config import end_tokens, read_settings

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 from rl_plugins.methods.april import April
 from rl_plugins.runtime.resume import resume, save_run
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import FOLDER
-from rl_plugins.simulation import Simulation
 from rl_plugins.testing import make_run, start_stack
+from rl_plugins.testing.generation import Simulation
 
 STEP, FINGERPRINT = 8, "24 rows, 0123456789abcdef"
 JSON, TENSORS = "state.json", "state.safetensors"

@@ -25,21 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.method import HOOKS, Method
-from rl_plugins.requests import Call, Generate, Generated, Score, Scored, Trajectory
-from rl_plugins.rollouts import (
-    Admission,
-    Completion,
-    Plan,
-    PlanRow,
-    Rows,
-    Shape,
-    TurnTable,
-    Update,
-)
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import HOOKS, Method
+from rl_plugins.core.requests import Call, Generate, Generated, Score, Scored, Trajectory
+from rl_plugins.core.rollouts import Admission, Completion, Plan, PlanRow, Rows, Shape, TurnTable, Update
 from rl_plugins.runtime.carry_over import Group, admit, to_plain
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.metrics import combine

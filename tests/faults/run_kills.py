@@ -33,8 +33,8 @@ from swarm_packages import fill
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.saved import unfinished
 
 HANGS = 300.0  # seconds; only a process that does not do what it should gets there

@@ -12,7 +12,7 @@ import pytest
 import torch
 from crashes import Disk
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 from rl_plugins.runtime.state import FOLDER, load_state, save_state
 
 CONTENTS = [{"number": i, "methods": {"m": torch.full((3,), float(i))}} for i in range(3)]

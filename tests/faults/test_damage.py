@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from damage import DAMAGES, FINGERPRINT, Case, attack, fresh, seen, trained
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 
 
 def test_random_damage_is_refused_or_harmless() -> None:

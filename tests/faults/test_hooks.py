@@ -7,8 +7,8 @@ import time
 import hooks
 import pytest
 
-from rl_plugins.method import HOOKS
-from rl_plugins.runtime.given import changes, watched
+from rl_plugins.core.method import HOOKS
+from rl_plugins.runtime.immutability import changes, watched
 from rl_plugins.testing import make_rollouts, make_tokens
 
 

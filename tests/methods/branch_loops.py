@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.rollouts import Rollouts, Tokens
 from rl_plugins.testing import make_rollouts, make_tokens
 
 Key = tuple[int, int]  # group, node

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.methods.swarm_sapo import Package, SwarmSapo
 from rl_plugins.methods.swarm_sapo.packages import written_files
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

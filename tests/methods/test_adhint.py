@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.methods.adhint import AdhintRollouts
-from rl_plugins.methods.adhint.rollouts import hint_ratio
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Prompt
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Prompt
+from rl_plugins.core.rollouts import Rollouts, Tokens
+from rl_plugins.methods.adhint_rollouts import AdhintRollouts, hint_ratio
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
@@ -339,9 +338,9 @@ def test_read_hints_are_not_touched() -> None:
 # ---- refusals
 
 
-def facts(missing: Any = None, **changes: Any) -> HostFacts:
+def capabilities(missing: Any = None, **changes: Any) -> HostCapabilities:
     hooks = {"advantages", "shape", "rollout"}
-    return HostFacts("verl", "0", hooks, {}, (), missing or {}, None, {}, **changes)
+    return HostCapabilities("verl", "0", hooks, {}, (), missing or {}, None, {}, **changes)
 
 
 def test_refusals() -> None:
@@ -353,11 +352,11 @@ def test_refusals() -> None:
     with pytest.raises(
         ConfigError, match="`adhint_rollouts` puts tokens into rollouts.*rollout_is=token asks for that"
     ):
-        preflight(build_stack("adhint_rollouts"), facts(sampling_probabilities={"rollout_is": "token"}))
+        preflight(build_stack("adhint_rollouts"), capabilities(sampling_probabilities={"rollout_is": "token"}))
     with pytest.raises(ConfigError, match="`adhint_rollouts` puts tokens into rollouts.*`minpro` needs it"):
-        preflight(build_stack(["adhint_rollouts", "minpro"]), facts())
+        preflight(build_stack(["adhint_rollouts", "minpro"]), capabilities())
     read = build_stack("adhint_rollouts", {"adhint_rollouts": {"hint_loss": False}})
-    assert preflight(read, facts(sampling_probabilities={"rollout_is": "token"})) == {}
+    assert preflight(read, capabilities(sampling_probabilities={"rollout_is": "token"})) == {}
     with pytest.raises(
         ConfigError, match=r"`reference_column` is 'reference', and the dataset has no .*answer, prompt"
     ):
@@ -367,4 +366,4 @@ def test_refusals() -> None:
             make_run(columns=("prompt", "reference"))
         )
     with pytest.raises(ConfigError, match="`adhint_gradients` needs entropy"):
-        preflight(build_stack("adhint_gradients"), facts({"entropies": "no."}))
+        preflight(build_stack("adhint_gradients"), capabilities({"entropies": "no."}))

@@ -18,14 +18,16 @@ from one_method import acting
 from torch import Tensor
 from waiting import NEVER, SOON, Stuck, until
 
-from rl_plugins.agents import Observation
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.methods.aepo import AEPO, AepoAdvantages, AepoClip, AepoRollout
-from rl_plugins.methods.aepo.rollout import branch_chance, initial_rollouts, turn_entropy
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Trajectory
-from rl_plugins.rollouts import Rollouts, Terms, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Trajectory
+from rl_plugins.core.rollouts import Rollouts, Terms, Tokens
+from rl_plugins.kit.agents import Observation
+from rl_plugins.methods.aepo import AEPO
+from rl_plugins.methods.aepo_advantages import AepoAdvantages
+from rl_plugins.methods.aepo_clip import AepoClip
+from rl_plugins.methods.aepo_rollout import AepoRollout, branch_chance, initial_rollouts, turn_entropy
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
@@ -653,7 +655,7 @@ def test_no_thread_is_left() -> None:
 
 def test_with_the_demos_calculator() -> None:
     """A real environment with a sandbox: copies share it."""
-    from rl_plugins.demo.environments.calculator import Calculator
+    from rl_plugins.lab.demo.environments.calculator import Calculator
 
     row = Calculator.rows(1, levels=[2])[0]
 

@@ -10,17 +10,19 @@ import time
 import pytest
 import torch
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.messages import Lineage, read_logs, replay
-from rl_plugins.messages.contracts import SUMMARY, Contract
-from rl_plugins.messages.guard import WITHHELD, LineageGuard
-from rl_plugins.methods.m_grpo import MGrpo, MGrpoRollout
-from rl_plugins.methods.ui_s1 import UiS1, UiS1Rollout
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind
+from rl_plugins.methods.m_grpo import MGrpo
+from rl_plugins.methods.m_grpo_rollout.method import MGrpoRollout
+from rl_plugins.methods.ui_s1 import UiS1
+from rl_plugins.methods.ui_s1_rollout import UiS1Rollout
 from rl_plugins.runtime.turn_table import turn_table
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
+from rl_plugins.tools.messages import Lineage, read_logs, replay
+from rl_plugins.tools.messages.contracts import SUMMARY, Contract
+from rl_plugins.tools.messages.guard import WITHHELD, LineageGuard
 
 
 def scripted(answers, otherwise=EOS):
@@ -374,7 +376,7 @@ def test_the_share_of_invalid_results_costs_reward():
     method = MGrpoRollout(MGrpoRollout.Params(contract=short, invalid_penalty=0.4))
     assert method.rewards(made).tolist() == pytest.approx([0.6, 1.0, 0.3, 1.0])
     assert MGrpoRollout(MGrpoRollout.Params(contract=short)).rewards(made) is None
-    with pytest.raises(ConfigError, match="It must return a rl_plugins.messages.Contract"):
+    with pytest.raises(ConfigError, match="It must return a rl_plugins.tools.messages.Contract"):
         MGrpoRollout(MGrpoRollout.Params(contract=dict))
 
 

@@ -15,14 +15,14 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Carried, Queue, Tokens
 from rl_plugins.methods.april import CORRECTION, SEPARATE_WARMUP, STRATEGY, THRESHOLD, WARMUP, April
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Carried, Queue, Tokens
 from rl_plugins.runtime.carry_over import Group, admit, finished
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -549,7 +549,7 @@ def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None
     assert april(**params).host_options == {"verl": wanted}
     defaults = {WARMUP: 1, SEPARATE_WARMUP: 1, THRESHOLD: 8, STRATEGY: "drop", CORRECTION: None}
     assert dict(April.host_options) == dict(april().host_options)
-    facts = dict(
+    capabilities = dict(
         name="verl",
         version="0",
         hooks=["admit", "shape"],
@@ -559,10 +559,12 @@ def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None
         columns=None,
         defaults=defaults,
     )
-    set_ = preflight(build_stack(["april"], {"april": params}), HostFacts(options=defaults, **facts))
+    set_ = preflight(build_stack(["april"], {"april": params}), HostCapabilities(options=defaults, **capabilities))
     assert set_ == {k: v for k, v in wanted.items() if v != defaults[k]}
     with pytest.raises(ConfigError, match="num_warmup_batches"):
-        preflight(build_stack(["april"], {"april": params}), HostFacts(options={**defaults, WARMUP: 7}, **facts))
+        preflight(
+            build_stack(["april"], {"april": params}), HostCapabilities(options={**defaults, WARMUP: 7}, **capabilities)
+        )
 
 
 def test_verl_cannot_restart() -> None:

@@ -13,12 +13,11 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.methods.areal import ArealAdmission, capacity, recovered
-from rl_plugins.methods.areal.admission import STRATEGY, THRESHOLD, WARMUP
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Carried, Queue
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Carried, Queue
+from rl_plugins.methods.areal_admission import STRATEGY, THRESHOLD, WARMUP, ArealAdmission, capacity, recovered
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_run, start_stack
 from rl_plugins.testing.asynchronous import SimulatedStep, simulate, summary
@@ -234,7 +233,7 @@ def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None
     assert admission(**params).host_options == {"verl": dict.fromkeys(WARMUP, eta) | wanted}
     assert dict(ArealAdmission.host_options) == dict(admission().host_options)
     defaults = {WARMUP[0]: 1, WARMUP[1]: 1, THRESHOLD: 8, STRATEGY: "drop"}
-    facts: dict[str, Any] = dict(
+    capabilities: dict[str, Any] = dict(
         name="verl",
         version="0",
         hooks=["admit"],
@@ -245,10 +244,10 @@ def test_options_of_verl(params: dict[str, Any], wanted: dict[str, Any]) -> None
         defaults=defaults,
     )
     stack = build_stack(["areal_admission"], {"areal_admission": params})
-    found = preflight(stack, HostFacts(options=defaults, **facts))
+    found = preflight(stack, HostCapabilities(options=defaults, **capabilities))
     assert found == {k: v for k, v in admission(**params).host_options["verl"].items() if v != defaults[k]}
     with pytest.raises(ConfigError, match="separate_async.num_warmup_batches=7"):
-        preflight(stack, HostFacts(options={**defaults, WARMUP[1]: 7}, **facts))
+        preflight(stack, HostCapabilities(options={**defaults, WARMUP[1]: 7}, **capabilities))
 
 
 @pytest.mark.parametrize(

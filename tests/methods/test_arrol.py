@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Prompt
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.arrol import Arrol, Calibrator, balanced, features_of, quality, rank_weights, vote
 from rl_plugins.methods.arrol.head import fit, with_prompt
 from rl_plugins.methods.arrol.survivors import Rule, count_to_keep, draw, extremes, inclusion, shift_for, survival
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Prompt
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state

@@ -14,15 +14,15 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.methods.best_perm import BestPerm, best_permutation, upper_bound
 from rl_plugins.methods.v0 import V0
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, PlanRow, Rollouts
 from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
@@ -419,9 +419,9 @@ def test_what_a_run_must_have():
 
 
 def test_a_missing_column_is_found_before_the_run():
-    facts = HostFacts("trl", "0", ("plan", "observe"), {}, (), {}, ("prompt", "hint"), {})
+    capabilities = HostCapabilities("trl", "0", ("plan", "observe"), {}, (), {}, ("prompt", "hint"), {})
     with pytest.raises(ConfigError, match=r"the dataset has no column `hints` \(it has: hint, prompt\). Add it."):
-        preflight(build_stack(["best_perm"], {"best_perm": {"hints_column": "hints"}}), facts)
+        preflight(build_stack(["best_perm"], {"best_perm": {"hints_column": "hints"}}), capabilities)
 
 
 def test_two_methods_that_decide_the_rollouts_are_refused():

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.branch_loops import advantages_by_loops, batch, first_copies, node_of, nodes_of, worse_tails
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.methods.branch import BranchAdvantages, BranchPruning
-from rl_plugins.methods.branch.trees import Trees
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Tokens
+from rl_plugins.methods.branch_advantages import BranchAdvantages
+from rl_plugins.methods.branch_grpo.trees import Trees
+from rl_plugins.methods.branch_pruning import BranchPruning
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.data import take_rows

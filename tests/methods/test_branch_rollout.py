@@ -15,17 +15,19 @@ from golden_cases import Case, Golden, floats
 from methods.branch_loops import advantages_by_loops, node_of
 from scipy import stats
 
-from rl_plugins.denoising import Sample
-from rl_plugins.errors import ConfigError
-from rl_plugins.flows import sde_mean, sde_std, shifted_sigmas, transition_logprob
-from rl_plugins.method import HOOKS
-from rl_plugins.methods.branch import BRANCH_GRPO, BranchAdvantages, BranchPruning, BranchRollout
-from rl_plugins.methods.branch.rollout import noisy_steps, split_steps
-from rl_plugins.methods.branch.trees import Trees
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.denoising import Sample
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import HOOKS
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Tokens
+from rl_plugins.diffusion.flows import sde_mean, sde_std, shifted_sigmas, transition_logprob
+from rl_plugins.methods.branch_advantages import BranchAdvantages
+from rl_plugins.methods.branch_grpo import BRANCH_GRPO
+from rl_plugins.methods.branch_grpo.trees import Trees
+from rl_plugins.methods.branch_pruning import BranchPruning
+from rl_plugins.methods.branch_rollout import BranchRollout, noisy_steps, split_steps
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.denoiser import FlowEngine, GaussianFlow, make_sample_prompt, run_sample_program
@@ -209,7 +211,7 @@ def test_the_bundle_trains_138_transitions_of_a_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "facts", "said"),
+    ("params", "capabilities", "said"),
     [
         ({"splits": ()}, {}, "`splits` is empty. Give the steps"),
         ({"window": 4, "stride": 4}, {}, "`window` is 4 and `stride` 4, so every step would have noise"),
@@ -219,16 +221,18 @@ def test_the_bundle_trains_138_transitions_of_a_tree() -> None:
         ({}, {"host": "verl"}, "verl trains language models. Take `branch_text_rollout`"),
     ],
 )
-def test_refusals(params: dict[str, Any], facts: dict[str, Any], said: str) -> None:
+def test_refusals(params: dict[str, Any], capabilities: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        branching(**params).check(make_run(**facts))
+        branching(**params).check(make_run(**capabilities))
 
 
 @pytest.mark.parametrize("host", ["trl", "verl"])
 def test_on_language_models_the_bundle_names_its_text_form(host: str) -> None:
-    facts = {key: dict[str, Any]() for key in ("missing_hooks", "missing_signals", "options", "defaults")}
+    capabilities = {key: dict[str, Any]() for key in ("missing_hooks", "missing_signals", "options", "defaults")}
     hooks = tuple(HOOKS)
-    told = HostFacts(host, "0", hooks, eval_hooks=(), columns=None, run=make_run(host=host, group_size=16), **facts)
+    told = HostCapabilities(
+        host, "0", hooks, eval_hooks=(), columns=None, run=make_run(host=host, group_size=16), **capabilities
+    )
     with pytest.raises(ConfigError, match="Take `branch_text_rollout` with `branch_advantages` and `branch_pruning`"):
         preflight(build_stack("branch_grpo"), told)
     preflight(

@@ -11,11 +11,12 @@ import pytest
 import torch
 from scipy import stats
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.methods.branch import BranchAdvantages, BranchTextRollout
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Trajectory
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Trajectory
+from rl_plugins.methods.branch_advantages import BranchAdvantages
+from rl_plugins.methods.branch_text_rollout import BranchTextRollout
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import method
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Update
 from rl_plugins.methods.brorl import BroRL, answer_statistics, group_size, lr_factor, mass_balance
 from rl_plugins.methods.v0 import V0
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Update
 from rl_plugins.runtime.budget import budgets, described
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.update import before_update
 from rl_plugins.testing import (
@@ -504,11 +504,11 @@ def test_mass_balance_refuses_what_is_no_distribution():
 def test_a_run_of_single_rollouts_is_refused():
     hooks = ("plan", "select", "advantages", "before_update")
     run = make_run(group_size=1)
-    facts = HostFacts("trl", "0", hooks, {}, (), {}, None, {}, run=run, group_option="num_generations")
+    capabilities = HostCapabilities("trl", "0", hooks, {}, (), {}, None, {}, run=run, group_option="num_generations")
     with pytest.raises(
         ConfigError, match="`brorl` needs groups of 2 rollouts or more, and the run has num_generations=1"
     ):
-        preflight(build_stack(["brorl"]), facts)
+        preflight(build_stack(["brorl"]), capabilities)
 
 
 def test_tokens_of_a_row_without_a_reward_do_not_count():

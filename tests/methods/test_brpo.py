@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
 
-from rl_plugins.demo import judges
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.services import fill
+from rl_plugins.lab.demo import judges
 from rl_plugins.methods.brpo import SCORES, TEMPLATE, Brpo
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.services import fill
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GOLDEN = Golden("brpo")
@@ -355,7 +355,7 @@ def test_demo_judge() -> None:
     assert judges.digits("a:5391", "=1350", "nothing") == (9 * 0.75 + 1, 0.0)
     rollouts = texts(["=1359", "?1359", "=9531", ""], [0] * 4)
     rollouts = rollouts.replace(meta={"prompt": [[{"role": "user", "content": "a:5391"}]] * 4})
-    stack = brpo_stack("rl_plugins.demo.judges:digits", reference=1)
+    stack = brpo_stack("rl_plugins.lab.demo.judges:digits", reference=1)
     assert reward_of(stack, rollouts) == [1.0, 0.0, -1.0, -1.0]
 
 

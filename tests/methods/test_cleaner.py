@@ -11,13 +11,13 @@ from golden_cases import Case, Golden
 from one_method import acting
 from waiting import SOON, Stuck
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.demo.environments import Calculator
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Trajectory, together
+from rl_plugins.kit.agents import Observation, play
+from rl_plugins.lab.demo.environments import Calculator
 from rl_plugins.methods.cleaner import PATTERNS, Cleaner, call_start, code_of, error_type, merge_turns
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Trajectory, together
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
 GOLDEN = Golden("cleaner")
@@ -563,7 +563,7 @@ def test_the_demo_environment() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"environment": None}, "rl_plugins.demo.environments:Calculator"),
+        ({"environment": None}, "rl_plugins.lab.demo.environments:Calculator"),
         ({"note": "{times} times"}, "cannot be filled in"),
         ({"gamma": -0.1}, "`gamma` is -0.1"),
         ({"rollback_probability": 1.1}, "`rollback_probability` is 1.1"),

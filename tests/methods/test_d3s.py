@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.methods.d3s import D3s, max_variance_rows
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Shape, Tokens
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack, build_stack

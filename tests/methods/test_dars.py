@@ -13,13 +13,15 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import SameAs
-from rl_plugins.methods.dars import DARS_B, Dars, DarsBreadth, helping, served
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import SameAs
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts
+from rl_plugins.methods.dars import Dars, helping, served
+from rl_plugins.methods.dars_b import DARS_B
+from rl_plugins.methods.dars_breadth import DarsBreadth
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts
 from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
@@ -456,13 +458,13 @@ def test_breadth_sets_options_and_nothing_else() -> None:
 
 
 def trl_options(methods: list[str], method_params: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    from rl_plugins.trl import facts
+    from rl_plugins.trl import capabilities
     from rl_plugins.trl.config import GRPOConfig
 
     values = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 8} | changes
     args = GRPOConfig(output_dir="x", use_cpu=True, bf16=False, report_to="none", max_steps=2, **values)
     stack = build_stack(methods, method_params)
-    return preflight(stack, facts.trl_facts(stack, facts.KnownRun(args, size=16, total_steps=2)))
+    return preflight(stack, capabilities.trl_capabilities(stack, capabilities.KnownRun(args, size=16, total_steps=2)))
 
 
 def test_breadth_in_trl() -> None:
@@ -478,12 +480,12 @@ def test_breadth_in_trl() -> None:
 
 def verl_options(methods: list[str], *overrides: str) -> dict[str, Any]:
     pytest.importorskip("verl")
-    from rl_plugins.verl import facts
+    from rl_plugins.verl import capabilities
     from rl_plugins.verl.config import Settings, compose
 
     config = compose(list(overrides))
     stack = build_stack(methods)
-    return preflight(stack, facts.verl_facts(stack, Settings(methods=tuple(methods)), config))
+    return preflight(stack, capabilities.verl_capabilities(stack, Settings(methods=tuple(methods)), config))
 
 
 def test_breadth_in_verl() -> None:
@@ -505,13 +507,13 @@ def test_breadth_in_verl() -> None:
 
 def test_rounds_need_verls_sync_trainer() -> None:
     pytest.importorskip("verl")
-    from rl_plugins.verl import facts
+    from rl_plugins.verl import capabilities
     from rl_plugins.verl.config import Settings, compose
 
     def check(methods: list[str], mode: str) -> dict[str, Any]:
         size = ["data.train_batch_size=24", "data.max_response_length=77", "actor_rollout_ref.rollout.n=8"]
         config = compose([*size, f"trainer.v1.trainer_mode=rl_plugins_{mode}", "algorithm.adv_estimator=grpo"])
-        return facts.check(build_stack(methods), Settings(methods=tuple(methods)), config)
+        return capabilities.check(build_stack(methods), Settings(methods=tuple(methods)), config)
 
     assert check(["dars_b"], "sync")["actor_rollout_ref.actor.ppo_mini_batch_size"] == 24
     assert check(["xrpo"], "sync") == check(["xrpo_novelty"], "colocate_async") == {}

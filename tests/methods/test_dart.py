@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.methods.dart.entropy import lower_quantile
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens
 from rl_plugins.methods.dart.history import STORED, TaskHistory, success_rate, successes
-from rl_plugins.methods.dart.rollouts import rollouts_for
-from rl_plugins.rollouts import Rollouts, TokenIds, Tokens
+from rl_plugins.methods.dart_entropy import lower_quantile
+from rl_plugins.methods.dart_rollouts import rollouts_for
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import copy_plain
 from rl_plugins.testing import (
@@ -586,7 +586,7 @@ def test_the_bundle_stands_for_all_of_it() -> None:
     names = [
         m.name
         for m in build_stack(
-            ["turn_control", "dart"], {"turn_control": {"environment": "rl_plugins.demo.environments:Grid"}}
+            ["turn_control", "dart"], {"turn_control": {"environment": "rl_plugins.lab.demo.environments:Grid"}}
         ).methods
     ]
     parts = ["rollouts", "length", "pool", "advantages", "entropy", "tis"]
@@ -609,9 +609,9 @@ def test_state_survives() -> None:
     assert [(t.start, t.stop, t.anchor, t.reward) for t in turns][0] == (0, 2, "a", 0.5) and math.isnan(turns[1].reward)
 
 
-def facts(missing: Any = None, **changes: Any) -> HostFacts:
+def capabilities(missing: Any = None, **changes: Any) -> HostCapabilities:
     hooks = {"advantages", "shape", "plan", "select", "observe", "rewards"}
-    return HostFacts("verl", "0", hooks, {}, (), missing or {}, None, {}, **changes)
+    return HostCapabilities("verl", "0", hooks, {}, (), missing or {}, None, {}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -627,13 +627,13 @@ def facts(missing: Any = None, **changes: Any) -> HostFacts:
 )
 def test_what_they_cannot_do_without(name: str, missing: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"`{name}` needs .*{said}.*: not here"):
-        preflight(build_stack(name), facts({missing: "not here."}))
+        preflight(build_stack(name), capabilities({missing: "not here."}))
 
 
 def test_sampling_is_corrected_once() -> None:
     with pytest.raises(ConfigError, match="`dart_tis` holds the weight .*and so does rollout_is=token"):
-        preflight(build_stack("dart_tis"), facts(importance_weights={"rollout_is": "token"}))
+        preflight(build_stack("dart_tis"), capabilities(importance_weights={"rollout_is": "token"}))
     with pytest.raises(ConfigError, match="and so does `"):
-        preflight(build_stack(["dart_tis", "april"], {"april": {"correction": "token_tis"}}), facts())
+        preflight(build_stack(["dart_tis", "april"], {"april": {"correction": "token_tis"}}), capabilities())
     with pytest.raises(ConfigError, match="how many rollouts"):
         build_stack(["dart_rollouts", "gdro_rollout"])

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import aggregate, ppo_clip
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Terms
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo, approximated
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Terms
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import start_stack
 
@@ -633,8 +633,8 @@ def test_parameters_out_of_range(params: dict[str, Any], match: str) -> None:
         build_stack("decoupled_ppo", {"decoupled_ppo": params})
 
 
-def facts(**changes: Any) -> HostFacts:
-    return HostFacts("verl", "0", {"policy_loss"}, {}, (), changes.pop("missing", {}), None, {}, **changes)
+def capabilities(**changes: Any) -> HostCapabilities:
+    return HostCapabilities("verl", "0", {"policy_loss"}, {}, (), changes.pop("missing", {}), None, {}, **changes)
 
 
 def test_refusals() -> None:
@@ -643,20 +643,20 @@ def test_refusals() -> None:
     def stack(proximal: str = "recompute", *others: str) -> Any:
         return build_stack(["decoupled_ppo", *others], {"decoupled_ppo": {"proximal": proximal}})
 
-    assert preflight(stack(), facts()) == {}
+    assert preflight(stack(), capabilities()) == {}
     none = {"off_policy": "set ppo_epochs=2.", "token_versions": "no versions here."}
     with pytest.raises(ConfigError, match="tokens that another policy sampled.*: set ppo_epochs=2"):
-        preflight(stack(), facts(missing=none))
+        preflight(stack(), capabilities(missing=none))
     with pytest.raises(ConfigError, match="published weights that made each token.*: no versions here"):
-        preflight(stack("loglinear"), facts(missing=none))
+        preflight(stack("loglinear"), capabilities(missing=none))
     with pytest.raises(ConfigError, match="it would count twice. Turn that off"):
-        preflight(stack(), facts(importance_weights={"rollout_is": "token"}))
+        preflight(stack(), capabilities(importance_weights={"rollout_is": "token"}))
     twice = build_stack(["decoupled_ppo", "april"], {"april": {"correction": "token_tis"}})
     with pytest.raises(
         ConfigError, match="`decoupled_ppo` holds the weight .*and so does `april`: it would count twice"
     ):
-        preflight(twice, facts())
-    bypass = facts(rollout_as_old="bypass_mode=True")
+        preflight(twice, capabilities())
+    bypass = capabilities(rollout_as_old="bypass_mode=True")
     with pytest.raises(ConfigError, match="needs log-probs of the policy at the start of the step beside"):
         preflight(stack(), bypass)
     for proximal in ("loglinear", "linear", "rollout"):  # these save the pass that `bypass_mode` leaves out

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from one_method import refused
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.losses import aggregate
-from rl_plugins.methods.dora import DoraData, DoraLoss, ends_in_loop
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Terms, TokenIds
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.losses import aggregate
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Terms, TokenIds
+from rl_plugins.methods.dora_data import DoraData, ends_in_loop
+from rl_plugins.methods.dora_loss import DoraLoss
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.methods.dora import DoraLength
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, Rollouts
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, Rollouts
+from rl_plugins.methods.dora_length import DoraLength
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, start_stack

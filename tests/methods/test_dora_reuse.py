@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from one_method import method
 from test_rollout_replay import PROMPTS, SIZE, Host
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
-from rl_plugins.methods.dora import DoraReuse
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.methods.dora_reuse import DoraReuse
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.state import load_state, save_state

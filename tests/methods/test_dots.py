@@ -15,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
+from rl_plugins.commands.cli import app
 from rl_plugins.commands.train_adapter import read_rates
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, PromptPool
 from rl_plugins.methods.dots import Dots, load_adapter, save_adapter, save_embeddings, train_adapter
 from rl_plugins.methods.dots.files import load_embeddings
 from rl_plugins.methods.dots.predictor import (
@@ -33,8 +35,6 @@ from rl_plugins.methods.dots.predictor import (
     spread,
 )
 from rl_plugins.methods.rollout_replay import RolloutReplay
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, PromptPool
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.report import plan_lines

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.methods.drive import Drive, hardest
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, Plan, PlanRow, PromptPool
 from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

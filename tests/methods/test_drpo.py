@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from one_method import acting
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Rows, Shape, Terms, Update
 from rl_plugins.methods.drpo import Drpo
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Rows, Shape, Terms, Update
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_run, make_terms, one_step, start_stack
 
@@ -485,17 +485,19 @@ def test_parameters_out_of_range(name: str, value: Any) -> None:
 
 def test_what_it_asks_of_the_host() -> None:
     stack = build_stack("drpo")
-    assert stack.aggregation == "sum" and stack.methods[0].whole_groups
+    assert stack.aggregation == "sum" and stack.methods[0].steps_hold_whole_groups
     assert stack.needs == {"old_logprobs", "current_logprobs"}
     correction = "vllm_importance_sampling_correction"
     missing = {"before_update": "it needs whole groups in every optimizer step."}
     hooks = {"advantages", "shape", "before_update", "policy_loss"}
-    host = HostFacts("trl", "0", hooks, {}, (), {}, None, {correction: True}, {correction: True})
+    host = HostCapabilities("trl", "0", hooks, {}, (), {}, None, {correction: True}, {correction: True})
     assert preflight(stack, host) == {correction: False}
     with pytest.raises(
         ConfigError, match="`drpo` changes `before_update`, and trl cannot do that here: it needs whole"
     ):
-        preflight(stack, HostFacts("trl", "0", hooks - {"before_update"}, missing, (), {}, None, {correction: False}))
+        preflight(
+            stack, HostCapabilities("trl", "0", hooks - {"before_update"}, missing, (), {}, None, {correction: False})
+        )
     with pytest.raises(ConfigError, match="both decide `advantages`"):
         build_stack("drpo, mc_grpo")
 

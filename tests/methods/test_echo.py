@@ -16,14 +16,18 @@ from hypothesis import strategies as st
 from one_method import acting
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.methods.echo import ECHO, EchoClip, EchoLabels, EchoShaping, EchoTree
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Trajectory
+from rl_plugins.core.rollouts import PlanRow, Rollouts, Shape, Terms, Tokens
+from rl_plugins.methods.echo import ECHO
 from rl_plugins.methods.echo.answers import boxed_answer
 from rl_plugins.methods.echo.controller import branch_at, penalty, prune_at, statistics
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Trajectory
-from rl_plugins.rollouts import PlanRow, Rollouts, Shape, Terms, Tokens
+from rl_plugins.methods.echo_clip import EchoClip
+from rl_plugins.methods.echo_labels import EchoLabels
+from rl_plugins.methods.echo_shaping import EchoShaping
+from rl_plugins.methods.echo_tree import EchoTree
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import build_stack

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.losses import aggregate
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.losses import aggregate
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Terms, Tokens
 from rl_plugins.methods.epo import NO_BOUND, Epo, corridor, mean_of_turn, phase_weight
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Terms, Tokens
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import (
@@ -636,9 +636,11 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path, params: dict[str, Any]) -
         assert a.row_columns["epo_phase"].tolist() == b.row_columns["epo_phase"].tolist()
 
 
-def host(name: str = "trl", missing: dict[str, str] | None = None, **options: Any) -> HostFacts:
+def host(name: str = "trl", missing: dict[str, str] | None = None, **options: Any) -> HostCapabilities:
     defaults = {"entropy_coef": 0.0, "use_adaptive_entropy": False, "actor_rollout_ref.actor.entropy_coeff": 0}
-    return HostFacts(name, "0", {"shape", "regularize"}, {}, (), missing or {}, None, defaults | options, defaults)
+    return HostCapabilities(
+        name, "0", {"shape", "regularize"}, {}, (), missing or {}, None, defaults | options, defaults
+    )
 
 
 @pytest.mark.parametrize(

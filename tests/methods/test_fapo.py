@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
 
-from rl_plugins import rewards as functions
-from rl_plugins.demo import judges
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Method
-from rl_plugins.methods.fapo import TEMPLATE, Fapo, boxed_index
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.services import fill
+from rl_plugins.lab.demo import judges
+from rl_plugins.methods.fapo import rewards as functions
+from rl_plugins.methods.fapo.method import TEMPLATE, Fapo, boxed_index
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.services import fill
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
 GOLDEN = Golden("fapo")

@@ -13,21 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.methods.fission_grpo import (
-    FissionGrpo,
-    FissionReward,
-    ToolCall,
-    as_calls,
-    correctness,
-    leaks,
-    read_calls,
-    simulate,
-)
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, Rollouts
+from rl_plugins.methods.fission_grpo import FissionGrpo, ToolCall, as_calls, correctness, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.calls import GENERIC, UNREADABLE
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, Rollouts
+from rl_plugins.methods.fission_grpo_reward import FissionReward
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -8,14 +8,14 @@ from golden_cases import Golden, floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
 from rl_plugins.methods.gdpo import Gdpo, gdpo_advantages
-from rl_plugins.params import build_params
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, one_step, start_stack
 
@@ -299,10 +299,10 @@ def test_nothing_is_left_to_do_when_every_row_was_taken_out():
     assert method(batch_stat="token").advantages(rollouts).shape == (0,)
 
 
-def host(aggregation="sum_then_normalize", missing=None) -> HostFacts:
+def host(aggregation="sum_then_normalize", missing=None) -> HostCapabilities:
     default = {"multi_objective_aggregation": "sum_then_normalize"}
     options = {"multi_objective_aggregation": aggregation}
-    return HostFacts("trl", "1.16.0", {"advantages"}, {}, (), missing or {}, None, options, default)
+    return HostCapabilities("trl", "1.16.0", {"advantages"}, {}, (), missing or {}, None, options, default)
 
 
 def test_preflight_refuses_a_single_reward_and_trls_option_beside_it():

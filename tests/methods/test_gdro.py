@@ -14,11 +14,11 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.methods.gdro import GdroPrompt, GdroRollout, allocate
-from rl_plugins.methods.gdro.bins import remember
-from rl_plugins.methods.gdro.rollout import arm_probabilities, update_arms
-from rl_plugins.methods.gdro.weights import (
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow
+from rl_plugins.methods._gdro.bins import remember
+from rl_plugins.methods._gdro.weights import (
     code_weights,
     paper_weights,
     probabilities,
@@ -26,8 +26,8 @@ from rl_plugins.methods.gdro.weights import (
     start_scores,
     update_scores,
 )
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, Plan, PlanRow
+from rl_plugins.methods.gdro_prompt import GdroPrompt
+from rl_plugins.methods.gdro_rollout import GdroRollout, allocate, arm_probabilities, update_arms
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack

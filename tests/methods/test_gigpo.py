@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting, changed
 
-from rl_plugins.agents.turns import Turns
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.params import build_params
+from rl_plugins.kit.agents.turns import Turns
 from rl_plugins.methods.gigpo import Gigpo, _Clusters
-from rl_plugins.params import build_params
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.testing import make_rollouts, make_tokens, make_turns, one_row_per_turn, one_step, start_stack
 

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Generated, Kind, Prompt, Trajectory
+from rl_plugins.core.rollouts import Plan, PlanRow
 from rl_plugins.methods.latr import Latr, grow
 from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
-from rl_plugins.params import build_params
-from rl_plugins.requests import Generated, Kind, Prompt, Trajectory
-from rl_plugins.rollouts import Plan, PlanRow
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -452,7 +452,7 @@ class Plain(Method):
     name = "plain"
 
     def rollout(self, prompt: Prompt) -> Any:
-        from rl_plugins.requests import Generate
+        from rl_plugins.core.requests import Generate
 
         made = yield Generate(prompt.start(), n=prompt.n)
         return [prompt.start().add(g) for g in made]

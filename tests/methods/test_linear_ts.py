@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PromptPool, Rollouts
 from rl_plugins.methods.brorl import BroRL
 from rl_plugins.methods.linear_ts import LinearTS, contest_weights, posterior, shares, thompson_draws
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PromptPool, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -492,9 +492,9 @@ def test_streams_and_missing_columns_are_refused():
     method = LinearTS(LinearTS.Params(column="domain"))
     with pytest.raises(MethodError, match="the dataset is a stream, whose rows cannot be chosen"):
         start_stack(method, run=make_run(dataset=None, dataset_size=None))
-    facts = HostFacts("trl", "0", ("select_prompts", "observe"), {}, (), {}, ("prompt", "topic"), {})
+    capabilities = HostCapabilities("trl", "0", ("select_prompts", "observe"), {}, (), {}, ("prompt", "topic"), {})
     with pytest.raises(ConfigError, match=r"the dataset has no column `domain` \(it has: prompt, topic\). Add it."):
-        preflight(build_stack(["linear_ts"], {"linear_ts": {"column": "domain"}}), facts)
+        preflight(build_stack(["linear_ts"], {"linear_ts": {"column": "domain"}}), capabilities)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.m_grpo import MGrpo, alignment, sub_agent_format
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import aggregate, weighted_logprob
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import aggregate, weighted_logprob
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Terms
 from rl_plugins.methods.minpro import Minpro, log_prefix_min
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Terms
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_terms, start_stack
 
@@ -378,10 +378,10 @@ def test_parameters_out_of_range(name: str, value: float) -> None:
 
 
 def test_neither_a_run_without_staleness_nor_a_second_correction_is_accepted() -> None:
-    def host(correction: bool, missing: dict[str, str]) -> HostFacts:
+    def host(correction: bool, missing: dict[str, str]) -> HostCapabilities:
         option = {"vllm_importance_sampling_correction": correction}
         defaults = {"vllm_importance_sampling_correction": True}
-        return HostFacts("trl", "0", {"policy_loss"}, {}, (), missing, None, option, defaults)
+        return HostCapabilities("trl", "0", {"policy_loss"}, {}, (), missing, None, option, defaults)
 
     assert preflight(build_stack("minpro"), host(True, {})) == {"vllm_importance_sampling_correction": False}
     assert preflight(build_stack("minpro"), host(False, {})) == {}

@@ -15,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.method import Bundle, Method
-from rl_plugins.methods.mssr import MssrBaseline, MssrPrompts, MssrShaping
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, PlanRow, PromptPool, Rollouts
 from rl_plugins.methods.mssr.tracker import TrackerParams, forgetting_rate
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, PlanRow, PromptPool, Rollouts
+from rl_plugins.methods.mssr_baseline import MssrBaseline
+from rl_plugins.methods.mssr_prompts import MssrPrompts
+from rl_plugins.methods.mssr_shaping import MssrShaping
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -401,7 +403,7 @@ def test_only_what_the_entropy_needs_is_asked_for() -> None:
     assert MssrBaseline().needs == {"prompt_index", "tokens", "old_logprobs", "ref_logprobs"}
     assert baseline_stack(rho=0.9).needs == {"prompt_index"}
     hooks = {"plan", "advantages", "observe", "shape"}
-    host = HostFacts("trl", "0", hooks, {}, (), {"ref_logprobs": "Set beta > 0."}, None, {})
+    host = HostCapabilities("trl", "0", hooks, {}, (), {"ref_logprobs": "Set beta > 0."}, None, {})
     with pytest.raises(ConfigError, match="`mssr_baseline` needs log-probs of the reference policy: Set beta > 0"):
         preflight(build_stack("mssr"), host)
     assert preflight(build_stack("mssr", {"mssr_baseline": {"rho": 0.96}}), host) == {}
@@ -600,7 +602,7 @@ def test_a_value_column_is_read_whole() -> None:
             assert not isinstance(key, int), "a row was read"
             return super().__getitem__(key)
 
-    from rl_plugins.priors import Column
+    from rl_plugins.kit.priors import Column
 
     values = [0.25, float("nan"), 1.0, 0.1 + 0.2]
     for column in (values, [0, 1, 1, 0]):

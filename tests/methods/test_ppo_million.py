@@ -12,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.losses import aggregate
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.losses import aggregate
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.methods.ppo_million import CUTS, PpoMillion, plateau, slope_is_positive
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rows, Terms
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack, build_stack

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.ps_grpo_loops import COLUMN, by_loops, exact_by_loops
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, PromptPool, Rollouts
 from rl_plugins.methods.ps_grpo import PsGrpo
 from rl_plugins.methods.ps_grpo.method import weights
 from rl_plugins.methods.ps_grpo.texts import KINDS, Texts, Vocabulary
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, PromptPool, Rollouts
 from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan

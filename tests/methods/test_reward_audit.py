@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rl_plugins.audit import online
-from rl_plugins.audit.online import PromptFeatures
-from rl_plugins.errors import MethodError, RunStopped
+from rl_plugins.core.errors import MethodError, RunStopped
+from rl_plugins.core.rollouts import RewardFunction, Rollouts, Run
 from rl_plugins.methods.reward_audit import RewardAudit
-from rl_plugins.rollouts import RewardFunction, Rollouts, Run
 from rl_plugins.runtime.state import copy_plain
 from rl_plugins.testing.data import make_rollouts, make_run, start_stack
+from rl_plugins.tools.audit import online
+from rl_plugins.tools.audit.online import PromptFeatures
 
 GROUP = 8
 WORDS = [f"w{i}" for i in range(300)]

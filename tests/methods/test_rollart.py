@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.demo.environments import Grid
-from rl_plugins.disaggregated.queue import GroupQueue
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
-from rl_plugins.methods.areal.admission import STRATEGY, THRESHOLD, WARMUP
-from rl_plugins.redundancy import FIELDS, NOTE, independent
-from rl_plugins.requests import Generate
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.redundancy import FIELDS, NOTE, independent
+from rl_plugins.core.requests import Generate
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.demo.environments import Grid
+from rl_plugins.methods.areal_admission import STRATEGY, THRESHOLD, WARMUP
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, no_redundancy, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, no_redundancy, preflight
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_plan, make_rollouts, start_stack
 from rl_plugins.testing.engine import TableEngine, make_prompt, run_program
+from rl_plugins.tools.disaggregated.queue import GroupQueue
 
 NAN = math.nan
 
@@ -145,9 +145,9 @@ def test_the_bound_of_the_bundle_is_verls_and_a_parameter() -> None:
 # ---- where nothing would close a rollout
 
 
-def facts(**missing: str) -> HostFacts:
+def capabilities(**missing: str) -> HostCapabilities:
     hooks = {"plan", "observe", "rollout", "shape"}
-    return HostFacts("verl", "0", hooks, {}, ("rollout", "plan"), missing, ["prompt"], {})
+    return HostCapabilities("verl", "0", hooks, {}, ("rollout", "plan"), missing, ["prompt"], {})
 
 
 def test_without_a_program_that_closes_them_it_is_refused() -> None:
@@ -159,8 +159,8 @@ def test_without_a_program_that_closes_them_it_is_refused() -> None:
     agent = build_stack(["turn_control", "rollart_redundancy"], {"turn_control": {"environment": Grid}})
     assert no_redundancy(agent, "all wait.") == ""
     with pytest.raises(ConfigError, match="`rollart_redundancy` needs rollouts that begin beyond .*: all wait"):
-        preflight(alone, facts(redundancy="all wait."))
-    preflight(agent, facts())  # a column that nobody needs to have: the runtime notes it
+        preflight(alone, capabilities(redundancy="all wait."))
+    preflight(agent, capabilities())  # a column that nobody needs to have: the runtime notes it
 
 
 def test_the_metrics_of_a_run_tell_its_bias() -> None:

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import PlanRow, Rollouts, TokenIds, Tokens
 from rl_plugins.methods.rollout_replay import Buffer, RolloutReplay
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import PlanRow, Rollouts, TokenIds, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
@@ -438,7 +438,7 @@ def test_compaction_changes_nothing_that_is_read(data: st.DataObject) -> None:
 # ---- what the stack says
 
 
-def facts(**changes: Any) -> HostFacts:
+def capabilities(**changes: Any) -> HostCapabilities:
     values: dict[str, Any] = dict(
         name="trl",
         version="0",
@@ -449,7 +449,7 @@ def facts(**changes: Any) -> HostFacts:
         columns=None,
         options={},
     )
-    return HostFacts(**(values | changes))
+    return HostCapabilities(**(values | changes))
 
 
 class Corrects(Method):
@@ -461,10 +461,10 @@ class Corrects(Method):
 
 
 def test_replay_without_a_correction_is_warned_of(caplog: Any) -> None:
-    preflight(MethodStack([replay()]), facts())
+    preflight(MethodStack([replay()]), capabilities())
     assert "`rollout_replay` trains on rollouts of older policies, and nothing in this run weighs them" in caplog.text
     caplog.clear()
-    preflight(MethodStack([replay(), Corrects()]), facts())
-    preflight(MethodStack([replay()]), facts(importance_weights={"rollout_is": "token"}))
-    preflight(MethodStack([replay(fresh_share=1)]), facts())
+    preflight(MethodStack([replay(), Corrects()]), capabilities())
+    preflight(MethodStack([replay()]), capabilities(importance_weights={"rollout_is": "token"}))
+    preflight(MethodStack([replay(fresh_share=1)]), capabilities())
     assert not caplog.text

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, Stuck
 
-from rl_plugins.agents import Observation
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Prompt, Trajectory
+from rl_plugins.kit.agents import Observation
 from rl_plugins.methods.rtv_pdr import RtvPdr, parse_vote, rtv, rtv_rounds, texts
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Prompt, Trajectory
 from rl_plugins.testing.engine import EOS, CharChat, TableEngine, make_prompt, run_program
 
 GOLDEN = Golden("rtv_pdr")

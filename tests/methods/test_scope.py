@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import ppo_clip
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Prompt
 from rl_plugins.methods.scope import Scope, first_wrong, split_steps, tokens_before
 from rl_plugins.methods.scope.steps import checked_scores
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Prompt
 from rl_plugins.testing import make_rollouts, make_terms, make_tokens, one_step, start_stack
 from rl_plugins.testing.engine import EOS, TableEngine, make_prompt, run_program
 
@@ -166,7 +166,7 @@ def corrected(row: Any) -> bool:
 
 
 def plain_request(engine: TableEngine, n: int = 8) -> Any:
-    from rl_plugins.requests import Generate
+    from rl_plugins.core.requests import Generate
 
     return Generate(prompt_of(engine, n).start(), n=n, max_tokens=64)
 

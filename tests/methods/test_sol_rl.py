@@ -12,14 +12,14 @@ from golden_cases import Case, Golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins import denoising
-from rl_plugins.denoising import Denoise, Sample, SamplePrompt
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
+from rl_plugins.core import denoising
+from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import Budget, Rollouts
+from rl_plugins.diffusion.nft import decay, nft_loss, noisy, optimality
 from rl_plugins.methods.sol_rl.choice import places
-from rl_plugins.nft import decay, nft_loss, noisy, optimality
-from rl_plugins.rollouts import Budget, Rollouts
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack, build_stack

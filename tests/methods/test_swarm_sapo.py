@@ -38,9 +38,10 @@ from swarm import (
     trained_groups,
 )
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.methods.decoupled_ppo import DecoupledPpo
 from rl_plugins.methods.swarm_sapo import (
     Files,
@@ -56,9 +57,8 @@ from rl_plugins.methods.swarm_sapo import (
 from rl_plugins.methods.swarm_sapo.choice import by_total_reward, chosen
 from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
 from rl_plugins.methods.swarm_sapo.packages import PackageLimits, file_name, is_whole, sender_of, written_files
-from rl_plugins.rollouts import Rollouts
 from rl_plugins.runtime.budget import budgets
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state, save_state
 from rl_plugins.testing import make_rollouts, make_run, one_step, start_stack
@@ -1128,7 +1128,7 @@ def test_a_resumed_run_goes_on_with_its_inbox(tmp_path: Path) -> None:
 # ---- what does not fit
 
 
-def facts(**changes: Any) -> HostFacts:
+def capabilities(**changes: Any) -> HostCapabilities:
     values: dict[str, Any] = dict(
         name="trl",
         version="0",
@@ -1139,18 +1139,18 @@ def facts(**changes: Any) -> HostFacts:
         columns=None,
         options={},
     )
-    return HostFacts(**{**values, **changes})
+    return HostCapabilities(**{**values, **changes})
 
 
 def test_corrections_that_need_a_sampling_probability_are_refused() -> None:
-    method, known = built(Memory()), facts(options={"vllm_importance_sampling_correction": False})
+    method, known = built(Memory()), capabilities(options={"vllm_importance_sampling_correction": False})
     with pytest.raises(ConfigError, match="`swarm_sapo` puts tokens into rollouts that were not sampled"):
         preflight(MethodStack([method, DecoupledPpo()]), known)
     with pytest.raises(ConfigError, match="rollout_is=token asks for that. Turn it off"):
-        preflight(MethodStack([method]), facts(importance_weights={"rollout_is": "token"}))
+        preflight(MethodStack([method]), capabilities(importance_weights={"rollout_is": "token"}))
     preflight(MethodStack([built(external_groups=0, shared=Memory()), DecoupledPpo()]), known)
     with pytest.raises(ConfigError, match="needs groups of 2 rollouts or more"):
-        preflight(MethodStack([method]), facts(run=make_run(group_size=1)))
+        preflight(MethodStack([method]), capabilities(run=make_run(group_size=1)))
 
 
 @pytest.mark.parametrize(
@@ -1186,7 +1186,7 @@ def test_refills_and_dry_runs_take_no_package() -> None:
     node = Node(exchange)
     plan = node.plan()
     later = tuple(row.replace(group=row.group + 9, prompt_index=i) for i, row in enumerate(plan))
-    from rl_plugins.rollouts import Plan
+    from rl_plugins.core.rollouts import Plan
 
     assert node.method.plan(Plan(later, SIZE, 24)) is None
 

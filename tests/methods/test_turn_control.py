@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import NEVER, SOON, Stuck
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.demo.environments import Grid
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.requests import Kind, Trajectory, together
+from rl_plugins.core.rollouts import PlanRow, Rollouts
+from rl_plugins.kit.agents import Observation, play
+from rl_plugins.lab.demo.environments import Grid
 from rl_plugins.methods.turn_control import CUT, TurnControl, turns_at
-from rl_plugins.params import build_params
-from rl_plugins.requests import Kind, Trajectory, together
-from rl_plugins.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import evaluation_plan
 from rl_plugins.testing import make_plan, make_rollouts, make_tokens, one_step, start_stack
@@ -488,7 +488,7 @@ def test_a_resumed_run_plans_alike() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"environment": None}, "rl_plugins.demo.environments:Grid"),
+        ({"environment": None}, "rl_plugins.lab.demo.environments:Grid"),
         ({"strategy": "unlimited", "limit": 3}, "`limit` has no effect"),
         ({"extension": 3}, "`extension` has no effect"),
         ({"calibration": "off"}, "`calibration` is off and `limit` is not given"),

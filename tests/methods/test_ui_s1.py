@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting, changed
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, TurnTable
 from rl_plugins.methods.ui_s1 import (
     ExpertStep,
     SemiOnlineEpisode,
@@ -22,8 +24,6 @@ from rl_plugins.methods.ui_s1 import (
     semi_online_performance,
     turn_returns,
 )
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, TurnTable
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.testing import make_rollouts, make_tokens, one_step, start_stack

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow
 from rl_plugins.methods.v0 import V0, allocate_exact, allocate_greedy, auc, utility, value_model_loss
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Completion, Plan, PlanRow
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import GroupSoFar, Plan, PlanRow, Rollouts
+from rl_plugins.kit.priors import BetaPosterior, Nearest, RunningMean
 from rl_plugins.methods.v0_5 import V05, fuse, next_gain
-from rl_plugins.params import build_params
-from rl_plugins.priors import BetaPosterior, Nearest, RunningMean
-from rl_plugins.rollouts import GroupSoFar, Plan, PlanRow, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan, next_plan
 from rl_plugins.runtime.stack import MethodStack

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_method import acting
 
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Plan, PromptPool, Rollouts
 from rl_plugins.methods.vade import Vade
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Plan, PromptPool, Rollouts
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.stack import MethodStack, build_stack

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.groups import Groups
-from rl_plugins.losses import aggregate, ppo_clip
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.losses import aggregate, ppo_clip
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Rows, Terms, Update
 from rl_plugins.methods.vcpo import Vcpo, ess_ratio, log_baseline_weight, lr_factor, weighted_baseline
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Rows, Terms, Update
 from rl_plugins.runtime.metrics import combine
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.runtime.update import before_update
 from rl_plugins.testing import make_rollouts, make_tokens, start_stack
@@ -564,8 +564,8 @@ def test_parameters_out_of_range(params: dict[str, Any], match: str) -> None:
 
 
 def test_what_it_asks_of_a_run() -> None:
-    assert vcpo().whole_groups and vcpo().min_group_size == 2
-    assert not vcpo(baseline="group").whole_groups and vcpo(baseline="none").min_group_size == 1
+    assert vcpo().steps_hold_whole_groups and vcpo().min_group_size == 2
+    assert not vcpo(baseline="group").steps_hold_whole_groups and vcpo(baseline="none").min_group_size == 1
     assert vcpo().needs == {"rollout_logprobs", "current_logprobs", "off_policy"}
     assert vcpo(baseline="group").needs == vcpo().needs
     with pytest.raises(ConfigError, match="`vcpo` and `drpo`|`drpo` and `vcpo`"):
@@ -573,18 +573,18 @@ def test_what_it_asks_of_a_run() -> None:
 
 
 def test_refusals() -> None:
-    def facts(missing: Any = None, **changes: Any) -> HostFacts:
+    def capabilities(missing: Any = None, **changes: Any) -> HostCapabilities:
         option = {"vllm_importance_sampling_correction": True}
         hooks = {"advantages", "shape", "before_update", "policy_loss"}
-        return HostFacts("trl", "0", hooks, {}, (), missing or {}, None, option, option, **changes)
+        return HostCapabilities("trl", "0", hooks, {}, (), missing or {}, None, option, option, **changes)
 
-    assert preflight(build_stack("vcpo"), facts()) == {"vllm_importance_sampling_correction": False}
+    assert preflight(build_stack("vcpo"), capabilities()) == {"vllm_importance_sampling_correction": False}
     with pytest.raises(ConfigError, match="tokens that another policy sampled.*: raise num_iterations"):
-        preflight(build_stack("vcpo"), facts({"off_policy": "raise num_iterations."}))
+        preflight(build_stack("vcpo"), capabilities({"off_policy": "raise num_iterations."}))
     with pytest.raises(
         ConfigError, match="`vcpo` holds the weight .*and so does rollout_is=token: it would count twice"
     ):
-        preflight(build_stack("vcpo"), facts(importance_weights={"rollout_is": "token"}))
+        preflight(build_stack("vcpo"), capabilities(importance_weights={"rollout_is": "token"}))
     proxy = build_stack("vcpo", {"vcpo": {"gradnorm": "proxy"}})
     with pytest.raises(ConfigError, match="needs sum of the squared probabilities.*: no pass"):
-        preflight(proxy, facts({"sum_squared_probs": "no pass."}))
+        preflight(proxy, capabilities({"sum_squared_probs": "no pass."}))

@@ -16,23 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.kit.services import media_of, prompt_text
 from rl_plugins.methods.mc_grpo import McGrpo
-from rl_plugins.methods.xrpo import (
-    XRPO,
-    XrpoAllocate,
-    XrpoNovelty,
-    XrpoSeeds,
-    allocate,
-    half_width,
-    relative_likelihood,
-    tfidf_cosine,
-)
+from rl_plugins.methods.xrpo import XRPO, tfidf_cosine
 from rl_plugins.methods.xrpo.similarity import words
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Budget, Completion, GroupSoFar, Plan, PlanRow, Rollouts, Tokens
+from rl_plugins.methods.xrpo_allocate import XrpoAllocate, allocate, half_width
+from rl_plugins.methods.xrpo_novelty import XrpoNovelty, relative_likelihood
+from rl_plugins.methods.xrpo_seeds import XrpoSeeds
 from rl_plugins.runtime.budget import budgets
 from rl_plugins.runtime.decide import check_full
 from rl_plugins.runtime.metrics import combine
@@ -40,7 +35,6 @@ from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.services import media_of, prompt_text
 from rl_plugins.testing import make_plan, make_rollouts, make_run, make_tokens, one_step, start_stack
 
 GOLDEN = Golden("xrpo")
@@ -416,7 +410,7 @@ def test_more_texts_than_are_kept(embed: Any, monkeypatch: pytest.MonkeyPatch) -
     """Words and embeddings that are thrown away are made again."""
     wanted = []
     for most in (65536, 2):
-        monkeypatch.setattr("rl_plugins.methods.xrpo.seeds.MOST_TEXTS", most)
+        monkeypatch.setattr("rl_plugins.methods.xrpo_seeds.MOST_TEXTS", most)
         stack = seeding(embed=embed)
         solved(stack, 4, 1, 2)
         wanted.append([stack.methods[0]._examples(i) for i in (0, 5, 3, 5, 0, 1)])

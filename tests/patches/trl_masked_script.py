@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import BertForMaskedLM, GenerationConfig
 
-from rl_plugins.demo.masked_policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.masked import Decoded, Decoding, decode, trajectory_logprobs
+from rl_plugins.kit.masked import Decoded, Decoding, decode, trajectory_logprobs
+from rl_plugins.lab.demo.masked_policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.masked import MaskedGRPOConfig, MaskedGRPOTrainer
 
 LENGTH, ROWS = 14, 32  # tokens of an answer, rows of a micro-batch

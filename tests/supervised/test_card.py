@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from rl_plugins import supervised
-from rl_plugins.commands import info
-from rl_plugins.commands.listing import print_list
-from rl_plugins.errors import ConfigError
+from rl_plugins.cards import info
+from rl_plugins.cards.listing import print_list
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.stack import build_stack
+from rl_plugins.tools import supervised
 
 POINTER = (
     r"`otr` is a loss for supervised trainers, not a method: .*TRL: `rl-plugins trl sft --loss_type otr`; "

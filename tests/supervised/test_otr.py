@@ -10,10 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.params import build_params
-from rl_plugins.supervised import otr
-from rl_plugins.supervised.otr import Drawing, Head, OtrParams, generator, head_loss, logits_loss, sequence_weights
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import build_params
+from rl_plugins.tools.supervised import otr
+from rl_plugins.tools.supervised.otr import (
+    Drawing,
+    Head,
+    OtrParams,
+    generator,
+    head_loss,
+    logits_loss,
+    sequence_weights,
+)
 
 EXPECTED = dict(expected=True)
 

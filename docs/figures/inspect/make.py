@@ -16,9 +16,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from rl_plugins.lab.viewer.folder import TraceFolder
+from rl_plugins.lab.viewer.page import write_page
 from rl_plugins.testing.browser import Browser
-from rl_plugins.viewer.folder import TraceFolder
-from rl_plugins.viewer.page import write_page
 
 HERE = Path(__file__).parent
 LARGEST = 60_000  # bytes

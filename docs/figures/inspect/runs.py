@@ -19,9 +19,9 @@ from typing import Any
 
 import yaml
 
-from rl_plugins.demo import agents, settings
-from rl_plugins.demo.environments.policy import agent_policy_path, load_agent_policy
-from rl_plugins.demo.policy import load_policy, policy_path
+from rl_plugins.lab.demo import agents, settings
+from rl_plugins.lab.demo.environments.policy import agent_policy_path, load_agent_policy
+from rl_plugins.lab.demo.policy import load_policy, policy_path
 
 SIGNALS = ("entropies", "old_logprobs", "rollout_logprobs")
 
@@ -50,7 +50,7 @@ RUNS = {
     "format": Shown(["gdpo"]),
     # a weight of 0.05 for the right digits, and of 1 for the mark
     "hack": Shown(["gdpo"], {}, {"reward_weights": [0.0, 0.05, 1.0], "num_generations": 8, "learning_rate": 1e-3}),
-    "zero": Shown(["grpo_roc"], {"grpo_roc": dict(settings.DEMO_PARAMS["grpo_roc"])}, BINARY),
+    "zero": Shown(["grpo_roc"], {"grpo_roc": dict(settings.demo_params("grpo_roc"))}, BINARY),
     "scale": Shown(["mc_grpo"], {}, {"num_generations": 8}),
     "latr": Shown(["latr"], {}, BINARY, "", ("entropies", "old_logprobs")),  # it has no sampling log-probs
     "pruned": Shown(
@@ -97,7 +97,7 @@ def make(name: str, out: Path) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     with (folder / "log.txt").open("w") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "rl_plugins.cli", "trl", "grpo", "--config", str(folder / "config.yaml")],
+            [sys.executable, "-m", "rl_plugins.commands.cli", "trl", "grpo", "--config", str(folder / "config.yaml")],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **settings.environment(out)},

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from rl_plugins.commands.fuse.folder import FLOATS, ModelFolder, StoredTensor
 from rl_plugins.commands.fuse.plan import FusionPlan
-from rl_plugins.errors import ConfigError
-from rl_plugins.fusion import Floats, FusionRule, TensorFusion, delta, spans
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.fusion import Floats, FusionRule, TensorFusion, delta, spans
 
 
 @dataclasses.dataclass

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rl_plugins.errors import ConfigError, shortened
-from rl_plugins.fusion import Floats, spans
+from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.tools.fusion import Floats, spans
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 COPIED = {

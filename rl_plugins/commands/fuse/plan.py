@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_plugins.commands.fuse.folder import FLOATS, INDEX, OTHER_WEIGHTS, ModelFolder
-from rl_plugins.errors import ConfigError, shortened
-from rl_plugins.fusion import FusionRule
+from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins.tools.fusion import FusionRule
 
 NOT_COPIED = ("readme.md", "training_args.bin", "trainer_state.json", "rollout_state.json", "fusion.json")
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.heads import prefix_diversity, shares
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.tools.heads import prefix_diversity, shares
 
 SOLVED = "solved"  # column of the dataset that is written
 ALONE = "model"  # what samples of the model without a head are called
@@ -50,7 +50,7 @@ def sample_heads(config: Path, heads: Sequence[Path], budget: SampleBudget, out:
     Raises:
         ConfigError: a config, adapter or reward function that cannot be used, or `out` holds samples of something else.
     """
-    from rl_plugins.trl.head_samples import Sampler, SamplingRun
+    from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
 
     names = _names(heads)
     sampling = SamplingRun.of(config, budget.split)

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_plugins.cards.usage import hydra
 from rl_plugins.commands.scale import with_overrides, words_of
-from rl_plugins.commands.usage import hydra
 from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime.config_text import read_yaml
 from rl_plugins.runtime.registry import parse_method_params, parse_methods
 from rl_plugins.runtime.stack import build_stack

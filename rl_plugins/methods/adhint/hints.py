@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Paper
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.rollouts import Rollouts, Tokens
 
-PAPER = Paper(
-    "2512.13095",
-    "ADHint: Adaptive Hints with Difficulty Priors for Reinforcement Learning",
-    "Feng Zhang and Zezhong Tan and Xinhong Ma and Ziqiang Dong and Xi Leng and Jianfei Zhao and Xin Sun and Yang Yang",
-    2025,
-)
 COLUMN = "adhint"  # of a row: first token of its hint and the position after the last one, [0, 0] without a hint
 
 

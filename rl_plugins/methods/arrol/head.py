@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
 
 _LOWEST = -20.0  # log-probs below count as this
 _CERTAIN = math.log(0.9)  # a token at least this likely was certain
@@ -29,7 +29,7 @@ def features_of(
 
     Args:
         logprobs: of the sampled tokens.
-        top: of each token the most likely ones with their log-probs, see `rl_plugins.requests.Generated`.
+        top: of each token the most likely ones with their log-probs, see `rl_plugins.core.requests.Generated`.
     """
     n = min(len(logprobs), limit)
     if not n:

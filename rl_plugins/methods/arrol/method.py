@@ -10,8 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, above, below, has_effect, param
+from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
+from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
 from rl_plugins.methods.arrol.head import Calibrator, features_of, fit, quality, with_prompt
 from rl_plugins.methods.arrol.survivors import (
     Array,
@@ -26,9 +29,6 @@ from rl_plugins.methods.arrol.survivors import (
     shift_for,
     survival,
 )
-from rl_plugins.params import GIVEN, MethodParams, above, below, has_effect, param
-from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Trajectory
-from rl_plugins.rollouts import Plan, Rollouts, Run, Tokens
 
 
 class Arrol(Method):
@@ -81,61 +81,11 @@ class Arrol(Method):
     """
 
     name = "arrol"
-    paper = Paper(
-        "2603.24840",
-        "Prune as You Generate: Online Rollout Pruning for Faster and Better RLVR",
-        "Haobo Xu and Sirui Chen and Ruizhong Qiu and Yuchen Yan and Chen Luo and Monica Cheng and Jingrui He and "
-        "Hanghang Tong",
-        2026,
-        code="Hsu1023/ARRoL",
-    )
     fidelity = "reconstruction"
     brings_columns = ("arrol",)
     state_version = 2  # the optimizer of the head
     does = "Stops about half of the rollouts early, keeping right and wrong ones in balance"
     problems = ("no_signal", "long_tail")
-    measured = (
-        Measured(
-            "reward variance left, `selection: survival` (default), against stopping at random",
-            "not told apart",
-            "+.003 ± .007",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "reward variance left, `selection: balanced`, against stopping at random",
-            "better",
-            "+.019 ± .010",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "reward variance left, `selection: extremes`, against stopping at random",
-            "better",
-            "+.028 ± .011",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-    )
-    use_when = "A completion's outcome is predictable early, and many groups are nearly all right."
-    avoid_when = "Log-probs do not predict the outcome (watch arrol/accuracy), or completions are short."
-    cost = (
-        "Fewer tokens: the stopped rollouts are not decoded after `detect_tokens` tokens, and about `keep_ratio` "
-        "of those still running are trained. In our simulation about 62 % of the tokens are left. Completions of "
-        "at most `detect_tokens` tokens save nothing. `top` > 0 needs log-probs of several tokens per position. "
-        "The plan carries the head, d * width numbers: small for the 14 built-in features, megabytes for hidden "
-        "states, so keep `width` small there."
-    )
-    disagreements = (
-        "The paper's head reads the last hidden state; here log-probs (`features` takes a function for the former).",
-        "The paper's rule lowers the share of right rollouts even where it is already below rho. "
-        "`selection: balanced` follows the paper's stated aim, per prompt.",
-        "The number of survivors of a prompt is random. `selection: balanced` with `independent: "
-        "false` keeps exactly round(keep_ratio n) of the n unfinished ones.",
-        "Survivors train the head with weights 1 / p_i; no such correction is reported (`max_weight: 1` turns it off).",
-        "Reported by summaries of the paper: survival probability, calibration by 128 bins with "
-        "Laplace smoothing and Bayes' rule, strength 0.5, L 512, K and rho 0.5, a cold start of "
-        "20, a two-layer MLP trained by cross-entropy, votes by rank. The rest is ours and marked "
-        "so.",
-        "`selection: extremes` (ours) splits groups better than any draw but shows the head only extremes.",
-    )
     idle = (
         Idle(
             {"stopped": 0},

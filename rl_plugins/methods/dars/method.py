@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar, PerRollout, Plan, PlanRow, Rollouts, Run, weighted_reward
 from rl_plugins.methods.dars.schedule import Schedule, helping, served
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Budget, GroupSoFar, Once, Plan, PlanRow, Rollouts, Run, weighted_reward
-
-PAPER = Paper(
-    "2508.13755",
-    "Depth-Breadth Synergy in RLVR: Unlocking LLM Reasoning Gains with Adaptive Exploration",
-    "Zhicheng Yang and Zhijiang Guo and Yinya Huang and Yongxin Wang and Dongchun Xie and Hanhui Li and Yiwei Wang "
-    "and Xiaodan Liang and Jing Tang",
-    2025,
-    code="yangzhch6/DARS",
-)
-PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "trl": {
-        "learning_rate": 5e-6,
-        "temperature": 1.0,
-        "beta": 0.0,
-        "max_completion_length": 3072,
-    },
-    "verl": {
-        "data.train_batch_size": 3072,
-        "actor_rollout_ref.actor.optim.lr": 5e-6,
-        "actor_rollout_ref.rollout.temperature": 1.0,
-        "actor_rollout_ref.actor.use_kl_loss": False,
-        "data.max_response_length": 3072,
-    },
-}
 
 
 class Dars(Method):
@@ -81,59 +55,9 @@ class Dars(Method):
     """
 
     name = "dars"
-    paper = PAPER
     fidelity = "code"
     does = "Gives prompts with a low success rate a second round of rollouts"
     problems = ("no_signal", "exploration")
-    measured = (
-        Measured(
-            "mean pass rate at equal rollouts, simulated, minus GRPO",
-            "better",
-            "+0.068 ± 0.018",
-            "dars-10-seeds",
-        ),
-        Measured(
-            "prompts that began below 0.05 and end above 0.5, simulated, minus GRPO",
-            "better",
-            "+0.116 ± 0.042",
-            "dars-10-seeds",
-        ),
-        Measured(
-            "share of rollouts in groups with a signal, TRL",
-            "worse",
-            "0.476 ± 0.022 against 0.633 ± 0.008 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-        Measured(
-            "right answers on held-out prompts, TRL, same number of rollouts",
-            "not told apart",
-            "0.485 ± 0.018 against 0.487 ± 0.017 (GRPO)",
-            "prompts-and-rollouts-in-trls-real-trainer-5-seeds",
-        ),
-    )
-    goes_with = {
-        "dars_breadth": "The paper's DARS-B: a large batch, trained as a whole several times.",
-        "xrpo_seeds": "Puts solved examples into the prompts of the second round (`second_round: false`).",
-    }
-    use_when = "Many prompts are answered correctly only now and then, and you optimize Pass@K."
-    avoid_when = (
-        "Nearly all hard prompts are out of reach (watch dars/rescued): the second round is then wasted. Or "
-        "rewards are graded and the grades matter: this method sees success rates only."
-    )
-    cost = (
-        "A second round of generation. At least `n_first` rollouts per prompt, and at most group size times "
-        "prompts in all. A group size of 1.5 to 2 times `n_first` leaves room for the second round."
-    )
-    disagreements = (
-        "The authors' batch grows with the need and is padded; here second rounds share the rows "
-        "of the host's batch, and `served` is the share that fitted.",
-        "In the authors' code the second round has a negative size where n_max < n_first; here that is refused.",
-        "In the authors' code a batch without any group left does not count as a step; here it does.",
-        "Paper and code use the mean reward as the share of successes. Here it is the share of "
-        "rewards of at least success_threshold, which is the same for rewards 0 and 1.",
-        "We could not establish whether the paper also divides by the deviation: the code can, but "
-        "its scripts do not (`use_std`, off).",
-    )
     rounds = True
     decides_rollouts = True
     host_options = {"trl": {"scale_rewards": "none"}, "verl": {"algorithm.norm_adv_by_std_in_grpo": False}}
@@ -144,7 +68,6 @@ class Dars(Method):
             "rollouts, or `n_max` equals `n_first`.",
         ),
     )
-    paper_settings = PAPER_SETTINGS
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -252,9 +175,9 @@ class Dars(Method):
         return 0 < self._rate(group) < self.params.upper
 
 
-def _as_planned(rollouts: Rollouts) -> Once:
+def _as_planned(rollouts: Rollouts) -> PerRollout:
     """Every rollout once, with the reward that `plan` saw, so exactly the rows leave that `plan` counted on."""
-    return rollouts.replace(reward=weighted_reward(rollouts.rewards, rollouts.reward_weights)).once
+    return rollouts.replace(reward=weighted_reward(rollouts.rewards, rollouts.reward_weights)).per_rollout
 
 
 def _further(groups: list[GroupSoFar], numbers: list[int]) -> list[PlanRow]:

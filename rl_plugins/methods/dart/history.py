@@ -9,19 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.groups import Groups
-from rl_plugins.method import Paper
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.rollouts import Rollouts
 
-PAPER = Paper(
-    "2509.23866",
-    "Efficient Multi-turn RL for GUI Agents via Decoupled Training and Adaptive Data Curation",
-    "Pengxiang Li and Zechen Hu and Zirui Shang and Jingrong Wu and Yang Liu and Hui Liu and Zhi Gao and Chenrui Shi "
-    "and Bofei Zhang and Zihao Zhang and Xiaochuan Shi and Zedong Yu and Yuwei Wu and Xinxiao Wu and Yunde Jia and "
-    "Liuyu Xiang and Zhaofeng He and Qing Li",
-    2025,
-    code="Computer-use-agents/dart-gui",
-)
 STORED = "dart_pool"  # in the payload of a plan row: its first rollout is a stored success
 
 
@@ -105,7 +95,7 @@ def success_rate(outcome: Tensor, latest: Tensor | int) -> Tensor:
 def successes(rollouts: Rollouts, threshold: float) -> tuple[Tensor, Tensor]:
     """(rollouts,) dataset rows and outcomes (1.0 or 0.0) of the rollouts of this batch that have a reward, each once.
     Foreign prompts and stored rollouts are left out."""
-    once = rollouts.once
+    once = rollouts.per_rollout
     stored = is_stored(rollouts)[once.last]
     counted = ~torch.isnan(once.reward) & (once.prompt_index >= 0) & ~stored
     return once.prompt_index[counted], (once.reward[counted] >= threshold).double()

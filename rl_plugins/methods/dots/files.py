@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins.errors import ConfigError, shortened
+from rl_plugins.core.errors import ConfigError, shortened
 from rl_plugins.methods.dots.predictor import Adapter
 
 FINGERPRINT = "dataset"  # key of the metadata

@@ -9,14 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 from rl_plugins.methods.dots.files import embeddings_of, load_adapter
 from rl_plugins.methods.dots.predictor import Predictor, draw, selection_logits
-from rl_plugins.methods.rollout_replay.method import PAPER, RolloutReplay
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Budget, Plan, PlanRow, PromptPool, Rollouts, Run, Tokens, weighted_reward
 
 
 class Dots(Method):
@@ -64,56 +63,11 @@ class Dots(Method):
     """
 
     name = "dots"
-    paper = PAPER
     fidelity = "paper"
     does = "Trains the prompts whose predicted pass rate is closest to one half"
     problems = ("no_signal", "few_prompts")
-    measured = (
-        Measured(
-            "share of groups with unequal rewards, simulated, raw embeddings",
-            "better",
-            "0.734 ± 0.091 against 0.561 ± 0.129 (host's order)",
-            "dots_rr-5-seeds",
-        ),
-        Measured(
-            "such groups per 1,000 rollouts, reference rollouts counted",
-            "not told apart",
-            "73.4 ± 9.1 against 70.1 ± 16.1 (host's order)",
-            "dots_rr-5-seeds",
-        ),
-        Measured(
-            "mean pass rate at the end, simulated",
-            "not told apart",
-            "0.707 ± 0.137 against 0.676 ± 0.142 (host's order)",
-            "dots_rr-5-seeds",
-        ),
-    )
-    goes_with = {
-        "rollout_replay": "The paper's DOTS + RR: replay saves the rollouts that the reference prompts cost.",
-    }
-    use_when = "Many prompts are always or never solved, and embeddings of the prompts tell which ones are alike."
-    avoid_when = (
-        "Rewards are not in [0, 1], or each prompt must be seen once per epoch: prompts are then drawn by "
-        "difficulty and not by epoch."
-    )
-    cost = (
-        "K reference prompts times the group size extra rollouts per cycle of `cycle` batches, which are not "
-        "trained. With the paper's K = 256, batches of 512 prompts, two batches per cycle and half of each batch "
-        "replayed: 1.5 times the fresh rollouts. The prediction reads all embeddings once per cycle; with an "
-        "adapter their projections are kept, 4 bytes x D x 896."
-    )
-    disagreements = (
-        "The paper was read through notes made from the authors' code and its abstract, not in full.",
-        "The authors' adapter and its training data are not shipped: `rl-plugins train-adapter` "
-        "trains one from your own pass rates. The size of the calibration's hidden layer (64) is "
-        "ours.",
-        "Without an adapter (`adapter: none`) embeddings are compared unchanged, which the paper does not try.",
-        "The authors draw with torch.multinomial, which returns prompts of probability 0 when too few others are left.",
-        "`reference: previous` is ours.",
-    )
     needs = frozenset({"prompt_index"})
     decides_rollouts = True
-    paper_settings = RolloutReplay.paper_settings
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -144,8 +98,6 @@ class Dots(Method):
                     "parameter `embeddings` is missing: give a .safetensors or .npy file with a row per row of the "
                     'dataset, or a function of the dataset as "module:attribute".'
                 )
-
-    example_params = {"embeddings": "embeddings.safetensors"}
 
     def __init__(self, params: MethodParams | None = None) -> None:
         super().__init__(params)

@@ -2,37 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
-from rl_plugins.method import Paper
-from rl_plugins.rollouts import Tokens
-
-PAPER = Paper(
-    "2602.02150",
-    "ECHO: Entropy-Confidence Hybrid Optimization for Test-Time Reinforcement Learning",
-    "Chu Zhao and Enneng Yang and Yuting Liu and Jianzhe Zhao and Guibing Guo",
-    2026,
-    code="user683/ECHO",
-)
-PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "trl": {
-        "num_generations": 32,
-        "learning_rate": 5e-7,
-        "temperature": 0.8,
-        "num_train_epochs": 80,
-    },
-    "verl": {
-        "data.train_batch_size": 8,
-        "actor_rollout_ref.rollout.n": 32,
-        "actor_rollout_ref.actor.optim.lr": 5e-7,
-        "actor_rollout_ref.rollout.temperature": 0.8,
-        "actor_rollout_ref.actor.use_kl_loss": True,
-        "trainer.total_epochs": 80,
-    },
-}
+from rl_plugins.core.rollouts import Tokens
 
 
 def confidence(tokens: Tokens) -> Tensor:

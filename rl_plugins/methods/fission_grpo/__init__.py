@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from rl_plugins.methods.fission_grpo.calls import ToolCall, as_calls, correctness, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.method import FissionGrpo
-from rl_plugins.methods.fission_grpo.reward import FissionReward
 
 __all__ = [
     "FissionGrpo",
-    "FissionReward",
     "ToolCall",
     "as_calls",
     "correctness",

@@ -11,21 +11,12 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.kit.services import Failure, NotAsked, Service, failures
 from rl_plugins.methods.fission_grpo.calls import GENERIC, as_calls, leaks, read_calls, simulate
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
-from rl_plugins.services import Failure, NotAsked, Service, failures
-
-PAPER = Paper(
-    "2601.15625",
-    "Robust Tool Use via Fission-GRPO: Learning to Recover from Execution Errors",
-    "Zhiwei Zhang and Fei Zhao and Rui Wang and Zezhong Wang and Bin Liang and Jiakang Wang and Yao Hu and Shaosheng "
-    "Cao and Kam-Fai Wong",
-    2026,
-    code="zxzadm/Fission-GRPO",
-)
 
 
 class FissionGrpo(Method):
@@ -73,42 +64,9 @@ class FissionGrpo(Method):
     """
 
     name = "fission_grpo"
-    paper = PAPER
     fidelity = "reconstruction"
     does = "Turns failed tool calls into prompts about recovering from the error"
     problems = ("agents", "no_signal")
-    measured = (
-        Measured(
-            "right answers after an error on new tasks, simulated",
-            "better",
-            ".080 of .087 that are possible against .025 (GRPO)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "right answers after an error on new tasks, simulated, empty error messages",
-            "better",
-            ".039 against .025 (GRPO)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-    )
-    goes_with = {
-        "fission_grpo_reward": "The paper's reward: format counts more at first, the right call later.",
-    }
-    use_when = "A policy that calls tools repeats failed calls, and some prompts fail in all rollouts."
-    avoid_when = "The deployed policy gets no second chance after an error, or error messages do not name the cause."
-    cost = (
-        "No extra rollouts: recovery prompts take up to `share` (0.25) of the rows of each batch, and the prompts "
-        "they displace are not trained in that batch. Name this method after those that choose prompts. A dataset "
-        "that is a stream is refused, because its rows cannot be found again."
-    )
-    disagreements = (
-        "The paper updates on recovery separately from ordinary prompts; here both share a batch "
-        "(see `share`, `every`).",
-        "The paper's simulator is a trained model; here the environment's own text, `message`, or rules.",
-        "The paper's reward changes its weights over the run; that is a separate method, `fission_grpo_reward`.",
-        "The paper's alternation is `share: 1`, `every: 2`, and as `trigger` the prompts of a "
-        "batch: every second batch then contains only recovery.",
-    )
     idle = (
         Idle(
             {"served": 0},
@@ -279,7 +237,7 @@ class FissionGrpo(Method):
 
     def _several(self, rollouts: Rollouts) -> list[bool]:
         """Rows of rollouts that are more than one answer."""
-        several = rollouts.once.rows.rows(rollouts.once.rows.size > 1)
+        several = rollouts.per_rollout.rows.rows(rollouts.per_rollout.rows.size > 1)
         if rollouts.turns is not None:
             several = several | (torch.bincount(rollouts.turns.row, minlength=len(rollouts)) > 1)
         return several.tolist()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams
+from rl_plugins.core.requests import BranchOrigin, Generate, Program, Prompt
+from rl_plugins.core.rollouts import Plan
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
-from rl_plugins.params import MethodParams
-from rl_plugins.requests import BranchOrigin, Generate, Program, Prompt
-from rl_plugins.rollouts import Plan
 
 
 class Latr(Method):
@@ -53,72 +53,9 @@ class Latr(Method):
     """
 
     name = "latr"
-    paper = Paper(
-        "2510.24302",
-        "Lookahead Tree-Based Rollouts for Enhanced Trajectory-Level Exploration in Reinforcement Learning with "
-        "Verifiable Rewards",
-        "Shangyu Xing and Siyuan Wang and Chenyuan Yang and Xinyu Dai and Xiang Ren",
-        2025,
-        code="starreeze/latr",
-    )
     fidelity = "code"
     does = "Grows a tree of rollouts that branches at uncertain tokens and prunes near copies"
     problems = ("exploration", "no_signal")
-    measured = (
-        Measured(
-            "distinct ways among 8 rollouts, even forks, 30 % of them real",
-            "better",
-            "6.84 against 6.45 (plain sampling), +0.39 ± 0.17",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "share of groups without variance, even forks",
-            "not told apart",
-            "0.33 against 0.34 (plain sampling)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "distinct ways among 8 rollouts, uneven forks",
-            "worse",
-            "4.3 against 6.2 (plain sampling)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "distinct answers of 8 in the demo",
-            "worse",
-            "1.3 against 6.4 (plain sampling), 85 % of the groups without variance against 25 %",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-    )
-    use_when = (
-        "Rollouts of a prompt are near copies of each other, many groups have no variance, and completions are long."
-    )
-    avoid_when = (
-        "Log-probs of the sampling policy are needed (truncated importance sampling, asynchronous training), the "
-        "policy is nearly deterministic, or completions are shorter than the first lookahead."
-    )
-    cost = (
-        "As many rollouts as plain sampling and .84 to .88 times the tokens decoded in our simulation, in 14 "
-        "engine batches instead of one. Each request brings up to `decode_ahead` tokens, and there is one more "
-        "wherever a branch starts; each request reads the prefix again unless the engine caches it. `latr/unused` "
-        "is the share of tree tokens that no rollout uses. The engine must report the `candidates` most likely "
-        "tokens."
-    )
-    disagreements = (
-        "Before January 2026 the code branched where p_1 - p_j > tau_rel, the opposite of the "
-        'paper\'s uncertainty; `rel_test="far"` gives that. It is not known which rule made the '
-        "paper's tables.",
-        "The authors stop all prompts of a batch together, when the sum of their branches is full "
-        "and no branch is young. A program sees one prompt, so each prompt stops on its own: its "
-        "greedy part is at most as long as theirs.",
-        "Not included, because no run of the authors uses them: the filters for stop words and "
-        "cumulative probability, the scheduler of thresholds, and random branching and pruning. "
-        "Also not included: `keep_math_symbols`, which is on in their code and tests one branch "
-        "but prunes another.",
-        "The paper's settings for mathematics: tau_abs 0.15, tau_rel 0.25, tau_ed none, tau_sm 0.2, tau_rl "
-        "0.5, eta 1, 0.75, 0.5, 0.25 from 0, 100, 200, 300, max_tree_tokens 1024; the defaults are those for "
-        "countdown. The authors' count of batches starts at 1, here at 0.",
-    )
     needs = frozenset({"engine:logprobs=2"})
     min_group_size = 2
     forces_tokens = True
@@ -130,25 +67,6 @@ class Latr(Method):
             "longer.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "learning_rate": 1e-6,
-            "beta": 0.01,
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-        },
-        "verl": {
-            "data.train_batch_size": 256,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.actor.use_kl_loss": True,
-            "actor_rollout_ref.actor.kl_loss_coef": 0.01,
-            "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-        },
-    }
     Params = LatrParams
 
     def __init__(self, params: MethodParams | None = None) -> None:

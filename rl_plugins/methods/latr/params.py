@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.params import GIVEN, MethodParams, param
 from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
-from rl_plugins.params import GIVEN, MethodParams, param
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.requests import UNKNOWN, BranchOrigin, Generate, Generated, Kind, Prompt, Pruned, Trajectory
 from rl_plugins.methods.latr.params import LatrParams
-from rl_plugins.requests import UNKNOWN, BranchOrigin, Generate, Generated, Kind, Prompt, Pruned, Trajectory
 
 
 @dataclass(frozen=True)

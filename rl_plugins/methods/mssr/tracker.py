@@ -20,40 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, StateError
-from rl_plugins.evidence import Counts
-from rl_plugins.groups import Groups
-from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.priors import Column
-from rl_plugins.rollouts import Rollouts, Run, Tokens
+from rl_plugins.core.errors import ConfigError, StateError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Run, Tokens
+from rl_plugins.kit.evidence import Counts
+from rl_plugins.kit.priors import Column
 
 COUNTS = Counts(("alpha", "beta"))
-PAPER = Paper(
-    "2512.18215",
-    "Stable and Efficient Single-Rollout RL for Multimodal Reasoning",
-    "Rui Liu and Dian Yu and Lei Ke and Haolin Liu and Yujun Zhou and Zhenwen Liang and Haitao Mi and Pratap Tokekar "
-    "and Dong Yu",
-    2025,
-    code="ruiiu/MSSR",
-)
-PAPER_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "trl": {
-        "learning_rate": 1e-6,
-        "beta": 0.01,
-        "max_grad_norm": 0.5,
-        "temperature": 1.0,
-    },
-    "verl": {
-        "data.train_batch_size": 2048,
-        "actor_rollout_ref.rollout.n": 1,
-        "actor_rollout_ref.actor.optim.lr": 1e-6,
-        "actor_rollout_ref.actor.use_kl_loss": True,
-        "actor_rollout_ref.actor.kl_loss_coef": 0.01,
-        "actor_rollout_ref.actor.grad_clip": 0.5,
-        "actor_rollout_ref.rollout.temperature": 1.0,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -126,7 +101,7 @@ class Tracked(Method):
         p = self.params
         window = [*self.state["kl"], *(_kl(tokens) if p.rho is None else [])][-p.kl_window :]
         rho = forgetting_rate(window, p)
-        found = rollouts.once  # in the order of groups and rollouts, whatever the order of the rows
+        found = rollouts.per_rollout  # in the order of groups and rollouts, whatever the order of the rows
         counted = ~torch.isnan(found.reward) & (found.prompt_index >= 0)
         prompts = Groups(found.prompt_index[counted])
         self._check(prompts.ids)

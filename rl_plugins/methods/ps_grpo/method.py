@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, MethodError, StateError, shown
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError, MethodError, StateError, shown
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
+from rl_plugins.kit.priors import cell
+from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary
-from rl_plugins.params import MethodParams, above, param
-from rl_plugins.priors import cell
-from rl_plugins.rollouts import Budget, Plan, PromptPool, Rollouts, Run
-from rl_plugins.services import number
 
 _SIMILARITY = number(0, 1)
 
@@ -77,56 +77,9 @@ class PsGrpo(Method):
     """
 
     name = "ps_grpo"
-    paper = Paper(
-        "2510.04392",
-        "Improving Consistency in Retrieval-Augmented Systems with Group Similarity Rewards",
-        "Faisal Hamman and Chenyang Zhu and Anoop Kumar and Xujun Peng and Sanghamitra Dutta and Daben Liu and "
-        "Alfy Samuel",
-        2025,
-    )
     fidelity = "paper"
     does = "Rewards answers that agree with those to other wordings of the same question"
     problems = ("no_verifier",)
-    measured = (
-        Measured(
-            "sign of the advantages with the paper's sample, against exact rewards",
-            "worse",
-            "same in 0.733 ± 0.006 of the rollouts, simulated",
-            "ps_grpo-10-seeds",
-        ),
-        Measured(
-            "right answers where a wrong habit leads, `gamma` 0 against `gamma` 1",
-            "worse",
-            "0.000 ± 0.000 against 0.993 ± 0.000, simulated",
-            "ps_grpo-10-seeds",
-        ),
-        Measured(
-            "right answers and agreement of wordings, both parts against the accuracy alone",
-            "not told apart",
-            "0.993 ± 0.000 against 0.993 ± 0.000, simulated",
-            "ps_grpo-10-seeds",
-        ),
-    )
-    use_when = "The answer must not change with the wording of a question or with what was retrieved for it."
-    avoid_when = "The dataset has one wording per question, or only the similarity says which answers are good."
-    cost = (
-        "No extra rollouts. The comparisons of 4,096 rollouts take 0.1 s of CPU on the driver at 30 tokens and 0.6 s "
-        "at 200 (`rougeL`: 0.2 s and 2.2 s). Sets that do not divide the batch leave places of it empty."
-    )
-    disagreements = (
-        "The formulas were read through detailed notes in two languages that agree, not in full.",
-        "Which of two texts is the hypothesis of BLEU is inferred: the rollout that is rewarded.",
-        "Smoothing (1 added to order 2), brevity penalty, equal weights of the orders and the tokens of BLEU are "
-        "inferred.",
-        "An empty completion has similarity 0 to every text, another empty one included; inferred.",
-        "The paper gives no values of alpha and gamma. Both are 1, inferred: it reports both parts together as better "
-        "than either alone.",
-        "The paper does not say how to weigh wordings with unequal numbers of rollouts. Here every wording counts "
-        "once, so that the sampled reward keeps the mean of the exact one.",
-        "The sample is the paper's (kappa 3, s 1) and saves calls of a similarity function. The built-in similarities "
-        "take as long with `compare: exact`, which has no noise.",
-        "Without `answer_column` Acc is the run's own reward; the paper has the token F1 only.",
-    )
     idle = (
         Idle(
             {"collapsed": 1.0},
@@ -134,11 +87,7 @@ class PsGrpo(Method):
             "or keep the policy near the reference policy with a KL term.",
         ),
     )
-    paper_settings = {
-        "trl": {"num_generations": 4, "learning_rate": 1e-6},
-        "verl": {"actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.optim.lr": 1e-6},
-    }
-    whole_batch = True
+    plans_stay_together = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -289,7 +238,7 @@ class PsGrpo(Method):
     # ---- rewards
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
-        p, each = self.params, rollouts.once
+        p, each = self.params, rollouts.per_rollout
         prompt, group = each.prompt_index.numpy(), each.group.numpy()
         wording = np.where(prompt >= 0, prompt, -1 - group)
         order = np.lexsort((each.rollout.numpy(), group, wording))  # random numbers do not depend on the order of rows

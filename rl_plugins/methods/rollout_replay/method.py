@@ -5,26 +5,18 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, below, param
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 from rl_plugins.methods.rollout_replay.buffer import Buffer
-from rl_plugins.params import MethodParams, below, param
-from rl_plugins.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
 
-PAPER = Paper(
-    "2506.05316",
-    "Improving Data Efficiency for LLM Reinforcement Fine-tuning Through Difficulty-targeted Online Data Selection "
-    "and Rollout Replay",
-    "Yifan Sun and Jingyan Shen and Yibin Wang and Tianyu Chen and Zhendong Wang and Mingyuan Zhou and Huan Zhang",
-    2025,
-    code="ASTRAL-Group/data-efficient-llm-rl",
-)
 REPLAYS = {"fresh_share": below(1)}
 
 
@@ -78,60 +70,9 @@ class RolloutReplay(Method):
     """
 
     name = "rollout_replay"
-    paper = PAPER
     fidelity = "paper"
     does = "Generates part of each batch and replays stored groups of earlier batches for the rest"
     problems = ("long_tail", "few_prompts")
-    measured: ClassVar[Sequence[Measured]] = (
-        Measured(
-            "expected reward after 2,560 rollouts, small learning rate, simulated, with correction",
-            "better",
-            "0.809 ± 0.061 against 0.126 ± 0.006 (all fresh)",
-            "dots_rr-5-seeds",
-        ),
-        Measured(
-            "expected reward after 2,560 rollouts, large learning rate, simulated, with correction",
-            "not told apart",
-            "0.989 ± 0.027 against 0.936 ± 0.066 (all fresh)",
-            "dots_rr-5-seeds",
-        ),
-        Measured(
-            "expected reward after 5,120 rollouts, small learning rate, with correction against replay as if fresh",
-            "worse",
-            "0.989 ± 0.001 against 0.995 ± 0.001",
-            "dots_rr-5-seeds",
-        ),
-    )
-    goes_with = {
-        "decoupled_ppo": "The paper's loss for replayed groups (`action: none`).",
-        "minpro": "Weights replayed tokens by the smallest ratio of their prefix.",
-        "vcpo": "Weights replayed rows as a whole and lowers the learning rate where few of them count.",
-        "dots": "The paper's DOTS + RR: replay saves the rollouts that the reference prompts cost.",
-    }
-    use_when = "Generation takes most of a step, and the loss corrects for rollouts of an older policy."
-    avoid_when = (
-        "The text of a prompt changes from batch to batch (templates with a date, hints of other methods), or "
-        "every prompt must be seen in each epoch: prompts that a replayed group replaces are skipped."
-    )
-    cost = (
-        "`fresh_share` (0.5) times the rollouts. Memory and checkpoint: 16 bytes per stored token, at most twice "
-        "that (34 MB for 512 groups of 8 rollouts of 512 tokens)."
-    )
-    disagreements: ClassVar[Sequence[str]] = (
-        "The paper was read through notes made from the authors' code and its abstract, not in full.",
-        "The authors drop groups whose mean reward is 0 or 1; here the rewards must differ, so that groups of other "
-        "constant rewards leave too.",
-        "The authors' buffer holds duplicates and constant groups until the next draw, and they "
-        "count against its size; here neither is stored. Their code adds each fresh batch twice, "
-        "but the same step removes the duplicates, and it needs groups of 8; here they have the "
-        "host's group size.",
-        "Groups that lost rollouts are not replayed: verl's asynchronous modes accept groups of "
-        "one size only, and elsewhere the batch would not be full.",
-        "With fewer usable groups than wanted the authors' batch is smaller, or fails; here fresh prompts fill it.",
-        "`max_staleness` is ours; the paper bounds age by the size of the buffer alone. Plans are "
-        "not withdrawn: in verl's asynchronous modes the limit holds once the delay from plan to "
-        "training was seen.",
-    )
     needs: frozenset[str] | set[str] = frozenset(
         {"prompt_index", "tokens", "token_ids", "token_versions", "rollout_logprobs"}
     )
@@ -145,20 +86,6 @@ class RolloutReplay(Method):
             "not reached yet.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "beta": 0.0,
-            "temperature": 0.6,
-            "epsilon": 0.2,
-        },
-        "verl": {
-            "data.train_batch_size": 512,
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.rollout.temperature": 0.6,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

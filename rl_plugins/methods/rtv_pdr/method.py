@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.agents import play
-from rl_plugins.agents.environment import check_environment
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, above, param
+from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
+from rl_plugins.kit.agents import play
+from rl_plugins.kit.agents.environment import check_environment
+from rl_plugins.kit.services import fill, prompt_text, with_task
 from rl_plugins.methods.rtv_pdr import texts
 from rl_plugins.methods.rtv_pdr.tournament import Group, Vote, orders, parse_vote, rtv_rounds
-from rl_plugins.params import GIVEN, MethodParams, above, param
-from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
-from rl_plugins.services import fill, prompt_text, with_task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,71 +69,9 @@ class RtvPdr(Method):
     """
 
     name = "rtv_pdr"
-    paper = Paper(
-        "2604.16529",
-        "Scaling Test-Time Compute for Agentic Coding",
-        "Joongwon Kim and Wannan Yang and Kelvin Niu and Hongming Zhang and Yun Zhu and Eryk Helenowski and Ruan Silva "
-        "and Zhengxing Chen and Srinivasan Iyer and Manzil Zaheer and Daniel Fried and Hannaneh Hajishirzi and Sanjeev "
-        "Arora and Gabriel Synnaeve and Ruslan Salakhutdinov and Anirudh Goyal",
-        2026,
-    )
     fidelity = "paper"
     does = "Answers with the winner of a tournament among many attempts, refined in a second wave"
     problems = ("no_verifier",)
-    measured = (
-        Measured(
-            "right answers of two waves of 16, success rate of .05, simulated",
-            "better",
-            ".48 ± .05 against .31 ± .05 (one wave of 16)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "right answers of two waves of 16, success rate of .05, as many attempts, simulated",
-            "not told apart",
-            ".48 ± .05 against .52 ± .08 (one wave of 32), paired difference -.04 ± .07",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "best attempt found, judge equally precise among 16 and in pairs, groups of 2",
-            "worse",
-            ".77 ± .02 against .92 ± .02 (one flat comparison)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "best attempt found, judge less precise in large groups, groups of 2",
-            "better",
-            ".77 ± .02 against .30 ± .05 (one flat comparison)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "right answers of two waves, judge right in 40 %, success rate of .5, simulated",
-            "worse",
-            ".25 ± .05 against .56 ± .08 (one attempt)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-    )
-    use_when = (
-        "Many attempts per answer are affordable, answers cannot be verified, and comparing two is easier than "
-        "making one."
-    )
-    avoid_when = (
-        "A verifier exists (take the best attempt it accepts), or attempts share the same mistake: a wrong "
-        "majority then wins."
-    )
-    cost = (
-        "In evaluation, per prompt: N T attempts, as many summaries, and V (N - K) + V (N - 1) votes with G = 2 "
-        "and T = 2; with the defaults 32 attempts, 32 summaries and 216 votes. Training costs nothing extra with "
-        "`training: plain`. No feature of the engine is needed, but the context must hold K summaries. Let the "
-        "host evaluate one rollout per prompt: N are made inside."
-    )
-    disagreements = (
-        "The paper was read through two independent notes and an unofficial implementation, not in full.",
-        "The unofficial code deals in order, shows candidates in a fixed order, and gives ties and "
-        "unreadable votes to the first candidate of a group, which favors it: `shuffle`, "
-        "`permute`, `ties`, `unparsable`. The paper's rules are not known.",
-        "It is not known what happens when the last round leaves fewer than K; here the best losers return.",
-        "The prompts for summaries, votes and refinement are ours.",
-    )
     in_eval = ("rollout",)
     idle = (Idle({"refined": 0}, "no prompt was hard enough for another wave. Raise `hard_below`."),)
 
@@ -156,7 +94,7 @@ class RtvPdr(Method):
         environment: Callable[..., Any] | None = param(
             None,
             "class or function that makes a new environment for each attempt of an agent, "
-            "for example rl_plugins.demo.environments:Grid; none: attempts are single answers",
+            "for example rl_plugins.lab.demo.environments:Grid; none: attempts are single answers",
         )
         max_turns: int = param(16, "most turns of an agent", ge=1, only_if={"environment": GIVEN})
         turn_tokens: int | None = param(

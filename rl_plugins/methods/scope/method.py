@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.losses import ppo_clip
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
+from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
-from rl_plugins.rollouts import Rollouts, Shape, Terms, Tokens
 
 _COLUMN = "scope_foreign"  # 1 for tokens of the corrector
 HINT = "A correct solution, which must not be mentioned in the answer:\n{solution}"
@@ -83,59 +83,10 @@ class Scope(Method):
     """
 
     name = "scope"
-    paper = Paper(
-        "2602.24110",
-        "Recycling Failures: Salvaging Exploration in RLVR via Fine-Grained Off-Policy Guidance",
-        "Yanwei Ren and Haotian Zhang and Likang Xiao and Xikai Zhang and Jiaxing Huang and Jiayan Qiu and Baosheng Yu "
-        "and Quan Chen and Liu Liu",
-        2026,
-    )
     fidelity = "reconstruction"
     brings_columns = ("scope",)
     does = "Corrects a failed rollout from its first wrong reasoning step on"
     problems = ("no_signal", "exploration")
-    measured = (
-        Measured(
-            "right answers with an oracle as corrector, any prefix",
-            "better",
-            ".57 against .03 (GRPO)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "bits of diversity left with an oracle as corrector, any prefix",
-            "worse",
-            ".35 against .78 (GRPO)",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-        Measured(
-            "bits of diversity left, against whole answers of the oracle",
-            "better",
-            ".35 against .13",
-            "latr-8-seeds-arrol-scope-fission_grpo-3-seeds",
-        ),
-    )
-    use_when = (
-        "Many prompts have no right rollout, answers have reasoning steps, and a process reward model finds the "
-        "wrong one."
-    )
-    avoid_when = "Nothing tells where an answer goes wrong, or most groups have right rollouts anyway."
-    cost = (
-        "Per group with fewer than `min_correct` right rollouts: one call of the process reward model for each "
-        "wrong rollout, and up to `corrections` (1) calls of the corrector, or as many extra generations by the "
-        "policy."
-    )
-    disagreements = (
-        "The paper's loss on corrected tokens is not known. LUFFY's is the default; `off_policy: "
-        "sft` and `plain` are alternatives.",
-        "It is not known whether the paper corrects groups that have a right rollout "
-        "(`min_correct`), how many rollouts of a group it corrects (`corrections`), and whether "
-        "the corrector writes one step or all (`extent`).",
-        "This method cannot be combined with corrections by rollout log-probs, because the "
-        "corrector's tokens have none. Tokens that the policy samples after a correction keep "
-        "their log-probs.",
-        "Without corrected tokens the loss is PPO's clipped one, with these clip ranges.",
-    )
-    example_params = {"prm": "rl_plugins.methods.scope.example:score_steps"}
     forces_tokens = True
     idle = (
         Idle(

@@ -7,17 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.groups import Groups
-from rl_plugins.method import Paper
+from rl_plugins.core.groups import Groups
 
-PAPER = Paper(
-    "2604.06916",
-    "FP4 Explore, BF16 Train: Diffusion Reinforcement Learning via Efficient Rollout Scaling",
-    "Yitong Li and Junsong Chen and Shuchen Xue and Pengcuo Zeren and Siyuan Fu and Dinghao Yang and Yangyang Tang and "
-    "Junjie Bai and Ping Luo and Song Han and Enze Xie",
-    2026,
-    code="NVlabs/Sana",
-)
 Mode = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
 
 

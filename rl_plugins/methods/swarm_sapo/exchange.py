@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.services import bearer
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.kit.services import bearer
 
 MOST_NAMES = 16 << 20  # bytes of a listing that are read
 _HTTP = re.compile("https?://.")

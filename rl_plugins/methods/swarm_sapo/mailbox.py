@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
+from rl_plugins.kit.services import Failure, Service
 from rl_plugins.methods.swarm_sapo.exchange import Exchange
 from rl_plugins.methods.swarm_sapo.packages import is_whole, sender_of
-from rl_plugins.services import Failure, Service
 
 LONGEST_REST = 64  # batches without a try, after several failures
 TRIES = 3  # readings of a file that is not whole

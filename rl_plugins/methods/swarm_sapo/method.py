@@ -12,8 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, Is, MethodParams, above, param
+from rl_plugins.core.requests import Chat
+from rl_plugins.core.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins.kit.services import media_of
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange
 from rl_plugins.methods.swarm_sapo.mailbox import Mailbox
@@ -31,10 +35,6 @@ from rl_plugins.methods.swarm_sapo.packages import (
     sender_of,
     written_files,
 )
-from rl_plugins.params import GIVEN, Is, MethodParams, above, param
-from rl_plugins.requests import Chat
-from rl_plugins.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
-from rl_plugins.services import media_of
 
 TAKES = {"external_groups": above(0)}
 OVER_HTTP = Is("an HTTP URL", lambda value: str(value).startswith(("http://", "https://")))
@@ -96,59 +96,9 @@ class SwarmSapo(Method):
     """
 
     name = "swarm_sapo"
-    paper = Paper(
-        "2509.08721",
-        "Sharing is Caring: Efficient LM Post-Training with Collective RL Experience Sharing",
-        "Jeffrey Amico and Gabriel Passamani Andrade and John Donaghy and Ben Fielding and Tristin Forbus and Harry "
-        "Grieve and Semih Kara and Jari Kolehmainen and Yihua Lou and Christopher Nies and Edward Phillip Flores "
-        "Nuño and Diogo Ortega and Shikhar Rastogi and Austin Virts and Matthew J. Wright",
-        2025,
-        code="gensyn-ai/genrl",
-    )
     fidelity = "paper"
     does = "Trains on rollouts that other nodes share as text, next to its own"
     problems = ("no_signal", "exploration")
-    measured = (
-        Measured(
-            "cumulative reward of eight nodes, 4 own and 4 external groups, simulated",
-            "better",
-            "28.2 ± 0.6 against 18.5 ± 0.6 (no sharing)",
-            "swarm_sapo-5-seeds",
-        ),
-        Measured(
-            "cumulative reward with 2 own and 6 external groups against 4 and 4, simulated",
-            "not told apart",
-            "29.3 ± 0.8 against 28.2 ± 0.6, paired difference 1.1 ± 1.2",
-            "swarm_sapo-5-seeds",
-        ),
-        Measured(
-            "cumulative reward with the paper's rule against a draw from all groups, simulated",
-            "better",
-            "28.2 ± 0.6 against 22.6 ± 1.5",
-            "swarm_sapo-5-seeds",
-        ),
-    )
-    use_when = "Several runs train on similar tasks, and some of them solve prompts that others never solve."
-    avoid_when = (
-        "Only one run trains, your prompts must stay private, or people whom you do not trust can write to the "
-        "exchange."
-    )
-    cost = (
-        "Saves the generation of `external_groups` groups per batch, and scores the rollouts of `spare_groups` further "
-        "ones. Reading and writing the exchange takes at most `timeout` seconds each."
-    )
-    disagreements = (
-        "The paper was read through its abstract, summaries and both code repositories; its Algorithm 1 was not read.",
-        "The paper was read through its abstract and summaries; Algorithm 1 was not readable. That rule (drop groups "
-        "of equal rewards, draw J uniformly) is the default.",
-        "The released code differs from the paper and from itself: genrl keeps the groups of largest total reward, "
-        "with an index fault that also keeps wrong ones (`select_by: total_reward`); rl-swarm draws from all "
-        "(`select_by: sample`). Groups that are all right have no gradient, so neither is the default.",
-        "The paper scores everything others shared. Here `spare_groups` candidates more than J are scored.",
-        "`max_age`, quotas, limits and `external_weight` are ours. Released configs have G 2 or 3 and J 2 or 5.",
-        "The epsilon of the standard deviation is the host's (1e-4 in TRL, 1e-6 in verl; 1e-8 in the authors' code).",
-    )
-    example_params = {"exchange": "/shared/swarm", "node": "node_1"}
     idle = (
         Idle(
             {"external": 0},
@@ -157,21 +107,6 @@ class SwarmSapo(Method):
             "(swarm_sapo/constant).",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "epsilon": 0.2,
-            "epsilon_high": 0.28,
-            "beta": 0.0,
-            "loss_type": "dapo",
-        },
-        "verl": {
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-            "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-            "actor_rollout_ref.actor.use_kl_loss": False,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

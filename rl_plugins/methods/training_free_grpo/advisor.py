@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
+from rl_plugins.kit.services import Failure, NotAsked, Service, failures, fill
 from rl_plugins.methods.training_free_grpo import library, texts
-from rl_plugins.services import Failure, NotAsked, Service, failures, fill
 
 HIDDEN = "[REDACTED]"
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import Idle, Measured, Method, Paper
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt
-from rl_plugins.params import GIVEN, MethodParams, param
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
-from rl_plugins.services import ChatEndpoint, fill, prompt_text, with_task
 
 
 class TrainingFreeGrpo(Method):
@@ -60,61 +60,12 @@ class TrainingFreeGrpo(Method):
     """
 
     name = "training_free_grpo"
-    paper = Paper(
-        "2510.08191",
-        "Training-Free Group Relative Policy Optimization",
-        "Yuzheng Cai and Siqi Cai and Yuchen Shi and Zihan Xu and Lichao Chen and Yulei Qin and Xiaoyu Tan and Gang Li "
-        "and Zongyi Li and Haojia Lin and Yong Mao and Ke Li and Xing Sun",
-        2025,
-        "TencentCloudADP/youtu-agent",
-    )
     fidelity = "code"
     does = "Lets a language model compare rollouts and write experiences into the prompt; no weights change"
     problems = ("few_prompts", "forgetting")
-    measured = (
-        Measured(
-            "reward with advice that is always right",
-            "better",
-            ".913 ± .022 against .253 ± .037 (no library)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "reward with advice that is right in 70 %",
-            "better",
-            ".709 ± .086 against .253 ± .037 (no library)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-        Measured(
-            "reward with advice that is right in 30 %",
-            "better",
-            ".473 ± .155 against .253 ± .037 (no library)",
-            "training_free_grpo-rtv_pdr-10-seeds",
-        ),
-    )
-    use_when = "The policy is strong, you have only a few dozen prompts, and you cannot or will not change its weights."
-    avoid_when = "The policy fails for lack of skill and not of advice, or no language model can tell why it failed."
-    cost = (
-        "No optimizer steps. Calls of a language model: one per rollout of a mixed group, two per mixed group "
-        "(variant `paper`: one), one per batch. Prompts grow with the list. All ranks wait for the language model, "
-        "so the distributed time-out must be longer than it takes for a whole batch."
-    )
-    disagreements = (
-        "The published code and the code used for the paper update the list differently: `variant`.",
-        "In the paper's code a merge without a text removes what it names; here it does nothing: `merge_without_text`.",
-        "The authors leave out a group with a NaN; here a rollout without reward is left out and the others "
-        "of its group are compared.",
-        "The authors apply operations in the order in which calls finish; here they are applied in "
-        "the order of the groups. The authors ask for a revision even without operations; here "
-        "there is no revision without operations and no group update without findings.",
-        "The prompts are ours. The paper's runs have temperature 0.7, group size 5 and 2 or 3 "
-        "epochs over about 100 prompts; these are the host's settings.",
-        "It is not known how the authors write two operations on one experience into the text of "
-        "the revision; here one follows the other.",
-    )
     needs = frozenset({"text", "column:prompt"})
     in_eval = ("plan",)
     trains = False
-    example_params = {"llm": "rl_plugins.demo.advisor:canned"}
     idle = (
         Idle(
             {"operations": 0},
@@ -122,18 +73,6 @@ class TrainingFreeGrpo(Method):
             "`reward_high`, `ground_truth`), or the language model proposed nothing.",
         ),
     )
-    paper_settings = {
-        "trl": {
-            "num_generations": 5,
-            "temperature": 0.7,
-            "num_train_epochs": 3,
-        },
-        "verl": {
-            "actor_rollout_ref.rollout.n": 5,
-            "actor_rollout_ref.rollout.temperature": 0.7,
-            "trainer.total_epochs": 3,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -223,7 +162,7 @@ class TrainingFreeGrpo(Method):
             if self.learn and self.llm is None and self.llm_url is None:
                 raise ConfigError(
                     "neither `llm` nor `llm_url` is given. Give the parameter `llm`, a function "
-                    "llm(text) as module:attribute (to try a run: rl_plugins.demo.advisor:canned), "
+                    "llm(text) as module:attribute (to try a run: rl_plugins.lab.demo.advisor:canned), "
                     "or `llm_url` and `llm_model` of an endpoint, which may serve the policy "
                     "itself."
                 )
@@ -348,7 +287,7 @@ class TrainingFreeGrpo(Method):
         p = self.params
         assert rollouts.text is not None  # it is in `needs`
         groups: dict[int, list[Attempt]] = {}
-        of_groups = rollouts.once.members(rollouts, rollouts.kept & ~rollouts.reward.isnan())
+        of_groups = rollouts.per_rollout.members(rollouts, rollouts.kept & ~rollouts.reward.isnan())
         for group, mine in ((group, rows) for group, members in of_groups.items() for rows in members):
             last = mine[-1]
             index = int(rollouts.prompt_index[last])

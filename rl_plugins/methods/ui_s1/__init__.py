@@ -10,17 +10,13 @@ from rl_plugins.methods.ui_s1.episode import (
     semi_online_performance,
 )
 from rl_plugins.methods.ui_s1.method import UiS1, turn_returns
-from rl_plugins.methods.ui_s1.rollout import UiS1Rollout, recorded_turns, same_text
 
 __all__ = [
     "ExpertStep",
     "RecordedTurn",
     "SemiOnlineEpisode",
     "UiS1",
-    "UiS1Rollout",
     "gui_step_reward",
-    "recorded_turns",
-    "same_text",
     "semi_online_performance",
     "turn_returns",
 ]

@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.agents.turns import joint, normalized
-from rl_plugins.errors import MethodError
-from rl_plugins.groups import Groups
-from rl_plugins.method import Measured, Method, Paper
-from rl_plugins.params import MethodParams, above, param
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.kit.agents.turns import joint, normalized
 
 
 class UiS1(Method):
@@ -59,97 +59,11 @@ class UiS1(Method):
     """
 
     name = "ui_s1"
-    paper = Paper(
-        "2509.11543",
-        "UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning",
-        "Zhengxi Lu and Jiabo Ye and Fei Tang and Yongliang Shen and Haiyang Xu and Ziwei Zheng and Weiming Lu and "
-        "Ming Yan and Fei Huang and Jun Xiao and Yueting Zhuang",
-        2025,
-        code="X-PLUG/MobileAgent",
-    )
     fidelity = "code"
     does = "Trains on recorded expert trajectories with returns that reach over later turns"
     problems = ("agents",)
-    measured = (
-        Measured(
-            "tasks done to the end on the policy's own history, simulated, one patch",
-            "better",
-            "99 ± 1 % against 11 ± 4 (offline on expert histories)",
-            "ui_s1-m_grpo-3-seeds",
-        ),
-        Measured(
-            "success in TRL at step 60, minus GRPO on each rollout's progress",
-            "better",
-            "+0.105 ± 0.095",
-            "ui_s1-and-m_grpo-in-trl-on-small-policies",
-        ),
-        Measured(
-            "progress in TRL at step 60, minus GRPO on each rollout's progress",
-            "not told apart",
-            "+0.064 ± 0.115",
-            "ui_s1-and-m_grpo-in-trl-on-small-policies",
-        ),
-        Measured(
-            "success in TRL at step 60, minus GRPO on matches of steps",
-            "not told apart",
-            "+0.010 ± 0.097",
-            "ui_s1-and-m_grpo-in-trl-on-small-policies",
-        ),
-        Measured(
-            "cosine of the gradient in recordings, minus GRPO, weak policies",
-            "better",
-            "+0.09 ± 0.02",
-            "credit-per-turn-gigpo-hgpo-ui_s1-against-exact-values-5-seeds",
-        ),
-        Measured(
-            "cosine of the gradient in recordings, minus GRPO, best policy",
-            "worse",
-            "-0.06 ± 0.02",
-            "credit-per-turn-gigpo-hgpo-ui_s1-against-exact-values-5-seeds",
-        ),
-    )
-    goes_with = {
-        "ui_s1_rollout": "Makes the rollouts on recorded trajectories that are credited here.",
-    }
-    use_when = (
-        "You have recorded expert trajectories of a multi-turn task and no simulator, and the policy must learn to "
-        "act on its own history."
-    )
-    avoid_when = (
-        "A real environment is available, or many actions besides the expert's are right (all of them count as wrong)."
-    )
-    cost = "No extra rollouts or forward passes."
-    disagreements = (
-        "Equation 9 of the paper adds the reward of the first mismatch to the returns before it, the code "
-        "does not: `include_first_mismatch` (default as the code).",
-        "The episode advantage of the code compares the rewards of all turns of a task (`episode_source: "
-        "step_reward`, default), that of the paper the returns of whole rollouts (`rollout_return`).",
-        "The code filters tasks by the spread of R_0 (`filter_by: first_return`, default), the paper by that "
-        "of the advantages (`advantages`), which normalization makes about 1 in nearly every task.",
-        "A task with a single turn row has A_epi = r_0 in the code and 0 here.",
-        "Patches per rollout, `max_patches` of the episode: 1 in the paper's final model, 2 in the released "
-        "script, 0 in its yaml.",
-        "The authors generate until the batch is full; here no other task replaces one that leaves.",
-        "The loss is the host's; the paper's is clipped GRPO with KL 1e-4.",
-    )
     needs = frozenset({"turns"})
     advantages_per = "turn"
-    paper_settings = {
-        "trl": {
-            "num_generations": 8,
-            "learning_rate": 1e-6,
-            "beta": 0.0001,
-            "max_completion_length": 512,
-        },
-        "verl": {
-            "actor_rollout_ref.rollout.n": 8,
-            "actor_rollout_ref.actor.optim.lr": 1e-6,
-            "actor_rollout_ref.actor.use_kl_loss": True,
-            "actor_rollout_ref.actor.kl_loss_coef": 0.0001,
-            "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-            "data.max_response_length": 512,
-        },
-    }
 
     @dataclass(frozen=True)
     class Params(MethodParams):

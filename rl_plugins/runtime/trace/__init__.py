@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.params import build_params
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.params import build_params
 from rl_plugins.runtime.config_text import read_json_or_yaml
 from rl_plugins.runtime.stack import Watcher
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_plugins.method import RowNote, TurnNote
-from rl_plugins.rollouts import PlanRow, Rollouts, RowRatio, Shape, Tokens
+from rl_plugins.core.method import RowNote, TurnNote
+from rl_plugins.core.rollouts import PlanRow, Rollouts, RowRatio, Shape, Tokens
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import shortened
-from rl_plugins.method import RowNote
+from rl_plugins.core.errors import shortened
+from rl_plugins.core.method import RowNote
 
 Record = dict[str, Any]
 

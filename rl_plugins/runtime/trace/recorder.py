@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from rl_plugins.errors import ConfigError, did_you_mean, shown
-from rl_plugins.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
-from rl_plugins.params import MethodParams, param
-from rl_plugins.requests import ORIGIN
-from rl_plugins.rollouts import Plan, PlanRow, Rollouts, RowRatio, Run, Tokens
+from rl_plugins.core.errors import ConfigError, did_you_mean, shown
+from rl_plugins.core.method import TOKEN_SIGNALS, Method, RowNote, TurnNote
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.requests import ORIGIN
+from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, RowRatio, Run, Tokens
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import Watcher
 from rl_plugins.runtime.trace.batch import Seen, TracedBatch, Updated
@@ -76,7 +76,7 @@ class Trace(Watcher):
     name = "trace"
     does = "Writes rollouts, rewards, advantages and every decision to Parquet files"
     Params = TraceParams
-    full_batch = True
+    keeps_batch_size = True
     brings_columns = (ORIGIN,)
 
     def __init__(self, params: TraceParams, folder: str = "") -> None:

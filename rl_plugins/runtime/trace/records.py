@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import shortened
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.groups import Groups
-from rl_plugins.method import RowNote, TurnNote
-from rl_plugins.requests import ORIGIN, Kind
-from rl_plugins.rollouts import Rollouts, Shape, weighted_reward
+from rl_plugins.core.errors import shortened
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import RowNote, TurnNote
+from rl_plugins.core.requests import ORIGIN, Kind
+from rl_plugins.core.rollouts import Rollouts, Shape, weighted_reward
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated, first_advantages, shapes
 from rl_plugins.runtime.trace.notes import rendered, with_names, written
@@ -33,7 +33,7 @@ class Read:
         kept: (kept rows,) numbers of the rows that `select` left.
         start: (rows + 1,) where each row's tokens begin; tokens lie row by row.
         stages: (name, (tokens,) advantages or (rows,) where they are one number per row).
-        origins: of each row, `rl_plugins.requests.BranchOrigin` as plain data or None.
+        origins: of each row, `rl_plugins.core.requests.BranchOrigin` as plain data or None.
         row_of_number: (group, number of the rollout in its program) -> row.
         turn_place: (turns,) place of each turn among those of the rows that stayed, -1 of the others.
         left: (method, hook, (rows,) bool or None, (tokens,) bool or None) of what left.

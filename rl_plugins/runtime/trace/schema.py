@@ -33,7 +33,7 @@ ROLLOUTS = pa.schema(
         "completion": pa.string(),
         "prompt_ids": pa.list_(pa.int32()),
         "completion_ids": pa.list_(pa.int32()),
-        # of each token, rl_plugins.requests.Kind: 0 read, 1 sampled, 2 forced (1 in rows that `select` took out)
+        # of each token, rl_plugins.core.requests.Kind: 0 read, 1 sampled, 2 forced (1 in rows that `select` took out)
         "kinds": pa.list_(pa.int8()),
         "origin": pa.string(),  # generated, given (by a plan), carried (begun in an earlier batch)
         "version": pa.int32(),  # published weights of the oldest token

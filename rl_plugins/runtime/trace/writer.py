@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_plugins.errors import shortened
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import shortened
+from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.trace import schema
 from rl_plugins.runtime.trace.batch import TracedBatch, Updated
 from rl_plugins.runtime.trace.notes import written

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Rollouts
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts
 from rl_plugins.testing.contract.batches import check_determinism, check_observe_twice, check_resumption
 from rl_plugins.testing.contract.decisions import (
     check_every_kind,

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Rollouts, Tokens, TurnTable
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts, Tokens, TurnTable
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.kit import BUDGET, GROUPS, NAN, Kit, short_error

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from rl_plugins.denoising import Sample
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.denoising import Sample
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.runtime.stack import MethodStack

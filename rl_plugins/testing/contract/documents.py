@@ -8,9 +8,10 @@ import re
 import sys
 from typing import Any, get_args, get_type_hints
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.method import HOOKS, SIGNALS, Method, Paper
-from rl_plugins.params import MethodParams, build_params
+from rl_plugins.cards.card_file import card_file
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import HOOKS, SIGNALS, Method
+from rl_plugins.core.params import MethodParams, build_params
 from rl_plugins.runtime import registry
 from rl_plugins.testing.contract.kit import NAN, OURS, Kit
 
@@ -46,10 +47,13 @@ def prose_problems(cls: type[Method]) -> list[str]:
             f"the docstring has {len(lines)} lines; it must open with the update rule and name symbols, shapes, errors "
             "and the source."
         )
-    paper = cls.paper
-    if not isinstance(paper, Paper) or not re.fullmatch(r"\d{4}\.\d{4,5}", paper.arxiv):
+    card = card_file(cls)
+    paper = card.paper
+    if paper is None or not re.fullmatch(r"\d{4}\.\d{4,5}", paper.arxiv):
         if cls.fidelity != "own" or cls.__module__.startswith(OURS):
-            problems.append("`paper` must be a Paper(arxiv, title, authors, year) with an arXiv id such as 2402.03300.")
+            problems.append(
+                "its card needs a table `paper` (arxiv, title, authors, year) with an arXiv id such as 2402.03300."
+            )
     elif paper.arxiv not in doc + (getattr(sys.modules.get(cls.__module__), "__doc__", None) or ""):
         problems.append(f"the docstring does not name its source, arXiv {paper.arxiv}.")
     if cls.fidelity == "reconstruction" and "reconstruct" not in "\n".join(lines[:4]).lower():
@@ -58,8 +62,8 @@ def prose_problems(cls: type[Method]) -> list[str]:
         )
     problems += section_problems(doc)
     for attribute in ("use_when", "avoid_when"):
-        if not getattr(cls, attribute, "").strip():
-            problems.append(f"`{attribute}` is empty; one sentence helps users choose.")
+        if not getattr(card, attribute):
+            problems.append(f"`{attribute}` of its card is empty; one sentence helps users choose.")
     return problems
 
 

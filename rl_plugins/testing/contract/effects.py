@@ -14,17 +14,17 @@ from functools import cached_property
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from unittest.mock import patch
 
-from rl_plugins.denoising import Denoise, Sample
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.method import Method
-from rl_plugins.params import Is, MethodParams, has_effect, holds
-from rl_plugins.requests import Call, Generate, Score
-from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.core.denoising import Denoise, Sample
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import Is, MethodParams, has_effect, holds
+from rl_plugins.core.requests import Call, Generate, Score
+from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.kit.services import ChatEndpoint, Endpoint, Service
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.samples import RunningSamples, run_samples
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.services import ChatEndpoint, Endpoint, Service
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.decisions import decided
 from rl_plugins.testing.contract.denoising import makes_samples

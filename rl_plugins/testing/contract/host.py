@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import PlanRow, Rollouts, Tokens
+from rl_plugins.core.rollouts import PlanRow, Rollouts, Tokens
 from rl_plugins.runtime.decide import Decision, check_full
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.rounds import Rounds, in_rounds

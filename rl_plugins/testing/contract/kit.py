@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.method import TOKEN_SIGNALS, Method
-from rl_plugins.params import build_params
-from rl_plugins.rollouts import Rollouts, Run, Tokens, TurnTable
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.method import TOKEN_SIGNALS, Method
+from rl_plugins.core.params import build_params
+from rl_plugins.core.rollouts import Rollouts, Run, Tokens, TurnTable
 from rl_plugins.runtime.decide import Decision, decide
 from rl_plugins.runtime.metrics import combine
 from rl_plugins.runtime.stack import MethodStack

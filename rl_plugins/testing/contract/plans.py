@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Budget, PlanRow, PromptPool
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Budget, PlanRow, PromptPool
 from rl_plugins.runtime.budget import budgets, spread
 from rl_plugins.testing.contract.host import DecidedBatch, run_batch
 from rl_plugins.testing.contract.kit import BUDGET, GROUP_SIZE, GROUPS, PROMPTS, Kit

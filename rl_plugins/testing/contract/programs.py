@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from rl_plugins.errors import MethodError, shown
-from rl_plugins.method import Method
-from rl_plugins.redundancy import NOTE
-from rl_plugins.requests import Chat, Kind, Prompt, Trajectory
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.errors import MethodError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.redundancy import NOTE
+from rl_plugins.core.requests import Chat, Kind, Prompt, Trajectory
+from rl_plugins.core.rollouts import PlanRow
 from rl_plugins.runtime.plan import first_plan
 from rl_plugins.runtime.programs import Running, run
 from rl_plugins.runtime.stack import MethodStack
@@ -203,7 +203,7 @@ def _check_redundancy(kit: Kit) -> None:
         if note.get("closed", 0) + note.get("failed", 0) < 2:
             kit.fail(
                 "it says `independent_rollouts = True`, and of 2 redundant rollouts of a prompt its rows tell nothing; "
-                "make its rollouts with `rl_plugins.redundancy.independent`."
+                "make its rollouts with `rl_plugins.core.redundancy.independent`."
             )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.method import Method
-from rl_plugins.rollouts import Rollouts, Terms
+from rl_plugins.core.method import Method
+from rl_plugins.core.rollouts import Rollouts, Terms
 
 
 def wrong_result(method: type[Method], hook: str, args: tuple[Any, ...], result: Any) -> Iterator[str]:

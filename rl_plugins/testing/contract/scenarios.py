@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from rl_plugins.rollouts import Rollouts, Tokens
+from rl_plugins.core.rollouts import Rollouts, Tokens
 from rl_plugins.testing.contract.kit import BUDGET, NAN, Kit
 from rl_plugins.testing.data import make_tokens, one_row_per_turn
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.losses import Aggregation, aggregate
-from rl_plugins.rollouts import Terms, Update
+from rl_plugins.core.losses import Aggregation, aggregate
+from rl_plugins.core.rollouts import Terms, Update
 from rl_plugins.testing.contract.kit import Kit
 from rl_plugins.testing.data import make_rows, make_tokens
 

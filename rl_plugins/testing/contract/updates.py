@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import Update
+from rl_plugins.core.rollouts import Update
 from rl_plugins.testing.contract.compare import differences
 from rl_plugins.testing.contract.kit import Kit
 from rl_plugins.testing.contract.update_step import How, UpdateStep

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl.experimental import async_grpo
 
-from rl_plugins.errors import ConfigError, shown
+from rl_plugins.core.errors import ConfigError, shown
 from rl_plugins.runtime.stack import MAX_UNREWARDED_BATCHES
 from rl_plugins.trl.config import read_methods, refuse_stock_trainers
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rollouts import PlanRow, Rollouts
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.rollouts import PlanRow, Rollouts
 from rl_plugins.runtime.decide import check_full, decide
 from rl_plugins.runtime.idle import look_for_idle
 from rl_plugins.runtime.metrics import combine
@@ -17,7 +17,7 @@ from rl_plugins.runtime.plan import check_length, check_rewards, check_versions,
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
-from rl_plugins.trl.asynchronous.facts import rows_per_step
+from rl_plugins.trl.asynchronous.capabilities import rows_per_step
 from rl_plugins.trl.asynchronous.samples import Now, QueueEntry, seen, with_decision
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.errors import MethodError
-from rl_plugins.rollouts import Rows, Terms
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.rollouts import Rows, Terms
 from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.seconds import SECONDS

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.core.rollouts import Rollouts, TokenIds, Tokens, weighted_reward
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.preflight import no_row_has
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl.rows import Row, forced
+from rl_plugins.trl.generation.rows import Row, forced
 
 OWN = "rl_plugins"
 """Key of what is ours in a row of the queue."""

@@ -11,8 +11,8 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer as HostTrainer
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rollouts import Run
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.rollouts import Run
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.preflight import render_table
 from rl_plugins.runtime.ranks import on_driver
@@ -20,14 +20,14 @@ from rl_plugins.runtime.resume import resume
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.trl import logs
-from rl_plugins.trl.asynchronous import facts, loss
+from rl_plugins.trl.asynchronous import capabilities, loss
 from rl_plugins.trl.asynchronous.driver import Deciding, LastSeen
 from rl_plugins.trl.asynchronous.packing import ColumnsCollator
 from rl_plugins.trl.asynchronous.worker import GenerateWorker, RowSample
 from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import RunCallback
 from rl_plugins.trl.compat import ASYNC_TRAINER, moved_symbols, trl_version
-from rl_plugins.trl.prompts import has_numbers
+from rl_plugins.trl.generation.prompts import has_numbers
 from rl_plugins.trl.saved import is_marked
 from rl_plugins.trl.stateful import StatefulMixin
 
@@ -67,7 +67,7 @@ class AsyncMethodsMixin(StatefulMixin):
         Returns:
             In what it runs.
         """
-        given = facts.KnownAsync.of(arguments)
+        given = capabilities.KnownAsync.of(arguments)
         config = given.args
         self.methods = build_stack(config.methods, config.method_params, config.seed, config.max_unrewarded_batches)
         moved = moved_symbols(HostTrainer, ASYNC_TRAINER)
@@ -76,10 +76,10 @@ class AsyncMethodsMixin(StatefulMixin):
                 f"AsyncGRPOTrainer of TRL {trl_version()} is not what rl-plugins builds on: {'; '.join(moved)}. "
                 f"Install TRL 1.16, or update rl-plugins."
             )
-        self._method_options = facts.check(self.methods, given)
+        self._method_options = capabilities.check(self.methods, given)
         for name, value in self._method_options.items():
             setattr(config, name, value)
-        self._methods_callback = AsyncCallback(self, fingerprint(given.dataset), facts.run_of(given))
+        self._methods_callback = AsyncCallback(self, fingerprint(given.dataset), capabilities.run_of(given))
         return changed(config, has_trainer=True)
 
     def check_server_logprobs(self) -> None:

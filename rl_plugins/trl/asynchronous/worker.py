@@ -28,10 +28,10 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _AsyncRolloutLoop,
 )
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.rollouts import PlanRow
-from rl_plugins.trl.facts import reward_names
-from rl_plugins.trl.rows import Row
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.trl.capabilities import reward_names
+from rl_plugins.trl.generation.rows import Row
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rl_plugins.errors import ConfigError, shown
-from rl_plugins.masked import MaskedOptions
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.kit.masked import MaskedOptions
 from rl_plugins.trl.config import GRPOConfig
 
 _NEUTRAL = {
@@ -39,7 +39,7 @@ class MaskedGRPOConfig(MaskedOptions, GRPOConfig):
     Args:
         mask_token_id, diffusion_steps, unmasking, unmasking_blocks, guidance, remasking, end_confidence_start,
         end_confidence_stop, end_confidence_index, logprobs_from, prompt_masking, step_weight, recompute_states: see
-            `rl_plugins.masked.MaskedOptions`.
+            `rl_plugins.kit.masked.MaskedOptions`.
 
     Raises:
         ConfigError: as `GRPOConfig`, and for options of TRL that this kind of decoding does not have.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_plugins.trl.commands.script import MASKED_GRPO, main_of, run_script
 from rl_plugins.trl.masked.trainer import MaskedGRPOTrainer
-from rl_plugins.trl.script import MASKED_GRPO, main_of, run_script
 
 
 def run(argv: Sequence[str]) -> None:
     """Trains in this process, one of those a launcher has started.
 
     Raises:
-        ConfigError: see `rl_plugins.trl.script.run_script`.
+        ConfigError: see `rl_plugins.trl.commands.script.run_script`.
     """
     run_script(MASKED_GRPO, argv, lambda args, model: {"GRPOTrainer": MaskedGRPOTrainer})
 

@@ -21,15 +21,15 @@ from trl.trainer import grpo_trainer
 from trl.trainer.grpo_trainer import GRPOTrainer as HostTrainer
 from trl.trainer.utils import pad
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.masked import decode, step_weights, trajectory_logprobs
-from rl_plugins.runtime.preflight import HostFacts
-from rl_plugins.trl import costs
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.kit.masked import decode, step_weights, trajectory_logprobs
+from rl_plugins.runtime.preflight import HostCapabilities
+from rl_plugins.trl.capabilities import KnownRun
 from rl_plugins.trl.changes import changed
-from rl_plugins.trl.facts import KnownRun
+from rl_plugins.trl.generation import costs
 from rl_plugins.trl.host import HostBatch
+from rl_plugins.trl.masked.capabilities import masked_capabilities, problems_of
 from rl_plugins.trl.masked.config import MaskedGRPOConfig
-from rl_plugins.trl.masked.facts import masked_facts, problems_of
 from rl_plugins.trl.trainer import MethodsMixin
 
 UNMASKED_AT, PROMPT_HIDDEN = "unmasked_at", "prompt_hidden"
@@ -291,13 +291,13 @@ class MaskedGRPOTrainer(MethodsMixin, MaskedTrainer):
             given["args"].check_masked()
         return inside
 
-    def facts_of(self, known: KnownRun) -> HostFacts:
+    def capabilities_of(self, known: KnownRun) -> HostCapabilities:
         problems = problems_of(self.methods)
         if problems:
             raise ConfigError("\n".join(problems))
         config = known.args
         assert isinstance(config, MaskedGRPOConfig)
-        return masked_facts(super().facts_of(known), self.methods, config)
+        return masked_capabilities(super().capabilities_of(known), self.methods, config)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> HostBatch:
         out = super()._generate_and_score_completions(inputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 
 ROLLOUT = "hf_cpu"
 """Name of the rollout backend: `actor_rollout_ref.rollout.name=hf_cpu`."""

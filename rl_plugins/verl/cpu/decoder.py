@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from rl_plugins.cheap import CheapCopy, CheapOptions
+from rl_plugins.runtime.cheap import CheapCopy, CheapOptions
 from rl_plugins.verl.cpu.sampling import Sampling, choose, filtered_log_probs, penalize
 
 

@@ -15,8 +15,8 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutReplica
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from rl_plugins.cheap import PRECISIONS, CheapOptions
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.cheap import PRECISIONS, CheapOptions
 from rl_plugins.verl.config import end_tokens
 from rl_plugins.verl.cpu import ROLLOUT
 from rl_plugins.verl.cpu.decoder import Decoder

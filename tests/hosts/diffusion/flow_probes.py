@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from rl_plugins.denoising import Denoise
-from rl_plugins.losses import ppo_clip
-from rl_plugins.method import Method, Paper
-from rl_plugins.requests import Score
-from rl_plugins.rollouts import Completion, PlanRow, Shape, Update
+from rl_plugins.core.denoising import Denoise
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.requests import Score
+from rl_plugins.core.rollouts import Completion, PlanRow, Shape, Update
 from rl_plugins.runtime import registry
 
 SEEN: list[Any] = []
@@ -141,7 +141,7 @@ class Waits(Probe):
 
 class Whole(Probe):
     name = "whole"
-    whole_groups = True
+    steps_hold_whole_groups = True
 
     def before_update(self, rows):
         return None

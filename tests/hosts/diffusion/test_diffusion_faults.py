@@ -11,10 +11,10 @@ import torch
 from flow_runs import SHAPE, ended, free_port, in_a_fork, kill_myself, make, weights
 from safetensors.torch import load_file, save_file
 
-from rl_plugins.cheap import CheapOptions
+from rl_plugins.core.errors import MethodError, StateError
 from rl_plugins.diffusion import checkpoint
 from rl_plugins.diffusion.logs import read_metrics
-from rl_plugins.errors import MethodError, StateError
+from rl_plugins.runtime.cheap import CheapOptions
 
 pytestmark = pytest.mark.host
 

@@ -18,10 +18,10 @@ from flow_runs import Tiny, make, weights
 from PIL import Image
 from torch import nn
 
+from rl_plugins.core.errors import ConfigError, MethodError
 from rl_plugins.diffusion.config import DiffusionConfig
+from rl_plugins.diffusion.flows import shifted_sigmas
 from rl_plugins.diffusion.policy import Policy
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.flows import shifted_sigmas
 
 pytestmark = pytest.mark.host
 

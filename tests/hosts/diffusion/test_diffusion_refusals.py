@@ -8,14 +8,14 @@ import pytest
 from flow_probes import Prefixes
 from flow_runs import bright, flat, make
 
-from rl_plugins.commands.catalog import HOSTS
-from rl_plugins.commands.pages.diffusion import accepted, with_parts
+from rl_plugins.cards.catalog import HOSTS
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import HOOKS, SIGNALS, Method
+from rl_plugins.core.rollouts import Completion
 from rl_plugins.diffusion.config import DiffusionConfig
 from rl_plugins.diffusion.served import NO_HOOKS, NO_SIGNALS
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.method import HOOKS, SIGNALS, Method
-from rl_plugins.rollouts import Completion
-from rl_plugins.runtime.preflight import HostFacts, preflight
+from rl_plugins.lab.pages.diffusion import accepted, with_parts
+from rl_plugins.runtime.preflight import HostCapabilities, preflight
 from rl_plugins.runtime.stack import MethodStack
 
 pytestmark = pytest.mark.host
@@ -78,7 +78,7 @@ def test_hosts_of_text_refuse_programs_of_samples(host):
         def rollout(self, prompt):
             yield
 
-    given = HostFacts(host, "", HOSTS[host].hooks, {}, (), {}, None, {})
+    given = HostCapabilities(host, "", HOSTS[host].hooks, {}, (), {}, None, {})
     with pytest.raises(
         ConfigError, match="`flows` is for samples of diffusion policies, and .* trains language models"
     ):

@@ -10,11 +10,11 @@ import torch
 from flow_runs import Tiny, make, weights
 from peft import PeftModel
 
-from rl_plugins.cheap import CheapOptions, round_fp4
-from rl_plugins.denoising import noise
-from rl_plugins.errors import ConfigError
-from rl_plugins.flows import shifted_sigmas
-from rl_plugins.nft import decay
+from rl_plugins.core.denoising import noise
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.diffusion.flows import shifted_sigmas
+from rl_plugins.diffusion.nft import decay
+from rl_plugins.runtime.cheap import CheapOptions, round_fp4
 
 pytestmark = pytest.mark.host
 NFT = {"objective": "nft", "beta": 0.1, "steps": 5}

@@ -11,12 +11,12 @@ from flow_probes import SEEN
 from flow_runs import PROMPTS, Tiny, bright, flat, make, weights
 from methods.branch_loops import advantages_by_loops, first_copies, node_of
 
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
 from rl_plugins.diffusion import batch as batch_module
+from rl_plugins.diffusion.flows import shifted_sigmas
 from rl_plugins.diffusion.logs import read_metrics
 from rl_plugins.diffusion.objective import Objective
 from rl_plugins.diffusion.objectives import OBJECTIVES
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.flows import shifted_sigmas
 
 pytestmark = pytest.mark.host
 

@@ -10,10 +10,10 @@ import yaml
 from PIL import Image
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
-from rl_plugins.compare.plan import LOG_VARIABLE, make_plan, parse_arms
-from rl_plugins.demo import flows, shapes
-from rl_plugins.demo.policy import Fit
+from rl_plugins.commands.cli import app
+from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_arms
+from rl_plugins.lab.demo import flows, shapes
+from rl_plugins.lab.demo.policy import Fit
 
 pytestmark = pytest.mark.host
 

@@ -14,7 +14,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl.experimental import async_grpo
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
-from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.asynchronous import AsyncGRPOConfig, AsyncGRPOTrainer, GenerateWorker, cpu
 
 cpu.activate()

@@ -22,12 +22,12 @@ import torch
 import trl
 from transformers.trainer_callback import PrinterCallback
 
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.requests import Generated
+from rl_plugins.core.requests import Generated
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.trl import GRPOConfig, GRPOTrainer
-from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.generation.engine import TrlEngine
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 torch.set_num_threads(1)

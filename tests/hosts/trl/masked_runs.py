@@ -16,9 +16,9 @@ from harness import config, history, score, weights
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
-from rl_plugins.demo.masked_policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.masked import decoding
+from rl_plugins.kit.masked import decoding
+from rl_plugins.lab.demo.masked_policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.masked import MaskedGRPOConfig, MaskedGRPOTrainer
 from rl_plugins.trl.masked import trainer as module

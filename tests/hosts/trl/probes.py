@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_plugins.groups import Groups
-from rl_plugins.losses import ppo_clip, weighted_logprob
-from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Completion, PlanRow, Shape, Update
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.losses import ppo_clip, weighted_logprob
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Completion, PlanRow, Shape, Update
 from rl_plugins.runtime import registry
 
 _PAPER = Paper("0000.00000", "A probe", "Nobody", 2026)
@@ -45,7 +45,7 @@ class Together(Noop):
     """Needs whole batches."""
 
     name = "together"
-    whole_batch = True
+    plans_stay_together = True
 
 
 class Filter(Probe):
@@ -362,7 +362,7 @@ class Softmax(Probe):
     name = "softmax"
     needs = frozenset({"old_logprobs", "current_logprobs"})
     aggregation = "sum"
-    whole_groups = True
+    steps_hold_whole_groups = True
 
     @dataclass(frozen=True)
     class Params(MethodParams):
@@ -496,7 +496,7 @@ class SpareOfItsOwn(Probe):
     """One more rollout for every prompt, which leaves again."""
 
     name = "spare_of_its_own"
-    full_batch = True
+    keeps_batch_size = True
 
     def plan(self, plan):
         return plan.replace(rows=tuple(r.replace(spare=1) for r in plan.rows))
@@ -509,7 +509,7 @@ class Unfilled(Probe):
     """Says that the batch stays full, and takes a row out of it."""
 
     name = "unfilled"
-    full_batch = True
+    keeps_batch_size = True
 
     def select(self, rollouts):
         return torch.arange(len(rollouts)) != 3

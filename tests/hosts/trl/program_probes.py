@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from probes import Probe
 
-from rl_plugins.params import MethodParams, param
-from rl_plugins.requests import Call, Generate, Score, Trajectory, together
-from rl_plugins.rollouts import Admission
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.requests import Call, Generate, Score, Trajectory, together
+from rl_plugins.core.rollouts import Admission
 
 SEEN: dict[str, Any] = {}
 

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from harness import history, make, policy, weights
 
-from rl_plugins.trl import queue
+from rl_plugins.trl.generation import queue
 
 
 def main(out: Path) -> None:
@@ -24,7 +24,7 @@ def main(out: Path) -> None:
     policy(out.parent / "policy")
     steps: list[dict[str, Any]] = []
     ranks: list[dict[str, int]] = []
-    admit, settle, decode = queue.admit, queue.settle_queue, queue.decode
+    admit, decide_advantages, decode = queue.admit, queue.requeue, queue.decode
 
     def watched_admit(*args: Any) -> Any:
         groups = admit(*args)
@@ -32,7 +32,7 @@ def main(out: Path) -> None:
         return groups
 
     def watched_settle(stack: Any, groups: Any, order: Any, enough: int) -> Any:
-        found = settle(stack, groups, order, enough)
+        found = decide_advantages(stack, groups, order, enough)
         steps[-1]["after"] = {g.row.prompt_index: g.rollouts for g in groups}
         steps[-1]["trained"] = [g.row.prompt_index for g in found[0]]
         return found
@@ -43,7 +43,7 @@ def main(out: Path) -> None:
         ranks.append({"wanted": enough, "complete": sum(g.complete for g in found[0]), "decoded": tokens})
         return found
 
-    queue.admit, queue.settle_queue, queue.decode = watched_admit, watched_settle, watched_decode
+    queue.admit, queue.requeue, queue.decode = watched_admit, watched_settle, watched_decode
     trainer = make(
         out.parent, ["over_begin"], max_steps=3, learning_rate=0.05, num_generations=2, max_completion_length=120
     )

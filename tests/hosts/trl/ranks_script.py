@@ -47,8 +47,8 @@ from harness import WORLD, history, make, policy, stub_sampling, weights
 from swarm_packages import fill
 from torch.distributed.tensor import DTensor
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.trl import generation as module
+from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.trl.generation import batches as module
 
 probes.register()
 if MODE.startswith("zero"):

@@ -11,9 +11,9 @@ from datasets import Dataset
 from harness import WORLD, weights
 from transformers.trainer_callback import PrinterCallback
 
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_rows
-from rl_plugins.trl.sft import SFTConfig, SFTTrainer
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_rows
+from rl_plugins.trl.commands.sft import SFTConfig, SFTTrainer
 
 ROWS = 32  # of an optimizer step, all ranks and micro-batches together
 OTR = dict(loss_type="otr", otr_expected=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rl_plugins.demo.tasks import build_rows
+from rl_plugins.lab.demo.tasks import build_rows
 from rl_plugins.methods.swarm_sapo import Folder, Package
 from rl_plugins.methods.swarm_sapo.packages import written_files
 

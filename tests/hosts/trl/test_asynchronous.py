@@ -22,10 +22,10 @@ from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from waiting import NEVER
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError, MethodError, StateError
-from rl_plugins.method import Method, Paper
-from rl_plugins.rollouts import Completion, PlanRow
+from rl_plugins.core.errors import ConfigError, MethodError, StateError
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.rollouts import Completion, PlanRow
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state
 from rl_plugins.testing.delayed import installed
 from rl_plugins.trl import MethodsMixin

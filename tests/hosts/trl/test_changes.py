@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.runtime.pins import Pinned
+from rl_plugins.runtime.host_names import Pinned
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,8 +107,8 @@ def test_methods_named_later_are_not_ignored_either(tmp_path):
     import trl
     from harness import config, policy, score
 
-    from rl_plugins.demo.tasks import build_dataset
-    from rl_plugins.errors import ConfigError
+    from rl_plugins.core.errors import ConfigError
+    from rl_plugins.lab.demo.tasks import build_dataset
 
     args = config(tmp_path)
     args.methods = ["mc_grpo"]

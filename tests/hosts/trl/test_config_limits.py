@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.trl.script import sort_arguments
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.trl.commands.script import sort_arguments
 
 LONG = "x" * 20_000
 FILES = {

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_plugins.trl.context_cache import ContextCache
+from rl_plugins.trl.generation.context_cache import ContextCache
 
 SIZE = dict(vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 SMALL_EYES = dict(depth=1, embed_dim=8, hidden_size=16, num_heads=2, mlp_ratio=2)

@@ -9,9 +9,9 @@ import torch
 from harness import EngineTruth, history, make
 from transformers.generation.utils import GenerationMixin
 
-from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state, save_state
-from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.generation.engine import TrlEngine
 
 pytestmark = pytest.mark.host
 
@@ -163,7 +163,7 @@ def test_every_turn_of_trls_tools_is_counted(tmp_path, monkeypatch):
     """The engine reads the whole context for every turn; the rows stay the same."""
     from test_trl_turns import CALLS, TEMPLATE
 
-    from rl_plugins.demo.policy import build_model, build_tokenizer
+    from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
     build_model(0).save_pretrained(tmp_path / "policy")
     tokenizer = build_tokenizer()

@@ -6,8 +6,8 @@ import pytest
 import torch
 from harness import make, weights
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
+from rl_plugins.lab.demo.tasks import build_dataset
 
 pytestmark = pytest.mark.host
 

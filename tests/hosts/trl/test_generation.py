@@ -10,8 +10,8 @@ from datasets import IterableDataset
 from harness import history, length, make, score, stub_sampling, weights
 from transformers import TrainerCallback
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.lab.demo.tasks import build_dataset
 
 pytestmark = pytest.mark.host
 
@@ -30,7 +30,7 @@ class Spy:
             return out
 
         trainer._generate_and_score_completions = wrapped
-        from rl_plugins.trl import generation as module
+        from rl_plugins.trl.generation import batches as module
 
         finish = module.GenerationBatch.finish
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from harness import make, stub_sampling, weights
 
-from rl_plugins.errors import MethodError
-from rl_plugins.method import Method
+from rl_plugins.core.errors import MethodError
+from rl_plugins.core.method import Method
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "faults"))
 

@@ -8,7 +8,7 @@ from harness import history, length, make, score, stub_sampling, weights
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 from rl_plugins.runtime import update
 
 pytestmark = pytest.mark.host

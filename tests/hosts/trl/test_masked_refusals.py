@@ -11,14 +11,14 @@ from harness import make, policy
 from masked_runs import make_masked, masked_policy
 from transformers import ProcessorMixin
 
-from rl_plugins.demo.masked_policy import build_model, build_tokenizer
-from rl_plugins.errors import ConfigError, MethodError
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.lab.demo.masked_policy import build_model, build_tokenizer
 from rl_plugins.trl import GRPOConfig
 from rl_plugins.trl.masked import MaskedGRPOTrainer
 
 pytestmark = pytest.mark.host
 
-CALCULATOR = {"aepo_rollout": {"environment": "rl_plugins.demo.environments:Calculator"}}
+CALCULATOR = {"aepo_rollout": {"environment": "rl_plugins.lab.demo.environments:Calculator"}}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_a_causal_model_is_refused(folder: Path) -> None:
 
 
 def test_a_tokenizer_without_a_mask_is_refused(folder: Path) -> None:
-    from rl_plugins.demo.policy import build_tokenizer as without_mask
+    from rl_plugins.lab.demo.policy import build_tokenizer as without_mask
 
     with pytest.raises(ConfigError, match="mask_token_id"):
         make_masked(folder, more={"processing_class": without_mask()})
@@ -57,7 +57,7 @@ def test_a_tokenizer_without_a_mask_is_refused(folder: Path) -> None:
         (
             dict(
                 methods=["mdlm", "turn_control"],
-                method_params={"turn_control": {"environment": "rl_plugins.demo.environments:Grid"}},
+                method_params={"turn_control": {"environment": "rl_plugins.lab.demo.environments:Grid"}},
             ),
             "continues no",
         ),

@@ -24,13 +24,13 @@ from transformers import BertForMaskedLM
 from transformers import trainer as hf_trainer
 from waiting import NEVER
 
-from rl_plugins.compare.plan import make_plan, parse_arms
-from rl_plugins.compare.runs import read_log
-from rl_plugins.compare.trl import Trl
-from rl_plugins.demo import masked
-from rl_plugins.demo.settings import write_data
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.masked import ascending_schedule, step_weights
+from rl_plugins.kit.masked import ascending_schedule, step_weights
+from rl_plugins.lab.compare.plan import make_plan, parse_arms
+from rl_plugins.lab.compare.runs import read_log
+from rl_plugins.lab.compare.trl import Trl
+from rl_plugins.lab.demo import masked
+from rl_plugins.lab.demo.settings import write_data
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl.changes import changed
 from rl_plugins.trl.masked.trainer import MaskedTrainer
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from harness import make, score, stub_sampling
 
-from rl_plugins import rewards
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.groups import Groups
-from rl_plugins.trl import generation as module
+from rl_plugins.core.groups import Groups
+from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.methods.fapo import rewards
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 

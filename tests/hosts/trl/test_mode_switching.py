@@ -12,8 +12,8 @@ import pytest
 from harness import policy
 from trl import DPOConfig, DPOTrainer
 
-from rl_plugins.demo.policy import Fit
-from rl_plugins.preferences import mode_pairs
+from rl_plugins.lab.demo.policy import Fit
+from rl_plugins.tools.preferences import mode_pairs
 
 pytestmark = pytest.mark.host
 EXAMPLES = Path(__file__).parents[3] / "examples" / "trl"

@@ -12,7 +12,7 @@ import torch
 from harness import history, make, stub_sampling
 from transformers import TrainerCallback
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.trl.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.host

@@ -136,7 +136,7 @@ def test_an_error_ends_all_ranks(tmp_path, where, message):
     code, text, _ = launch(tmp_path, case, 2)
     assert code != 0 and message in text and "Remove `boom` from `methods`" in text
     if where == "driver":
-        assert text.count("rl_plugins.errors.MethodError: " + message) >= 2, "both ranks must say why"
+        assert text.count("rl_plugins.core.errors.MethodError: " + message) >= 2, "both ranks must say why"
 
 
 def test_an_installed_plugin_that_fails_on_one_rank(tmp_path, plugin_path):

@@ -15,11 +15,12 @@ from datasets import Dataset
 from harness import config, history, length, make, score, stub_sampling, weights
 from trl import TrlParser
 
-from rl_plugins.demo.environments import Calculator
-from rl_plugins.demo.policy import build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.trl import GRPOConfig, GRPOTrainer, compat, facts
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.lab.demo.environments import Calculator
+from rl_plugins.lab.demo.policy import build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.trl import capabilities
+from rl_plugins.trl import GRPOConfig, GRPOTrainer, compat
 from rl_plugins.trl.trainer import MethodsMixin
 
 pytestmark = pytest.mark.host
@@ -136,7 +137,7 @@ def test_a_missing_chat_template_is_told_before_the_model_is_loaded(tmp_path, mo
 
     asked = []
     monkeypatch.setattr(
-        facts, "snapshot_download", lambda name, **k: asked.append((name, k["revision"])) or str(folder)
+        capabilities, "snapshot_download", lambda name, **k: asked.append((name, k["revision"])) or str(folder)
     )
     assert error(["vade"], talk, model="somebody/model").match("the tokenizer of somebody/model has no chat template")
     assert asked == [("somebody/model", None)]
@@ -258,7 +259,9 @@ def test_methods_that_keep_the_batch_full_are_not_refused(tmp_path):
 
 
 def test_a_batch_that_is_not_full_though_a_method_says_so(tmp_path):
-    with pytest.raises(MethodError, match="1 of 64 rows are missing in the batch, and `unfilled` states `full_batch`"):
+    with pytest.raises(
+        MethodError, match="1 of 64 rows are missing in the batch, and `unfilled` states `keeps_batch_size`"
+    ):
         make(tmp_path, ["unfilled"], loss_type="bnpo", max_steps=1).train()
 
 
@@ -487,7 +490,7 @@ def test_a_trainer_and_a_dry_run_tell_methods_the_same(tmp_path, monkeypatch, op
     """One from itself when training starts, one from the config alone; numbers of an epoch of 200 prompts."""
     import probes
 
-    from rl_plugins.trl.facts import KnownRun, run_of
+    from rl_plugins.trl.capabilities import KnownRun, run_of
 
     told = []
 

@@ -14,8 +14,8 @@ from harness import history, make, weights
 from transformers import TrainerCallback
 from waiting import NEVER
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state, save_state
 
 pytestmark = pytest.mark.host

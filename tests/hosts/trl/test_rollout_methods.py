@@ -25,18 +25,18 @@ from methods.branch_loops import advantages_by_loops, first_copies, node_of, wor
 from torch import Tensor
 from waiting import NEVER
 
-from rl_plugins.demo.environments import Calculator, Grid
-from rl_plugins.demo.environments.policy import load_agent_policy
-from rl_plugins.demo.policy import build_model, load_policy
-from rl_plugins.demo.rewards import exact
-from rl_plugins.demo.rewards import score as won
-from rl_plugins.demo.tasks import build_dataset
+from rl_plugins.core.requests import Generate, Kind, Trajectory
+from rl_plugins.lab.demo.environments import Calculator, Grid
+from rl_plugins.lab.demo.environments.policy import load_agent_policy
+from rl_plugins.lab.demo.policy import build_model, load_policy
+from rl_plugins.lab.demo.rewards import exact
+from rl_plugins.lab.demo.rewards import score as won
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.methods.training_free_grpo import read_library
-from rl_plugins.requests import Generate, Kind, Trajectory
 from rl_plugins.runtime.stack import MethodStack
-from rl_plugins.trl import generation as module
-from rl_plugins.trl import queue as queue_module
-from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.generation import batches as module
+from rl_plugins.trl.generation import queue as queue_module
+from rl_plugins.trl.generation.engine import TrlEngine
 
 pytestmark = pytest.mark.host
 

@@ -25,8 +25,8 @@ from sampler_checks import (
 from test_generation import Spy, run
 from transformers import TrainerCallback
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.tasks import build_dataset
 
 pytestmark = pytest.mark.host
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import make, weights
 
-from rl_plugins.errors import StateError
+from rl_plugins.core.errors import StateError
 from rl_plugins.trl import checkpoint as module
 from rl_plugins.trl.saved import unfinished
 

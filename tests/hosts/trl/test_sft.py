@@ -16,9 +16,9 @@ from sft_runs import OTR, dataset, make, policy, trained
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.supervised.otr import OtrParams
-from rl_plugins.trl import script, sft
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.tools.supervised.otr import OtrParams
+from rl_plugins.trl.commands import script, sft
 
 pytestmark = pytest.mark.host
 
@@ -223,7 +223,7 @@ class Shapes(TorchDispatchMode):
 
 
 def test_one_forward_pass_and_no_tensor_of_tokens_and_vocabulary(folder, monkeypatch):
-    from rl_plugins.supervised import otr
+    from rl_plugins.tools.supervised import otr
 
     trainer = make(folder, max_steps=1, **OTR)
     hidden, vocabulary = trainer.model.config.hidden_size, trainer.model.config.vocab_size
@@ -406,4 +406,6 @@ def test_what_the_command_refuses(folder, monkeypatch):
     started = []
     monkeypatch.setattr("accelerate.commands.launch.launch_command", started.append)
     assert script.launch(arguments(folder), script.SFT) == 0
-    assert started[0].training_script == "rl_plugins.trl.sft" and "--loss_type" in started[0].training_script_args
+    assert (
+        started[0].training_script == "rl_plugins.trl.commands.sft" and "--loss_type" in started[0].training_script_args
+    )

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from transformers import Trainer as HfTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl import GRPOConfig, GRPOTrainer, MethodsMixin, hosts
 from rl_plugins.trl.stateful import StatefulMixin
 

@@ -21,11 +21,11 @@ from test_generation import Spy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from rl_plugins.cli import app
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
-from rl_plugins.heads import prefix_diversity, shares
-from rl_plugins.trl import script
+from rl_plugins.commands.cli import app
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.tasks import build_dataset
+from rl_plugins.tools.heads import prefix_diversity, shares
+from rl_plugins.trl.commands import script
 
 pytestmark = pytest.mark.host
 
@@ -33,7 +33,7 @@ RUN = """\
 # a run of mine
 model_name_or_path: {folder}/policy
 dataset_name: {folder}/data
-reward_funcs: [rl_plugins.demo.rewards.exact, harness.text_score]
+reward_funcs: [rl_plugins.lab.demo.rewards.exact, harness.text_score]
 reward_weights: [0.0, 1.0]
 output_dir: {folder}/out
 methods:
@@ -298,7 +298,7 @@ def test_samples_over_heads(folder: Path, trained: Any, tmp_path: Path, kind: st
 def test_the_model_alone_is_sampled_as_it_would_be(folder: Path, tmp_path: Path) -> None:
     """Token for token those of the sampler with the same seed."""
     from rl_plugins.commands.heads.sample import ALONE, _seed
-    from rl_plugins.trl.head_samples import Sampler, SamplingRun
+    from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
 
     call("heads", "sample", folder / "run.yaml", "--k", 2, "--limit", 2, "--out", tmp_path, "--reward", "exact")
     (line,) = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
@@ -309,7 +309,7 @@ def test_the_model_alone_is_sampled_as_it_would_be(folder: Path, tmp_path: Path)
 
 
 def test_weights_stay_while_heads_take_turns(folder: Path, trained: Any) -> None:
-    from rl_plugins.trl.head_samples import Sampler, SamplingRun
+    from rl_plugins.trl.commands.head_samples import Sampler, SamplingRun
 
     names = {f"head_{h}": folder / "lora" / f"trained_{h}" for h in (0, 1)}
     sampler = Sampler(SamplingRun.of(folder / "run.yaml", "test"), names)

@@ -14,7 +14,7 @@ from harness import history, make, stub_sampling, weights
 from transformers import TrainerCallback
 
 from rl_plugins.commands.yaml_edit import with_values
-from rl_plugins.trl import scale
+from rl_plugins.trl.commands import scale
 
 pytestmark = pytest.mark.host
 CONFIG = "per_device_train_batch_size: 16\nnum_generations: 8\nbf16: false\nmodel_name_or_path: policy\nmax_steps: 7\n"

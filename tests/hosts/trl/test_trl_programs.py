@@ -12,10 +12,10 @@ import torch
 from harness import history, make, policy, score, weights
 from program_probes import SEEN
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.requests import Generate, Prompt
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.requests import Generate, Prompt
 from rl_plugins.testing.engine import make_prompt
-from rl_plugins.trl.context_cache import ContextCache
+from rl_plugins.trl.generation.context_cache import ContextCache
 
 
 def run(folder, method, **changes):
@@ -36,7 +36,7 @@ def test_a_plain_program_trains_like_trl_itself(tmp_path):
 
 
 def _logits(trainer_folder, tokens):
-    from rl_plugins.demo.policy import build_model
+    from rl_plugins.lab.demo.policy import build_model
 
     policy(trainer_folder / "policy")
     with torch.no_grad():
@@ -269,7 +269,7 @@ def test_an_error_in_a_program_names_the_method(tmp_path):
 
 
 def test_evaluation_with_hooks(tmp_path):
-    from rl_plugins.demo.tasks import build_dataset
+    from rl_plugins.lab.demo.tasks import build_dataset
 
     firsts = []
 

@@ -10,7 +10,7 @@ import torch
 from harness import history, make, score, weights
 from program_probes import SEEN
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.runtime import carry_over as module
 
 pytestmark = pytest.mark.host
@@ -27,7 +27,7 @@ def run(folder: Any, steps: int = 4, resume: bool = False, **changes: Any) -> An
 
 def test_every_group_that_was_drawn_is_trained_or_waits(tmp_path, monkeypatch):
     begun, trained = [], []
-    admit, settle = module.admit, module.settle_queue
+    admit, decide_advantages = module.admit, module.requeue
 
     def watched_admit(*args: Any) -> Any:
         groups = admit(*args)
@@ -35,12 +35,12 @@ def test_every_group_that_was_drawn_is_trained_or_waits(tmp_path, monkeypatch):
         return groups
 
     def watched_settle(stack: Any, groups: Any, order: Any, enough: int) -> Any:
-        out = settle(stack, groups, order, enough)
+        out = decide_advantages(stack, groups, order, enough)
         trained.append((out[0], groups, order))
         return out
 
-    monkeypatch.setattr("rl_plugins.trl.queue.admit", watched_admit)
-    monkeypatch.setattr("rl_plugins.trl.queue.settle_queue", watched_settle)
+    monkeypatch.setattr("rl_plugins.trl.generation.queue.admit", watched_admit)
+    monkeypatch.setattr("rl_plugins.trl.generation.queue.requeue", watched_settle)
     trainer = run(tmp_path)
     fresh = [g.row.prompt_index for groups in begun for g in groups if not g.rollouts]
     done = [g.row.prompt_index for groups, _, _ in trained for g in groups]

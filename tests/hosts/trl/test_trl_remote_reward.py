@@ -14,8 +14,8 @@ from harness import history, make, weights
 from test_remote_reward import Rewards
 from transformers import TrainerCallback
 
-from rl_plugins.disaggregated.reward import remote_reward
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
+from rl_plugins.tools.disaggregated.reward import remote_reward
 
 pytestmark = pytest.mark.host
 

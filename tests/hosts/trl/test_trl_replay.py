@@ -10,9 +10,9 @@ import pytest
 import torch
 from harness import make, score, weights
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 from rl_plugins.methods.rollout_replay import Buffer
-from rl_plugins.trl import generation as module
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 

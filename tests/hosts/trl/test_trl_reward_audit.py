@@ -9,8 +9,8 @@ import pytest
 import torch
 from harness import history, make, stub_sampling, weights
 
-from rl_plugins.errors import RunStopped, StateError
-from rl_plugins.trl import generation as module
+from rl_plugins.core.errors import RunStopped, StateError
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 STEPS = 6

@@ -16,8 +16,8 @@ from harness import make, policy
 from operations import allocated, exponent, instructions
 
 from rl_plugins.commands.doctor import dry_run
-from rl_plugins.requests import Generated, Trajectory
-from rl_plugins.trl.programs import ProgramRow
+from rl_plugins.core.requests import Generated, Trajectory
+from rl_plugins.trl.generation.programs import ProgramRow
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from scale_driver import Batch
@@ -141,7 +141,7 @@ def test_a_start_reads_no_rows(tmp_path: Path, monkeypatch: Any, methods: dict[s
         data.mkdir()
         dataset.to_parquet(data / "train.parquet")
         run = {**SMALL, "model_name_or_path": str(tmp_path / "policy"), "dataset_name": str(data)}
-        run |= {"reward_funcs": ["rl_plugins.demo.rewards.format"], "methods": [*methods], "method_params": methods}
+        run |= {"reward_funcs": ["rl_plugins.lab.demo.rewards.format"], "methods": [*methods], "method_params": methods}
         config = tmp_path / f"{rows}.yaml"
         config.write_text(json.dumps({**run, "output_dir": str(tmp_path / "out")}))
 

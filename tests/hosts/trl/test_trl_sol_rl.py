@@ -10,10 +10,10 @@ import torch
 from harness import history, make
 from torch import Tensor
 
-from rl_plugins.cheap import CheapCopy, CheapOptions
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime.cheap import CheapCopy, CheapOptions
+from rl_plugins.trl.generation.precision import CheapRollouts
 from rl_plugins.trl.host import model_input
-from rl_plugins.trl.precision import CheapRollouts
 
 pytestmark = pytest.mark.host
 TEMPERATURE = 0.8

@@ -12,11 +12,11 @@ import torch
 from harness import make, weights
 from swarm_packages import SIZE, fill
 
-from rl_plugins.demo.rewards import digits
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.rewards import digits
 from rl_plugins.methods.swarm_sapo import Folder, Package
 from rl_plugins.methods.swarm_sapo.packages import sender_of
-from rl_plugins.trl import generation as module
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 

@@ -13,11 +13,11 @@ import trl
 from harness import make, policy, stub_sampling, weights
 from traces import by_name
 
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.trl import GRPOConfig
-from rl_plugins.trl import generation as module
-from rl_plugins.trl.script import _of_grpo
+from rl_plugins.trl.commands.script import _of_grpo
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 

@@ -14,9 +14,9 @@ import torch
 from harness import length, make, stub_sampling
 from masked_runs import LENGTH, make_masked
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.trl import generation as module
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.trl.asynchronous import AsyncGRPOConfig
+from rl_plugins.trl.generation import batches as module
 
 pytestmark = pytest.mark.host
 DOCS = Path(__file__).parents[3] / "docs" / "inspect.md"

@@ -16,14 +16,14 @@ import torch
 import trl
 from harness import history, make, score, weights
 
-from rl_plugins.agents import Observation
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.demo.tasks import build_dataset
-from rl_plugins.messages import Contract, Lineage, LineageGuard, check_arithmetic, read_logs
+from rl_plugins.kit.agents import Observation
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.methods.epo import NO_BOUND, Epo
 from rl_plugins.methods.gigpo import Gigpo
-from rl_plugins.trl import generation as module
-from rl_plugins.trl.environments import as_tools
+from rl_plugins.tools.messages import Contract, Lineage, LineageGuard, check_arithmetic, read_logs
+from rl_plugins.trl.generation import batches as module
+from rl_plugins.trl.generation.environments import as_tools
 
 pytestmark = pytest.mark.host
 

@@ -19,7 +19,7 @@ if "verl" in sys.modules:
 @pytest.fixture(scope="session")
 def policy_folder(tmp_path_factory):
     """A folder with an untrained demo policy in `policy`."""
-    from rl_plugins.demo.policy import build_model, build_tokenizer
+    from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("verl_engine")
     build_model(0).save_pretrained(folder / "policy")

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from rl_plugins.losses import ppo_clip
-from rl_plugins.method import Method, Paper
-from rl_plugins.params import MethodParams, param
-from rl_plugins.rollouts import Update
+from rl_plugins.core.losses import ppo_clip
+from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Update
 from rl_plugins.runtime import registry
 
 SEEN: list[Any] = []

@@ -191,8 +191,8 @@ def start(
     folder: Path, overrides: Sequence[str], trainer: str = "watched_sync", ranks: int = 1, **environment: str
 ) -> Run:
     """Starts a run of the demo task with 8 prompts and 8 rollouts each."""
-    from rl_plugins.demo import verl_data
-    from rl_plugins.demo.policy import load_policy
+    from rl_plugins.lab.demo import verl_data
+    from rl_plugins.lab.demo.policy import load_policy
 
     folder.mkdir(parents=True)
     data = with_sets(verl_data.write(folder / "data"))

@@ -19,17 +19,17 @@ from memory_queue import MemoryQueue
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.rollouts import Completion, Plan, PlanRow, Shape
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Shape
 from rl_plugins.runtime import registry
 from rl_plugins.runtime.costs import Costs
 from rl_plugins.runtime.fingerprint import fingerprint
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.runtime.state import load_state
 from rl_plugins.verl import batch as module
-from rl_plugins.verl.batch import Decisions, Selected, Settled, clean_padding, logprob_multiple, whole_group_order
+from rl_plugins.verl.batch import Decided, Decisions, Selected, clean_padding, logprob_multiple, whole_group_order
+from rl_plugins.verl.capabilities import Known, Reader
 from rl_plugins.verl.config import Settings, compose
-from rl_plugins.verl.facts import Known, Reader
 from rl_plugins.verl.prompts import COLUMN, MADE, PLANNED_AGENT, PROMPT_INDEX, PromptBatches, number_rows
 from rl_plugins.verl.rows import REAL, column_of, flat
 from rl_plugins.verl.saved import saved_costs
@@ -104,7 +104,7 @@ def run(
     rows_of_batch: int = 4,
     config: Any = None,
     stack: MethodStack | None = None,
-) -> tuple[Selected, KVBatchMeta, Settled]:
+) -> tuple[Selected, KVBatchMeta, Decided]:
     """Selection and settlement of these rows; returns the batch between them, too."""
     queue.put_rows(rows)
     tags = [{"global_steps": 1, "min_global_steps": 0} for _ in rows]
@@ -113,7 +113,7 @@ def run(
     mine = Decisions(stack, config or globals()["config"](), {}, Tokenizer(), rows_of_batch)
     selected = mine.select(batch)
     before = KVBatchMeta(partition_id="train", keys=list(selected.batch.keys), tags=selected.batch.tags)
-    return selected, before, mine.settle(selected.batch, selected)
+    return selected, before, mine.decide_advantages(selected.batch, selected)
 
 
 def test_notes_are_fetched_once(queue: MemoryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_one_row_is_kept_where_every_row_leaves(queue: MemoryQueue, hook: str) -
     mine = Decisions(MethodStack([Leave()]), config(), {}, Tokenizer(), 4)
     queue.put_rows(rows)
     selected = mine.select(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{"global_steps": 1}] * 4))
-    done = mine.settle(selected.batch, selected)
+    done = mine.decide_advantages(selected.batch, selected)
     assert done.batch.keys == ["a_0_0"] == list(queue.rows) and done.nothing
     assert selected.nothing == (hook == "select")
     assert not bool(done.decision.stays.any()) and done.metrics["rl_plugins/rows_trained"] == 0
@@ -542,7 +542,9 @@ def test_without_methods_the_weighted_sum_is_trained(queue: MemoryQueue, monkeyp
     told = {"rl_plugins/reward_generated": 1.25, "rl_plugins/frac_reward_zero_std": 0.6}
     assert trainer._logged == [pytest.approx(told)]
     trainer.settings = Settings((), rewards={"z": 1.0})
-    with pytest.raises(ConfigError, match="rl_plugins.rewards names `z`, and the reward function answers with x, y"):
+    with pytest.raises(
+        ConfigError, match="rl_plugins.methods.fapo.rewards names `z`, and the reward function answers with x, y"
+    ):
         trainer._balance_batch(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{} for _ in rows]), {})
 
 

@@ -13,9 +13,9 @@ from waiting import NEVER
 
 pytest.importorskip("verl", reason="verl is not installed")
 
-from rl_plugins.cheap import CheapCopy, CheapOptions
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+from rl_plugins.runtime.cheap import CheapCopy, CheapOptions
 from rl_plugins.verl.cpu import names, workarounds
 from rl_plugins.verl.cpu.activate import activate
 from rl_plugins.verl.cpu.decoder import Decoder, Request
@@ -635,8 +635,8 @@ def test_a_snapshot_of_the_parameters_does_not_train_along():
 def test_demo_data_and_rewards(tmp_path):
     import pyarrow.parquet
 
-    from rl_plugins.demo import verl_data
-    from rl_plugins.demo.tasks import solve, split_of
+    from rl_plugins.lab.demo import verl_data
+    from rl_plugins.lab.demo.tasks import solve, split_of
 
     verl_data.write(tmp_path)
     for name, split, n in (("train", "train", 300), ("test", "held_out", 320)):
@@ -659,7 +659,7 @@ def test_verl_takes_the_demos_overrides(tmp_path):
     import verl
     from hydra import compose, initialize_config_dir
 
-    from rl_plugins.demo import verl_data
+    from rl_plugins.lab.demo import verl_data
 
     odd = tmp_path / "a b'c=d"
     for methods in ((), ("mc_grpo", "grpo_roc")):
@@ -674,7 +674,7 @@ def test_verl_takes_the_demos_overrides(tmp_path):
         else:
             assert list(config.rl_plugins.methods) == ["mc_grpo", "grpo_roc"]
             assert config.rl_plugins.method_params.mc_grpo.advantage_clip == 3.0
-            assert config.rl_plugins.rewards == {"exact": 1.0, "digits": 0.0, "careful": 0.0}
+            assert config.rl_plugins.methods.fapo.rewards == {"exact": 1.0, "digits": 0.0, "careful": 0.0}
             assert config.reward.custom_reward_function.reward_kwargs.binary is True
 
 

@@ -28,12 +28,12 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, trainer_base
 from verl.utils.config import omega_conf_to_dataclass
 
-from rl_plugins.rollouts import Completion
+from rl_plugins.core.rollouts import Completion
 from rl_plugins.runtime import update
 from rl_plugins.runtime.update import surrogate
-from rl_plugins.trl import generation
-from rl_plugins.trl import loss as trl_loss
-from rl_plugins.trl.facts import known_of, run_of
+from rl_plugins.trl.capabilities import known_of, run_of
+from rl_plugins.trl.generation import batches
+from rl_plugins.trl.loss import micro_batch as trl_loss
 from rl_plugins.verl import batch as verl_batch
 from rl_plugins.verl import loss as verl_loss
 from rl_plugins.verl.batch import Decisions
@@ -121,7 +121,7 @@ class Reshaped(probes.Probe):
     needs = frozenset({"tokens", "old_logprobs", "entropies", "rollout_logprobs"})
 
     def shape(self, rollouts, tokens):
-        from rl_plugins.rollouts import Shape
+        from rl_plugins.core.rollouts import Shape
 
         return Shape(
             row_columns={"hardness": 1 - rollouts.groups.rows(rollouts.groups.mean(rollouts.reward))},
@@ -130,7 +130,7 @@ class Reshaped(probes.Probe):
         )
 
     def policy_loss(self, terms):
-        from rl_plugins.losses import ppo_clip
+        from rl_plugins.core.losses import ppo_clip
 
         weight = terms.columns["hardness"] * (1 + terms.columns["surprise"])
         return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages) * weight
@@ -139,8 +139,8 @@ class Reshaped(probes.Probe):
 def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dict[str, Any]:
     """One batch in TRL: what the driver saw and the losses per token at weights that moved since."""
     seen: dict[str, Any] = {}
-    batch = generation.GenerationBatch
-    decide, with_columns, sampled = generation.decide, batch._with_columns, batch._rollout_logprobs
+    batch = batches.GenerationBatch
+    decide, with_columns, sampled = batches.decide, batch._with_columns, batch._rollout_logprobs
 
     def older(self, out):
         """As if a policy of some updates ago had sampled: weights of 0.3 to 3."""
@@ -165,7 +165,7 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
     options: dict[str, Any] = dict(scale_rewards="none", reward_weights=[1.0, 0.5], num_iterations=2)  # two: off-policy
     trainer = harness.make(folder, methods, reward=reward, method_params=params or None, **options)
     trainer.state.global_step = seen["now"] = NOW if "aged" in methods else 0
-    generation.decide, batch._with_columns, batch._rollout_logprobs = watched, watched_columns, older
+    batches.decide, batch._with_columns, batch._rollout_logprobs = watched, watched_columns, older
     try:
         trainer.model.train()
         with harness.stub_sampling():
@@ -174,7 +174,7 @@ def through_trl(folder: Path, methods: list[str], params: dict[str, Any]) -> dic
             trainer.methods.start(seen["run"])
             out = trainer._generate_and_score_completions(next(loader))
     finally:
-        generation.decide, batch._with_columns, batch._rollout_logprobs = decide, with_columns, sampled
+        batches.decide, batch._with_columns, batch._rollout_logprobs = decide, with_columns, sampled
     torch.manual_seed(1)
     with torch.no_grad():
         for p in trainer.model.parameters():
@@ -297,8 +297,8 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
     host.config = config
     tags = batch.tags
     host._compute_advantage(batch, {})
-    settled = mine.settle(KVBatchMeta(partition_id="train", keys=batch.keys, tags=tags), selected)
-    batch = settled.batch
+    decided = mine.decide_advantages(KVBatchMeta(partition_id="train", keys=batch.keys, tags=tags), selected)
+    batch = decided.batch
 
     data = queue.kv_batch_get(batch.keys)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
@@ -319,7 +319,7 @@ def through_verl(monkeypatch: Any, trl: dict[str, Any], methods: list[str], para
         scale = loss._before_update(engine, data, None)
     value, _ = loss(output, data)
     per_token = surrogate(loss.stack, loss._terms(output, data)) if stack.claimed("policy_loss") else None
-    return {"decision": settled.decision, "data": data, "loss": float(value), "surrogate": per_token, "lr_scale": scale}
+    return {"decision": decided.decision, "data": data, "loss": float(value), "surrogate": per_token, "lr_scale": scale}
 
 
 def _nested(values: list[torch.Tensor]) -> torch.Tensor:

@@ -18,16 +18,16 @@ sys.path.insert(0, str(PROBES))
 
 import harness
 
-from rl_plugins.demo import verl_data
-from rl_plugins.estimators import grpo_advantages
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.estimators import grpo_advantages
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.demo import verl_data
 from rl_plugins.runtime.decide import decide
 from rl_plugins.runtime.rounds import Rounds
 from rl_plugins.runtime.stack import MethodStack, build_stack
 from rl_plugins.testing import make_rollouts, make_tokens
 from rl_plugins.testing.contract.compare import differences
-from rl_plugins.trl import facts as trl_facts
-from rl_plugins.verl import facts as verl_facts
+from rl_plugins.trl import capabilities as trl_capabilities
+from rl_plugins.verl import capabilities as verl_capabilities
 from rl_plugins.verl.config import Settings, compose
 from rl_plugins.verl.doctor import ParquetRows
 
@@ -87,17 +87,17 @@ def test_both_hosts_plan_alike(tmp_path: Path, data: Path, name: str) -> None:
     table = pyarrow.parquet.read_table(data).to_pylist()
     rows = [{"prompt": row["prompt"], "level": row["extra_info"]["level"]} for row in table]
     args = harness.config(tmp_path, [*params], method_params=params, max_steps=4)
-    known = trl_facts.KnownRun(args, Dataset.from_list(rows), len(rows), ("score",))
+    known = trl_capabilities.KnownRun(args, Dataset.from_list(rows), len(rows), ("score",))
     trl = build_stack([*params], params)
-    trl.start(trl_facts.run_of(known))
+    trl.start(trl_capabilities.run_of(known))
 
     options = ["data.train_batch_size=8", "actor_rollout_ref.rollout.n=8", f"data.train_files={data}"]
-    read = verl_facts.Reader(compose(options), "sync")
+    read = verl_capabilities.Reader(compose(options), "sync")
     settings = Settings(tuple(params), params)
-    verl, told = settings.stack(), verl_facts.Known(read, settings, ParquetRows([data], "prompt"), len(rows), 4)
+    verl, told = settings.stack(), verl_capabilities.Known(read, settings, ParquetRows([data], "prompt"), len(rows), 4)
     verl.start(told.run())
 
-    one = batches(trl, lambda proposal: trl_facts.first_plan_of(trl, known, proposal), len(rows))
+    one = batches(trl, lambda proposal: trl_capabilities.first_plan_of(trl, known, proposal), len(rows))
     two = batches(verl, lambda proposal: told.plan(verl, proposal), len(rows))
     plans = list(zip(one, two, strict=True))
     assert all(a == b for a, b in plans) and len(plans) == 4

@@ -15,8 +15,8 @@ from methods.branch_loops import advantages_by_loops, first_copies, node_of, wor
 from runs import COSTS, PROMPTS, SAMPLES, STALENESS, Run, broken, finished
 from test_runs import reference, rows_of
 
-from rl_plugins.demo.policy import build_tokenizer, load_policy
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
+from rl_plugins.lab.demo.policy import build_tokenizer, load_policy
 from rl_plugins.methods.ui_s1 import UiS1
 
 pytestmark = pytest.mark.host
@@ -96,7 +96,7 @@ PARAMS = [
     "rtv_pdr.votes=2",
     "rtv_pdr.summary_tokens=4",
     "rtv_pdr.judge_tokens=2",
-    "training_free_grpo.llm='rl_plugins.demo.advisor:canned'",
+    "training_free_grpo.llm='rl_plugins.lab.demo.advisor:canned'",
     "branch_text_rollout.places=[0,2,4]",
     "branch_advantages.fusion=paths",
 ]

@@ -36,10 +36,10 @@ from sampler_checks import (
     rewards_of,
 )
 
-from rl_plugins.demo.policy import build_tokenizer
-from rl_plugins.demo.tasks import build_rows
-from rl_plugins.demo.verl_data import SOURCE
-from rl_plugins.groups import Groups
+from rl_plugins.core.groups import Groups
+from rl_plugins.lab.demo.policy import build_tokenizer
+from rl_plugins.lab.demo.tasks import build_rows
+from rl_plugins.lab.demo.verl_data import SOURCE
 from rl_plugins.methods.swarm_sapo import Folder, Package
 from rl_plugins.methods.swarm_sapo.packages import sender_of, written_files
 
@@ -101,8 +101,8 @@ AUDIT = ["reward_audit"]
 POOL = ["sol_rl_select+sol_rl_advantages"]
 ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT + POOL
 COMMON = [
-    "+rl_plugins.rewards.exact=1",
-    "+rl_plugins.rewards.digits=0.5",
+    "+rl_plugins.methods.fapo.rewards.exact=1",
+    "+rl_plugins.methods.fapo.rewards.digits=0.5",
     "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]
@@ -384,7 +384,7 @@ def test_a_stored_rollout_comes_back_as_it_was(carousel: Run) -> None:
 
 
 def test_squared_probabilities_are_those_of_the_policy_that_gave_the_old_log_probs(carousel: Run) -> None:
-    from rl_plugins.demo.policy import build_model
+    from rl_plugins.lab.demo.policy import build_model
 
     rollouts, tokens = torch.load(carousel.folder / "given.pt", weights_only=False)
     update = next(u for u in carousel.updates() if u["methods"] == ["verl_given"])
@@ -676,7 +676,7 @@ def test_every_process_loaded_the_plugin_and_workers_confirmed(carousel: Run) ->
 
 def reference(parts: list[dict[str, Any]]) -> tuple[float, int]:
     """Gradient norm of one optimizer step by plain torch on the rows that are trained, and their number."""
-    from rl_plugins.demo.policy import build_model
+    from rl_plugins.lab.demo.policy import build_model
 
     model = build_model(0).float()
     model.load_state_dict(parts[0]["weights"])
@@ -866,7 +866,7 @@ def test_ppo_million_measures_the_second_update(ranks: Run) -> None:
 
 def mean_k3(parts: Any) -> float:
     """Over the trained tokens of an optimizer step of all ranks, by plain torch in float64."""
-    from rl_plugins.demo.policy import build_model
+    from rl_plugins.lab.demo.policy import build_model
 
     model = build_model(0).double()
     model.load_state_dict(parts[0]["weights"])
@@ -1074,7 +1074,7 @@ def test_separate_async_with_a_kill(tmp_path: Path) -> None:
 def check_generating_weights(run: Run) -> None:
     """Old log-probs of steps 1 and 2 are those of the weights that were published when each token was generated, and
     the trainer goes on with its own weights. Two optimizer steps per publication; float64 here."""
-    from rl_plugins.demo.policy import build_model
+    from rl_plugins.lab.demo.policy import build_model
 
     updates = run.updates()[:4]
     published = [build_model(0).double(), build_model(0).double()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import PROMPTS, SAMPLES, SEPARATE, STALENESS, Run, finished
 
-from rl_plugins.methods.areal import capacity
+from rl_plugins.methods.areal_admission import capacity
 
 pytestmark = pytest.mark.host
 

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trl"))
 import probes
 from registering import registered
 
-from rl_plugins.errors import ConfigError, StateError
-from rl_plugins.verl import compat, facts
+from rl_plugins.core.errors import ConfigError, StateError
+from rl_plugins.verl import capabilities, compat
 from rl_plugins.verl.config import compose, read_settings
 from rl_plugins.verl.start import describe, prepare
 
@@ -58,18 +58,26 @@ REFUSED = {
         "Set trainer.v1.trainer_mode=rl_plugins_separate_async",
     ),
     "weights of rewards that verl ignores": (
-        ["trainer.v1.trainer_mode=sync", "+rl_plugins.rewards.a=1"],
+        ["trainer.v1.trainer_mode=sync", "+rl_plugins.methods.fapo.rewards.a=1"],
         "",
         r"rl_plugins\.rewards is given, and trainer\.v1\.trainer_mode=sync would ignore it\. Set .*=rl_plugins_sync",
     ),
     "legacy trainer": (["trainer.use_v1=False"], "mc_grpo", "use_v1=False would ignore it"),
     "trainer without methods": ([], None, r"Add \+rl_plugins.methods"),
     "unknown method": ([], "mc_grpoo", "mc_grpo"),
-    "unknown key": (["+rl_plugins.method=[vade]"], "mc_grpo", r"rl_plugins.method does not exist.*Did you mean"),
+    "unknown key": (
+        ["+rl_plugins.core.method=[vade]"],
+        "mc_grpo",
+        r"rl_plugins.core.method does not exist.*Did you mean",
+    ),
     "unknown parameter": (["+rl_plugins.method_params.mc_grpo.mad=1"], "mc_grpo", "mad_eps"),
     "parameters of another method": (["+rl_plugins.method_params.vade.x=1"], "mc_grpo", "vade"),
     "one reward": ([], "gdpo", r"\+rl_plugins\.rewards\."),
-    "rewards that are no numbers": (["+rl_plugins.rewards.a=much"], "mc_grpo", "rl_plugins.rewards="),
+    "rewards that are no numbers": (
+        ["+rl_plugins.methods.fapo.rewards.a=much"],
+        "mc_grpo",
+        "rl_plugins.methods.fapo.rewards=",
+    ),
     "top-p": (["actor_rollout_ref.rollout.top_p=0.9"], "minpro", r"top_p=0\.9 the distribution"),
     "no log-probs": (
         ["actor_rollout_ref.rollout.calculate_log_probs=False"],
@@ -214,7 +222,7 @@ REFUSED = {
         "`max_concurrent` is 8, and verl limits the prompts in progress by num_warmup_batches only",
     ),
     "a reward nobody gives": (
-        ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.rewards.accuracy=1"],
+        ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.methods.fapo.rewards.accuracy=1"],
         "drpo",
         "`drpo`: the parameter `reward` is 'right', but the reward functions of this run are: accuracy",
     ),
@@ -272,7 +280,7 @@ def test_a_run_without_old_log_probs_has_a_proximal_policy(proximal: str) -> Non
 def test_a_missing_chat_template_is_told_before_ray_starts(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     model = [f"actor_rollout_ref.model.path={tmp_path}"]
-    agent = ["+rl_plugins.method_params.turn_control.environment='rl_plugins.demo.environments:Grid'"]
+    agent = ["+rl_plugins.method_params.turn_control.environment='rl_plugins.lab.demo.environments:Grid'"]
     for methods, more in (("mc_grpo", []), ("turn_control", agent)):
         (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
         prepare(config(*model, *more, methods=methods))
@@ -367,7 +375,7 @@ def test_no_methods_is_the_host_alone() -> None:
 
 
 def test_rewards_are_ours_or_those_of_verl() -> None:
-    ours = read_settings(config("+rl_plugins.rewards.a=1", "+rl_plugins.rewards.b=0.5"))
+    ours = read_settings(config("+rl_plugins.methods.fapo.rewards.a=1", "+rl_plugins.methods.fapo.rewards.b=0.5"))
     theirs = read_settings(config("+algorithm.gdpo_reward_keys=[a,b]", "+algorithm.gdpo_reward_weights=[1,0.5]"))
     assert ours is not None and theirs is not None
     assert dict(ours.rewards) == dict(theirs.rewards) == {"a": 1.0, "b": 0.5}
@@ -380,8 +388,14 @@ def test_columns_of_parquet_files(tmp_path: Path) -> None:
     Dataset.from_list([{"prompt": "x", "extra_info": {"level": 1}, "reward_model": {"ground_truth": "1"}}]).to_parquet(
         str(file)
     )
-    read = facts.Reader(config(f"data.train_files={file}"))
-    assert set(facts.dataset_columns(read) or ()) == {"prompt", "extra_info", "level", "reward_model", "ground_truth"}
+    read = capabilities.Reader(config(f"data.train_files={file}"))
+    assert set(capabilities.dataset_columns(read) or ()) == {
+        "prompt",
+        "extra_info",
+        "level",
+        "reward_model",
+        "ground_truth",
+    }
     with pytest.raises(ConfigError, match="no column `answer`"):
         prepare(config(f"data.train_files={file}", methods="needs_column"))
 
@@ -623,9 +637,9 @@ def test_methods_are_built_and_checked_once_per_trainer(monkeypatch: pytest.Monk
     from rl_plugins.verl.trainer import MethodsSync
 
     built, checked = [], []
-    stack, check = Settings.stack, facts.check
+    stack, check = Settings.stack, capabilities.check
     monkeypatch.setattr(Settings, "stack", lambda self: built.append(1) or stack(self))
-    monkeypatch.setattr(facts, "check", lambda *args: checked.append(1) or check(*args))
+    monkeypatch.setattr(capabilities, "check", lambda *args: checked.append(1) or check(*args))
 
     class Stop(Exception):
         pass

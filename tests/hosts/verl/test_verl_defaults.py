@@ -8,7 +8,7 @@ import verl
 from omegaconf import OmegaConf
 
 from rl_plugins.methods import april
-from rl_plugins.methods.areal.admission import STRATEGY, THRESHOLD, WARMUP
+from rl_plugins.methods.areal_admission import STRATEGY, THRESHOLD, WARMUP
 
 CONFIGS = Path(verl.__file__).parent / "trainer" / "config"
 

@@ -28,7 +28,7 @@ from reference import (
     with_gaps,
 )
 
-from rl_plugins.errors import MethodError
+from rl_plugins.core.errors import MethodError
 
 pytestmark = pytest.mark.host
 

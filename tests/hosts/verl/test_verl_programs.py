@@ -26,18 +26,18 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, DictConfigWrap
 from verl.workers.rollout.replica import TokenOutput
 
-from rl_plugins.demo.policy import build_model, build_tokenizer
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.redundancy import independent
-from rl_plugins.requests import Generate, Score, Trajectory
-from rl_plugins.rollouts import PlanRow
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.redundancy import independent
+from rl_plugins.core.requests import Generate, Score, Trajectory
+from rl_plugins.core.rollouts import PlanRow
+from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as batch_module
 from rl_plugins.verl import workers
+from rl_plugins.verl.capabilities import MANAGER, PROGRAM_MANAGER
 from rl_plugins.verl.cpu.decoder import Decoder
 from rl_plugins.verl.cpu.server import Limits, Server
 from rl_plugins.verl.evaluation import PlannedBatches
-from rl_plugins.verl.facts import MANAGER, PROGRAM_MANAGER
 from rl_plugins.verl.prompts import (
     COLUMN,
     FORCED,

@@ -1,4 +1,4 @@
-"""The reward functions of `rl_plugins.rewards`, loaded from a config and called by verl's own reward manager."""
+"""The reward functions of `rl_plugins.methods.fapo.rewards`, loaded from a config and called by verl's own reward manager."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_plugins.demo.policy import build_tokenizer
+from rl_plugins.lab.demo.policy import build_tokenizer
 from rl_plugins.verl.config import compose
 
 pytestmark = pytest.mark.host
@@ -26,7 +26,7 @@ def managed(function: str, replies: list[str], truth: list[Any], info: list[dict
     from verl.experimental.reward_loop.reward_manager.naive import NaiveRewardManager
     from verl.trainer.ppo.reward import get_custom_reward_fn
 
-    path = ["reward.custom_reward_function.path=pkg://rl_plugins.rewards"]
+    path = ["reward.custom_reward_function.path=pkg://rl_plugins.methods.fapo.rewards"]
     config = compose([*path, f"reward.custom_reward_function.name={function}", *more])
 
     class Words:

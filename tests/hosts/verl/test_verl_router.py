@@ -14,7 +14,7 @@ from verl.workers.rollout import router as verl_router
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 from rl_plugins.verl.router import AffinityLoadBalancer
 
 CONFIG = """

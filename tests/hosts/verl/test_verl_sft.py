@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     import pandas as pd
     from transformers import set_seed
 
-    from rl_plugins.demo.policy import build_model, build_tokenizer
-    from rl_plugins.demo.tasks import build_rows
+    from rl_plugins.lab.demo.policy import build_model, build_tokenizer
+    from rl_plugins.lab.demo.tasks import build_rows
 
     path = tmp_path_factory.mktemp("verl_sft")
     set_seed(0)
@@ -131,7 +131,7 @@ def test_validation_is_verl_s_cross_entropy(runs):
 def test_refusals(folder, overrides, text):
     import sft_script
 
-    from rl_plugins.errors import ConfigError
+    from rl_plugins.core.errors import ConfigError
     from rl_plugins.verl import otr
 
     with pytest.raises(ConfigError) as e:

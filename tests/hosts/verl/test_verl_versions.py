@@ -25,9 +25,9 @@ from transfer_queue import KVBatchMeta
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from rl_plugins.errors import ConfigError, MethodError
-from rl_plugins.requests import Generate, Generated
-from rl_plugins.rollouts import Completion, PlanRow
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.requests import Generate, Generated
+from rl_plugins.core.rollouts import Completion, PlanRow
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.verl import batch as module
 from rl_plugins.verl.batch import Decisions
@@ -239,7 +239,7 @@ def decided(queue: MemoryQueue, rows: list[tuple[dict[str, Any], int, int]], pub
 
     mine = Decisions(MethodStack([sees]), config(), {}, Tokenizer(), len(rows), published)
     selected = mine.select(KVBatchMeta(partition_id="train", keys=keys, tags=tags))
-    mine.settle(selected.batch, selected)
+    mine.decide_advantages(selected.batch, selected)
     return *sees.seen, [queue.rows[key][TOKEN_VERSION].tolist() for key in keys]
 
 

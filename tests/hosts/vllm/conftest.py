@@ -51,7 +51,7 @@ def _probes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where trainers are made; `policy/` is a briefly warm-started policy, whose answers depend on the prompt."""
-    from rl_plugins.demo.policy import WarmStart, build_model, build_tokenizer, warm_start
+    from rl_plugins.lab.demo.policy import WarmStart, build_model, build_tokenizer, warm_start
 
     path = tmp_path_factory.mktemp("vllm")
     model, tokenizer = build_model(0), build_tokenizer()

@@ -20,7 +20,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from watch import Watch, policy_logprobs
 
-from rl_plugins.requests import Generate
+from rl_plugins.core.requests import Generate
 from rl_plugins.testing.engine import make_prompt
 
 CASES = {

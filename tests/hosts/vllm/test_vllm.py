@@ -18,7 +18,7 @@ from harness import history, make, weights
 from processes import started
 from watch import Watch
 
-from rl_plugins.errors import ConfigError
+from rl_plugins.core.errors import ConfigError
 
 _spec = importlib.util.find_spec("vllm")
 _installed = _spec is not None and _spec.origin is not None

@@ -19,11 +19,11 @@ from test_trl_turns import Walk
 from transformers import AutoModelForCausalLM
 from watch import Watch
 
-from rl_plugins.errors import ConfigError
-from rl_plugins.requests import Generate, Kind, Trajectory
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.requests import Generate, Kind, Trajectory
 from rl_plugins.testing.engine import make_prompt
-from rl_plugins.trl import generation as module
-from rl_plugins.trl.engine import TrlEngine
+from rl_plugins.trl.generation import batches as module
+from rl_plugins.trl.generation.engine import TrlEngine
 
 _spec = importlib.util.find_spec("vllm")
 _installed = _spec is not None and _spec.origin is not None

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.rollouts import Completion, PlanRow
+from rl_plugins.core.rollouts import Completion, PlanRow
 from rl_plugins.verl.imports import after_import
 
 OUT = Path(os.environ.get("RL_PLUGINS_TEST_OUT", "."))
@@ -33,8 +33,8 @@ def _carousel(module: object) -> None:
     from verl.utils.config import omega_conf_to_dataclass
 
     from rl_plugins.verl import loss, trainer
+    from rl_plugins.verl.capabilities import Reader
     from rl_plugins.verl.config import chat_of
-    from rl_plugins.verl.facts import Reader
     from rl_plugins.verl.rewards import with_reward_functions
 
     def waiting_prompts() -> dict:
@@ -306,7 +306,7 @@ def _methods():
     import probes
     import torch
 
-    from rl_plugins.rollouts import Shape
+    from rl_plugins.core.rollouts import Shape
 
     class VerlGiven(probes.Probe):
         """Every kind of row a plan can ask for."""

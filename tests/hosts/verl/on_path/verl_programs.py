@@ -10,11 +10,11 @@ import probes
 import torch
 from verl_probes import OUT, note
 
-from rl_plugins.agents import Observation, play
-from rl_plugins.messages.contracts import Contract
-from rl_plugins.redundancy import independent
-from rl_plugins.requests import Call, Generate, Score, together
-from rl_plugins.rollouts import Shape
+from rl_plugins.core.redundancy import independent
+from rl_plugins.core.requests import Call, Generate, Score, together
+from rl_plugins.core.rollouts import Shape
+from rl_plugins.kit.agents import Observation, play
+from rl_plugins.tools.messages.contracts import Contract
 
 
 class Ladder:

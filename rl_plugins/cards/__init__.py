@@ -1,0 +1,1 @@
+"""What is known of the methods: cards, problems, results, and how they are listed and shown."""

@@ -1,0 +1,180 @@
+"""`rl-plugins info`: everything about one method or bundle, as text."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rl_plugins.cards.card_file import Paper, card_file
+from rl_plugins.cards.catalog import FIDELITY, Card, card_of, hosts_of, needs_of, preset_text
+from rl_plugins.cards.pairs import conflicts, excluded
+from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.results import Result, measured_of
+from rl_plugins.cards.usage import Usage, usage_of
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.params import describe_params
+from rl_plugins.lab.bench.published import claim_lines
+from rl_plugins.runtime import registry
+from rl_plugins.tools import supervised
+
+
+def print_info(name: str) -> None:
+    """Everything about one method or bundle.
+
+    Raises:
+        ConfigError: no such name, or it cannot be used.
+    """
+    print(info_of_loss(supervised.card_of(name)) if name in supervised.LOSSES else info(registry.load(name)))
+
+
+def info_of_loss(card: supervised.SupervisedLoss) -> str:
+    """The text of `rl-plugins info` of a loss for supervised trainers."""
+    start = "\n".join(f"{host}: {command}" for host, command in card.start.items())
+    file, results = card_file(card.name), measured_of(card.name)
+    assert file.paper is not None
+    sections = [
+        ("What", card.about),
+        ("Use it when", file.use_when),
+        ("Not when", file.avoid_when),
+        ("What it costs", file.cost),
+        ("What we measured", _listed(map(measured_text, results)) or "Nobody measured it yet."),
+        ("Parameters", "\n".join(_parameter(row, None) for row in describe_params(card.params))),
+        ("Where paper and code differ", _listed(file.disagreements)),
+        ("Fidelity", f"{card.fidelity}: {FIDELITY[card.fidelity]}."),
+        ("How to start", f"It is no method: `methods` does not take it. docs/supervised.md shows both hosts.\n{start}"),
+        ("Source", _source(file.paper)),
+        ("How to cite", file.paper.bibtex(card.name)),
+    ]
+    head = f"{card.name}: {file.paper.title}\n{card.does}."
+    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections)])
+
+
+def info(found: type[Method] | Bundle) -> str:
+    """The text of `rl-plugins info`."""
+    card = card_of(found)
+    sections: list[tuple[str, str]] = []
+    if isinstance(found, Bundle):
+        parts = "".join(f"\n  {part}{preset_text(values)}" for part, values in found.parts.items())
+        sections.append(("What", f"{card.file.about}\n\nStands for, with the settings of the paper:{parts}"))
+    else:
+        sections.append(("What", inspect.cleandoc(found.__doc__ or "No description.")))
+        sections.append(("Use it when", card.file.use_when))
+    sections.append(("Problems it answers", _listed(PROBLEMS[p].title for p in found.problems if p in PROBLEMS)))
+    sections.append(("Not when", card.avoid_when))
+    sections.append(("What it costs", card.cost))
+    sections.append(("What the paper claims", _listed(claim_lines(found.name))))
+    sections.append(("What we measured", _listed(map(measured_text, card.measured)) or "Nobody measured it yet."))
+    sections.append(("Goes with", _listed(f"{name}: {why}" for name, why in card.file.goes_with.items())))
+    sections.append(("Excludes", _listed(_excludes(card))))
+    if isinstance(found, Bundle):
+        sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
+    else:
+        sections.append(("Parameters", _parameters(found)))
+        sections.append(("Changes", "\n".join(_changes(found))))
+        sections.append(("Needs", _listed(needs_of(found))))
+        sections.append(("Host options it sets", _listed(options_text(found.host_options))))
+        sections.append(("Where paper and code differ", _listed(card.file.disagreements)))
+        sections.append(("Fidelity", f"{found.fidelity}: {FIDELITY[found.fidelity]}."))
+    sections.append(("How to use", "\n".join(_usage(usage_of(found), card))))
+    paper = card.file.paper
+    if paper:
+        sections.append(("Source", _source(paper)))
+        sections.append(("How to cite", paper.bibtex(found.name)))
+    head = f"{found.name}: {paper.title if paper else 'a method of your own'}" + (
+        f"\n{found.does}." if found.does else ""
+    )
+    return "\n\n".join([head, *(f"{title}\n{_indented(text)}" for title, text in sections if text.strip())])
+
+
+def measured_text(measured: Result) -> str:
+    """One result as a line: verdict, claim, numbers."""
+    return f"{measured.verdict}: {measured.claim}, {measured.numbers} (docs/{measured.page}#{measured.where})"
+
+
+def _excludes(card: Card) -> Iterator[str]:
+    """Built-in and installed methods that cannot run beside this one."""
+    classes = []
+    for name in registry.all_names():
+        with suppress(RLPluginsError):  # `list` says what is wrong with it
+            classes.append(registry.load(name))
+    found = conflicts(tuple(cls for cls in classes if not isinstance(cls, Bundle)))
+    for reason, names in excluded(found, [part.name for part in card.parts]).items():
+        yield f"{', '.join(names)}: {reason}"
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
+
+
+def _parameters(cls: type[Method]) -> str:
+    rows = describe_params(cls.Params)
+    if not rows:
+        return "None."
+    return "\n".join(_parameter(row, card_file(cls).example_params.get(row["name"])) for row in rows)
+
+
+def _parameter(row: Mapping[str, str], example: Any) -> str:
+    about = f"{row['type']}{', ' + row['range'] if row['range'] else ''}"
+    text = f"{row['name']} = {row['default']}   ({about})\n    {meaning(row)}"
+    example = example or row["example"]
+    return text + (f"\n    example: {example}" + _source_of(example) if example else "")
+
+
+def _source_of(example: Any) -> str:
+    """The code of an example function, two lines of it or all."""
+    if not isinstance(example, str) or not example.startswith("rl_plugins.lab.demo.functions:"):
+        return ""
+    from rl_plugins.core.params import resolve_callable
+
+    code = inspect.getsource(resolve_callable(example, "example"))
+    return "".join(f"\n        {line}" for line in code.rstrip().splitlines())
+
+
+def meaning(row: Mapping[str, str]) -> str:
+    """Help of a parameter, and when it has an effect."""
+    return f"{row['help']} [only if {row['only_if']}]" if row["only_if"] else row["help"]
+
+
+def _changes(cls: type[Method]) -> Iterable[str]:
+    yield f"{', '.join(cls.claims()) or 'nothing'} (hosts: {', '.join(hosts_of(cls)) or 'none yet'})"
+    if cls.rounds:
+        yield "Generates in rounds: later rollouts depend on the rewards of earlier ones."
+    if cls.in_eval:
+        yield f"Also in evaluation: {', '.join(cls.in_eval)}."
+    if not cls.trains:
+        yield "Makes no optimizer step at all."
+
+
+def options_text(options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Host options that a method sets, a line each."""
+    return [f"{host}: {option} = {value!r}" for host, values in options.items() for option, value in values.items()]
+
+
+def _usage(usage: Usage, card: Card) -> Sequence[str]:
+    """A config to copy for every host and every place."""
+    settings = card.file.paper_settings
+    lines = [f"With host options of the paper: {', '.join(settings)}."] if settings else []
+    lines += usage.notes
+    if "trl" in usage.hosts:
+        lines += ["TRL, in the YAML config of a run:", *(f"    {line}" for line in usage.yaml().splitlines())]
+        lines += ["TRL, on the command line:", f"    {usage.command_of_trl} --config run.yaml {usage.flags()}"]
+        module, kind = ("rl_plugins.trl.masked", "Masked") if usage.masked else ("rl_plugins.trl", "")
+        names = f"from {module} import {kind}GRPOConfig, {kind}GRPOTrainer"
+        lines += [f"TRL, in Python ({names}):", f"    {usage.python()}"]
+    if "verl" in usage.hosts:
+        lines += ["verl:", *(f"    {line}" for line in usage.command().splitlines())]
+    if "diffusion" in usage.hosts:
+        lines += ["Diffusion (from rl_plugins.diffusion import DiffusionConfig):", f"    {usage.python_of_diffusion()}"]
+    return lines
+
+
+def _source(paper: Paper) -> str:
+    code = f"\nhttps://github.com/{paper.code}" if paper.code else ""
+    return f"{paper.authors}, {paper.year}\n{paper.url}{code}"

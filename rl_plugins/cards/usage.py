@@ -1,0 +1,202 @@
+"""A config to copy for one method or bundle: everything that it needs and that the paper set, for every host."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_plugins.cards.card_file import card_file
+from rl_plugins.cards.catalog import HOSTS, example_of, parts_of
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.kit.masked import MASKED_OPTIONS
+from rl_plugins.runtime import registry
+
+# What a run must have for a signal to exist, where no paper says otherwise.
+_FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
+    "several_updates": {
+        "trl": {"num_iterations": 2},
+        "verl": {"actor_rollout_ref.actor.ppo_epochs": 2},
+        "diffusion": {"updates_per_batch": 2},
+    },
+    "off_policy": {
+        "trl": {"num_iterations": 2},
+        "verl": {"actor_rollout_ref.actor.ppo_epochs": 2},
+        "diffusion": {"updates_per_batch": 2},
+    },
+    "ref_logprobs": {
+        "trl": {"beta": 0.04},
+        "verl": {"actor_rollout_ref.actor.use_kl_loss": True},
+        "diffusion": {"beta": 0.04},
+    },
+    "several_rewards": {
+        "verl": {"+rl_plugins.methods.fapo.rewards.accuracy": 1, "+rl_plugins.methods.fapo.rewards.format": 0.5}
+    },
+    "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
+}
+# A whole line of verl, so that the doctor finds nothing missing in it. Files and model stand for the user's own.
+VERL_BASE: dict[str, Any] = {
+    "data.train_files": "train.parquet",
+    "data.val_files": "test.parquet",
+    "data.train_batch_size": 128,
+    "actor_rollout_ref.model.path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 8,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.n": 8,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 8,
+    "algorithm.adv_estimator": "grpo",
+}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A config that serves one method.
+
+    Attributes:
+        methods: names in order; further methods that it cannot do without come first.
+        params: method -> the parameters that must be given.
+        options: host -> option -> value.
+        notes: what a config cannot say.
+        hosts: those that serve it.
+        masked: TRL's trainer of masked diffusion language models is meant.
+    """
+
+    methods: tuple[str, ...]
+    params: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Mapping[str, Any]]
+    notes: tuple[str, ...]
+    hosts: tuple[str, ...]
+    masked: bool = False
+
+    @property
+    def command_of_trl(self) -> str:
+        """The command that trains with it in TRL."""
+        return f"rl-plugins trl {'masked_grpo' if self.masked else 'grpo'}"
+
+    def yaml(self) -> str:
+        """For the YAML config of `trl grpo`."""
+        lines = [f"methods: [{', '.join(self.methods)}]"]
+        if self.params:
+            lines.append(f"method_params: {json.dumps(self.params)}")
+        return "\n".join([*lines, *(f"{k}: {_yaml(v)}" for k, v in self.options["trl"].items())])
+
+    def flags(self) -> str:
+        """The same as options of `command_of_trl`."""
+        words = [f"--methods {' '.join(self.methods)}"]
+        if self.params:
+            words.append(f"--method_params '{json.dumps(self.params)}'")
+        return " ".join([*words, *(f"--{k} {_yaml(v)}" for k, v in self.options["trl"].items())])
+
+    def python(self) -> str:
+        """The same as arguments of the config."""
+        words = [f"methods={list(self.methods)!r}"]
+        if self.params:
+            words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
+        words += [f"{k}={v!r}" for k, v in self.options["trl"].items()]
+        return f"{'Masked' * self.masked}GRPOConfig({', '.join(words)})"
+
+    def python_of_diffusion(self) -> str:
+        """Arguments of the config of the diffusion trainer."""
+        words = [f"methods={list(self.methods)!r}"]
+        if self.params:
+            words.append(f"method_params={ {k: dict(v) for k, v in self.params.items()}!r}")
+        words += [f"{k}={v!r}" for k, v in self.options["diffusion"].items()]
+        return f"DiffusionConfig({', '.join(words)})"
+
+    def overrides(self, base: bool = True) -> list[str]:
+        """Words of `python -m verl.trainer.main_ppo`, quoted for a shell.
+
+        Args:
+            base: with the data, the model and the batch, so that the line is whole.
+        """
+        options = {**(VERL_BASE if base else {}), **self.options["verl"]}
+        mode = {"trainer.v1.trainer_mode": options.pop("trainer.v1.trainer_mode", "rl_plugins_sync")}
+        words = [_word(f"{k}={hydra(v)}") for k, v in {**options, **mode}.items()]
+        words.append(f'"+rl_plugins.methods=[{",".join(self.methods)}]"')
+        return words + [
+            _word(f"+rl_plugins.method_params.{method}.{key}={hydra(value)}")
+            for method, values in self.params.items()
+            for key, value in values.items()
+        ]
+
+    def command(self) -> str:
+        """The whole command of a run of verl, an override a line."""
+        return " \\\n  ".join(["python -m verl.trainer.main_ppo", *self.overrides()])
+
+
+def usage_of(found: type[Method] | Bundle, paper: bool = True) -> Usage:
+    """A config in which this method or bundle takes effect.
+
+    Args:
+        paper: with the host options of the paper; False: only what it cannot do without.
+    """
+    parts = parts_of(found)
+    helpers = [cls for name in _needed_beside(parts) for cls in parts_of(registry.load(name))]
+    everything = [*helpers, *parts]
+    made = [example_of(cls) for cls in everything]
+    options: dict[str, dict[str, Any]] = {host: {} for host in HOSTS}
+    signals = {signal.partition(":")[0] for m in made for signal in m.needs}
+    if any("admit" in m.claims() or m.replays for m in made):
+        signals.discard("off_policy")
+    for signal in sorted(signals & set(_FOR_SIGNAL)):
+        for host, values in _FOR_SIGNAL[signal].items():
+            options[host].update(values)
+    smallest = max((m.min_group_size for m in made), default=1)
+    if paper:
+        options["verl"]["actor_rollout_ref.rollout.n"] = max(smallest, VERL_BASE["actor_rollout_ref.rollout.n"])
+    if any("admit" in m.claims() for m in made):
+        options["verl"]["trainer.v1.trainer_mode"] = "rl_plugins_colocate_async"
+    set_by_methods = {(host, option) for m in made for host, values in m.host_options.items() for option in values}
+    for host, settings in card_file(found).paper_settings.items() if paper else ():
+        options[host].update({k: v for k, v in settings.items() if (host, k) not in set_by_methods})
+    notes = []
+    if "several_rewards" in signals:
+        notes.append("Pass two or more reward functions: in TRL `reward_funcs`, in verl keys of the answer.")
+    columns = sorted({s.partition(":")[2] for m in made for s in m.needs if s.startswith("column:")} - {"prompt"})
+    brought = {column for cls in everything for column in cls.brings_columns}
+    if set(columns) - brought:
+        notes.append(f"The dataset needs the columns: {', '.join(c for c in columns if c not in brought)}.")
+    return Usage(
+        methods=tuple([cls.name for cls in helpers] + [found.name]),
+        params={cls.name: dict(e) for cls in everything if (e := card_file(cls).example_params)},
+        options=options,
+        notes=tuple(notes),
+        hosts=tuple(h for h in HOSTS if all(h in cls.hosts for cls in everything)),
+        masked=bool({option for _, option in set_by_methods} & MASKED_OPTIONS),
+    )
+
+
+def _needed_beside(parts: Sequence[type[Method]]) -> list[str]:
+    """Methods without which these do nothing: one that plays agents, where they read turns or close rollouts; or
+    one that makes the rows that they read."""
+    signals = {signal for cls in parts for signal in example_of(cls).needs}
+    if any("rollout" in cls.claims() for cls in parts):
+        return []
+    own = [f"{cls.name}_rollout" for cls in parts]
+    known = [name for name in own if registry.origins_of(name)]
+    if known:
+        return known[:1]
+    return ["turn_control"] if {"turns", "redundancy"} & signals else []
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value)
+
+
+def _word(text: str) -> str:
+    """An override as one word of a shell."""
+    return f'"{text}"' if re.search(r"[^\w.=/:@%,-]", text) else text
+
+
+def hydra(value: Any) -> str:
+    """A value as hydra reads it back on a command line, between double quotes of the shell."""
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w./-]*", value):
+        return "'" + value.replace("'", "\\'") + "'"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{hydra(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(hydra, value)) + "]"
+    return "null" if value is None else str(value)

@@ -1,8 +1,0 @@
-"""One run of a comparison in a process of its own: `rl-plugins trl masked_grpo` that also writes its logs."""
-
-from __future__ import annotations
-
-from rl_plugins.compare.trl_worker import main
-
-if __name__ == "__main__":
-    main("rl_plugins.trl.masked.script")

@@ -1,0 +1,1 @@
+"""Parts that methods are built of: agents, services, judges, memory of prompts, priors, masked decoding."""

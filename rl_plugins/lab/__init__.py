@@ -1,0 +1,1 @@
+"""How we show what methods do: demo, bench, comparisons, the trace viewer, generated pages."""

@@ -1,0 +1,220 @@
+"""The settings of the dials. A cell is a task with one dial turned, a config of the host, and a budget.
+
+Its name is `dial=value`. `neutral` has every dial at rest: it is where a method without a reason to help should do no
+harm. Everything in a cell was chosen before any method ran on it; only plain GRPO was looked at, so that it neither
+stays at zero nor reaches the top (see `benchmarks/bench/README.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench import chains, paraphrases
+from rl_plugins.lab.bench.chains import Mix
+from rl_plugins.lab.demo.settings import ON_CPU
+
+STEPS, ROWS, GROUP = 40, 64, 8
+LEARNING_RATE = 2e-4  # the best of 1e-4, 2e-4, 3e-4, 5e-4 and 1e-3 for GRPO in `neutral`, on seeds 100 to 102
+TEST_PROMPTS, TEST_TRIES = 96, 4
+TRAIN_PROMPTS = 1000
+CURRENCIES = ("steps", "rows_trained", "tokens_decoded")
+WATCHED = ("right", "clean", "tidy", "steps", "length", "solved")
+
+METRICS: Mapping[str, tuple[str, str]] = {
+    "right": ("eval_rewards/right/mean", "right answers on held-out prompts (share)"),
+    "clean": ("eval_rewards/clean/mean", "right answers, each step right and nothing superfluous, held out (share)"),
+    "tidy": ("eval_rewards/tidy/mean", "held-out answers without a superfluous mark (share)"),
+    "steps": ("eval_rewards/steps/mean", "right steps on held-out prompts (share)"),
+    "solved": ("eval_rewards/solved/mean", f"held-out prompts solved in at least one of {TEST_TRIES} tries (share)"),
+    "length": ("eval_rewards/length/mean", "characters per held-out answer"),
+    "no_signal": ("frac_reward_zero_std", "rollouts in groups of equal rewards, in training (share)"),
+    "entropy": ("entropy", "entropy per token in training (nats)"),
+    "score": ("eval_rewards/score/mean", "score of agents in held-out episodes (0 to 1)"),
+    "tokens": ("rl_plugins/tokens_decoded", "tokens decoded until the end"),
+    "rows": ("rl_plugins/rows_made", "rows made until the end"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting.
+
+    Args:
+        name: `dial=value`.
+        about: what differs from `neutral`, in a sentence.
+        mix: of the prompts to train on.
+        test: of the held-out prompts; none: `mix`.
+        rewards: function of `chains` -> weight; those of weight 0 are watched.
+        options: of the host that differ from the base config.
+        prompts: to train on.
+        environment: of `rl_plugins.lab.demo.environments`: agents play there, and the other fields of the task are unused.
+    """
+
+    name: str
+    about: str
+    mix: Mix = field(default_factory=Mix)
+    test: Mix | None = None
+    rewards: Mapping[str, float] = field(default_factory=lambda: {"right": 1.0})
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prompts: int = TRAIN_PROMPTS
+    environment: str = ""
+
+    @property
+    def dial(self) -> str:
+        return self.name.partition("=")[0]
+
+    @property
+    def metric(self) -> str:
+        """What the cell is judged by unless a claim names another."""
+        return "score" if self.environment else "right"
+
+    def config(self, policy: Path, data: Path) -> dict[str, Any]:
+        """Options of TRL for every arm."""
+        if self.environment:
+            from rl_plugins.lab.demo import agents
+
+            values = agents.config(policy, data, long=False)
+            return {**values, **AGENTS, **self.options}
+        weights = {**self.rewards, **{name: 0.0 for name in WATCHED if name not in self.rewards}}
+        return {
+            **ON_CPU,
+            "model_name_or_path": str(policy),
+            "dataset_name": str(data),
+            "reward_funcs": [f"rl_plugins.lab.bench.chains.{name}" for name in weights],
+            "reward_weights": list(weights.values()),
+            "per_device_train_batch_size": ROWS,
+            "num_generations": GROUP,
+            "max_completion_length": 20,
+            "max_steps": STEPS,
+            "learning_rate": LEARNING_RATE,
+            "warmup_steps": 5,
+            "eval_strategy": "steps",
+            "eval_steps": STEPS // 4,
+            "eval_on_start": True,
+            "per_device_eval_batch_size": TEST_PROMPTS * TEST_TRIES,
+            "num_generations_eval": TEST_TRIES,
+            **self.options,
+        }
+
+    def write_data(self, folder: Path) -> Path:
+        """Prompts to train on and held-out prompts as files that `datasets` reads without a hub."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.environment:
+            from rl_plugins.lab.demo import agents
+
+            agents.write_data(folder, self.environment)
+            return folder
+        for split, name, mix, n in (
+            ("train", "train", self.mix, self.prompts),
+            ("held_out", "test", self.test or self.mix, TEST_PROMPTS),
+        ):
+            rows = (paraphrases if mix.mode == "w" else chains).build_rows(mix, n, 0, split)
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when results of the cell are no longer comparable with earlier ones."""
+        told = [chains.VERSION, repr(self), self.config(Path("policy"), Path("data"))]
+        return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+AGENTS: Mapping[str, Any] = {"per_device_train_batch_size": 64, "max_steps": 30, "eval_steps": 10}
+
+
+def _staleness(updates: int) -> Cell:
+    return Cell(
+        f"staleness={updates - 1}",
+        f"{updates} updates per generated batch, so that rollouts are up to {updates - 1} updates old",
+        options={"steps_per_generation": updates, "max_steps": 48, "eval_steps": 12},
+    )
+
+
+def _group(size: int) -> Cell:
+    return Cell(f"group={size}", f"{size} rollouts per prompt, as many rows", options={"num_generations": size})
+
+
+_CELLS = (
+    Cell("neutral", "chains of 2 to 7 steps, one reward for the right answer, 8 rollouts per prompt"),
+    Cell("difficulty=narrow", "all chains have 4 steps", Mix((4,)), Mix((4,))),
+    Cell(
+        "difficulty=tail",
+        "most chains have 2 steps, some up to 9",
+        Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
+        Mix((2, 4, 6, 8)),
+    ),
+    Cell(
+        "difficulty=unsolvable",
+        "seven of ten prompts have a step that can only be guessed",
+        Mix(unsolvable=0.7),
+        Mix(),
+    ),
+    Cell(
+        "difficulty=repeated",
+        "the chains of `difficulty=tail`, but 64 of them to train on, so that each comes back every eighth batch",
+        Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
+        Mix((2, 4, 6, 8)),
+        prompts=64,
+    ),
+    Cell("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
+    Cell(
+        "rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy_10": 1.0}
+    ),
+    Cell(
+        "rewards=100x",
+        "a second reward, a hundred times as large, for tidy answers",
+        rewards={"right": 1.0, "tidy_100": 1.0},
+    ),
+    Cell(
+        "length=tail",
+        "answers have a log-normal number of dots that mean nothing",
+        Mix((1, 2, 3, 4), mode="l"),
+        options={"max_completion_length": 32},
+    ),
+    Cell(
+        "length=penalty",
+        "answers with dots as in `length=tail`, and a second reward for short answers",
+        Mix((1, 2, 3, 4), mode="l"),
+        rewards={"right": 1.0, "short": 0.5},
+        options={"max_completion_length": 32},
+    ),
+    Cell(
+        "forks=30",
+        "after each step a letter has to be chosen: three of ten tokens",
+        Mix((1, 2, 3), mode="f"),
+    ),
+    Cell("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
+    Cell("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
+    Cell("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
+    Cell(
+        "noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}
+    ),
+    _group(2),
+    _group(4),
+    _group(32),
+    _staleness(2),
+    _staleness(4),
+    _staleness(16),
+    Cell("prompts=16", "16 prompts to train on", prompts=16),
+    Cell("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
+    Cell("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
+    Cell("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
+)
+CELLS: Mapping[str, Cell] = {cell.name: cell for cell in _CELLS}
+
+
+def cell_of(name: str) -> Cell:
+    """A cell by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in CELLS:
+        raise ConfigError(f"There is no cell {name!r}. Cells: {', '.join(CELLS)}.")
+    return CELLS[name]

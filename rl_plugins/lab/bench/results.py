@@ -1,0 +1,214 @@
+"""The raw results: `runs.parquet`, a record per run, and `curves.parquet`, its values over the course of training.
+
+Columns of `runs`: cell, arm, seed, host, `cell_fingerprint` and `arm_fingerprint` (results with another one are made
+again), versions (JSON), date, seconds, error. Columns of `curves`: cell, arm, seed, host, then `step`, the costs so far
+(`rows_trained`, `tokens_decoded`, `seconds`), `name` and `value`. Values of training are means since the evaluation
+before.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench.arms import BenchArm
+from rl_plugins.lab.bench.cells import CELLS, CURRENCIES, METRICS
+from rl_plugins.lab.compare.costs import Course
+
+SEARCH_FROM, CONFIRM_FROM = 100, 200  # seeds of the search for stacks, and of its confirmation
+KEPT = (*(name for name, _ in METRICS.values()), "reward", "completions/mean_length", "grad_norm")
+RUNS = pa.schema(
+    {
+        "cell": pa.string(),
+        "arm": pa.string(),
+        "seed": pa.int32(),
+        "host": pa.string(),
+        "cell_fingerprint": pa.string(),
+        "arm_fingerprint": pa.string(),
+        "versions": pa.string(),
+        "date": pa.string(),
+        "seconds": pa.float32(),
+        "error": pa.string(),
+    }
+)
+CURVES = pa.schema(
+    {
+        "cell": pa.string(),
+        "arm": pa.string(),
+        "seed": pa.int32(),
+        "host": pa.string(),
+        "step": pa.int32(),
+        "rows_trained": pa.float64(),
+        "tokens_decoded": pa.float64(),
+        "seconds": pa.float32(),
+        "name": pa.string(),
+        "value": pa.float64(),
+    }
+)
+
+Point = tuple[Mapping[str, float], float]
+"""Costs by currency, and a value."""
+
+
+@cache
+def arm_fingerprint(label: str) -> str:
+    """Changes with the options and parameters of an arm."""
+    arm = BenchArm.of(label)
+    told = [arm.label, arm.methods, dict(arm.options), {k: dict(v) for k, v in arm.params.items()}]
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+@dataclass
+class BenchRun:
+    """One run.
+
+    Args:
+        record: of the table of runs.
+        curves: name of a value -> its points, in the order of training.
+    """
+
+    record: dict[str, Any]
+    curves: dict[str, list[Point]] = field(default_factory=dict)
+
+    @property
+    def error(self) -> str:
+        return str(self.record["error"])
+
+    @classmethod
+    def of(
+        cls, cell: str, arm: str, seed: int, lines: Sequence[Mapping[str, Any]], seconds: float, error: str
+    ) -> BenchRun:
+        """From the lines that the trainer logged."""
+        names = ("trl", "torch", "transformers", "rl-plugins")
+        versions = {**{name: version(name) for name in names}, "python": platform.python_version()}
+        record = {
+            "cell": cell,
+            "arm": arm,
+            "seed": seed,
+            "host": "trl",
+            "cell_fingerprint": CELLS[cell].fingerprint,
+            "arm_fingerprint": arm_fingerprint(arm),
+            "versions": json.dumps(versions),
+            "date": datetime.date.today().isoformat(),
+            "seconds": seconds,
+            "error": error,
+        }
+        return cls(record, {} if error else _curves(lines))
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    course = Course.of(lines)
+    marks = sorted({int(line["step"]) for line in lines if any(k.startswith("eval_") for k in line)})
+    ends = marks[1:] or [max(int(line["step"]) for line in lines)]
+    out: dict[str, list[Point]] = {}
+    for name in KEPT:
+        found = [
+            (int(line["step"]), {c: float(cost.get(c, math.nan)) for c in (*CURRENCIES, "seconds")}, float(line[name]))
+            for line, cost in zip(course.lines, course.costs, strict=True)
+            if isinstance(line.get(name), (int, float))
+        ]
+        if name.startswith("eval_"):
+            points: list[Point] = [(cost, value) for _, cost, value in found]
+        else:
+            parts = np.searchsorted(ends, [step for step, _, _ in found])
+            points = [
+                (of[-1][1], float(np.mean([value for _, _, value in of])))
+                for k in range(len(ends))
+                if (of := [f for f, part in zip(found, parts, strict=True) if part == k])
+            ]
+            if name in ("rl_plugins/tokens_decoded", "rl_plugins/rows_made") and found:
+                points = [(found[-1][1], found[-1][2])]
+        if points:
+            out[name] = points
+    return out
+
+
+class Results:
+    """All runs, by (cell, arm, seed)."""
+
+    def __init__(self, runs: Iterable[BenchRun] = ()) -> None:
+        self.runs: dict[tuple[str, str, int], BenchRun] = {}
+        for run in runs:
+            self.add(run)
+
+    def add(self, run: BenchRun) -> None:
+        """Adds a run, or replaces it."""
+        self.runs[run.record["cell"], run.record["arm"], run.record["seed"]] = run
+
+    def has(self, cell: str, arm: str, seed: int) -> bool:
+        """Whether a run was made with the settings of now. Failed ones count; a version bump does not."""
+        run = self.runs.get((cell, arm, seed))
+        return run is not None and is_current(run)
+
+    def seeds(self, cell: str, arm: str, of: Sequence[int] = range(SEARCH_FROM)) -> list[int]:
+        """Seeds of the runs that ended well, with the settings of now. Those of a search only if they are asked for."""
+        found = {s: self.runs[cell, arm, s] for s in of if (cell, arm, s) in self.runs}
+        return [s for s, run in found.items() if not run.error and is_current(run)]
+
+    @classmethod
+    def read(cls, folder: Path) -> Results:
+        """Of a folder; empty if there are none.
+
+        Raises:
+            ConfigError: the files cannot be read.
+        """
+        if not (folder / "runs.parquet").exists():
+            return cls()
+        try:
+            records = pq.read_table(folder / "runs.parquet").to_pylist()
+            curves = pq.read_table(folder / "curves.parquet").to_pylist()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ConfigError(
+                f"The results in {folder} cannot be read ({error}). Remove them or name others."
+            ) from None
+        found = cls(BenchRun(record) for record in records)
+        for row in curves:
+            run = found.runs[row["cell"], row["arm"], row["seed"]]
+            costs = {"steps": row["step"], **{k: row[k] for k in ("rows_trained", "tokens_decoded", "seconds")}}
+            run.curves.setdefault(row["name"], []).append((costs, row["value"]))
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Writes both tables; a reader sees the old ones or the new ones."""
+        folder.mkdir(parents=True, exist_ok=True)
+        order = [self.runs[key] for key in sorted(self.runs)]
+        rows = [
+            {k: run.record[k] for k in ("cell", "arm", "seed", "host")}
+            | {"step": int(costs["steps"]), "name": name, "value": value}
+            | {k: costs[k] for k in ("rows_trained", "tokens_decoded", "seconds")}
+            for run in order
+            for name, points in sorted(run.curves.items())
+            for costs, value in points
+        ]
+        for name, table in (
+            ("runs", pa.Table.from_pylist([run.record for run in order], RUNS)),
+            ("curves", pa.Table.from_pylist(rows, CURVES)),
+        ):
+            part = folder / f"{name}.parquet.part"
+            pq.write_table(table, part, compression="zstd")
+            os.replace(part, folder / f"{name}.parquet")
+
+
+def is_current(run: BenchRun) -> bool:
+    """Whether cell and arm are still what they were."""
+    r = run.record
+    try:
+        known = r["cell"] in CELLS and CELLS[r["cell"]].fingerprint == r["cell_fingerprint"]
+        return known and arm_fingerprint(r["arm"]) == r["arm_fingerprint"]
+    except ConfigError:
+        return False

@@ -1,0 +1,193 @@
+"""Trains what is missing: several processes at a time, resumable, with the time left.
+
+Every run is a process of its own, forked from a server that has imported the host once, so that a run of half a minute
+does not begin with ten seconds of imports. A run that fails is noted with its error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.lab.bench.arms import BenchArm
+from rl_plugins.lab.bench.cells import cell_of
+from rl_plugins.lab.bench.results import BenchRun, Results
+from rl_plugins.lab.compare.plan import LOG_VARIABLE
+
+LIMIT = 600.0  # seconds of one run, after which it counts as failed
+PRELOADED = ["torch", "transformers", "datasets", "trl", "trl.scripts.grpo", "rl_plugins.trl.commands.script"]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A run that is to be made."""
+
+    cell: str
+    arm: str
+    seed: int
+
+    def folder(self, out: Path) -> Path:
+        return out / "runs" / self.cell / f"{self.arm}-seed{self.seed}"
+
+
+def run_missing(
+    wanted: Sequence[Waiting],
+    out: Path,
+    jobs: int,
+    policy: Callable[[str], Path],
+    console: Console | None = None,
+    watch: Callable[[Results], None] | None = None,
+) -> Results:
+    """Trains what the results in `out` lack.
+
+    Args:
+        wanted: in the order in which they are made.
+        jobs: processes at a time.
+        policy: the folder of the policy for an environment, or "" for the chains.
+        watch: called with the results after every run.
+
+    Raises:
+        RLPluginsError: another command is at work in the folder.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / "lock", timeout=0):
+            return _run(wanted, out, jobs, policy, console or Console(), watch)
+    except Timeout:
+        raise RLPluginsError(
+            f"Another command is at work in {out}. Wait for its end, or give another folder with --out."
+        ) from None
+
+
+def _run(
+    wanted: Sequence[Waiting],
+    out: Path,
+    jobs: int,
+    policy: Callable[[str], Path],
+    console: Console,
+    watch: Callable[[Results], None] | None,
+) -> Results:
+    results = Results.read(out)
+    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.cell, w.arm, w.seed)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    os.environ["HF_DATASETS_CACHE"] = str((out / "cache").absolute())
+    running: list[tuple[Waiting, Any, float]] = []
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("runs", total=len(missing))
+        try:
+            while missing or running:
+                while missing and len(running) < jobs:
+                    running.append(_begin(missing.pop(0), out, policy, context))
+                time.sleep(0.1)
+                for entry in list(running):
+                    w, process, start = entry
+                    if process.is_alive() and time.monotonic() - start < LIMIT:
+                        continue
+                    if process.is_alive():
+                        process.kill()
+                    process.join()
+                    running.remove(entry)
+                    run = _read(w, out, process.exitcode, time.monotonic() - start)
+                    results.add(run)
+                    results.write(out)
+                    progress.advance(task)
+                    if run.error:
+                        console.print(f"{w.cell}, {w.arm}, seed {w.seed} failed: {run.error}", highlight=False)
+                    if watch:
+                        watch(results)
+        finally:
+            for _, process, _ in running:
+                process.kill()
+                process.join()
+    return results
+
+
+def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -> tuple[Waiting, Any, float]:
+    cell, arm = cell_of(w.cell), BenchArm.of(w.arm)
+    folder = w.folder(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "log.jsonl").unlink(missing_ok=True)
+    data = out / "data" / f"{w.cell}-{cell.fingerprint}"
+    if not (data / "test.jsonl").exists():
+        cell.write_data(data)
+    values = arm.config(cell, cell.config(policy(cell.environment).absolute(), data.absolute()))
+    values |= {"seed": w.seed, "output_dir": str(folder.absolute() / "trainer")}
+    (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    process = context.Process(target=_train, args=(str(folder.absolute()), arm.script))
+    process.start()
+    return w, process, time.monotonic()
+
+
+def _train(folder: str, script: str) -> None:
+    """In the process of a run: a script, such as that of `rl-plugins trl grpo`, with the config in the folder."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    place = Path(folder)
+    output = os.open(place / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ[LOG_VARIABLE] = str(place / "log.jsonl")
+    sys.argv = ["rl-plugins bench", "--config", str(place / "config.yaml")]
+    import torch
+
+    torch.set_num_threads(1)
+    from rl_plugins.lab.compare.trl_worker import main
+
+    try:
+        main(script)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # nothing of the server's state is cleaned up twice
+
+
+def _end_with_parent() -> None:
+    """A command that is killed leaves no run behind, which would go on writing where the next command begins anew."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:
+    folder = w.folder(out)
+    file = folder / "log.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    error = ""
+    if code != 0:
+        said = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
+        error = _reason(said) if seconds < LIMIT and said else f"took more than {LIMIT:.0f} s"
+    return BenchRun.of(w.cell, w.arm, w.seed, lines, seconds, error)
+
+
+def _reason(said: Sequence[str]) -> str:
+    """What a run said of its end: our own sentence if it refused or failed with one, else the last line."""
+    ours = [line for line in said if line.startswith("rl-plugins: ") and "methods in effect" not in line]
+    refused = said[-1].startswith("SystemExit") and ours
+    return (ours[-1].removeprefix("rl-plugins: ") if refused else said[-1])[:300]

@@ -1,0 +1,160 @@
+"""What a comparison runs: arms (a baseline or a stack of methods) times seeds, each a directory of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rl_plugins import __version__
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.runtime import registry
+
+LOG_VARIABLE = "RL_PLUGINS_LOG_FILE"
+CONFIG = "config.yaml"  # of a run, in its folder
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of the comparison.
+
+    Args:
+        label: as the user wrote it, e.g. "grpo", "mc_grpo", "vade+mc_grpo".
+        methods: names in order; empty for the baseline.
+        options: of the host, in this arm only, e.g. ("--reward_weights", "0.01", "1"); they win over the config.
+    """
+
+    label: str
+    methods: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One training run of an arm with one seed."""
+
+    arm: Arm
+    seed: int
+    folder: Path
+    worker: str  # see Host
+    arguments: tuple[str, ...]
+    config: str  # text of the config that the arguments name, as it was when the run was planned
+
+    launcher: tuple[str, ...] = ()  # command before the module, e.g. ("accelerate", "launch")
+
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "log.jsonl"
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells whether a finished run in the folder is this one. Files that the config names (data, rewards, models)
+        are not part of it."""
+        told = [self.arguments, self.config, self.launcher, __version__]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+    def write_config(self) -> None:
+        """The config as a file of the run's folder, so that the user's own can change while others run."""
+        if self.config:
+            (self.folder / CONFIG).write_text(self.config)
+
+
+class Host(Protocol):
+    """A trainer that runs are made with.
+
+    Attributes:
+        worker: module that trains with the arguments of its command line. It writes what the trainer logs to the file
+            named by RL_PLUGINS_LOG_FILE, as lines of JSON with "step", "max_steps" (None: not known), "seconds" of
+            training so far, and values by name, with the totals of :mod:`rl_plugins.lab.compare.costs`. Ended by SIGTERM
+            it ends all of its processes.
+        config: text that becomes `config.yaml` in the folder of every run; empty: the arguments are everything.
+        sets: what `arguments` replaces or adds in the user's run, for the report.
+    """
+
+    @property
+    def worker(self) -> str: ...
+
+    @property
+    def config(self) -> str: ...
+
+    @property
+    def sets(self) -> str: ...
+
+    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Arguments of a run: the user's, with the arm's methods, the seed and a folder of its own in place of theirs.
+
+        Args:
+            params: of the arm's methods.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All runs.
+
+    Args:
+        arms: the baseline first.
+        seeds: the same for every arm, so that differences can be paired.
+        runs: in the order they start: all arms of a seed, then the next seed.
+        out: the folder of the results.
+        notes: lines for the report (what the budget is, what to mind).
+    """
+
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[PlannedRun, ...]
+    out: Path
+    notes: tuple[str, ...] = field(default=())
+
+
+def parse_arms(methods: Sequence[str], baseline: str) -> tuple[Arm, ...]:
+    """Arms from the command line: "vade+mc_grpo" is one arm with two methods; "grpo" is the host alone.
+
+    Raises:
+        ConfigError: an unknown method, or the same arm twice.
+    """
+    arms = []
+    for text in [baseline, *methods]:
+        names = [] if text in registry.BASELINES else [n for n in text.split("+") if n]
+        if not names and text not in registry.BASELINES:
+            raise ConfigError(f"The arm {text!r} names no method. Write mc_grpo, or vade+mc_grpo for both in one arm.")
+        registry.select(names)
+        arms.append(Arm(text, tuple(names)))
+    labels = [a.label for a in arms]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"The arms {', '.join(labels)} name one twice; name every arm once.")
+    return tuple(arms)
+
+
+def make_plan(
+    host: Host,
+    arms: Sequence[Arm],
+    seeds: Sequence[int],
+    out: Path,
+    method_params: Mapping[str, Mapping[str, Any]] | None = None,
+    notes: Sequence[str] = (),
+    launcher: Sequence[str] = (),
+) -> Comparison:
+    """The runs of every arm with every seed.
+
+    Raises:
+        ConfigError: parameters for a method that no arm names, or that do not fit the method.
+    """
+    params = {k: dict(v) for k, v in (method_params or {}).items()}
+    parts = {arm.label: tuple(registry.select(arm.methods).classes) for arm in arms}  # of bundles, too
+    idle = set(params) - {n for names in parts.values() for n in names}
+    if idle:
+        raise ConfigError(f"Parameters are given for {', '.join(sorted(idle))}, which no arm names. Remove them.")
+    runs = []
+    for seed in seeds:
+        for arm in arms:
+            folder = out / "runs" / f"{arm.label}-seed{seed}"
+            mine = {n: params[n] for n in parts[arm.label] if n in params}
+            registry.select(arm.methods, mine)
+            arguments = tuple(host.arguments(arm, seed, folder, mine))
+            runs.append(PlannedRun(arm, seed, folder, host.worker, arguments, host.config, tuple(launcher)))
+    return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))

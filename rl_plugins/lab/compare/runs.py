@@ -1,0 +1,151 @@
+"""Runs a comparison: some processes at a time, live progress, and nothing is run twice.
+
+A run is finished when its folder holds `finished.json` with its fingerprint; a comparison that was cut off goes on
+where it stopped. A run that fails stops the comparison, with the end of its output and the folder of all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.lab.compare.plan import LOG_VARIABLE, Comparison, PlannedRun
+
+
+@dataclass
+class _Running:
+    run: PlannedRun
+    process: subprocess.Popen[bytes]
+    task: TaskID
+    output: Any = field(repr=False)
+
+
+def is_finished(run: PlannedRun) -> bool:
+    try:
+        return bool(json.loads((run.folder / "finished.json").read_text())["fingerprint"] == run.fingerprint)
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def read_log(run: PlannedRun) -> list[dict[str, Any]]:
+    """The lines a run has logged so far; a line that is still being written is left out."""
+    lines = []
+    for line in run.log_file.read_text().splitlines() if run.log_file.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def run_all(
+    comparison: Comparison,
+    jobs: int,
+    watch: str = "reward",
+    console: Console | None = None,
+    environment: dict[str, str] | None = None,
+) -> float:
+    """Runs what is not finished.
+
+    Args:
+        jobs: processes at a time.
+        watch: the logged value shown next to the bars.
+
+    Returns:
+        Seconds it took.
+
+    Raises:
+        RLPluginsError: a run failed; the others are stopped, finished ones stay. Or another command is at work in the
+            comparison's folder.
+    """
+    comparison.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(comparison.out / "lock", timeout=0):
+            return _run_all(comparison, jobs, watch, console or Console(), environment or {})
+    except Timeout:
+        raise RLPluginsError(
+            f"Another command is comparing in {comparison.out}. Wait for its end, or give another folder with --out."
+        ) from None
+
+
+def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, environment: dict[str, str]) -> float:
+    start = time.monotonic()
+    waiting = [r for r in comparison.runs if not is_finished(r)]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[value]}"),
+    )
+    running: list[_Running] = []
+    with Progress(*columns, console=console) as progress:
+        for run in comparison.runs:
+            if run not in waiting:
+                progress.add_task(f"{run.arm.label} seed {run.seed}", total=1, completed=1, value="finished before")
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    running.append(_begin(waiting.pop(0), progress, environment))
+                time.sleep(0.3)
+                for r in list(running):
+                    _show(r, progress, watch)
+                    if r.process.poll() is not None:
+                        running.remove(r)
+                        _end(r)
+        finally:
+            for r in running:
+                r.process.terminate()
+                r.process.wait()
+                r.output.close()
+    return time.monotonic() - start
+
+
+def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> _Running:
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.folder.mkdir(parents=True)
+    run.write_config()
+    output = (run.folder / "output.txt").open("wb")
+    command = [*(run.launcher or (sys.executable,)), "-m", run.worker, *run.arguments]
+    (run.folder / "command.json").write_text(json.dumps(command, indent=1))
+    environ = {**os.environ, **environment, LOG_VARIABLE: str(run.log_file)}
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
+    task = progress.add_task(f"{run.arm.label} seed {run.seed}", total=None, value="starting")
+    return _Running(run, process, task, output)
+
+
+def _show(r: _Running, progress: Progress, watch: str) -> None:
+    lines = read_log(r.run)
+    if not lines:
+        return
+    values = [line[watch] for line in lines if watch in line]
+    text = f"{watch} {values[-1]:.3f}" if values else ""
+    progress.update(r.task, total=lines[-1]["max_steps"], completed=lines[-1]["step"], value=text)
+
+
+def _end(r: _Running) -> None:
+    r.output.close()
+    if r.process.returncode == 0:
+        (r.run.folder / "finished.json").write_text(json.dumps({"fingerprint": r.run.fingerprint}))
+        return
+    end = _last_lines(r.run.folder / "output.txt")
+    raise RLPluginsError(
+        f"The run of {r.run.arm.label} with seed {r.run.seed} failed (exit status {r.process.returncode}). The end of "
+        f"its output ({r.run.folder / 'output.txt'}):\n{end}\nFinished runs are kept; the same command goes on."
+    )
+
+
+def _last_lines(file: Path, n: int = 25) -> str:
+    return "\n".join(file.read_text(errors="replace").splitlines()[-n:])

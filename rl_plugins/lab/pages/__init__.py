@@ -1,0 +1,65 @@
+"""The pages of the documentation that are made from the code: `rl-plugins docs` writes all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rl_plugins.cards.catalog import plugins
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.lab.bench import page as bench
+from rl_plugins.lab.bench.method_page import method_page
+from rl_plugins.lab.bench.published import methods_run
+from rl_plugins.lab.pages import choose, diffusion, losses, methods, papers, source
+from rl_plugins.lab.pages.guides import with_code
+from rl_plugins.lab.pages.reference import reference_page
+from rl_plugins.runtime import registry
+
+
+def _on_the_bench(method: str, _: str) -> str:
+    return method_page(method, registry.load(method, plugins()).does)
+
+
+# File -> what makes its text, from the text that stands there: pages with a generated part keep the rest.
+PAGES: dict[str, Callable[[str], str]] = {
+    "docs/methods.md": lambda _: methods.page(),
+    "docs/papers.md": lambda _: papers.page(),
+    "docs/choose.md": lambda _: choose.page(),
+    "docs/bench.md": lambda _: bench.page(),
+    **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
+    "docs/supervised.md": losses.with_cards,
+    "docs/architecture.md": source.with_map,
+    "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
+    "docs/verl.md": partial(source.with_changes, "verl"),
+    "docs/diffusion.md": diffusion.with_parts,
+    "docs/samplers.md": source.with_samplers,
+    "docs/reference.md": lambda _: reference_page(),
+    "README.md": choose.readme,
+}
+
+
+def write(root: Path, dry: bool = False) -> list[str]:
+    """Writes every page under `root`, the folder of the checkout.
+
+    Args:
+        dry: change nothing.
+
+    Returns:
+        The pages that were not up to date.
+
+    Raises:
+        ConfigError: `root` is no checkout, or a page lacks the marks of its generated part.
+    """
+    if not (root / "docs").is_dir():
+        raise ConfigError(f"{root} has no folder docs. Run the command in a checkout of rl-plugins, or name one.")
+    made = dict(PAGES)
+    for guide in sorted((root / "docs" / "guides").glob("*.md")):
+        made[str(guide.relative_to(root))] = partial(with_code, folder=root / "examples" / "guides")
+    old = {page: (root / page).read_text(encoding="utf-8") if (root / page).exists() else "" for page in made}
+    new = {page: make(old[page]) for page, make in made.items()}
+    stale = [page for page in made if new[page] != old[page]]
+    for page in stale if not dry else ():
+        (root / page).parent.mkdir(exist_ok=True)
+        (root / page).write_text(new[page], encoding="utf-8")
+    return stale

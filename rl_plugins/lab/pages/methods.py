@@ -1,0 +1,145 @@
+"""The page docs/methods.md: a card of every built-in method and bundle, from its class."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from rl_plugins.cards.card_file import card_file
+from rl_plugins.cards.catalog import FIDELITY, card_of, entries, needs_of, plugins, preset_text
+from rl_plugins.cards.info import meaning, options_text
+from rl_plugins.cards.problems import PROBLEMS
+from rl_plugins.cards.results import Result
+from rl_plugins.core.method import Bundle, Method
+from rl_plugins.core.params import MethodParams, describe_params
+from rl_plugins.runtime import registry
+
+_HEAD = """\
+# Methods
+
+Generated from the classes by `make docs`; do not edit. [Which method is for me](choose.md) groups them by problem.
+`rl-plugins info NAME` shows one of them with a config to copy.
+
+Fidelity says what a method was checked against:
+
+"""
+LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
+
+
+def page() -> str:
+    """The whole page. Installed plugins are not part of it."""
+    vetoed = plugins()
+    found = entries(vetoed)
+    text = [_HEAD + "\n".join(f"- **{k}**: {v}." for k, v in FIDELITY.items() if k != "own")]
+    rows = []
+    for e in found:
+        paper = f"[{e.arxiv}](https://arxiv.org/abs/{e.arxiv})"
+        rows.append([f"[{e.name}](#{e.name})", e.does, paper, ", ".join(f"`{h}`" for h in e.hooks), e.fidelity])
+    text.append(table(["name", "does", "paper", "changes", "fidelity"], rows))
+    text += [section(registry.load(e.name, vetoed)) for e in found]
+    return "\n\n".join(text) + "\n"
+
+
+def section(found: type[Method] | Bundle, whole: bool = True) -> str:
+    """The card of one method or bundle, with a heading of the second level.
+
+    Args:
+        whole: with every formula and what was measured; False: for a page that shows these elsewhere.
+    """
+    card = card_of(found)
+    p = card.file.paper
+    assert p is not None
+    code = f" Code: [{p.code}](https://github.com/{p.code})." if p.code else ""
+    parts = [f"## {found.name}", f"[{p.title}]({p.url}), {p.authors}, {p.year}.{code}"]
+    if found.does:
+        parts.append(f"**{found.does}.**")
+    if isinstance(found, Bundle):
+        names = ", ".join(f"[{part}](#{part}){preset_text(values)}" for part, values in found.parts.items())
+        parts.append(f"{card.file.about} Stands for: {names}.")
+    else:
+        parts.append(description(found) if whole else description(found).split("\n\n")[0])
+        if card.file.use_when:
+            parts.append(f"**Use it when:** {card.file.use_when}")
+        if card.file.avoid_when:
+            parts.append(f"**Not when:** {card.file.avoid_when}")
+        if card.file.cost:
+            parts.append(f"**What it costs:** {card.file.cost}")
+    answered = [f"[{PROBLEMS[key].title}](choose.md#{slug(PROBLEMS[key].title)})" for key in found.problems]
+    if answered:
+        parts.append(f"**Problems it answers:** {', '.join(answered)}.")
+    if whole:
+        parts.append(f"**What we measured:** {measured(card.measured)}")
+    if card.file.goes_with:
+        parts.append("**Goes with:**\n\n" + bullets(f"[{n}](#{n}): {why}" for n, why in card.file.goes_with.items()))
+    if not isinstance(found, Bundle):
+        parts += _details(found)
+    return "\n\n".join(parts)
+
+
+def _details(cls: type[Method]) -> Iterable[str]:
+    if needed := needs_of(cls):
+        yield "**Needs:** " + "; ".join(needed) + "."
+    if options := options_text(cls.host_options):
+        yield "**Host options it sets:**\n\n" + bullets(options)
+    if describe_params(cls.Params):
+        yield parameter_table(cls.Params)
+    if card_file(cls).disagreements:
+        yield "**Where paper and code differ:**\n\n" + bullets(card_file(cls).disagreements)
+
+
+def parameter_table(params: type[MethodParams]) -> str:
+    """Name, default, type, range and meaning of every parameter."""
+    rows = [_row(r) for r in describe_params(params)]
+    return table(["parameter", "default", "type", "range", "meaning"], rows)
+
+
+def _row(r: Mapping[str, str]) -> list[str]:
+    default = r["default"].replace("\n", "\\n").replace("`", "'")
+    if len(default) > LONGEST_DEFAULT:
+        default = default[: LONGEST_DEFAULT - 1].rstrip() + "…"
+    return [f"`{r['name']}`", f"`{default}`" if default else "", r["type"], r["range"], meaning(r)]
+
+
+def description(cls: type[Method]) -> str:
+    """The docstring of a method as Markdown, formulas as blocks of code; what it raises is left to `info`."""
+    return with_formulas(inspect.cleandoc(cls.__doc__ or ""))
+
+
+def with_formulas(text: str) -> str:
+    """A description as Markdown, formulas as blocks of code."""
+    out: list[tuple[bool, str]] = []  # whether it is code
+    for block in text.split("\n\n"):
+        if block.startswith("Raises:"):
+            continue
+        for code, lines in groupby(block.splitlines(), key=lambda line: line.startswith("    ")):
+            text = "\n".join(line[4:] if code else line for line in lines)
+            if code and out and out[-1][0]:
+                text = f"{out.pop()[1]}\n\n{text}"
+            out.append((code, text))
+    return "\n\n".join(f"```text\n{text}\n```" if code else text for code, text in out)
+
+
+def measured(results: Iterable[Result]) -> str:
+    """Results as one line, each with a link to the evidence."""
+    texts = [
+        f"{m.verdict}: {m.claim}, {m.numbers} ([{m.page.removesuffix('.md')}]({m.page}#{m.where}))" for m in results
+    ]
+    return "; ".join(texts) + "." if texts else "nobody measured it yet."
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub and site generators give a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table of Markdown; a cell is one line, whatever stands in it."""
+    cells = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in [head, *cells]]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:]])

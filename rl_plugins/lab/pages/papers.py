@@ -1,0 +1,62 @@
+"""The page docs/papers.md: every paper that was reviewed, with what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rl_plugins.cards.card_file import Paper, card_file
+from rl_plugins.cards.catalog import entries, plugins
+from rl_plugins.lab.pages.methods import table
+from rl_plugins.runtime.papers import Verdict, reviewed
+from rl_plugins.tools import supervised
+
+_HEAD = """\
+# Papers
+
+Every paper that was reviewed for this package, and what became of it. Generated from the methods and from
+`rl_plugins/papers.toml` by `make docs`; do not edit.
+"""
+
+_SECTIONS: dict[Verdict, tuple[str, str]] = {
+    "elsewhere": ("Built, not as a method", "where"),
+    "open": ("Not built yet", "what it is"),
+    "no": ("Reviewed and not built", "why"),
+}
+
+
+def page() -> str:
+    """The whole page. Installed plugins are not part of it."""
+    built = list(_methods())
+    parts = [_HEAD.rstrip(), f"## Methods\n\n{len(built)} papers.", table(["paper", "methods", "fidelity"], built)]
+    for verdict, (title, column) in _SECTIONS.items():
+        rows = [[_linked(p.title, p.arxiv), p.why] for p in reviewed().values() if p.verdict == verdict]
+        if verdict == "elsewhere":
+            rows = [*_losses(), *rows]
+        if rows:
+            parts += [f"## {title}", table(["paper", column], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _methods() -> Iterable[list[str]]:
+    """A paper, its methods and bundles, their fidelity; by title."""
+    vetoed = plugins()
+    found: dict[str, tuple[Paper, list[str], list[str]]] = {}
+    for entry in entries(vetoed):
+        paper = card_file(entry.name).paper
+        assert paper is not None
+        _, names, fidelity = found.setdefault(paper.arxiv, (paper, [], []))
+        names.append(f"[{entry.name}](methods.md#{entry.name})")
+        fidelity += [entry.fidelity] if entry.fidelity not in fidelity else []
+    for paper, names, fidelity in sorted(found.values(), key=lambda f: f[0].title.lower()):
+        yield [_linked(paper.title, paper.arxiv), ", ".join(names), ", ".join(sorted(fidelity))]
+
+
+def _losses() -> Iterable[list[str]]:
+    for name in supervised.LOSSES:
+        paper = card_file(name).paper
+        assert paper is not None
+        yield [_linked(paper.title, paper.arxiv), f"[`{name}`](supervised.md), a loss for supervised trainers."]
+
+
+def _linked(title: str, arxiv: str) -> str:
+    return f"[{title}](https://arxiv.org/abs/{arxiv})"

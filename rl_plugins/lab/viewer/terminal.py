@@ -1,0 +1,147 @@
+"""A trace in the terminal. Texts of completions are data: no escape sequence of theirs reaches the terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_plugins.lab.viewer.comparison import SamePrompt, word_differences
+from rl_plugins.lab.viewer.folder import TraceFolder
+
+_NAMES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+LONGEST = 2000  # characters of a text that are printed
+
+
+def visible(text: str, most: int = LONGEST) -> str:
+    """A text in which characters that a terminal acts on, or that change the direction of others, are written out."""
+    cut = text if len(text) <= most else f"{text[:most]} [{len(text) - most} further characters]"
+    return "".join(_NAMES.get(c, c) if c.isprintable() or c == " " else _NAMES.get(c, _escaped(c)) for c in cut)
+
+
+def _escaped(c: str) -> str:
+    return f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}"
+
+
+def print_run(trace: TraceFolder, console: Console) -> None:
+    """Every batch in a line."""
+    last = trace.batches[-1]
+    methods = ", ".join(last["methods"]) or "no method"
+    console.print(f"{len(trace.batches)} batches in {trace.path}, {last['host']}, {methods}", markup=False)
+    table = Table("batch", "rows", "trained", "reward", "groups without signal", "largest change", "age", "rollouts")
+    recorded = set(trace.recorded)
+    for b in trace.batches:
+        groups = b["groups"]
+        flat = sum(g["spread"] == 0 for g in groups)
+        table.add_row(
+            str(b["batch"]),
+            str(b["rows"]),
+            str(b["trained_rows"]),
+            _number(_mean([g["reward"] for g in groups])),
+            f"{flat} of {len(groups)}",
+            _number(_most([g["change"] for g in groups])),
+            str(max((g["age"] for g in groups), default=0)),
+            "recorded" if b["batch"] in recorded else "-",
+        )
+    console.print(table)
+    console.print(
+        "Change: largest difference of a row's advantage to that of plain GRPO. Next: --batch N", markup=False
+    )
+
+
+def print_batch(trace: TraceFolder, batch: int, console: Console) -> None:
+    """Every group of a batch in a line."""
+    summary = next(b for b in trace.batches if b["batch"] == batch) if batch in trace.numbers else None
+    trace.rollouts(batch)  # an error names what is there
+    assert summary is not None
+    table = Table("group", "dataset row", "rows", "trained", "reward", "spread", "change", "truncated", "age")
+    for g in summary["groups"]:
+        name = str(g["group"]) + ("" if g["recorded"] else " (summary)")
+        numbers = (_number(g[k]) for k in ("reward", "spread", "change"))
+        counts = (str(g[k]) for k in ("prompt_index", "rows", "trained"))
+        table.add_row(name, *counts, *numbers, str(g["truncated"]), str(g["age"]))
+    console.print(table)
+    stages = " -> ".join(summary["stages"])
+    console.print(f"Advantages: {stages}. Next: --batch {batch} --group N", markup=False)
+
+
+def print_group(trace: TraceFolder, batch: int, group: int, console: Console) -> None:
+    """The rollouts of a group, what became of each, and why."""
+    rows = trace.rollouts(batch, group)
+    console.print(Text(f"Prompt (dataset row {rows[0]['prompt_index']}): {visible(rows[0]['prompt'])}"))
+    for row in rows:
+        rewards = ", ".join(f"{visible(r['name'], 60)} {_number(r['value'])}" for r in row["rewards"])
+        if row["rewarded"]:
+            rewards += "".join(f", {r['method']}: {_number(r['reward'])}" for r in row["rewarded"])
+        console.rule(f"rollout {row['rollout']}", align="left", characters="-")
+        console.print(Text(visible(row["completion"])))
+        tokens, reward = len(row["completion_ids"]), _number(row["raw_reward"])
+        console.print(Text(f"  {row['origin']}, {tokens} tokens, reward {reward} ({rewards})"))
+        stages = "".join(f", {s['stage']} {_number(s['advantage'])}" for s in row["advantages"])
+        console.print(Text(f"  advantage: plain GRPO {_number(row['grpo'])}{stages}"))
+        for left in row["left"]:
+            console.print(Text(f"  {left['tokens']} tokens left: {left['method']} in {left['hook']}"))
+        for note in row["notes"]:
+            console.print(Text(f"  {note['method']}: {visible(note['text'], 300)}"))
+        if not row["trained"]:
+            console.print(Text("  not trained"))
+
+
+def print_pairs(a: TraceFolder, b: TraceFolder, found: list[SamePrompt], console: Console, most: int = 20) -> None:
+    """Prompts that both sides have."""
+    console.print(f"A: {a.path}, B: {b.path}. {len(found)} prompts have rollouts in both.", markup=False)
+    table = Table("dataset row", "A, batch", "A, reward", "B, batch", "B, reward", "B - A")
+    for p in found[:most]:
+        sides = (x for batch, group in (p.a, p.b) for x in (str(batch), _number(group["reward"])))
+        table.add_row(str(p.prompt), *sides, f"{p.difference:+.4g}")
+    console.print(table)
+    more = f"{len(found) - most} further ones. " if len(found) > most else ""
+    console.print(f"{more}Next: --prompt N", markup=False)
+
+
+def print_pair(a: TraceFolder, b: TraceFolder, pair: SamePrompt, console: Console) -> None:
+    """The rollouts of a prompt on both sides, and where the texts of those with the same number differ."""
+    rows = [trace.rollouts(batch, group["group"]) for trace, (batch, group) in ((a, pair.a), (b, pair.b))]
+    console.print(Text(f"Prompt (dataset row {pair.prompt}): {visible(rows[0][0]['prompt'])}"))
+    if rows[0][0]["prompt"] != rows[1][0]["prompt"]:
+        console.print(Text(f"B has another prompt: {visible(rows[1][0]['prompt'])}"))
+    console.print(Text("[-in A alone-] {+in B alone+}"))
+    for k in range(max(map(len, rows))):
+        sides = [side[k] if k < len(side) else None for side in rows]
+        console.rule(f"rollout {k}", align="left", characters="-")
+        for name, row in zip("AB", sides, strict=True):
+            said = "-" if row is None else f"reward {_number(row['raw_reward'])}, advantage {_number(row['advantage'])}"
+            console.print(Text(f"  {name}: {said}"))
+        texts = ["" if row is None else row["completion"][:LONGEST] for row in sides]
+        console.print(_differences(*texts))
+
+
+def _differences(a: str, b: str) -> Text:
+    text = Text()
+    for kind, piece in word_differences(a, b):
+        shown = visible(piece)
+        if kind == "=":
+            text.append(shown)
+        elif kind == "-":
+            text.append(f"[-{shown}-]", "red")
+        else:
+            text.append(f"{{+{shown}+}}", "green")
+    return text
+
+
+def _number(value: Any) -> str:
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.4g}"
+
+
+def _mean(values: list[float]) -> float:
+    known = [v for v in values if v is not None and not math.isnan(v)]
+    return sum(known) / len(known) if known else math.nan
+
+
+def _most(values: list[float]) -> float:
+    return max((v for v in values if v is not None and not math.isnan(v)), default=math.nan)

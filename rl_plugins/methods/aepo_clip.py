@@ -1,0 +1,77 @@
+"""AEPO's clipping: a token with a positive advantage keeps its gradient beyond the clip range."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Terms
+
+
+class AepoClip(Method):
+    """PPO's clipped surrogate with the same value, and a bounded gradient above the upper clip bound.
+
+    Per token, with r = exp(lp - lp_old) and sg(x) the value of x without gradient:
+
+        upper = (1 + clip_high) r / sg(r)                       # value 1 + clip_high, gradient (1 + clip_high) grad lp
+        x     = max(-A r, -A clip(r, 1 - clip_low, upper))
+        loss  = min(x, -dual_clip A) where A < 0,  else x
+
+    The value is always PPO's with a dual clip. The gradient is PPO's, too, except for tokens with A > 0 and r > 1 +
+    clip_high: PPO drops them; here they have the gradient -A (1 + clip_high) grad lp however large r is, as in CISPO.
+    Most of them are uncertain tokens that one update made much more likely. On-policy (r = 1) it is PPO. Aggregation
+    and KL loss are the host's. Entropy plays no role in it.
+
+    Symbols: lp, lp_old, A, loss (rows, time); the gradient flows through lp only.
+
+    Special cases: masked tokens have loss and gradient 0 for any value.
+
+    Logs: over the tokens, per update, `clipfrac` (the clipped term is the larger loss), `clipfrac_lower` (the dual clip
+    acts), `preserved` (A > 0 and r > 1 + clip_high: tokens whose gradient PPO would drop).
+
+    Raises:
+        ConfigError: a parameter out of range.
+
+    Source: arXiv 2510.14545, entropy clipping-balanced mechanism; `compute_policy_loss_entropy_balanced_clipping` in
+    `AEPO/verl_aepo_entropy/verl/trainer/ppo/core_algos.py` of the authors' code.
+    """
+
+    name = "aepo_clip"
+    fidelity = "code"
+    does = "Keeps the gradient of tokens that one update made more likely than the clip range allows"
+    problems = ("stale", "exploration")
+    needs = frozenset({"several_updates"})
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        clip_low: float = param(0.2, "lower clip range: the ratio is clipped at 1 - clip_low", ge=0, lt=1)
+        clip_high: float = param(0.2, "upper clip range: the ratio is clipped at 1 + clip_high", ge=0)
+        dual_clip: float = param(3.0, "c of the dual clip, which bounds the loss of a token with A < 0 by -c A", gt=1)
+
+    def policy_loss(self, terms: Terms) -> Tensor:
+        p, valid = self.params, terms.mask > 0
+        # selected on every factor: 0 * inf of a masked token would be NaN in the loss or in the gradient
+        lp, old, adv = (torch.where(valid, x, 0.0) for x in (terms.logprobs, terms.old_logprobs, terms.advantages))
+        log_ratio = (lp - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ratio = torch.exp(log_ratio)
+        upper = (1 + p.clip_high) * torch.exp(log_ratio - log_ratio.detach())
+        plain = -adv * ratio
+        clipped = -adv * torch.minimum(ratio, upper).clamp(min=1 - p.clip_low)
+        loss = torch.maximum(plain, clipped)
+        self._log(plain.detach(), clipped.detach(), ratio.detach(), adv, valid)
+        return torch.where(adv < 0, torch.minimum(loss, -p.dual_clip * adv), loss)
+
+    def _log(self, plain: Tensor, clipped: Tensor, ratio: Tensor, adv: Tensor, valid: Tensor) -> None:
+        p, tokens = self.params, valid.sum()  # as weight, so that micro-batches combine to the mean over all tokens
+        shares = {
+            "clipfrac": clipped > plain,
+            "clipfrac_lower": (adv < 0) & (torch.maximum(plain, clipped) > -p.dual_clip * adv),
+            "preserved": (adv > 0) & (ratio > 1 + p.clip_high),
+        }
+        for name, where in shares.items():
+            self.log(name, (where & valid).to(ratio).sum() / tokens, weight=tokens)

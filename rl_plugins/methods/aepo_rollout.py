@@ -1,0 +1,303 @@
+"""AEPO's rollouts: some chains of an agent start from the prompt, the others branch after uncertain turns."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, above, param
+from rl_plugins.core.requests import (
+    BranchOrigin,
+    Call,
+    Called,
+    Generate,
+    Generated,
+    Program,
+    Prompt,
+    Trajectory,
+    together,
+)
+from rl_plugins.kit.agents import Episode, Subprogram, act, finish, open_episode, reply
+from rl_plugins.kit.agents.environment import check_environment
+
+# where the entropy of a turn has an effect
+_ENTROPY = ({"beam_size": above(1), "entropy_weight": above(0)}, {"probe": True})
+
+
+class AepoRollout(Method):
+    """Branches chains of an agent after turns that are more uncertain than their first turn, with a growing penalty.
+
+    The entropy of a turn is a sum, not a mean:
+
+        H = -sum over the first entropy_tokens tokens and their top_logprobs log-probs l of exp(l) l / ln vocabulary
+
+    A prompt has k rollouts (the host's group size plus spare ones). m of them start from the prompt. Then all
+    unfinished chains take a turn together, and the environment answers. While there are fewer than k chains, every
+    unfinished chain is copied together with its environment, up to beam_size - 1 times, each time if
+
+        p = clip((u + entropy_weight (H_now - H_first)) max(0, 1 - penalty c), 0, 1) >= branch_probability
+
+    If all chains have ended and some are missing, one new chain per round starts from the prompt. m is
+    `initial_rollouts`, half of k by default. With `probe: true` it is
+
+        m = clip(int(k sigmoid(probe_weight (H_root - H_tool))) + 1, 1, k)
+
+    where H_root is the entropy of a generation of `probe_tokens` from the prompt, and H_tool the mean over the turns of
+    one whole rollout; both are discarded. Evaluation plays plain rollouts.
+
+    Symbols: u uniform in [0, 1), from the prompt's own generator; H_first is the entropy of the chain's first turn, for
+    a copy of its own first turn; c counts consecutive rounds in which the prompt got a new chain (20 of them end
+    branching). Tokens that chains share are trained in each of them, with their log-probs; text of the environment is
+    not trained. Rows have `score`, `turns`, `done`, `error` and `aepo_branch` (turns at the copy, None for those from
+    the prompt) in `rollouts.meta`.
+
+    Special cases: an environment is copied with `copy.deepcopy`; if that fails, a warning says so and the missing
+    chains start from the prompt. A chain ends if its environment raises or hangs, at `max_turns`, or if the
+    environment's reply does not fit.
+
+    Logs: means over prompts: `initial` (m); `branches`, `restarts`, number of further chains from copies and from the
+    prompt; `turn_entropy`; `penalized`, mean of c over attempts.
+
+    Raises:
+        ConfigError: a parameter out of range; no environment.
+        MethodError: an environment cannot be reset.
+
+    Source: arXiv 2510.14545, dynamic entropy-balanced rollout; `vllm_rollout_with_tools.py` in
+    `AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout` of the authors' code.
+    """
+
+    name = "aepo_rollout"
+    fidelity = "code"
+    does = "Branches an agent's rollout after turns that are more uncertain than its first one"
+    problems = ("agents", "exploration")
+    in_eval = ("rollout",)
+    idle = (
+        Idle(
+            {"branches": 0},
+            "no chain branched, so all rollouts started from the prompt. Lower "
+            "`branch_probability` or `initial_rollouts`, or raise `beam_size`; chains of one turn "
+            "never branch.",
+        ),
+    )
+    min_group_size = 2
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        environment: Callable[..., Any] | None = param(
+            None,
+            "class or function that makes the environment of one rollout, as module:attribute (see "
+            "`rl_plugins.kit.agents`); required. Its state is copied with copy.deepcopy.",
+        )
+        initial_rollouts: int | None = param(
+            None, "number of chains that start from the prompt; none: half of them", ge=1, only_if={"probe": False}
+        )
+        probe: bool = param(
+            False, "search for the number of first chains of each prompt by a probe, which costs one rollout"
+        )
+        probe_tokens: int = param(50, "number of tokens of the probe's short generation", ge=1, only_if={"probe": True})
+        probe_weight: float = param(0.5, "weight of H_root - H_tool in the sigmoid", ge=0, only_if={"probe": True})
+        beam_size: int = param(2, "most chains that one chain becomes in a round", ge=1)
+        branch_probability: float = param(
+            0.5, "lowest p at which a chain is copied", ge=0, le=1, only_if={"beam_size": above(1)}
+        )
+        entropy_weight: float = param(0.2, "weight of H_now - H_first in p", ge=0, only_if={"beam_size": above(1)})
+        penalty: float = param(
+            0.05, "penalty for each consecutive round with a new chain", ge=0, le=1, only_if={"beam_size": above(1)}
+        )
+        entropy_tokens: int = param(
+            20,
+            "number of first tokens of a turn that count for its entropy",
+            ge=1,
+            only_if=_ENTROPY,
+        )
+        top_logprobs: int = param(
+            10,
+            "number of most likely tokens that the engine reports",
+            ge=1,
+            only_if=_ENTROPY,
+        )
+        vocabulary: int = param(
+            151_936,
+            "size of the policy's vocabulary (default: Qwen2.5 and Qwen3)",
+            ge=2,
+            only_if=_ENTROPY,
+        )
+        max_turns: int = param(7, "most turns of a chain (default: the authors' 6 tool calls and an answer)", ge=1)
+        turn_tokens: int | None = param(None, "most tokens of one turn; none: the room left in the completion", ge=1)
+        timeout: float = param(60.0, "longest call of the environment, in seconds", gt=0)
+
+        def check(self) -> None:
+            if self.environment is None:
+                raise ConfigError(
+                    "there is no environment to act in. Give the parameter `environment`, a class or function that "
+                    "makes one, as module:attribute (the demo's: rl_plugins.lab.demo.environments.calculator:Calculator)."
+                )
+            check_environment(self.environment)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({"chat_template", f"engine:logprobs={self.params.top_logprobs}"})
+
+    def rollout(self, prompt: Prompt) -> Program:
+        with ExitStack() as opened:  # closes every environment, copies too, however this ends
+            if not prompt.training:
+                return (yield from self._chains(prompt, opened, prompt.n))
+            m = (yield from self._probe(prompt, opened)) if self.params.probe else self._initial(prompt.n)
+            self.log("initial", m)
+            return (yield from self._chains(prompt, opened, m))
+
+    def _initial(self, k: int) -> int:
+        given = self.params.initial_rollouts
+        return (k + 1) // 2 if given is None else min(given, k)
+
+    def _probe(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
+        """How many chains start from the prompt, from a short generation and one whole rollout."""
+        p = self.params
+        chain = yield from self._root(prompt, opened)
+        (short,) = yield Generate(chain.episode.trajectory, max_tokens=p.probe_tokens, top=p.top_logprobs)
+        turns, goes_on = [], True
+        while goes_on:
+            chain, goes_on = yield from self._turn(prompt, chain)
+            turns.append(chain.entropy)
+        return initial_rollouts(prompt.n, self._entropy(short), sum(turns) / len(turns), p.probe_weight)
+
+    def _chains(self, prompt: Prompt, opened: ExitStack, m: int) -> Subprogram:
+        """All chains of a prompt, in the order they ended; m start at once."""
+        p, rng = self.params, prompt.rng("branch")
+        active: list[_Chain] = yield from together([self._root(prompt, opened) for _ in range(m)])
+        active = [replace(chain, number=k) for k, chain in enumerate(active)]
+        ended: list[_Chain] = []
+        made, streak, branches, entropies, attempts = m, 0, 0, [], []
+        copies = True
+        while active:
+            moved = yield from together([self._turn(prompt, chain) for chain in active])
+            entropies += [chain.entropy for chain, _ in moved]
+            ended += [chain for chain, goes_on in moved if not goes_on]
+            active = [chain for chain, goes_on in moved if goes_on]
+            parents: list[_Chain] = []
+            for chain in active:
+                for _ in range(min(p.beam_size - 1, prompt.n - made - len(parents)) if copies else 0):
+                    attempts.append(streak)
+                    if branch_chance(rng.random(), chain.rise, streak, p) >= p.branch_probability:
+                        parents.append(chain)
+            new: list[_Chain] = yield from self._copies(parents, opened)
+            copies = copies and len(new) == len(parents)
+            branches += len(new)
+            if not active and made < prompt.n:
+                new = [(yield from self._root(prompt, opened))]
+            new = [replace(chain, number=made + k) for k, chain in enumerate(new)]
+            streak = streak + 1 if new else 0
+            made += len(new)
+            active = active + new
+        if prompt.training:
+            self.log("branches", branches)
+            self.log("restarts", made - m - branches)
+            self.log("turn_entropy", float(np.mean(entropies)))
+            if attempts:
+                self.log("penalized", float(np.mean(attempts)))
+        return _rows(ended, prompt.traced)
+
+    def _root(self, prompt: Prompt, opened: ExitStack) -> Subprogram:
+        """A chain that starts from the prompt."""
+        environment = self.params.environment()
+        opened.callback(environment.close)
+        episode = yield from open_episode(prompt, environment, self.params.timeout)
+        return _Chain(episode)
+
+    def _turn(self, prompt: Prompt, chain: _Chain) -> Subprogram:
+        """The chain after another turn, and whether it continues; then it ends with the observation."""
+        p, before = self.params, chain.episode
+        (made,) = yield Generate(before.trajectory, max_tokens=p.turn_tokens, top=p.top_logprobs)
+        entropy = self._entropy(made)
+        episode = yield from act(prompt, before, before.trajectory.add(made), p.timeout)
+        first = entropy if chain.first is None else chain.first
+        chain = replace(chain, episode=episode, entropy=entropy, first=first)
+        if episode.done or episode.turns >= prompt.turns(p.max_turns):
+            return chain, False
+        following = reply(prompt, episode)
+        if not prompt.room(following.trajectory):
+            return chain, False
+        return replace(chain, episode=following), True
+
+    def _copies(self, parents: Sequence[_Chain], opened: ExitStack) -> Subprogram:
+        """Copies of these chains, fewer if an environment cannot be copied."""
+        timeout = self.params.timeout
+        name = "copying an environment"
+        called: list[Called] = yield [
+            Call(copy.deepcopy, (parent.episode.environment,), timeout, name) for parent in parents
+        ]
+        new = []
+        for parent, copied in zip(parents, called, strict=True):
+            if copied.error:
+                self.warn(
+                    f"the environment {type(parent.episode.environment).__name__} cannot be copied ({copied.error}), "
+                    f"so chains start from the prompt instead of branching. Give it `__deepcopy__`, or leave out "
+                    f"`{self.name}`."
+                )
+                continue
+            opened.callback(copied.value.close)
+            episode = replace(parent.episode, environment=copied.value)
+            origin = BranchOrigin(parent.number, len(episode.trajectory), parent.rise, "rise of the entropy of a turn")
+            new.append(_Chain(episode, branched=episode.turns, origin=origin))
+        return new
+
+    def _entropy(self, made: Generated) -> float:
+        return turn_entropy(made.top[: self.params.entropy_tokens], self.params.vocabulary)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A rollout in the making.
+
+    Attributes:
+        entropy: of its last turn.
+        first: of its own first one, None before it.
+        branched: turns at the copy; None: it started from the prompt.
+        number: of the prompt's chains, in the order they began.
+        origin: for the trace; its parent is the number of a chain.
+    """
+
+    episode: Episode
+    entropy: float = 0.0
+    first: float | None = None
+    branched: int | None = None
+    number: int = 0
+    origin: BranchOrigin | None = None
+
+    @property
+    def rise(self) -> float:
+        """Of the entropy, from its first turn to its last."""
+        return self.entropy - (self.first or 0.0)
+
+
+def _rows(chains: Sequence[_Chain], traced: bool) -> list[Trajectory]:
+    rows = [finish(chain.episode, aepo_branch=chain.branched) for chain in chains]
+    if not traced:
+        return rows
+    places: dict[int | None, int] = {chain.number: place for place, chain in enumerate(chains)}
+    origins = [chain.origin or BranchOrigin() for chain in chains]
+    return [replace(row, origin=replace(o, parent=places.get(o.parent))) for row, o in zip(rows, origins, strict=True)]
+
+
+def turn_entropy(top: Sequence[Sequence[tuple[int, float]]], vocabulary: int) -> float:
+    """-sum of exp(l) l over all log-probs, in units of ln vocabulary; 0 without any."""
+    logprobs = np.array([logprob for place in top for _, logprob in place])
+    return float(-(np.exp(logprobs) * logprobs).sum() / math.log(vocabulary))
+
+
+def initial_rollouts(k: int, root: float, tool: float, weight: float) -> int:
+    """Number of the k chains that start from the prompt, from the entropies of the prompt and of the turns after it."""
+    return max(1, min(k, int(k / (1 + math.exp(-weight * (root - tool)))) + 1))
+
+
+def branch_chance(u: float, risen: float, streak: int, p: Any) -> float:
+    """What is compared with `branch_probability`: the entropy has `risen`, `streak` rounds in a row had a new chain."""
+    return max(0.0, min(1.0, (u + p.entropy_weight * risen) * max(0.0, 1 - p.penalty * streak)))

@@ -1,0 +1,231 @@
+"""Experience pool of DART (arXiv 2509.23866): a stored success replaces a failure where every rollout fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.requests import Turn
+from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.methods.dart.history import STORED, TaskHistory, is_stored, success_rate, successes
+
+
+class DartPool(Method):
+    """Keeps the newest success of every task, and lets it replace the oldest failure of a group that fails as a whole.
+
+    Per group, of its own rollouts that have a reward, a the share of successes:
+
+        0 < a < acc_max    nothing changes
+        a >= acc_max       the group leaves: there is nothing to compare
+        a = 0, stored      the stored success replaces the failure of the oldest weights; of several, the first one
+        a = 0, not stored  the group leaves
+
+    A group of more than N rollouts (spare ones of other methods) is then trimmed to N, the host's number: one success
+    and one failure at random where there are both, the others at random.
+
+    A stored success is planned together with the rollouts of its task, as a spare completion that is given. That is so
+    if the latest N outcomes of the task have a success rate of at most `give_below`. It is neither generated nor scored
+    again, and it leaves where it is not needed.
+
+    Symbols: a success is a reward of at least `success_threshold`. Versions are published weights, log-probs in nats.
+
+    Special cases: rewards below `invalid_below` are no rewards (NaN): broken runs of an environment. A group without a
+    reward leaves. A stored rollout whose tokens the group has, or whose prompt is another one now, leaves. Rollouts of
+    several rows, of foreign prompts (-1), and with a token of unknown probability are not stored. Turns are stored
+    where a method of the run reads them.
+
+    State: the outcomes, and the stored rollouts: at most `pool_tasks`, the oldest leave.
+
+    Logs: `failed`, `solved`, shares of the groups with a = 0 and a >= acc_max; `replaced`, share that got a stored
+    success; `dropped`, share that left; `given`, stored rollouts that were planned; `pool`, tasks with a stored
+    success; `invalid`, share of the rollouts below `invalid_below`.
+
+    Source: arXiv 2509.23866, section on the experience pool; the filter of trainable groups in
+    src/core/task_loader.py of dart_rollouter.
+    """
+
+    name = "dart_pool"
+    fidelity = "paper"
+    does = "Replaces a failure by a stored success where all rollouts of a task fail"
+    problems = ("no_signal", "exploration")
+    needs: frozenset[str] | set[str] = frozenset({"prompt_index", "tokens", "token_ids", "rollout_logprobs"})
+    replays = True
+    idle = (Idle({"replaced": 0, "dropped": 0}, "no group failed or succeeded as a whole."),)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        acc_max: float = param(1.0, "success rate at which a group leaves; above 1: none does", gt=0)
+        give_below: float = param(0.5, "highest success rate of a task that is given its stored success", ge=0, le=1)
+        pool_tasks: int = param(512, "most tasks with a stored success; the oldest leave", ge=1)
+        invalid_below: float | None = param(None, "reward below which a rollout is invalid; none: every reward counts")
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
+
+    def start(self, run: Run) -> None:
+        self._size = run.group_size
+        self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "pool": []}
+
+    # ---- before generation
+
+    def plan(self, plan: Plan) -> Plan | None:
+        stored = {entry["task"]: entry for entry in self.state["pool"]}
+        history = TaskHistory.of_state(self.state["outcomes"])
+        prompts = torch.tensor([row.prompt_index for row in plan.rows], dtype=torch.int64)
+        rate = success_rate(history.of(prompts), plan.group_size).tolist()
+        rows = [
+            self._with_stored(row, stored[row.prompt_index])
+            if row.prompt_index in stored and row.n and not row.given and acc <= self.params.give_below
+            else row
+            for row, acc in zip(plan.rows, rate, strict=True)
+        ]
+        return plan.replace(rows=tuple(rows))
+
+    def _with_stored(self, row: PlanRow, entry: Mapping[str, Any]) -> PlanRow:
+        """The row with a stored success as its first rollout, one more than it has."""
+        given = Completion(
+            tokens=tuple(entry["tokens"].tolist()),
+            logprobs=tuple(entry["logprobs"].tolist()),
+            versions=tuple(entry["versions"].tolist()),
+            rewards=dict(entry["rewards"]),
+            observed=tuple(entry["observed"].tolist()) if bool(entry["observed"].any()) else None,
+            prompt=tuple(entry["prompt"].tolist()) if entry["turns"] or bool(entry["observed"].any()) else None,
+            turns=tuple(Turn(**turn) for turn in entry["turns"]),
+        )
+        payload = {**(row.payload or {}), STORED: entry["prompt"].tolist()}
+        return row.replace(spare=row.spare + 1, given=(given,), payload=payload)
+
+    # ---- the batch
+
+    def rewards(self, rollouts: Rollouts) -> Tensor | None:
+        if self.params.invalid_below is None:
+            return None
+        invalid = rollouts.reward < self.params.invalid_below
+        self.log("invalid", invalid.double().mean())
+        self.note(invalid, "invalid: the reward is below {least:g}", least=self.params.invalid_below)
+        return torch.where(invalid, torch.nan, rollouts.reward)
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        p, once, stored = self.params, rollouts.per_rollout, is_stored(rollouts)
+        groups, given = once.groups, stored[once.last]  # of rollouts
+        own = (once.rows.max(rollouts.kept.double()) > 0) & ~given
+        success = torch.where(own, (once.reward >= p.success_threshold).double(), torch.nan)
+        success = torch.where(torch.isnan(once.reward), torch.nan, success)
+        rate = groups.mean(success)  # NaN without a reward
+        usable = groups.max((given & self._usable(rollouts)[once.last]).double()) > 0
+        failed, solved = rate == 0, rate >= p.acc_max
+        replaced = failed & usable
+        stays = ((rate > 0) & ~solved) | replaced
+        keep = own & groups.rows(stays) & ~self._oldest_failures(rollouts, success, replaced)
+        keep |= given & groups.rows(replaced)
+        for name, share in (("failed", failed), ("solved", solved), ("replaced", replaced), ("dropped", ~stays)):
+            self.log(name, share.double().mean())
+        self.log("given", float(given.sum()))
+        if self.traced:
+            gone, rates = once.rows.rows(own & groups.rows(~stays)), once.rows.rows(groups.rows(rate))
+            self.note(gone, "the group has the success rate {rate:.2f}", rate=rates)
+            self.note(once.rows.rows(given & groups.rows(replaced)), "a stored success: the group has none")
+        return once.rows.rows(self._trimmed(rollouts, keep)) & rollouts.kept
+
+    def _usable(self, rollouts: Rollouts) -> Tensor:
+        """(rows,) bool: stored rollouts that answer the present prompt, and are no copy of a rollout of the group."""
+        usable, ids = is_stored(rollouts), rollouts.token_ids
+        if not bool(usable.any()):
+            return usable
+        assert ids is not None and rollouts.payload is not None  # in `needs`; a stored row has a payload
+        for row in usable.nonzero()[:, 0].tolist():
+            same = ids.prompt[row].tolist() == rollouts.payload[row][STORED]
+            mates = ((rollouts.group == rollouts.group[row]) & ~is_stored(rollouts)).nonzero()[:, 0].tolist()
+            usable[row] = same and not any(torch.equal(ids.completion[row], ids.completion[m]) for m in mates)
+        return usable
+
+    def _oldest_failures(self, rollouts: Rollouts, success: Tensor, replaced: Tensor) -> Tensor:
+        """(rollouts,) bool: the one that leaves in each group that gets a stored success, of the oldest weights, and
+        the first of several."""
+        once = rollouts.per_rollout
+        candidates = (success == 0) & once.groups.rows(replaced)
+        version = torch.where(candidates, once.rows.min(rollouts.version.double()), torch.nan)
+        oldest = candidates & (version == once.groups.rows(once.groups.min(version)))
+        number = torch.where(oldest, once.rollout.double(), torch.nan)
+        return oldest & (number == once.groups.rows(once.groups.min(number)))
+
+    def _trimmed(self, rollouts: Rollouts, kept: Tensor) -> Tensor:
+        """(rollouts,) bool: at most N of each group, among them a success and a failure where there are both."""
+        once = rollouts.per_rollout
+        if bool((once.groups.sum(kept.double()) <= self._size).all()):
+            return kept
+        key = torch.from_numpy(self.rng("trim").random(len(kept)))
+        success = once.reward >= self.params.success_threshold
+        first = torch.zeros(len(kept), dtype=torch.bool)
+        for kind in (kept & success, kept & ~success & ~torch.isnan(once.reward)):
+            least = once.groups.rows(once.groups.min(torch.where(kind, key, torch.nan)))
+            first |= kind & (key == least)
+        rank = once.groups.rank(torch.where(kept, key - 2.0 * first.double(), torch.nan))
+        return kept & (rank <= self._size)
+
+    # ---- afterwards
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        outcomes = TaskHistory.of_state(self.state["outcomes"])
+        outcomes = outcomes.add(*successes(rollouts, self.params.success_threshold))
+        new = self._successes(rollouts, tokens)
+        pool = [*(entry for entry in self.state["pool"] if entry["task"] not in new), *new.values()]
+        self.state = {"outcomes": outcomes.state(), "pool": pool[-self.params.pool_tasks :]}
+        self.log("pool", len(self.state["pool"]))
+
+    def _successes(self, rollouts: Rollouts, tokens: Tokens) -> dict[int, dict[str, Any]]:
+        """The last success of every task in this batch, ready to be given."""
+        ids = rollouts.token_ids
+        assert ids is not None and tokens.rollout_logprobs is not None  # in `needs`
+        several = rollouts.groups.rows(rollouts.groups.max(rollouts.index.double())) > 0
+        right = (rollouts.reward >= self.params.success_threshold) & rollouts.kept & ~several & ~is_stored(rollouts)
+        right &= (rollouts.prompt_index >= 0) & (rollouts.length > 0)
+        last: dict[int, int] = {}
+        for row in right.nonzero()[:, 0].tolist():
+            last[int(rollouts.prompt_index[row])] = row
+        found = {task: self._entry(rollouts, tokens, task, row) for task, row in last.items()}
+        return {task: entry for task, entry in found.items() if entry is not None}
+
+    def _entry(self, rollouts: Rollouts, tokens: Tokens, task: int, row: int) -> dict[str, Any] | None:
+        """None if the probability of a token is not known."""
+        ids, mine = rollouts.token_ids, tokens.row == row
+        assert ids is not None and tokens.rollout_logprobs is not None
+        size, place = len(ids.completion[row]), tokens.position[mine]
+        logprobs = torch.zeros(size)
+        logprobs[place] = tokens.rollout_logprobs[mine].float().clamp(max=0.0)
+        known = torch.isfinite(tokens.rollout_logprobs[mine]) & ~tokens.forced[mine]
+        versions = torch.full((size,), int(rollouts.version[row]))
+        if tokens.version is not None:
+            versions[place] = tokens.version[mine]
+        if not bool(known.all()) or len(place) != int((~ids.observed[row]).sum()):
+            return None
+        names = rollouts.reward_names
+        return {
+            "task": task,
+            "prompt": ids.prompt[row].clone(),
+            "tokens": ids.completion[row].clone(),
+            "observed": ids.observed[row].clone(),
+            "logprobs": logprobs,
+            "versions": versions,
+            "rewards": dict(zip(names, rollouts.rewards[row].tolist(), strict=True)),
+            "turns": self._turns(rollouts, tokens, mine),
+        }
+
+    def _turns(self, rollouts: Rollouts, tokens: Tokens, mine: Tensor) -> list[dict[str, Any]]:
+        """Turns of a row with their places in the completion; none where no method of the run reads turns."""
+        table = rollouts.turns
+        if table is None or tokens.turn is None:
+            return []
+        place, number = tokens.position[mine], tokens.turn[mine]
+        found = Groups(number)
+        starts, stops = found.min(place.double()).long().tolist(), (found.max(place.double()).long() + 1).tolist()
+        turns = [
+            Turn(start, stop, table.anchor[i], float(table.reward[i]), bool(table.valid[i]))
+            for i, start, stop in zip(found.ids.tolist(), starts, stops, strict=True)
+        ]
+        return [asdict(turn) for turn in sorted(turns, key=lambda turn: turn.start)]

@@ -1,0 +1,108 @@
+"""Rollouts per task of DART (arXiv 2509.23866): fewer for tasks that mostly succeed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Plan, Rollouts, Run, Tokens
+from rl_plugins.methods.dart.history import TaskHistory, success_rate, successes
+
+
+def rollouts_for(rate: Tensor, most: int, threshold: float, least: int) -> Tensor:
+    """(prompts,) float64 success rates, NaN where nothing is known -> (prompts,) int64 rollouts."""
+    fewer = torch.floor(9 / rate - 7).clamp(min=least, max=most)
+    return torch.where((rate >= threshold) & (rate > 0), fewer, float(most)).long()
+
+
+class DartRollouts(Method):
+    """Plans fewer rollouts for tasks whose success rate is high.
+
+    Per prompt with success rate a, of the N rollouts of the host:
+
+        n = N                                          if a < threshold, or a = 0, or nothing is known
+        n = min(N, max(n_min, floor(9 / a - 7)))       else
+
+    a is the share of successes among the latest n' rollouts of the prompt, where n' is the number that the formula
+    gave at its last visit. Rows that become free go to further prompts of the dataset.
+
+    Symbols: rewards float64, a success is a reward of at least `success_threshold`.
+
+    Special cases: rollouts without a reward (NaN) do not count. A rollout of several rows counts once. Stored rollouts
+    of `dart_pool` do not count. Foreign prompts (-1) keep the host's number. `threshold` above 1 leaves every prompt at
+    N.
+
+    State: the latest N outcomes and n' of every prompt that was seen, 8 (N + 2) bytes each.
+
+    Logs: `rollouts`, mean n of the planned prompts; `eased`, share of them with fewer than N; `success_rate`, mean over
+    the prompts seen.
+
+    Raises:
+        ConfigError: `n_min` above the host's rollouts per prompt.
+
+    Source: arXiv 2509.23866, section on dynamic rollout frequency; src/core/task_loader.py of dart_rollouter
+    (get_dynamic_rollout_n).
+    """
+
+    name = "dart_rollouts"
+    fidelity = "code"
+    does = "Generates fewer rollouts for tasks that the policy mostly solves"
+    problems = ("no_signal",)
+    needs = frozenset({"prompt_index"})
+    decides_rollouts = True
+    idle = (Idle({"eased": 0}, "no task has reached `threshold`, or none was visited twice."),)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        threshold: float = param(
+            0.6, "lowest success rate at which a task gets fewer rollouts; above 1: none does", ge=0
+        )
+        n_min: int = param(1, "fewest rollouts of a task", ge=1)
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
+
+    def check(self, run: Run) -> None:
+        if self.params.n_min > run.group_size:
+            raise ConfigError(
+                f"`n_min` is {self.params.n_min}, and the run has {run.group_size} rollouts per prompt, which is the "
+                f"most a task gets. Set method_params.dart_rollouts.n_min to at most {run.group_size}."
+            )
+
+    def start(self, run: Run) -> None:
+        self.state = {"outcomes": TaskHistory.empty(run.group_size).state(), "planned": TaskHistory.empty(1).state()}
+
+    def plan(self, plan: Plan) -> Plan | None:
+        own = [i for i, row in enumerate(plan.rows) if row.prompt_index >= 0 and row.n]
+        if not own:
+            return None
+        n = self._n(torch.tensor([plan.rows[i].prompt_index for i in own]), plan.group_size)
+        rows = list(plan.rows)
+        for i, k in zip(own, n.tolist(), strict=True):
+            rows[i] = rows[i].replace(n=k)
+        return plan.replace(rows=tuple(rows))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        outcomes, planned = self._history()
+        most = outcomes.outcome.shape[1]
+        prompts = Groups(rollouts.prompt_index[rollouts.prompt_index >= 0]).ids
+        n = self._n(prompts, most)  # as it was planned: nothing was learned since
+        self.log("rollouts", n.double().mean())
+        self.log("eased", (n < most).double().mean())
+        outcomes = outcomes.add(*successes(rollouts, self.params.success_threshold))
+        planned = planned.add(prompts, n)
+        self.state = {"outcomes": outcomes.state(), "planned": planned.state()}
+        self.log("success_rate", success_rate(outcomes.outcome, most).mean())
+
+    def _history(self) -> tuple[TaskHistory, TaskHistory]:
+        return TaskHistory.of_state(self.state["outcomes"]), TaskHistory.of_state(self.state["planned"])
+
+    def _n(self, prompts: Tensor, most: int) -> Tensor:
+        outcomes, planned = (history.of(prompts) for history in self._history())
+        latest = torch.where(torch.isnan(planned[:, 0]), float(most), planned[:, 0])
+        return rollouts_for(success_rate(outcomes, latest), most, self.params.threshold, self.params.n_min)

@@ -1,0 +1,247 @@
+"""FAPO (arXiv 2510.22543): a judge reads right rollouts, and those with a wrong step lose a part of their reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.rollouts import Rollouts, Run
+from rl_plugins.kit.judges import JudgeParams, make_judge
+from rl_plugins.kit.services import ChatEndpoint, Failure, NotAsked, Service, failures, fill, prompt_text
+from rl_plugins.methods.echo.answers import last_box
+
+TEMPLATE = """Check the reasoning of a solution whose final answer is right. Its steps are counted from 0.
+
+[Problem]
+{prompt}
+
+[Reference answer]
+{answer}
+
+[Solution]
+{completion}
+
+Go through the steps in their order. A step is wrong if it contains a false statement, a calculation error, or a
+conclusion that does not follow. Name the index of the first wrong step, or -1 if there is none. End with this number in
+\\boxed{}."""
+NO_ERROR = -1
+TAIL = 300  # characters at the end of a text in which the authors look for its box
+
+
+@dataclass(frozen=True)
+class FlawParams(JudgeParams):
+    """Parameters of the judge of flaws and of what a flaw costs."""
+
+    asked: ClassVar[tuple[str, ...]] = ("prompt", "answer", "completion")
+    example_judge: ClassVar[str] = "rl_plugins.lab.demo.judges:sloppy"
+
+    judge: Callable[..., Any] | None = param(
+        None,
+        "function judge(prompt, answer, completion) that returns the index of the first wrong step, -1 for none, or a "
+        "text that ends with it in \\boxed{}; may be `async def`; none: an endpoint judges",
+    )
+    judge_timeout: float = param(600.0, "time limit of one try, in seconds", gt=0)
+    judge_concurrency: int = param(64, "number of questions asked at the same time", ge=1)
+    judge_max_tokens: int = param(16384, "most tokens of the endpoint's reply", ge=1, only_if={"judge_url": GIVEN})
+    judge_template: str = param(
+        TEMPLATE,
+        "message to the endpoint, with {prompt}, {answer} and {completion}; a judge that was trained for this needs "
+        "the message of its training",
+        only_if={"judge_url": GIVEN},
+    )
+    penalty: float = param(
+        1.0,
+        "lambda, what a flaw costs, in units of half the distance between the rewards of right and wrong; 0: nothing, "
+        "flaws are only counted; 2: as much as a wrong answer",
+        ge=0,
+    )
+
+    @property
+    def endpoint(self) -> Callable[[Mapping[str, str]], str] | None:
+        """What judges if it is no function."""
+        if self.judge is not None:
+            return None
+        chat = ChatEndpoint(str(self.judge_url), str(self.judge_model), **self.endpoint_options)
+        return lambda fields: chat(fill(self.judge_template, fields))
+
+    def service(self, cache_size: int = 10_000) -> Service:
+        """Asks the judge. An answer is the index of the first wrong step, or None for a reply that holds none."""
+        return make_judge(self, self.endpoint, first_error, cache_size)
+
+
+class Fapo(Method):
+    """Flawed-aware policy optimization: right rollouts with a wrong step lose `penalty` of their reward.
+
+    For every rollout o of prompt q whose reward r is at least success_threshold, with the reference answer a*:
+
+        e = judge(q, a*, o)                     index of the first wrong step, -1: none
+        R = r - lambda h [e was read and e != -1]
+        h = (reward_high - reward_low) / 2      half the distance of right and wrong; 1 for rewards of -1 and +1
+
+    All other rewards stay as they are, and the advantages are those of the host or of another method. With shares alpha
+    (right without a flaw), beta (wrong) and gamma (flawed) of a group, the mean-centred R of a flawed rollout is
+    h ((2 - lambda) beta - lambda alpha). At lambda = 1 a flawed rollout is reinforced while wrong rollouts outnumber
+    the flawless ones, and suppressed afterwards, whatever gamma is.
+
+    Symbols: rewards (rows,) float64 of the run after earlier `rewards` hooks; lambda = `penalty`. The judge gets three
+    texts and returns a whole number, or a text. Of a text the last 300 characters are read: int() of the content of the
+    last \\boxed{}, which is never evaluated.
+
+    Special cases: a judge that raises, hangs, or answers without a readable index finds no flaw (the paper fails
+    open). These are counted, and a batch without any answer is a warning. Index 0 is a flaw in the first step. Wrong
+    rollouts and evaluation are never judged. NaN rewards stay NaN. A rollout of several rows (turns, agents) is right
+    by the mean of their rewards, is judged once by the texts of all of them, and all of them lose. Equal questions are
+    asked once. Metrics of the reward functions stay those of the rule.
+
+    Logs: `right`, share of the rollouts with a reward; `flawed`, share of the right rollouts that the judge answered
+    about; `judged`, questions; `judge_failed`, share of them without a readable answer after all tries.
+
+    Raises:
+        ConfigError: no judge or two, a parameter out of range or without effect.
+
+    Source: arXiv 2510.22543; `fapo/reward_fn_reasoning.py` of verl-recipe, whose function the golden cases are from.
+    """
+
+    name = "fapo"
+    fidelity = "code"
+    does = "Lowers the reward of right rollouts if a judge finds a wrong step in them"
+    problems = ("weak_reward",)
+    min_group_size = 1
+    idle = (
+        Idle({"right": 0}, "no rollout counts as right, so nothing is judged. Lower `success_threshold`."),
+        Idle({"flawed": 0}, "the judge finds no flaw, so no reward changes. Look at some of its replies."),
+        Idle({"judge_failed": 1}, "the judge answers nothing that can be read. Ask it about one rollout by hand."),
+    )
+
+    @dataclass(frozen=True)
+    class Params(FlawParams):
+        success_threshold: float = param(0.5, "lowest reward that counts as right")
+        reward_low: float = param(0.0, "reward of a wrong rollout (paper: -1)")
+        reward_high: float = param(1.0, "reward of a right rollout (paper: 1)")
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        answer_column: str | None = param(
+            "answer", "dataset column with the reference answer; none: the judge gets an empty text"
+        )
+
+        def check(self) -> None:
+            super().check()
+            if self.reward_low >= self.reward_high:
+                raise ConfigError(
+                    f"`reward_low` is {self.reward_low:g} and `reward_high` {self.reward_high:g}; the first must be "
+                    f"lower. They are the rewards of a wrong and of a right rollout."
+                )
+
+    _judge: Service
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        columns = [name for name in (p.prompt_column, p.answer_column) if name]
+        self.needs = frozenset({"text", *(f"column:{name}" for name in columns)})
+
+    def check(self, run: Run) -> None:
+        _ = self.params.endpoint
+
+    def start(self, run: Run) -> None:
+        self._judge = self.params.service()
+
+    def rewards(self, rollouts: Rollouts) -> Tensor:
+        """R of every row."""
+        p, once = self.params, rollouts.per_rollout
+        half = (p.reward_high - p.reward_low) / 2
+        right = once.reward >= p.success_threshold  # not for NaN
+        scored = ~torch.isnan(once.reward)
+        if bool(scored.any()):
+            self.log("right", right[scored].double().mean(), weight=int(scored.sum()))
+        known = once.reward[scored]
+        if bool(((known < p.reward_low - half) | (known > p.reward_high + half)).any()):
+            self.warn(
+                f"rewards lie between {float(known.min()):g} and {float(known.max()):g}, but `reward_low` is "
+                f"{p.reward_low:g} and `reward_high` {p.reward_high:g}. Set them to the rewards of a wrong and of a "
+                f"right rollout, because the penalty is measured by their distance."
+            )
+        members = once.members(rollouts, once.rows.rows(right))
+        judged = [rows for of_group in members.values() for rows in of_group]
+        verdicts = self._judge.ask([self._question(rollouts, rows) for rows in judged], strict=False)
+        self._report(verdicts)
+        flaws = [row for rows, verdict in zip(judged, verdicts, strict=True) if is_flaw(verdict) for row in rows]
+        flawed = torch.zeros(len(rollouts), dtype=torch.bool)
+        flawed[flaws] = True
+        if self.traced:
+            for rows, verdict in zip(judged, verdicts, strict=True):
+                if isinstance(verdict, Failure):
+                    self.note(rows, "the judge failed")
+                elif verdict is not None:
+                    self.note(rows, "wrong step {step}" if is_flaw(verdict) else "no wrong step", step=verdict)
+        return torch.where(flawed, rollouts.reward - p.penalty * half, rollouts.reward)
+
+    def _question(self, rollouts: Rollouts, rows: list[int]) -> tuple[str, str, str]:
+        """Prompt, reference answer, and the texts of a rollout's rows in their order."""
+        p, last = self.params, rows[-1]
+        assert rollouts.text is not None  # it is in `needs`
+        answer = rollouts.meta[p.answer_column][last] if p.answer_column else ""
+        text = "\n\n".join(rollouts.text[row] for row in rows)
+        return prompt_text(rollouts.meta[p.prompt_column][last]), str(answer), text
+
+    def _report(self, verdicts: list[int | Failure | None]) -> None:
+        """Logs what the judge said, and warns of what failed."""
+        failed, unreadable = failures(verdicts), verdicts.count(None)
+        answered = [v for v in verdicts if v is not None and not isinstance(v, Failure)]
+        asked = len(verdicts) - sum(isinstance(v, NotAsked) for v in verdicts)
+        self.log("judged", asked, "sum")
+        if answered:
+            self.log("flawed", sum(map(is_flaw, answered)) / len(answered), weight=len(answered))
+        if asked:
+            self.log("judge_failed", (len(failed) + unreadable) / asked, weight=asked)
+        why = f" Its first error: {failed[0].error.rstrip('.')}." if failed else ""
+        if verdicts and not answered:
+            self.warn(
+                f"the judge gave no answer about any right rollout of a batch, so none lost anything.{why} Check that "
+                f"the judge works by itself. If it is only slow, raise `judge_timeout`."
+            )
+        elif failed or asked < len(verdicts):
+            self.warn(f"the judge failed on some right rollouts, which keep their reward.{why}")
+        if unreadable:
+            self.warn(
+                "some replies of the judge hold no whole number in \\boxed{} in their last 300 characters. Their "
+                "rollouts keep their reward. Watch fapo/judge_failed."
+            )
+
+
+def is_flaw(verdict: int | Failure | None) -> bool:
+    """Whether the judge was heard and named a wrong step."""
+    return verdict is not None and not isinstance(verdict, Failure) and verdict != NO_ERROR
+
+
+def first_error(reply: Any) -> int | None:
+    """What a judge answered, as the index of the first wrong step; None for a text without a readable one.
+
+    Raises:
+        ValueError: neither a whole number nor a text.
+    """
+    if isinstance(reply, str):
+        return boxed_index(reply)
+    if reply is None:
+        return None
+    if isinstance(reply, (bool, bytes)) or not hasattr(reply, "__index__"):
+        raise ValueError(
+            f"{reply!r} is no verdict; it must be the index of the first wrong step, -1 for none, or a text that ends "
+            f"with it in \\boxed{{}}."
+        )
+    return int(reply)
+
+
+def boxed_index(reply: str) -> int | None:
+    """The whole number in the last \\boxed{} of the last 300 characters of a reply; None if there is none."""
+    content = last_box(reply[-TAIL:])
+    try:
+        return None if content is None else int(content.strip())
+    except ValueError:  # no number, or one of thousands of digits
+        return None

@@ -1,0 +1,221 @@
+"""M-GRPO (arXiv 2511.13288): rollouts of a main agent that delegates, with one row for it and one for every call."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, tensor
+
+from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins.core.redundancy import independent
+from rl_plugins.core.requests import Call, Called, Generate, Program, Prompt
+from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.methods.m_grpo_rollout.team import Team
+from rl_plugins.tools.messages.contracts import Contract
+from rl_plugins.tools.messages.guard import LineageGuard
+from rl_plugins.tools.messages.logs import write_log
+from rl_plugins.tools.messages.metrics import message_density, redundancy
+
+_GUARDS = ("speed", "strict")
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
+class MGrpoRollout(Method):
+    """Makes rollouts of a main agent and its sub-agents with one policy. Name it before `m_grpo`, which trains them.
+
+    Reconstruction: the authors' loop runs on two servers with their own search tools. Here both agents are the policy
+    of the run, and a sub-agent answers in one message.
+
+    The main agent M writes turn by turn. Each turn may call sub-agents, at most `max_calls` in a rollout: `parse` finds
+    their tasks in its text (default: the text between <tool_call> and </tool_call>). A sub-agent S reads its own
+    conversation, `sub_prompt` with the task in it, and its completion is a row of its own. The text between <result>
+    and </result>, or else the whole completion, goes back to M as a message that M reads without training on it. Calls
+    of a turn are generated together. The rollout ends with a turn without a call, after `max_turns`, or when nothing
+    more fits.
+
+    Symbols: rows of a rollout are S's in the order of the calls, and M's last (the row an evaluation grades);
+    `meta["agent"]` is `main_agent` or `sub_agent` (the column `m_grpo` reads, also visible to reward functions). M's
+    row never contains S's tokens as its own and vice versa: S's result appears in M's row as observed text.
+
+    What M reads of a result can be checked first (docs/agents_safety.md). S's own tokens, and so its loss, stay as
+    they were sampled. `contract` validates it, repairs it once, or replaces it by the errors; `invalid_penalty` times
+    the share of rejected results is taken from the reward (S's row: its own result, M's row: all of its rollout).
+    `guard` checks its claims: a result with a rejected claim goes back to S with the evidence at most `guard_retries`
+    times, and S's next answer is a further turn of S's row. After that the rejected claims are dropped. If the check
+    itself fails, the results of this rollout are released with a tag. The author of a claim is S with the number of
+    its call, for example `sub 2`.
+
+    Logs: per rollout `calls`, `turns` of M, `agent_turns` and `agent_tokens` of all agents, `messages` (tasks and
+    results); `parse_failed`; `message_density`, messages per turn of all agents; `redundancy`, overlap of the words of
+    S's results and M's last turn; with `contract`: `invalid`, share of rejected results; with `guard`: `sent_back`,
+    `rejected` and `unverified` claims, `verified` and `calls_failed`, calls of the verifier and those of any callable
+    without a usable answer, per rollout, `guard_failed`; with `guard_log`: `log_failed`, share that was not written.
+
+    Raises:
+        ConfigError: a parameter out of range, or `contract` makes no contract.
+
+    Source: arXiv 2511.13288; `MrlX-DeepResearch` of the authors' code for the tags.
+    """
+
+    name = "m_grpo_rollout"
+    fidelity = "reconstruction"
+    brings_columns = ("agent", "invalid")
+    does = "Makes rollouts of a main agent that delegates, with one row for it and one per call"
+    problems = ("agents",)
+    needs = frozenset({"chat_template"})
+    independent_rollouts = True
+    in_eval = ("rollout",)
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        main_agent: str = param("main", "name of the main agent in the column `agent`")
+        sub_agent: str = param("sub", "name of the sub-agents in the column `agent`")
+        parse: Callable[..., Any] | None = param(
+            None,
+            "function parse(text) that returns the list of tasks a turn delegates, for "
+            "example rl_plugins.methods.m_grpo_rollout.method:delegated (the default: texts in "
+            "<tool_call> tags)",
+        )
+        contract: Callable[..., Any] | None = param(
+            None,
+            "function contract() that returns the rl_plugins.tools.messages.Contract of a sub-agent's result, for example "
+            "rl_plugins.tools.messages.contracts:text_result",
+        )
+        invalid_penalty: float = param(
+            0.0, "loss of reward per share of results that the contract rejects", ge=0, only_if={"contract": GIVEN}
+        )
+        guard: Literal["off", "speed", "strict"] = param(
+            "off",
+            "policy of the guard of claims: unknown claims are tagged (speed) or verified (strict). `balanced` "
+            "verifies hubs, and the hub here is the main agent, which reads the results",
+        )
+        guard_facts: str = param(
+            "", "name of the column with a list of texts that are known to be true", only_if={"guard": _GUARDS}
+        )
+        guard_verifier: Callable[..., Any] | None = param(
+            None,
+            "function guard_verifier(fields) that returns green, yellow or red for fields['claim'], for example "
+            "rl_plugins.tools.messages.rules:verify_arithmetic (the default)",
+            only_if={"guard": "strict"},
+        )
+        guard_splitter: Callable[..., Any] | None = param(
+            None,
+            "function guard_splitter(message) that returns the list of claims, for example "
+            "rl_plugins.tools.messages.rules:split_claims (the default: sentences and JSON fields)",
+            only_if={"guard": _GUARDS},
+        )
+        guard_entailment: Callable[..., Any] | None = param(
+            None,
+            "function guard_entailment(fields) that returns green, yellow or red for fields['claim'] against "
+            "fields['premises'], for example rl_plugins.tools.messages.rules:entail_by_words (the default)",
+            only_if={"guard": _GUARDS},
+        )
+        guard_log: str = param(
+            "",
+            "folder to which every rollout's records are appended, for rl_plugins.tools.messages.read_logs and replay",
+            only_if={"guard": _GUARDS},
+        )
+        guard_retries: int = param(
+            1, "K, most times a result goes back to its sub-agent", ge=0, only_if={"guard": _GUARDS}
+        )
+        sub_prompt: str = param("{task}", "user message of the sub-agent; {task} is its task")
+        reply: str = param("<tool_response>{result}</tool_response>", "message to the main agent with one {result}")
+        max_calls: int = param(4, "most calls of sub-agents in a rollout, each a row", ge=1)
+        max_turns: int = param(8, "most turns of the main agent", ge=1)
+        sub_tokens: int | None = param(None, "most tokens of a sub-agent's answer; none: the completion length", ge=1)
+        timeout: float = param(30.0, "time limit of `parse`, and of the guard for each result, in seconds", gt=0)
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        p = self.params
+        self.rows_per_rollout = 1 + p.max_calls
+        self._contract: Contract | None = None
+        if p.contract is not None:
+            self._contract = p.contract()
+            if not isinstance(self._contract, Contract):
+                raise ConfigError(
+                    f"`contract` of m_grpo_rollout returned {shown(self._contract)}. It must return a "
+                    f"rl_plugins.tools.messages.Contract."
+                )
+        self._guard: LineageGuard | None = None
+        if p.guard != "off":
+            self._guard = LineageGuard(
+                p.guard,
+                splitter=p.guard_splitter,
+                entailment=p.guard_entailment,
+                verifier=p.guard_verifier,
+                retries=p.guard_retries,
+                timeout=p.timeout / 2,
+            )
+        if p.invalid_penalty:
+            self.needs = self.needs | {"column:invalid"}
+        if p.guard_facts:
+            self.needs = self.needs | {f"column:{p.guard_facts}"}
+
+    def rewards(self, rollouts: Rollouts) -> Tensor | None:
+        """The reward minus `invalid_penalty` times the share of rejected results."""
+        if not self.params.invalid_penalty:
+            return None
+        invalid = tensor([float(v) for v in rollouts.meta["invalid"]], dtype=rollouts.reward.dtype)
+        return rollouts.reward - self.params.invalid_penalty * invalid
+
+    def rollout(self, prompt: Prompt) -> Program:
+        return (yield from independent(prompt, lambda k: self._one(prompt, k)))
+
+    def _one(self, prompt: Prompt, number: int) -> Any:
+        p, chat = self.params, prompt.chat
+        main, turns, tokens = prompt.start(), 0, 0
+        team = Team(p, self._contract, self._guard, prompt)
+        while True:
+            start = len(main) if turns else 0
+            (made,) = yield Generate(main)
+            main, turns, tokens = main.add(made), turns + 1, tokens + len(made.tokens)
+            if made.tokens:
+                main = main.turn(start)
+            text = chat.decode(made.tokens)
+            called: Called = yield Call(p.parse or delegated, (text,), p.timeout, "`parse`")
+            self.log("parse_failed", float(bool(called.error)))
+            tasks = list(called.value or ())[: p.max_calls - len(team.rows)]
+            if not tasks or turns >= prompt.turns(p.max_turns) or made.finish != "eos":
+                break
+            read = yield from team.work(tasks, turns)
+            results = [p.reply.replace("{result}", result) for result in read]
+            following = main.observe(chat.reply([{"role": "user", "content": "\n".join(results)}]))
+            if not prompt.room(following):
+                break
+            main = following
+        subs = team.rows
+        all_turns = turns + team.turns
+        for name, value in {
+            "calls": len(subs),
+            "turns": turns,
+            "agent_turns": all_turns,
+            "agent_tokens": tokens + team.tokens,
+            "messages": team.messages,
+            "message_density": message_density(team.messages, all_turns),
+            "redundancy": redundancy([*team.results, text]),
+            **team.measured(),
+        }.items():
+            if not math.isnan(value):
+                self.log(name, value)
+        if p.guard_log and team.guard is not None:
+            entry = {"batch": prompt.batch, "training": prompt.training, "prompt": chat.decode(prompt.tokens)}
+            entry |= {"rollout": number, "records": [*team.guard.log]}
+            written: Called = yield Call(write_log, (p.guard_log, entry), p.timeout, "the guard's log")
+            self.log("log_failed", float(bool(written.error)))
+        agents = [*(row.noted(agent=p.sub_agent) for row in subs), main.noted(agent=p.main_agent)]
+        if self._contract is None:
+            return agents
+        share = sum(team.invalid) / max(len(subs), 1)
+        return [row.noted(invalid=v) for row, v in zip(agents, [*team.invalid, share], strict=True)]
+
+
+def delegated(text: str) -> list[str]:
+    """Tasks in <tool_call> tags."""
+    return [task.strip() for task in _CALL.findall(text)]

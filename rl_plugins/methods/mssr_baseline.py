@@ -1,0 +1,94 @@
+"""MSSR's baseline: the success rate of a prompt, remembered from its earlier rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.params import param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
+
+_MIN_VARIANCE = 1e-6
+
+
+class MssrBaseline(Tracked):
+    """One rollout per prompt, with a remembered success rate as baseline (with `mssr_shaping` it is MSSR, else MVSR).
+
+    For the rows i of a generation batch with prompts x_i and rewards r_i:
+
+        raw_i = r_i - v_x                                              v_x = a_x / (a_x + b_x) before this batch
+        A_i   = (raw_i - mean raw) / sqrt(max(var raw, 1e-6))          over the batch, population variance
+
+    and then, for every rollout with its outcome o = 1[r > success_threshold]:
+
+        a_x <- rho a_x + o,    b_x <- rho b_x + 1 - o
+        rho  = rho_min + (Kbar / target_kl) (rho_max - rho_min)        while Kbar <= target_kl,    else rho_min
+
+    A prompt starts with a + b = 1 / (1 - rho_min) counts (8) in the proportion of `initial_value`, or of its value in
+    `value_column`. a + b tends to 1 / (1 - rho), a memory of 8 to 25 visits. Kbar is the mean KL of the policy to the
+    reference over the last `kl_window` batches, this one included: each the mean over rows of the mean over tokens of
+    exp(d) - d - 1, d = log pi_ref - log pi_old. `rho` fixes it.
+
+    `plan` asks for one rollout per prompt for any group size of the host, and the driver fills the batch with further
+    prompts: as many rows, group size times as many prompts. The dataset needs as many prompts as a batch has rows;
+    otherwise the batch is not full.
+
+    Symbols: rewards, raw, A, v (rows,) float64; a, b (dataset size,) float64, keyed by dataset row. All rows of a batch
+    read the counts of the batch before; their outcomes then count one after the other, in the order of the plan. A
+    rollout of several rows counts once, with the mean of their rewards.
+
+    Special cases: a row without a reward (NaN) is left out of mean, variance and counts and has A = 0. A batch of one
+    scored row is not normalized. Equal raw values have A = 0 exactly. Foreign prompts (-1) have the initial value and
+    no counts.
+
+    State: alpha, beta, kl.
+
+    Logs: `baseline` (mean v), `error` (mean of raw^2), `rho`, `success` (share of the rollouts).
+
+    Raises:
+        ConfigError: a parameter out of range; a dataset without a length.
+        StateError: the counts are those of a smaller dataset.
+
+    Source: arXiv 2512.18215 and `MVSRValueTracker`, `compute_mvsr_advantage` in `verl/trainer/core_algos.py` of the
+    authors' code, whose numbers this reproduces.
+    """
+
+    name = "mssr_baseline"
+    fidelity = "code"
+    does = "Trains one rollout per prompt against the prompt's remembered success rate"
+    problems = ("few_rollouts", "no_signal")
+    decides_rollouts = True
+
+    @dataclass(frozen=True)
+    class Params(TrackerParams):
+        normalize: bool = param(True, "normalization of advantages by the batch's mean and standard deviation")
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """As many prompts as the batch has rows, if the dataset has so many."""
+        rows = [n if run.dataset_size is None else min(n, run.dataset_size) for n in budget.trained]
+        spare = [
+            (made - n) // max(1, g) for made, n, g in zip(budget.generated, budget.trained, budget.prompts, strict=True)
+        ]
+        generated = (rows[0] * (1 + spare[0]), rows[1] * (1 + spare[1]))
+        return budget.replace(
+            prompts=(rows[0], rows[1]), per_prompt=(1, 1), generated=generated, trained=(rows[0], rows[1])
+        )
+
+    def plan(self, plan: Plan) -> Plan:
+        rows = [row.replace(n=min(row.n, 1)) for row in plan.rows]
+        return plan.replace(rows=tuple(row.replace(given=row.given[: row.n + row.spare]) for row in rows))
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        value = self._values(rollouts.prompt_index)
+        raw = rollouts.reward - value
+        everything = Groups(torch.zeros(len(raw), dtype=torch.int64), count=1)
+        self.log("baseline", value.mean())
+        self.log("error", everything.mean(raw**2))
+        if not self.params.normalize or int(everything.n(raw)) < 2:
+            return torch.nan_to_num(raw, nan=0.0)
+        scale = torch.sqrt((everything.std(raw, ddof=0) ** 2).clamp(min=_MIN_VARIANCE))
+        return torch.nan_to_num((raw - everything.mean(raw)) / scale, nan=0.0)

@@ -1,0 +1,129 @@
+"""The two stages of Sol-RL (arXiv 2604.06916): explore seeds cheaply, make the best and worst of them again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.requests import Program, Prompt, Score
+from rl_plugins.core.rollouts import Run
+from rl_plugins.methods.sol_rl.choice import Mode, places
+
+
+class SolRlExplore(Method):
+    """Explores many seeds with a cheap copy and few steps, and makes the best and worst of them with the policy.
+
+    For k samples of a prompt, P = ceil(pool k) seeds:
+
+        1. explore   noise from each seed, `steps` denoising steps of the cheap copy, reward d_1 .. d_P
+        2. choose    the floor(k / 2) seeds with the highest d, and the k - floor(k / 2) with the lowest
+        3. make      noise from the same k seeds, all steps of the policy, rewards R_1 .. R_k
+
+    Rows are the samples of line 3. Nothing of line 1 reaches the loss, the log-densities or the logged reward: it is
+    seen in metrics of this method alone. Other modes of the choice are those of `sol_rl_select`, which can choose once
+    more, among the samples of line 3.
+
+    Symbols: k is what the plan asks for, spare samples of other methods included. All seeds of a prompt differ.
+
+    Special cases: explored samples without a reward (NaN) are chosen only where fewer than k have one. With `pool: 1`
+    nothing is explored. With the same model, steps and no noise on the way both stages make the same samples.
+
+    State: none. Seeds follow from the seed of the run, the batch and the prompt.
+
+    Logs: `explored_reward` and `explored_std` of the P; `kept_cheap_reward` and `kept_exact_reward`, means of the k in
+    both stages; `gap`, mean |R - d| of the k; `rank_correlation` of R and d (Spearman, among the k).
+
+    Raises:
+        ConfigError: a parameter out of range, more steps than a sample has, or no cheap copy.
+
+    Source: arXiv 2604.06916; `_rollout_for_one_prompt` in `train_scripts/sol_rl/train_sd3.py` of the authors' code,
+    commit 06af561.
+    """
+
+    name = "sol_rl_explore"
+    fidelity = "paper"
+    hosts = ("diffusion",)
+    does = "Explores many seeds with a cheap copy of the policy and makes the best and worst again"
+    problems = ("few_rollouts",)
+    idle = (
+        Idle(
+            {"explored_std": 0},
+            "all explored samples of every prompt have the same reward, so the choice is arbitrary. Look at the "
+            "reward function, or raise `steps`.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        pool: float = param(4.0, "P / k, explored seeds per sample that is made (paper: 96 for 24)", ge=1)
+        steps: int = param(
+            6, "denoising steps of an explored sample (paper: 6, with 10 of a sample that is made)", ge=1
+        )
+        model: Literal["cheap", "policy"] = param("cheap", "model that explores")
+        mode: Mode = param("best_worst", "seeds of the pool that are made again; the paper keeps the best and worst")
+        noise: bool = param(False, "noise on the way of explored samples (paper: none)")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.needs = frozenset({"cheap_copy"} if self.params.model == "cheap" else ())
+
+    def check(self, run: Run) -> None:
+        if run.host == "diffusion" and self.params.steps > run.max_completion_length:
+            raise ConfigError(
+                f"samples are explored in {self.params.steps} steps, and made in {run.max_completion_length}. Lower "
+                f"`steps`, or raise that of the run."
+            )
+
+    def rollout(self, prompt: Prompt) -> Program:
+        return cast(Program, self._samples(cast(SamplePrompt, prompt)))
+
+    def _samples(self, prompt: SamplePrompt) -> Generator[Any, Any, Sequence[Sample]]:
+        seeds = prompt.seeds(math.ceil(prompt.n * self.params.pool - 1e-9))
+        explored = None
+        if len(seeds) > prompt.n:
+            seeds, explored = yield from self._chosen(prompt, seeds)
+        made = yield [Denoise(prompt.start(seed), stochastic=prompt.stochastic) for seed in seeds]
+        samples = [x for (x,) in made]
+        scored = yield [Score(x) for x in samples]
+        if explored is not None:
+            self._report(explored, torch.tensor([s.reward for s in scored], dtype=torch.float64))
+        return [x.scored(s) for x, s in zip(samples, scored, strict=True)]
+
+    def _chosen(self, prompt: SamplePrompt, seeds: list[int]) -> Generator[Any, Any, tuple[list[int], Tensor]]:
+        """The seeds that are made again, in the order of the choice, and what their explored samples got."""
+        p = self.params
+        tried = yield [Denoise(prompt.start(s, p.steps), stochastic=p.noise, model=p.model) for s in seeds]
+        scored = yield [Score(x) for (x,) in tried]
+        reward = torch.tensor([s.reward for s in scored], dtype=torch.float64)
+        if bool((~torch.isnan(reward)).any()):
+            self.log("explored_reward", reward.nanmean())
+        one = Groups(torch.zeros(len(reward), dtype=torch.int64), count=1)
+        self.log("explored_std", one.std(reward, ddof=0).nan_to_num().mean())
+        noise = torch.from_numpy(prompt.rng("kept").random(len(reward)))
+        place = places(reward, one, torch.tensor([prompt.n]), p.mode, noise)
+        kept = torch.argsort(torch.where(place < 0, len(place), place), stable=True)[: prompt.n]
+        return [seeds[i] for i in kept.tolist()], reward[kept]
+
+    def _report(self, cheap: Tensor, exact: Tensor) -> None:
+        known = ~(torch.isnan(cheap) | torch.isnan(exact))
+        if not bool(known.any()):
+            return
+        cheap, exact = cheap[known], exact[known]
+        self.log("kept_cheap_reward", cheap.mean())
+        self.log("kept_exact_reward", exact.mean())
+        self.log("gap", (exact - cheap).abs().mean())
+        one = Groups(torch.zeros(len(cheap), dtype=torch.int64), count=1)
+        x, y = (v - v.mean() for v in (one.rank(cheap), one.rank(exact)))
+        size = (x.square().sum() * y.square().sum()).sqrt()
+        if size > 0:  # not where all are equal
+            self.log("rank_correlation", (x * y).sum() / size)

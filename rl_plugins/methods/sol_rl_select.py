@@ -1,0 +1,128 @@
+"""The choice of Sol-RL (arXiv 2604.06916): a large pool of rollouts, its best and worst are trained."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_plugins.core.groups import Groups
+from rl_plugins.core.method import Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins.methods.sol_rl.choice import Mode, places
+
+
+class SolRlSelect(Method):
+    """Draws a large pool of rollouts for each prompt and trains its best and worst.
+
+    For a prompt whose k rollouts are trained, P = ceil(oversample k) are generated. With the rewards d_1 .. d_P in
+    descending order, equal ones in the order of generation,
+
+        keep the first floor(k / 2) and the last k - floor(k / 2)
+
+    so an odd k keeps one more of the worst, and k = 1 keeps the worst alone. With `mode: mean_deviation` those farthest
+    from the mean of d stay, with `extremes_random` the highest, the lowest and others at random, with `random` any k.
+
+    Reconstruction: the paper trains image models, where the pool is drawn by a cheap copy of the policy and only what
+    is kept is made by the policy. On text all P rollouts are made by the same engine. If that engine is quantized, a
+    correction of the sampling policy is needed (`dart_tis`, or the host's own).
+
+    Symbols: d (rows,) float64; a rollout of several rows (turns, agents) counts once, with their mean. k is the `n` of
+    the plan, plus the spare rollouts of other methods that have not left yet; of a group that was not planned
+    floor(P / oversample).
+
+    Special cases: rollouts without a reward (NaN) leave first. They stay only where fewer than k have a reward, so a
+    batch is always full. A group of k or fewer stays whole: with `oversample: 1` nothing changes.
+
+    State: what was planned, from `plan` to `select` of one batch. The modes with chance draw from `self.rng`.
+
+    Logs: `left`, rollouts that leave; `pool_reward` and `kept_reward`, means; `pool_std` and `kept_std`, mean over the
+    groups of the (population) deviation of the rewards.
+
+    Raises:
+        ConfigError: a parameter out of range.
+
+    Source: arXiv 2604.06916, two-stage rollout; `select_indices_by_mode` in `train_scripts/sol_rl/train_utils.py` of
+    the authors' code, read in a fork at db67d46.
+    """
+
+    name = "sol_rl_select"
+    fidelity = "code"
+    hosts = ("trl", "verl", "diffusion")
+    does = "Draws a large pool of rollouts per prompt and trains its best and worst"
+    problems = ("no_signal", "few_rollouts")
+    keeps_batch_size = True  # as many leave as `plan` asked for in addition
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        oversample: float = param(4.0, "P / k, rollouts generated per trained rollout (paper: 96 for 24)", ge=1)
+        mode: Mode = param("best_worst", "rollouts of the pool that stay; the paper keeps the best and worst")
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        """`oversample` times the rollouts, and as many trained."""
+        (fewest, most), (low, high), (least, total) = budget.prompts, budget.generated, budget.trained
+        more = [self._made(n) - n for n in budget.per_prompt]
+        lowest = fewest * more[0]  # with further rounds: of the first alone
+        if budget.rounds == 1:
+            lowest = max(lowest, self._made(least) - least)
+        highest = min(most * more[1], self._made(total) - total + most)  # each group rounds up
+        return budget.replace(generated=(low + lowest, high + highest))
+
+    def plan(self, plan: Plan) -> Plan:
+        """ceil(oversample n) rollouts for every n that are trained."""
+        rows, planned = [], dict[str, list[int]]()
+        for row in plan.rows:
+            ours = self._made(row.n) - row.n
+            group = planned.setdefault(str(row.group), [0, 0, 0])  # several plan rows may share a group
+            group[0], group[1], group[2] = group[0] + row.n, group[1] + ours, group[2] + row.spare
+            rows.append(row.replace(spare=row.spare + ours))
+        self.state.setdefault("planned", {}).update(planned)
+        return plan.replace(rows=tuple(rows))
+
+    def _made(self, n: int) -> int:
+        return math.ceil(n * self.params.oversample - 1e-9)  # 50 * 1.1 is 55.00000000000001
+
+    def select(self, rollouts: Rollouts) -> Tensor:
+        # One entry per rollout, by group and in the order of generation: the order of the rows decides nothing.
+        each, groups = rollouts.per_rollout.rows, rollouts.per_rollout.groups
+        present = each.max(rollouts.kept.double()) > 0
+        reward = torch.where(present, each.mean(rollouts.reward), torch.nan)
+        # A number for every rollout, so that those of one group do not depend on what left of another.
+        noise = torch.from_numpy(self.rng("kept").random(len(reward)))
+        at = present.nonzero()[:, 0]
+        inside = Groups(groups.index[at], count=groups.count)
+        k = self._target(groups, groups.size - inside.size)
+        keep = torch.zeros_like(present)
+        keep[at] = places(reward[at], inside, k, self.params.mode, noise[at]) >= 0
+        self._report(groups, reward, keep, present)
+        if self.traced:
+            best, least = groups.rows(groups.max(reward)), groups.rows(groups.min(reward))
+            text = "reward {reward:.2f} is not among the {mode} of its group ({least:.2f} to {best:.2f})"
+            values = {"reward": reward, "least": least, "best": best}
+            rows = {name: each.rows(value) for name, value in values.items()}
+            self.note(each.rows(present & ~keep), text, mode=self.params.mode, **rows)
+        self.state.clear()
+        return each.rows(keep)
+
+    def _target(self, groups: Groups, left: Tensor) -> Tensor:
+        """(count,) rollouts of each group that stay: those that are trained, and the spare ones of other methods, but
+        for those that `left` already."""
+        plans = self.state.get("planned", {})
+        made = groups.size.double()
+        known = [plans.get(str(g)) for g in groups.ids.tolist()]
+        guess = torch.floor(made / self.params.oversample + 1e-9)
+        n, ours, others = torch.tensor([k or [0, 0, 0] for k in known], dtype=torch.float64).reshape(-1, 3).T
+        later = (made - n - ours - others).clamp(min=0)  # methods named after this one asked for more
+        unplanned = torch.tensor([k is None for k in known], dtype=torch.bool)
+        return torch.where(unplanned, guess, n + later + (others - left).clamp(min=0))
+
+    def _report(self, groups: Groups, reward: Tensor, keep: Tensor, present: Tensor) -> None:
+        kept = torch.where(keep, reward, torch.nan)
+        self.log("left", (present & ~keep).sum(), "sum")
+        for name, x in (("pool", reward), ("kept", kept)):
+            if bool((~torch.isnan(x)).any()):
+                self.log(f"{name}_reward", x.nanmean())
+                self.log(f"{name}_std", groups.std(x, ddof=0).nanmean())

@@ -1,0 +1,271 @@
+"""XRPO's seeding (arXiv 2510.06672): retries failed prompts with solved examples of similar problems in the context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import Idle, Method
+from rl_plugins.core.params import MethodParams, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins.kit.priors import cell
+from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
+from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words
+
+TEMPLATE = """Here are similar problems with their solutions.
+
+{examples}
+
+Solve this problem in the same way.
+
+{problem}"""
+EXAMPLE = "Problem:\n{problem}\n\nSolution:\n{solution}"
+MOST_TEXTS = 65536  # prompts whose words or embeddings are kept in memory
+
+
+class XrpoSeeds(Method):
+    """Puts solved examples of similar problems into the context of prompts whose rollouts all failed.
+
+    A corpus C holds right answers of earlier batches, the newest of each prompt. In every round but the first, for a
+    prompt q without a success so far:
+
+        E  = the `examples` prompts of C that are most similar to q, q itself never among them
+        o ~ pi(. | template(E with their answers, q))        instead of pi(. | q)
+
+    Similarity is the cosine of TF-IDF vectors of the prompts, or of what `embed` makes of them; a prompt with a
+    similarity of 0 or less is not an example. Without an example q is unchanged. A prompt with a success stays plain in
+    later rounds.
+
+    The rollouts are trained under the prompt they were made with, examples included, so they are on-policy. They join
+    the group of the plain rollouts. The policy learns to solve q with examples in the context; the paper expects that
+    this carries over to the plain prompt.
+
+    With `second_round` half of every prompt's rollouts (rounded down) are made in a second round; the total stays.
+    Without it, the method plans no rollouts and changes the prompts of rows that other methods plan in later rounds
+    (`xrpo_allocate`, `dars`, `v0_5`). Name it after them, because it sees only what methods before it planned.
+
+    Symbols: a success is a reward >= success_threshold; in a batch, of the reward functions, before `rewards` hooks; in
+    the corpus, after them. A rollout of several rows is one answer.
+
+    Special cases: prompts without any reward (NaN), foreign prompts (-1) and rows with given completions are not
+    seeded. An answer longer than `max_characters` is cut. A corpus larger than `corpus_size` loses its oldest answers.
+
+    State: the answers by dataset row, oldest first; for the present batch the rows left for the second round and the
+    seeded rollouts.
+
+    Logs: `corpus`, prompts in it; `later`, rollouts of later rounds; `seeded`, those of them with examples; `rescued`,
+    prompts whose first success came with examples; `right`, share of successes with examples.
+
+    Raises:
+        ConfigError: prompts with images, a stream, a template without its fields.
+        MethodError: a prompt column that does not exist, or `embed` returns something else than a row of finite numbers
+            for each text.
+
+    Source: arXiv 2510.06672, as read through third parties: the rule, K = 2, and a fixed template.
+    """
+
+    name = "xrpo_seeds"
+    fidelity = "paper"
+    does = "Retries failed prompts with solved examples of similar problems in the context"
+    problems = ("no_signal", "exploration")
+    rounds = True
+    decides_rollouts = True
+    keeps_batch_size = True
+    idle = (
+        Idle(
+            {"later": 0},
+            "no rollouts were planned after the first round, so none could be seeded. Set "
+            "`second_round`, or name `xrpo_seeds` after a method that generates in rounds.",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Params(MethodParams):
+        examples: int = param(2, "K, number of solved prompts in the context", ge=1)
+        second_round: bool = param(
+            True, "second round with half of the rollouts; false together with a method that makes rounds"
+        )
+        corpus_size: int = param(1024, "number of prompts whose answers are kept", ge=1)
+        max_characters: int = param(2000, "largest length of an answer, in characters; a longer one is cut", ge=1)
+        embed: Callable[..., Any] | None = param(
+            None,
+            "function embed(texts) that returns a row of numbers for each text, for example "
+            "my_embedder:embed; none: TF-IDF",
+        )
+        success_threshold: float = param(0.5, "lowest reward that counts as a success")
+        prompt_column: str = param("prompt", "dataset column with the prompt")
+        template: str | None = param(
+            None, "prompt with the fields {examples} and {problem}; none: our own English text"
+        )
+
+        def check(self) -> None:
+            missing = [f for f in ("{examples}", "{problem}") if f not in (self.template or TEMPLATE)]
+            if missing:
+                raise ConfigError(f"`template` lacks {' and '.join(missing)}; the policy must see both.")
+
+    def __init__(self, params: MethodParams | None = None) -> None:
+        super().__init__(params)
+        self.decides_rollouts = self.params.second_round
+        self.needs = frozenset({"prompt_index", "text", f"column:{self.params.prompt_column}"})
+        self._dataset: Any = None
+        self._known: dict[int, Any] = {}  # dataset row -> its words, or its embedding
+
+    def check(self, run: Run) -> None:
+        media = media_of(run)
+        if media:
+            raise ConfigError(
+                f"the prompts have {media}, and examples of several prompts with images cannot be put into one. Use a "
+                f"dataset of texts, or remove `{self.name}`."
+            )
+
+    def budget(self, budget: Budget, run: Run) -> Budget:
+        return budget.replace(rounds=budget.rounds + (self.params.second_round and budget.per_prompt[1] > 1))
+
+    def start(self, run: Run) -> None:
+        if run.dataset is None:
+            raise ConfigError(
+                f"the dataset is a stream, but answers are kept by dataset rows. Use a dataset with random access, or "
+                f"remove `{self.name}`."
+            )
+        self._dataset = run.dataset
+        self.state = {"answers": {}, "left": {}, "seeded": []}
+
+    def plan(self, plan: Plan) -> Plan:
+        """Of the first round the half, if it is to be split; in later rounds the rest, and examples for those that
+        failed."""
+        if plan.round == 0:
+            self.state["left"], self.state["seeded"] = {}, []  # of a batch that was skipped
+            return self._split(plan) if self.params.second_round else plan
+        rows, so_far = plan.rows, {g.row.group: g for g in plan.so_far}
+        if plan.round == 1:
+            left = self.state["left"]
+            rest = [(g.row, left.get(str(g.row.group), 0)) for g in plan.so_far]
+            rows += tuple(row.replace(n=n, spare=0, given=()) for row, n in rest if n)
+        self.log("later", sum(row.n + row.spare for row in rows), "sum")
+        seeded, count = [], {g: len(of.rewards) for g, of in so_far.items()}
+        for row in rows:
+            new = self._seeded(row, so_far[row.group]) if row.group in so_far else row
+            size = row.n + row.spare
+            if new is not row:
+                self.state["seeded"].append([row.group, count[row.group], size])
+            if row.group in count:
+                count[row.group] += size
+            seeded.append(new)
+        return plan.replace(rows=tuple(seeded))
+
+    def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:
+        self._report(rollouts)
+        self._remember(rollouts)
+        self.state["left"], self.state["seeded"] = {}, []
+        self.log("corpus", len(self.state["answers"]))
+
+    # ---- the plan
+
+    def _split(self, plan: Plan) -> Plan:
+        rows, left = [], self.state["left"]
+        for row in plan.rows:
+            later = 0 if row.given else row.n // 2
+            if later:
+                left[str(row.group)] = left.get(str(row.group), 0) + later
+            rows.append(row.replace(n=row.n - later))
+        return plan.replace(rows=tuple(rows))
+
+    def _seeded(self, row: PlanRow, group: GroupSoFar) -> PlanRow:
+        """The row with examples in its prompt; the row itself where there is nothing to do."""
+        known = group.rewards[~group.rewards.isnan()]
+        failed = len(known) > 0 and not bool((known >= self.params.success_threshold).any())
+        if not failed or row.given or row.prompt_index < 0:
+            return row
+        examples = self._examples(row.prompt_index)
+        if not examples:
+            return row
+        column, edit, answers = self.params.prompt_column, dict(row.edit or {}), self.state["answers"]
+        shown = "\n\n".join(fill(EXAMPLE, {"problem": self._text(i), "solution": answers[str(i)]}) for i in examples)
+        prompt = edit[column] if column in edit else cell(self._dataset, row.prompt_index, column)
+        told = with_task(
+            prompt, lambda task: fill(self.params.template or TEMPLATE, {"examples": shown, "problem": task})
+        )
+        return row.replace(edit={**edit, column: told})
+
+    def _examples(self, prompt: int) -> list[int]:
+        """Dataset rows of the most similar solved prompts, the most similar first, of equal ones the newest."""
+        others = [i for i in map(int, reversed(self.state["answers"])) if i != prompt]
+        if not others:
+            return []
+        likeness = np.array(self._likeness(prompt, others))
+        order = np.argsort(-likeness, kind="stable")[: self.params.examples]
+        return [others[i] for i in order if likeness[i] > 0]
+
+    def _likeness(self, prompt: int, others: Sequence[int]) -> list[float]:
+        if len(self._known) > MOST_TEXTS:
+            self._known = {i: self._known[i] for i in (prompt, *others) if i in self._known}
+        missing = [i for i in (prompt, *others) if i not in self._known]
+        if self.params.embed is None:
+            self._known |= {i: words(self._text(i)) for i in missing}
+            return tfidf_cosine(self._known[prompt], [self._known[i] for i in others])
+        if missing:
+            self._known |= dict(zip(missing, self._embedded([self._text(i) for i in missing]), strict=True))
+        return [float(self._known[prompt] @ self._known[i]) for i in others]
+
+    def _embedded(self, texts: list[str]) -> Any:
+        """(texts, size) vectors of length 1, or 0."""
+        assert self.params.embed is not None
+        found = self.params.embed(texts)
+        try:
+            made = (
+                found.detach().cpu().double()
+                if isinstance(found, torch.Tensor)
+                else torch.tensor(np.array(found, float))
+            )
+        except (TypeError, ValueError) as e:
+            raise MethodError(
+                f"`embed` returned no table of numbers for {len(texts)} texts ({e}); a row of finite numbers for each "
+                f"is needed."
+            ) from e
+        if made.ndim != 2 or len(made) != len(texts) or not bool(torch.isfinite(made).all()):
+            raise MethodError(
+                f"`embed` returned the shape {tuple(made.shape)} for {len(texts)} texts; a row of finite numbers for "
+                f"each is needed."
+            )
+        return made / made.norm(dim=1, keepdim=True).clamp(min=1e-30)
+
+    def _text(self, prompt: int) -> str:
+        return prompt_text(cell(self._dataset, prompt, self.params.prompt_column))
+
+    # ---- what became of it
+
+    def _remember(self, rollouts: Rollouts) -> None:
+        """The first right answer of each prompt takes the place of its older one, as the newest."""
+        p, answers = self.params, self.state["answers"]
+        assert rollouts.text is not None  # in `needs`
+        each = rollouts.per_rollout
+        right = each.rows.rows(each.reward >= p.success_threshold) & (rollouts.prompt_index >= 0)
+        new: dict[str, str] = {}
+        for of_rollouts in each.members(rollouts, right).values():
+            for rows in of_rollouts:
+                text = "\n".join(rollouts.text[i] for i in rows)[: p.max_characters]
+                if text.strip():
+                    new.setdefault(str(int(rollouts.prompt_index[rows[0]])), text)
+        for prompt, text in new.items():
+            answers.pop(prompt, None)
+            answers[prompt] = text
+        for prompt in list(answers)[: max(0, len(answers) - p.corpus_size)]:
+            del answers[prompt]
+
+    def _report(self, rollouts: Rollouts) -> None:
+        each = rollouts.per_rollout
+        seeded = torch.zeros(len(each.group), dtype=torch.bool)
+        for group, start, size in self.state["seeded"]:
+            seeded |= (each.group == group) & (each.rollout >= start) & (each.rollout < start + size)
+        self.log("seeded", int(seeded.sum()), "sum")
+        scored = ~torch.isnan(each.reward)
+        success = each.reward >= self.params.success_threshold
+        if bool((seeded & scored).any()):
+            self.log("right", success[seeded & scored].double().mean())
+        with_examples = each.groups.max((success & seeded).double()) > 0
+        self.log("rescued", int(with_examples.sum()), "sum")

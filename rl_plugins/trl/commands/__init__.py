@@ -1,0 +1,1 @@
+"""What the command line does with TRL: its scripts, dry runs, and runs described by a config alone."""

@@ -1,0 +1,284 @@
+"""What `rl-plugins trl grpo` or `masked_grpo` would do, found out from the config alone: no model, no process group."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import load_dataset
+
+from rl_plugins.core.errors import ConfigError, RLPluginsError
+from rl_plugins.core.rollouts import Plan
+from rl_plugins.runtime import preflight
+from rl_plugins.runtime.budget import print_budget
+from rl_plugins.runtime.chat import has_template
+from rl_plugins.runtime.report import plan_lines
+from rl_plugins.runtime.stack import MethodStack, build_stack
+from rl_plugins.trl import capabilities
+from rl_plugins.trl.commands import heads, script
+from rl_plugins.trl.compat import Seams
+from rl_plugins.trl.config import GRPOConfig
+from rl_plugins.trl.generation.precision import rollouts_text
+from rl_plugins.trl.masked import MaskedGRPOConfig
+from rl_plugins.trl.masked import capabilities as masked_capabilities
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the report says beside its tables. problems: they would end the run."""
+
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def print_run(argv: Sequence[str], world_size: int | None, masked: bool = False) -> list[str]:
+    """Prints the methods in effect and the batch plan.
+
+    Args:
+        argv: arguments of `rl-plugins trl grpo`.
+        world_size: processes, if not those this machine would start.
+        masked: they are those of `rl-plugins trl masked_grpo`.
+
+    Returns:
+        What would fail.
+    """
+    command = script.MASKED_GRPO if masked else script.GRPO
+    arguments = script.sort_arguments(argv, command)
+    try:
+        stack = build_stack(arguments.methods, arguments.method_params)
+    except ConfigError as e:
+        return [str(e)]
+    found = Findings()
+    try:
+        launch = script.planned_launch(arguments)
+    except ConfigError as e:
+        return [str(e)]
+    processes = world_size or launch.processes
+    try:
+        known = _known_of(arguments.script, processes, world_size is not None, launch.deepspeed, found, masked)
+    except (ValueError, TypeError, ImportError) as e:
+        return [f"TRL refuses the config: {e}"]
+    options: dict[str, Any] = {}
+    try:
+        options = _check(stack, known)
+    except ConfigError as e:
+        found.problems.extend(str(e).splitlines())
+    if stack:
+        print(f"\n{preflight.render_table(stack, options)}")
+        idle = capabilities.without_effect(stack, known.args)
+        if idle:
+            print(f"  host options without effect: {', '.join(idle)}")
+    else:
+        print("\nNo methods are named: the run is TRL's own.")
+    print("\nOne generation batch")
+    for what, text in _batch(stack, known, processes, found):
+        print(f"  {what:<18}{text}")
+    if not found.problems:
+        found.problems.extend(print_budget(stack, capabilities.run_of(known), known.args.generation_batch_size))
+    if found.notes:
+        print("\nNotes")
+        for note in found.notes:
+            print(f"  {note}")
+    return found.problems
+
+
+def _check(stack: MethodStack, known: capabilities.KnownRun) -> dict[str, Any]:
+    """Options that the methods set, which the config then has."""
+    args, offered = known.args, None
+    if isinstance(args, MaskedGRPOConfig):
+        problems = masked_capabilities.problems_of(stack)
+        if problems:
+            raise ConfigError("\n".join(problems))
+        offered = masked_capabilities.masked_capabilities(capabilities.trl_capabilities(stack, known), stack, args)
+    options = capabilities.check(stack, known, Seams.of(trl.GRPOTrainer), offered) if stack else {}
+    for name, value in options.items():
+        setattr(args, name, value)
+    if isinstance(args, MaskedGRPOConfig):
+        args.check_masked()
+    return options
+
+
+def _known_of(
+    argv: Sequence[str], processes: int, elsewhere: bool, deepspeed: bool, found: Findings, masked: bool
+) -> capabilities.KnownRun:
+    """The config as `processes` processes would parse it, without joining a process group or touching a device here."""
+    planned = planned_config(processes, MaskedGRPOConfig if masked else GRPOConfig)
+    try:
+        script_args, args, model_args, dataset_args = script.parse(argv, config=planned)
+    except ValueError as e:
+        if "bf16" not in str(e):
+            raise
+        text = f"this machine cannot train with bf16: {e}"
+        if elsewhere:
+            found.notes.append(text)
+        else:
+            found.problems.append(f"{text} Or give --world-size of another.")
+        script_args, args, model_args, dataset_args = script.parse([*argv, "--bf16", "False"], config=planned)
+    try:
+        heads.check_adapter(model_args, args)
+    except ConfigError as e:
+        found.problems.append(str(e))
+    missing = _missing_packages(args, model_args, deepspeed)
+    if elsewhere:
+        found.notes.extend(missing)
+    else:
+        found.problems.extend(missing)
+    rewards = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    rewards += script_args.reward_funcs or []
+    if not rewards:
+        found.problems.append("the run has no reward: name functions in `reward_funcs` or a model.")
+    found.problems.extend(_missing_rewards(script_args.reward_funcs or ()))
+    dataset, streaming = dataset_of(args, script_args, dataset_args, found)
+    # A dataset that is not here is taken to be large enough for any plan; a stream has no rows to choose from.
+    size = None if streaming else args.generation_batch_size if dataset is None else len(dataset)
+    names = reward_names_of(script_args)
+    model = model_args.model_name_or_path or "the model"
+    return capabilities.KnownRun(args, dataset, size, names, model=model, template=has_template(model))
+
+
+def reward_names_of(script_args: Any) -> tuple[str, ...]:
+    """Names of the reward functions of a config."""
+    named = tuple(OTHER_NAMES.get(f, f.rpartition(".")[2]) for f in script_args.reward_funcs or ())
+    return capabilities.reward_names(script_args.reward_model_name_or_path) + named
+
+
+def planned_config(processes: int, config: type[GRPOConfig] = GRPOConfig) -> type[GRPOConfig]:
+    """A config that believes in `processes` processes, without joining a process group or touching a device here."""
+    return type(
+        "GRPOConfig",
+        (config,),
+        {"world_size": property(lambda self: processes), "device": property(lambda self: torch.device("cpu"))},
+    )
+
+
+OTHER_NAMES = {"get_soft_overlong_punishment": "soft_overlong_punishment_reward"}  # TRL's script calls it
+
+
+def _missing_packages(args: GRPOConfig, model_args: Any, deepspeed: bool) -> list[str]:
+    """Packages that options ask for and that are not installed here."""
+    wanted = (
+        (args.use_vllm, "use_vllm=True", "vllm", "trl[vllm]"),
+        (deepspeed, "the config of accelerate", "deepspeed", "deepspeed"),
+        (args.deepspeed, "the option deepspeed", "deepspeed", "deepspeed"),
+        (args.use_liger_kernel, "use_liger_kernel=True", "liger_kernel", "liger-kernel"),
+        (model_args.use_peft, "use_peft=True", "peft", "peft"),
+        (model_args.load_in_4bit or model_args.load_in_8bit, "a quantized model", "bitsandbytes", "bitsandbytes"),
+    )
+    return [
+        f"{option} needs the package {module}, which is not installed here. Install it (pip install '{package}'), or "
+        f"remove the option."
+        for asked, option, module, package in wanted
+        if asked and importlib.util.find_spec(module) is None
+    ]
+
+
+def _missing_rewards(names: Sequence[str]) -> list[str]:
+    """Reward functions named by their import path that do not exist."""
+    problems = []
+    sys.path.insert(0, os.getcwd())  # where TRL looks
+    try:
+        for name in names:
+            module, _, function = name.rpartition(".")
+            if not module:
+                continue  # TRL's own; it knows which
+            try:
+                getattr(importlib.import_module(module), function)
+            except (ImportError, AttributeError) as e:
+                problems.append(f"the reward function `{name}` cannot be loaded: {type(e).__name__}: {e}.")
+    finally:
+        sys.path.pop(0)
+    return problems
+
+
+def dataset_of(args: GRPOConfig, script_args: Any, dataset_args: Any, found: Findings) -> tuple[Any, bool]:
+    """The training dataset, None if it is a stream or not on this machine; and whether it is a stream."""
+    paths = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
+    streaming = bool(dataset_args.streaming if dataset_args.datasets else script_args.dataset_streaming)
+    if paths == [None]:
+        found.problems.append("the run has no dataset: set `dataset_name` or `datasets`.")
+        return None, streaming
+    if not all(Path(path).exists() for path in paths):
+        found.notes.append(
+            f"The dataset {', '.join(paths)} is not a path on this machine: its columns are not checked."
+        )
+        return None, streaming
+    try:
+        if dataset_args.datasets:
+            loaded = trl.get_dataset(dataset_args)
+        else:
+            name, config = script_args.dataset_name, script_args.dataset_config
+            loaded = load_dataset(name, name=config, streaming=streaming)
+        dataset = loaded[script_args.dataset_train_split]
+    except Exception as e:
+        found.problems.append(f"the dataset {', '.join(paths)} cannot be loaded: {type(e).__name__}: {e}")
+        return None, streaming
+    if dataset.column_names and "prompt" not in dataset.column_names:
+        columns = ", ".join(dataset.column_names)
+        found.problems.append(f"the dataset has no column `prompt`, which GRPO needs (it has: {columns}).")
+    if streaming:
+        return None, True
+    if problem := capabilities.too_few_prompts(args, len(dataset)):
+        found.problems.append(problem)
+    return dataset, False
+
+
+# ---- the batch plan
+
+
+def _batch(
+    stack: MethodStack, known: capabilities.KnownRun, processes: int, found: Findings
+) -> Iterator[tuple[str, str]]:
+    """The plan in words and numbers; adds a problem if a method refuses to plan."""
+    a = known.args
+    rows, group = a.generation_batch_size, a.num_generations
+    plan = None
+    try:
+        plan = _first_plan(stack, known)
+    except RLPluginsError as e:
+        if known.dataset is None:
+            yield "plan", f"not known without the dataset ({str(e).splitlines()[0]})"
+        else:
+            found.problems.append(str(e))
+    if plan is not None:
+        prompts = len({r.group for r in plan.rows})
+        own = "" if prompts == rows // group else f" (TRL alone: {rows // group})"
+        yield from plan_lines(stack, plan, rows, f"{prompts}{own}")
+    ga, steps = a.gradient_accumulation_steps, capabilities.optimizer_steps_per_batch(a)
+    where = f"{processes} process{'es' if processes > 1 else ''}"
+    per_step = a.per_device_train_batch_size * processes * ga
+    yield "micro-batches", f"{ga} of {a.per_device_train_batch_size} rows on each of {where} per optimizer step"
+    yield "optimizer steps", f"{steps:g} per generation batch, of {per_step} rows each"
+    yield "policy", _off_policy(steps, a)
+    yield "precision", rollouts_text(stack, a)
+    if known.dataset is not None or a.max_steps > 0:
+        run = capabilities.run_of(known)
+        yield "whole run", f"{run.total_steps} optimizer steps, {run.total_batches} generation batches"
+
+
+def _first_plan(stack: MethodStack, known: capabilities.KnownRun) -> Plan | None:
+    """The plan of the first batch, with TRL's own prompts as the proposal."""
+    stack.start(capabilities.run_of(known))
+    if known.size is None and stack.claims["select_prompts"]:
+        return None  # refused by the pre-flight check
+    prompts = known.args.generation_batch_size // known.args.num_generations
+    return capabilities.first_plan_of(stack, known, range(prompts if known.size is None else min(prompts, known.size)))
+
+
+def _off_policy(steps: float, args: GRPOConfig) -> str:
+    if steps > 1:
+        text = f"on-policy in the first optimizer step of a generation batch, off-policy in the {steps - 1:g} after it"
+    elif steps < 1:
+        text = f"one optimizer step takes {1 / steps:g} generation batches, all sampled by the policy before it"
+    else:
+        text = "on-policy: every batch is used for one optimizer step"
+    if args.rollout_precision != "policy":
+        return text + f"; sampled by a copy in {args.rollout_precision}, whose log-probs differ"
+    return text + ("; sampled by vLLM, whose log-probs differ slightly" if args.use_vllm else "")

@@ -1,0 +1,132 @@
+"""Environments as tools of TRL's `environment_factory`: one tool, `act`, and a record of every turn."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from rl_plugins.core.errors import ConfigError
+from rl_plugins.kit.agents.environment import (
+    ENDED,
+    Environment,
+    Observation,
+    TurnRecord,
+    check_environment,
+    missing_methods,
+    observed,
+)
+
+
+class _Tools:
+    """An environment as an object with tools. `rl_plugins_turns` has a record per call of `act` since `reset`."""
+
+    _factory: Callable[[], Environment]
+
+    def __init__(self) -> None:
+        self._environment = type(self)._factory()
+        self._last = Observation("", done=True)
+        self._wrong: ConfigError | None = None  # TRL shows the agent whatever a tool raises, so it is raised again
+        self.rl_plugins_turns: list[TurnRecord] = []
+        weakref.finalize(self, self._environment.close)  # TRL keeps its environments and closes none
+
+    def reset(self, **columns: Any) -> str:
+        """Begin the episode of a row.
+
+        Returns:
+            What TRL appends to the last message of the prompt: the first observation, or nothing where the prompt ends
+            with it already.
+        """
+        if self._wrong is not None:
+            raise self._wrong
+        self._last = observed(self._environment, "reset", self._environment.reset(columns))
+        self.rl_plugins_turns = []
+        return "" if _prompt_text(columns.get("prompt")).endswith(self._last.text) else self._last.text
+
+    def _act(self, action: str) -> str:
+        before = self._last
+        if before.done:  # TRL goes on calling tools for as long as the agent asks for them
+            self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
+            return ENDED
+        try:
+            self._last = observed(self._environment, "act", self._environment.act(action))
+        except Exception as e:  # TRL shows its message to the agent
+            self.rl_plugins_turns.append(TurnRecord(before.anchor, math.nan, False))
+            self._wrong = e if isinstance(e, ConfigError) else None
+            raise
+        self.rl_plugins_turns.append(TurnRecord(before.anchor, self._last.reward, self._last.valid))
+        return self._last.text
+
+
+class _ScoredTools(_Tools):
+    def get_reward(self) -> float:
+        """The reward of the episode so far."""
+        if self._wrong is not None:
+            raise self._wrong
+        return float(self._environment.score())  # type: ignore[attr-defined]
+
+
+def as_tools(factory: Callable[[], Environment]) -> type:
+    """A class for TRL's `environment_factory`, whose one tool is `act(action: str) -> str`.
+
+    If the environment has a method `score`, the class has `get_reward`, which TRL adds to the reward functions under
+    the environment's name. Instances record their turns in `rl_plugins_turns`, a list of :class:`TurnRecord`.
+
+    The tool is described by the docstring of the environment's own `act` if that has an entry `action:` under `Args:`,
+    else in general terms.
+
+    Args:
+        factory: makes an environment, without arguments: a class or a function.
+
+    Raises:
+        TypeError: what it makes is no environment.
+        ConfigError: its methods say that they return no observation.
+    """
+    if isinstance(factory, type):
+        kind = factory
+    else:
+        sample = factory()
+        kind = type(sample)
+        if isinstance(sample, Environment):
+            sample.close()
+    missing = missing_methods(kind)
+    if missing:
+        raise TypeError(
+            f"{kind.__name__} is no environment: it has no method {' and no method '.join(missing)}. An environment "
+            "has reset(columns), act(action) and close(), see rl_plugins.kit.agents.Environment."
+        )
+
+    check_environment(kind)
+    base: type[_Tools] = _ScoredTools if callable(getattr(kind, "score", None)) else _Tools
+
+    class Tools(base):  # type: ignore[misc, valid-type]
+        def act(self, action: str) -> str:
+            return str(self._act(action))
+
+    described = inspect.getdoc(kind.act) or ""  # type: ignore[attr-defined]
+    Tools.act.__doc__ = described if "Args:" in described and "action:" in described else _ACT
+    Tools.__name__ = Tools.__qualname__ = kind.__name__
+    Tools.__doc__ = kind.__doc__
+    Tools._factory = staticmethod(factory)
+    return Tools
+
+
+_ACT = """Act in the environment.
+
+Args:
+    action: What to do, in the words of the task.
+
+Returns:
+    What happens.
+"""
+
+
+def _prompt_text(prompt: Any) -> str:
+    """Text of the last message of a prompt: a string, or messages whose content is a string or a list of parts."""
+    if isinstance(prompt, list) and prompt:
+        prompt = prompt[-1].get("content")
+    if isinstance(prompt, list):
+        prompt = "".join(part.get("text") or "" for part in prompt)
+    return prompt if isinstance(prompt, str) else ""

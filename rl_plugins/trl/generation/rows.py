@@ -1,0 +1,418 @@
+"""Rows of a batch: as they are asked for, as each rank collects them from TRL, and as the driver sees them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_plugins.core.groups import places
+from rl_plugins.core.requests import ORIGIN, Kind, Turn
+from rl_plugins.core.rollouts import Completion, PlanRow, Rollouts, TokenIds, Tokens, weighted_reward
+from rl_plugins.runtime.preflight import no_row_has
+from rl_plugins.runtime.turn_table import spans, token_turns, turn_table
+from rl_plugins.trl.generation.programs import ProgramRow, host_turns
+from rl_plugins.trl.generation.prompts import Prompts
+from rl_plugins.trl.host import HostRows, Trainer, tokenizer_of
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion to make: rollout `number` of a plan row.
+
+    Args:
+        plan: None for a filler.
+        done: made in an earlier round.
+        made: by a rollout program.
+    """
+
+    plan: PlanRow | None
+    number: int = 0
+    done: Completion | None = None
+    made: ProgramRow | None = None
+
+    @property
+    def given(self) -> Completion | None:
+        """The completion that is there already: made earlier, or given by the plan."""
+        if self.done is None and self.plan is not None and self.number < len(self.plan.given):
+            return self.plan.given[self.number]
+        return self.done
+
+    @property
+    def rewards(self) -> Mapping[str, float] | None:
+        """Of the reward functions, where they are known already."""
+        if self.made is not None:
+            return self.made.trajectory.rewards
+        return None if self.given is None else self.given.rewards
+
+    @property
+    def versions(self) -> Sequence[int] | None:
+        """Of each token, where it is not of the present weights; below 0 for those that no policy made."""
+        if self.made is not None:
+            return self.made.trajectory.versions
+        return None if self.given is None else self.given.versions
+
+    @property
+    def asked(self) -> bool:
+        """Whether the engine makes it."""
+        return self.plan is not None and self.given is None
+
+
+FILLER = Row(plan=None)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a batch generates, the same on every rank but for the payload.
+
+    Args:
+        rows: of each rank; fillers are the last ones.
+        regular: groups are those of TRL, so its own advantages mean something.
+        as_proposed: prompts are TRL's, too.
+        payload: of every row but fillers, in order; where programs do not want it, on the driver only.
+        rewards: (rows of all ranks, functions) of rows that were made in rounds, NaN for fillers; else None.
+        extra: what reward functions added to the table of completions: name -> values of this rank's rows.
+    """
+
+    rows: list[list[Row]] = field(default_factory=list)
+    regular: bool = False
+    as_proposed: bool = False
+    payload: list[Any] = field(default_factory=list)
+    rewards: Tensor | None = None
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def flat(self) -> list[Row]:
+        """The rows of all ranks in rank order."""
+        return flat(self.rows)
+
+
+@dataclass(frozen=True)
+class LocalTokens:
+    """Tokens of one rank's rows, row by row; what the lengths of the rows say is left out.
+
+    Args:
+        position: (tokens,) int32; None: they are the first of each row.
+        forced: (tokens,) bool; None: none is.
+        version: (tokens,) published weights that made each; None: the present ones made all of them.
+        columns: signal -> (tokens,).
+    """
+
+    position: Tensor | None
+    forced: Tensor | None
+    version: Tensor | None
+    columns: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalIds:
+    """Token ids of one rank's rows, row by row: prompts (tokens,) int32, their lengths (rows,), whole completions
+    (tokens,) int32 and which of their tokens were only read, (tokens,) bool; None: none was."""
+
+    prompt: Tensor
+    prompt_length: Tensor
+    completion: Tensor
+    observed: Tensor | None
+
+    @classmethod
+    def of(cls, made: HostRows, real: Sequence[int]) -> LocalIds:
+        """Of the rows that are no fillers."""
+        prompts = [made.prompts[i] for i in real]
+        observed = None
+        if made.tool_mask is not None:
+            observed = ~_flat([made.tool_mask[i] for i in real], torch.bool)
+        return cls(
+            prompt=_flat(prompts, torch.int32),
+            prompt_length=torch.tensor([len(p) for p in prompts], dtype=torch.int64),
+            completion=_flat([made.ids[i] for i in real], torch.int32),
+            observed=observed,
+        )
+
+
+def _flat(rows: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
+    return torch.from_numpy(np.fromiter(itertools.chain.from_iterable(rows), np.int64)).to(dtype)
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """One rank's rows without fillers, unpadded: what the driver gets. Tokens are those that may carry a gradient.
+
+    Args:
+        length: (rows,) tokens. completion_length: with those that were read.
+        truncated: (rows,). advantages: (rows,) TRL's own. version, newest_version: (rows,) of its tokens.
+        tokens: of these rows, where somebody reads them.
+        ids: prompts and completions with what was read, where somebody reads them.
+        meta, turns, text, raw_text, messages: of each row, where somebody needs them.
+    """
+
+    length: Tensor
+    completion_length: Tensor
+    truncated: Tensor
+    advantages: Tensor
+    version: Tensor
+    newest_version: Tensor
+    tokens: LocalTokens | None = None
+    ids: LocalIds | None = None
+    meta: list[dict[str, Any]] | None = None
+    turns: list[tuple[Turn, ...]] | None = None
+    text: list[str] | None = None
+    raw_text: list[str] | None = None
+    messages: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """What the driver decides on. tokens: where somebody reads them. completion_length: (rows,) with tokens that were
+    read. advantages: (rows,) TRL's."""
+
+    rollouts: Rollouts
+    tokens: Tokens | None
+    advantages: Tensor
+    completion_length: Tensor
+
+
+def collect(
+    trainer: Trainer, rows: Sequence[Row], made: HostRows, advantages: Tensor, columns: Mapping[str, Tensor]
+) -> tuple[LocalRows, Tensor, Tensor | None]:
+    """This rank's rows; (rows, time) bool, where their tokens are; (rows, time) versions, if they differ.
+
+    Args:
+        made: what TRL generated of them.
+        advantages: (rows,) TRL's own.
+        columns: signal -> (rows, time).
+    """
+    needs, ids = trainer.methods.needs, made.ids
+    real = [i for i, r in enumerate(rows) if r.plan is not None]
+    ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
+    truncated = torch.tensor([not ids[i] or ids[i][-1] not in ends for i in real], dtype=torch.bool)
+    length = torch.tensor([len(ids[i]) for i in real], dtype=torch.int64)
+    place = torch.arange(max((len(c) for c in ids), default=0))
+    inside = place < length[:, None]  # (rows, time), tokens that may carry a gradient
+    if made.tool_mask is not None:
+        masks = [torch.tensor(made.tool_mask[i], dtype=torch.bool) for i in real]
+        inside &= torch.nn.utils.rnn.pad_sequence([place < 0, *masks], batch_first=True)[1:]
+    programs, now = trainer.methods.claimed("rollout", "admit"), trainer.state.global_step
+    trajectories = [r.made.trajectory for r in rows if r.made is not None]
+    if trainer.mask_truncated_completions:
+        inside &= ~truncated[:, None]
+    elif programs:
+        truncated = torch.tensor([t.finish in ("length", "abort") for t in trajectories], dtype=torch.bool)
+    known = [rows[i].versions for i in real]
+    versions = _versions(known, inside, now) if any(known) else None
+    tokens = turns = None
+    if trainer.methods.reads_tokens:
+        whole = made.tool_mask is None and not trainer.mask_truncated_completions
+        tokens = LocalTokens(
+            position=None if whole else inside.nonzero()[:, 1].int(),
+            forced=_forced_tokens([rows[i] for i in real], length, inside),
+            version=None if versions is None else versions[inside],
+            columns={name: c.detach().cpu()[real][:, : len(place)][inside] for name, c in columns.items()},
+        )
+    if "turns" in needs:  # as the program marked them, or as tools and environments of TRL tell them
+        marked = [tuple(t.turns) or spans(t.trained) for t in trajectories]
+        turns = marked if programs else host_turns(trainer, real, made.tool_mask, ids)
+
+    def decoded(signal: str, special: bool) -> list[str] | None:
+        if signal not in needs:
+            return None
+        texts: list[str] = trainer.processing_class.batch_decode(
+            [ids[i] for i in real], skip_special_tokens=not special
+        )
+        return texts
+
+    local = LocalRows(
+        length=inside.sum(1),
+        completion_length=length,
+        truncated=truncated,
+        advantages=advantages.detach().cpu()[real],
+        version=_extreme("amin", versions, inside, now),
+        newest_version=_extreme("amax", versions, inside, now),
+        tokens=tokens,
+        ids=LocalIds.of(made, real) if "token_ids" in needs else None,
+        meta=[t.columns for t in trajectories] if programs else None,
+        turns=turns,
+        text=decoded("text", False),
+        raw_text=decoded("raw_text", True),
+        messages=[made.completions[i] for i in real] if "messages" in needs else None,
+    )
+    return local, inside, versions
+
+
+def _forced_tokens(rows: Sequence[Row], length: Tensor, inside: Tensor) -> Tensor | None:
+    """(tokens,) bool; None if no row has such tokens."""
+    if not any(r.made is not None or r.plan is None or r.plan.given or r.plan.prefix for r in rows):
+        return None
+    found = torch.zeros(inside.shape, dtype=torch.bool)
+    for k, (row, n) in enumerate(zip(rows, length.tolist(), strict=True)):
+        own = forced(row, n)
+        found[k, : len(own)] = own
+    return found[inside]
+
+
+def _extreme(which: Literal["amin", "amax"], versions: Tensor | None, inside: Tensor, now: int) -> Tensor:
+    """(rows,) the oldest or newest version of each row's tokens; the present one of rows without a token."""
+    if versions is None or not inside.shape[1]:
+        return torch.full((len(inside),), now, dtype=torch.int64)
+    other = now if which == "amin" else -1  # no version is newer than now
+    found: Tensor = getattr(torch.where(inside, versions, other), which)(1)
+    return torch.where(inside.any(1), found, now)
+
+
+def forced(row: Row, length: int) -> Tensor:
+    """(tokens,) bool, those put in the policy's place: of a given completion, of a prefix, by a program."""
+    assert row.plan is not None
+    if row.made is not None:
+        return torch.from_numpy(np.array(row.made.trajectory.kinds, np.int8) == int(Kind.FORCED))
+    if row.number < len(row.plan.given):
+        sampled = row.plan.given[row.number].logprobs is not None
+        return torch.full((length,), not sampled)
+    return torch.arange(length) < len(row.plan.prefix)
+
+
+def _versions(known: Sequence[Sequence[int] | None], inside: Tensor, now: int) -> Tensor:
+    """(rows, time) published weights that made each token; of tokens no policy made, the present ones."""
+    versions = torch.full(inside.shape, now, dtype=torch.int64)
+    for k, of_row in enumerate(known):
+        if of_row is not None:
+            own = torch.from_numpy(np.array(of_row, np.int64))  # not entry by entry, as torch reads a sequence
+            versions[k, : len(own)] = torch.where(own < 0, now, own)
+    return versions
+
+
+def rollouts_of(trainer: Trainer, work: Work, prompts: Prompts, rewards: Tensor, parts: Sequence[LocalRows]) -> AllRows:
+    """All ranks' rows as the driver sees them, in the order of the plan.
+
+    Args:
+        rewards: (rows of all ranks, functions), with fillers.
+        parts: of all ranks.
+    """
+    stack, now = trainer.methods, trainer.state.global_step
+    rows = [r for r in work.flat if r.plan is not None]
+    plans = [r.plan for r in rows if r.plan is not None]
+    meta = _listed([p.meta for p in parts]) or [{}] * len(rows)
+    length = torch.cat([p.length for p in parts])
+    rewards = rewards.detach().double().cpu()[torch.tensor([r.plan is not None for r in work.flat], dtype=torch.bool)]
+    weights = trainer.reward_weights.double().cpu()
+    made = [r.made for r in rows if r.made is not None]
+    group = [m.group for m in made] if made else [p.group for p in plans]
+    rollouts = Rollouts(
+        group=torch.tensor(group, dtype=torch.int64),
+        prompt_index=torch.tensor([p.prompt_index if prompts.numbered else -1 for p in plans], dtype=torch.int64),
+        rollout=torch.tensor([m.rollout for m in made] if made else _numbers(group), dtype=torch.int64),
+        index=torch.tensor([m.index for m in made] if made else [0] * len(rows), dtype=torch.int64),
+        rewards=rewards,
+        reward_names=tuple(trainer.reward_func_names),
+        reward_weights=weights,
+        reward=weighted_reward(rewards, weights),
+        length=length,
+        truncated=torch.cat([p.truncated for p in parts]),
+        kept=torch.ones(len(rows), dtype=torch.bool),
+        version=torch.cat([p.version for p in parts]),
+        newest_version=torch.cat([p.newest_version for p in parts]),
+        current_version=now,
+        token_ids=_token_ids_of(parts),
+        text=_listed([p.text for p in parts]),
+        raw_text=_listed([p.raw_text for p in parts]),
+        messages=_listed([p.messages for p in parts]),
+        meta=_columns_of(trainer, [{**prompts.row(p), **m} for p, m in zip(plans, meta, strict=True)])
+        if any(n.startswith("column:") for n in stack.needs)  # reading a row may decode an image
+        else {},
+        payload=work.payload,
+        batch=stack.batch,
+    )
+    tokens = _tokens_of([p.length for p in parts], [p.tokens for p in parts if p.tokens is not None], now)
+    if tokens is not None and "token_versions" in stack.needs and tokens.version is None:
+        tokens = tokens.replace(version=torch.full((len(tokens),), now))
+    turns = _listed([p.turns for p in parts])
+    if turns is not None:
+        rollouts = rollouts.replace(turns=turn_table(rollouts, turns))
+        if tokens is not None:
+            tokens = tokens.replace(turn=token_turns(tokens.row, tokens.position, turns))
+    advantages = torch.cat([p.advantages for p in parts])
+    return AllRows(rollouts, tokens, advantages, torch.cat([p.completion_length for p in parts]))
+
+
+def _token_ids_of(parts: Sequence[LocalRows]) -> TokenIds | None:
+    """Token ids of all rows, if somebody reads them."""
+    each = [(p.ids, p.completion_length) for p in parts if p.ids is not None]
+    if not each:
+        return None
+
+    def split(pieces: Sequence[Tensor], lengths: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.split(torch.cat(list(pieces)), torch.cat(list(lengths)).tolist())
+
+    lengths = [n for _, n in each]
+    read = [torch.zeros(len(i.completion), dtype=torch.bool) if i.observed is None else i.observed for i, _ in each]
+    return TokenIds(
+        prompt=split([i.prompt.long() for i, _ in each], [i.prompt_length for i, _ in each]),
+        completion=split([i.completion.long() for i, _ in each], lengths),
+        observed=split(read, lengths),
+    )
+
+
+def _tokens_of(lengths: Sequence[Tensor], parts: Sequence[LocalTokens], now: int) -> Tokens | None:
+    """All ranks' tokens, row by row.
+
+    Args:
+        lengths: (rows,) of each rank.
+        parts: of each rank; empty if nobody reads tokens.
+        now: the present version.
+    """
+    if not parts:
+        return None
+    length = torch.cat(list(lengths))
+    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    counts = [int(n.sum()) for n in lengths]
+
+    def joined(given: Sequence[Tensor | None], missing: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return torch.cat([missing(k, lengths[k]) if x is None else x for k, x in enumerate(given)])
+
+    some = any(p.version is not None for p in parts)
+    return Tokens(
+        row=row,
+        position=joined([p.position for p in parts], lambda _, n: places(n)).long(),
+        advantages=torch.zeros(len(row), dtype=torch.float64),
+        keep=torch.ones(len(row), dtype=torch.bool),
+        forced=joined([p.forced for p in parts], lambda k, _: torch.zeros(counts[k], dtype=torch.bool)),
+        version=joined([p.version for p in parts], lambda k, _: torch.full((counts[k],), now)) if some else None,
+        **{name: torch.cat([p.columns[name] for p in parts]) for name in parts[0].columns},
+    )
+
+
+def flat(parts: Sequence[Sequence[T]]) -> list[T]:
+    """What all ranks have, in rank order."""
+    return [x for part in parts for x in part]
+
+
+def _listed(parts: Sequence[list[T] | None]) -> list[T] | None:
+    given = [p for p in parts if p is not None]
+    return flat(given) if given else None
+
+
+def _columns_of(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The columns methods ask for, of the dataset and of programs."""
+    stack, found = trainer.methods, {}
+    for signal in stack.needs:
+        kind, _, name = signal.partition(":")
+        if kind == "column":
+            if rows and not any(name in row for row in rows) and name != ORIGIN:
+                raise no_row_has(name, [m.name for m in stack.methods if signal in m.needs])
+            found[name] = [row.get(name) for row in rows]
+    return found
+
+
+def _numbers(ids: Sequence[int]) -> list[int]:
+    """How many earlier entries each entry equals: a rollout's number inside its group."""
+    seen: dict[int, int] = {}
+    out = []
+    for i in ids:
+        out.append(seen.get(i, 0))
+        seen[i] = out[-1] + 1
+    return out

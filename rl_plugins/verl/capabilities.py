@@ -1,0 +1,521 @@
+"""What one verl run offers to methods, and the combinations that cannot be exact and are therefore refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rl_plugins.core.errors import ConfigError, MethodError
+from rl_plugins.core.method import HOOKS, SameAs
+from rl_plugins.core.rollouts import Plan, Run
+from rl_plugins.runtime.chat import NO_TEMPLATE, has_template
+from rl_plugins.runtime.plan import first_plan
+from rl_plugins.runtime.preflight import NO_TURN_LIMITS, HostCapabilities, no_redundancy, preflight
+from rl_plugins.runtime.stack import MethodStack
+from rl_plugins.verl.compat import untested_allowed, verl_version
+from rl_plugins.verl.config import MODES, Settings, compose, verl_folder
+
+LOGPROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+ENTROPY = "actor_rollout_ref.actor.calculate_entropy"
+TESTED_ENGINES = ("fsdp", "fsdp2")
+SINGLE_TURN = "single_turn_agent"
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+PROGRAM_MANAGER = "rl_plugins.verl.workers.ProgramManager"
+CORRECTION = "algorithm.rollout_correction"
+QUANTIZATION = "actor_rollout_ref.rollout.quantization"
+MAX_VERSIONS = "trainer.v1.sampler.max_off_policy_threshold"
+EXACT_ENGINES = ("hf_cpu",)  # rollout.name whose log-probs are those of the trained weights
+TOP_LOGPROBS = ("hf_cpu",)  # rollout.name that reports the most likely tokens
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Values of a verl config by dotted name.
+
+    Args:
+        config: the whole config.
+        follows: the mode of verl that the trainer follows, where its class is known; else its name says it.
+    """
+
+    config: Any
+    follows: str | None = None
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.select(self.config, name)
+        return default if value is None else value
+
+    @property
+    def mode(self) -> str:
+        """The mode of verl this run follows."""
+        named = self("trainer.v1.trainer_mode", "sync")
+        return self.follows or MODES.get(named, named)
+
+    @property
+    def bypass(self) -> bool:
+        return bool(self(f"{CORRECTION}.bypass_mode", False))
+
+    @property
+    def group_size(self) -> int:
+        return int(self("actor_rollout_ref.rollout.n", 1))
+
+    @property
+    def batches_per_global_step(self) -> int:
+        """Generation batches of what verl calls a global step."""
+        asynchronous = self.mode == "separate_async"
+        return max(1, self("trainer.v1.separate_async.parameter_sync_step", 1)) if asynchronous else 1
+
+    @property
+    def optimizer_steps_per_batch(self) -> int:
+        mini = self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)
+        batch = self("data.train_batch_size", mini) // self.batches_per_global_step
+        return max(1, batch // max(1, mini)) * self("actor_rollout_ref.actor.ppo_epochs", 1)
+
+    @property
+    def rows_per_update(self) -> int:
+        return int(self("actor_rollout_ref.actor.ppo_mini_batch_size", 1)) * self.group_size
+
+    @property
+    def batch_rows(self) -> int:
+        return int(self("data.train_batch_size", 1)) * self.group_size // self.batches_per_global_step
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a run: in the trainer everything, elsewhere what the config and the files of a machine say.
+
+    Args:
+        read: values of the config.
+        settings: what the config names.
+        dataset: its rows by number; None if they are not on this machine.
+        prompts: rows of the dataset.
+        global_steps: of the whole run, as verl counts them.
+    """
+
+    read: Reader
+    settings: Settings
+    dataset: Any
+    prompts: int
+    global_steps: int
+
+    def run(self) -> Run:
+        """What `start` of the methods is told."""
+        batches = self.global_steps * self.read.batches_per_global_step
+        return Run(
+            host="verl",
+            host_version=verl_version(),
+            dataset=self.dataset,
+            dataset_size=self.prompts,
+            columns=tuple(dataset_columns(self.read) or ()),
+            reward_names=tuple(self.settings.rewards) or ("score",),
+            group_size=self.read.group_size,
+            total_steps=batches * self.read.optimizer_steps_per_batch,
+            total_batches=batches,
+            max_completion_length=self.read("data.max_response_length"),
+            rows_per_update=self.read.rows_per_update,
+            batch_rows=self.read.batch_rows,
+            buffered=self.read.mode != "sync",
+            keeps_versions=self.read.mode == "separate_async",
+        )
+
+    def plan(self, stack: MethodStack, proposal: Sequence[int]) -> Plan:
+        """The first plan of a batch, of the prompts verl would take."""
+        size = self.read.group_size
+        return first_plan(stack, proposal, size, len(proposal) * size, self.prompts, self.dataset)
+
+    def check_plan(self, stack: MethodStack, plan: Plan, prompts: int) -> None:
+        """Raises MethodError for a plan that an asynchronous mode cannot take in place of `prompts` equal groups."""
+        read, size = self.read, self.read.group_size
+        regular = len(plan.rows) == prompts and all(r.n == size for r in plan.rows)
+        if regular or read.mode not in ("colocate_async", "separate_async"):
+            return
+        names = ", ".join(f"`{m.name}`" for m in stack.claims["plan"])
+        raise MethodError(
+            f"{names} plans {len(plan.rows)} prompts with {sorted({r.n for r in plan.rows})} trained rollouts each, "
+            f"where {prompts} with {size} were asked for. {read.mode} takes batches out of a buffer of groups and "
+            f"needs one group of {size} per prompt (`spare` rollouts may be added). Use "
+            f"trainer.v1.trainer_mode=rl_plugins_sync."
+        )
+
+
+def check(stack: MethodStack, settings: Settings, config: Any) -> dict[str, Any]:
+    """Everything that can be known before Ray starts.
+
+    Returns:
+        Options of the config to set for the methods.
+
+    Raises:
+        ConfigError: with one paragraph per problem.
+    """
+    read = Reader(config)
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        options = preflight(stack, verl_capabilities(stack, settings, config))
+    except ConfigError as e:  # all problems are told at once
+        problems.append(str(e))
+    problems += _refused(stack, read)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    if "current_entropies" in stack.needs and not read(ENTROPY, False):
+        options[ENTROPY] = True
+    if stack.claimed("rollout"):
+        options[MANAGER] = PROGRAM_MANAGER
+    return options
+
+
+def verl_capabilities(stack: MethodStack, settings: Settings, config: Any) -> HostCapabilities:
+    """What this run offers."""
+    read = Reader(config)
+    missing_hooks = {}
+    if read.mode == "sync":  # elsewhere verl's own buffer carries groups over, as the method's host options say
+        missing_hooks["admit"] = (
+            "groups that go on in a later batch are verl's own in its asynchronous trainer modes. Set "
+            "trainer.v1.trainer_mode=rl_plugins_colocate_async, or rl_plugins_separate_async."
+        )
+    own = _makes_rollouts_itself(read)
+    if own:
+        missing_hooks["rollout"] = own
+    steps = read.optimizer_steps_per_batch
+    if (
+        any(m.steps_hold_whole_groups for m in stack.methods)
+        and steps > 1
+        and read("actor_rollout_ref.actor.shuffle", False)
+    ):
+        missing_hooks["before_update"] = (
+            f"it needs whole groups in every optimizer step, and the batch is shuffled before it is cut into {steps}. "
+            f"Set actor_rollout_ref.actor.shuffle=False."
+        )
+    columns = dataset_columns(read)
+    wanted = [o for m in stack.methods for o in m.host_options.get("verl", {}).items()]
+    asked = {option for option, _ in wanted} | {value.option for _, value in wanted if isinstance(value, SameAs)}
+    return HostCapabilities(
+        name="verl",
+        version=verl_version(),
+        hooks=[h for h in HOOKS if h not in missing_hooks],
+        missing_hooks=missing_hooks,
+        eval_hooks=("plan", "rollout"),
+        missing_signals=_missing_signals(stack, settings, read),
+        columns=columns,
+        row_columns=stack.claimed("rollout") or _own_agent_loop(read, columns),
+        importance_weights=_corrections(read, "rollout_is"),
+        sampling_probabilities=_corrections(read, "rollout_rs", "bypass_mode"),
+        rollout_as_old=f"{CORRECTION}.bypass_mode=True" if read.bypass else "",
+        options={o: read(o) for o in asked if _exists(config, o)},
+        defaults={o: Reader(_default_config())(o) for o in asked} if asked else {},
+        run=_early_run(read, settings),
+        group_option="actor_rollout_ref.rollout.n",
+        batch_rows=read.batch_rows,
+    )
+
+
+def _early_run(read: Reader, settings: Settings) -> Run:
+    """What is known of a run before its dataset is read."""
+    known = Known(read, settings, None, 0, int(read("trainer.total_training_steps", 1)))
+    return replace(known.run(), dataset_size=None)
+
+
+def _makes_rollouts_itself(read: Reader) -> str | None:
+    """What beside a rollout program would make the rollouts, and what to change."""
+    rollout = "actor_rollout_ref.rollout"
+    loop, manager = read(f"{rollout}.agent.default_agent_loop", SINGLE_TURN), read(MANAGER)
+    tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    tools_given = [f"{rollout}.multi_turn.{t}" for t in tools if read(f"{rollout}.multi_turn.{t}")]
+    if read(f"{rollout}.multi_turn.enable", False):
+        tools_given.append(f"{rollout}.multi_turn.enable=True")
+    if loop != SINGLE_TURN:
+        tools_given.append(f"{rollout}.agent.default_agent_loop={loop}")
+    if tools_given:
+        return (
+            f"the run has {', '.join(tools_given)}, and a rollout program makes the completions itself. Give what it "
+            f"needs as parameters of the method, and remove the option."
+        )
+    if manager not in (None, PROGRAM_MANAGER):
+        return f"{MANAGER}={manager} is given, and rollout programs need {PROGRAM_MANAGER}. Remove the option."
+    return None
+
+
+def _own_agent_loop(read: Reader, columns: Sequence[str] | None) -> bool:
+    """Whether an agent loop of the user's, or one of verl's with several turns, makes rollouts."""
+    named = read("actor_rollout_ref.rollout.agent.default_agent_loop", SINGLE_TURN) != SINGLE_TURN
+    return named or (columns is not None and "agent_name" in columns)
+
+
+def _corrections(read: Reader, *names: str) -> dict[str, Any]:
+    """Those of verl's options that are on: they weight or take out tokens by the probability they were sampled with."""
+    given = {f"{CORRECTION}.{n}": read(f"{CORRECTION}.{n}") for n in names}
+    return {option: value for option, value in given.items() if value}
+
+
+def without_effect(stack: MethodStack, config: Any) -> list[str]:
+    """Options the user changed that the methods make meaningless, as `option=value (method)`."""
+    options = {
+        "advantages": ("algorithm.norm_adv_by_std_in_grpo", "algorithm.gamma", "algorithm.lam"),
+        "policy_loss": (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "actor_rollout_ref.actor.clip_ratio",
+            "actor_rollout_ref.actor.clip_ratio_low",
+            "actor_rollout_ref.actor.clip_ratio_high",
+            "actor_rollout_ref.actor.clip_ratio_c",
+        ),
+    }
+    found, now, default = [], Reader(config), None
+    for hook, names in options.items():
+        for name in names if stack.claims[hook] else ():
+            default = default or Reader(_default_config())
+            if now(name) != default(name):
+                found.append(f"{name}={now(name)} ({stack.claims[hook][0].name})")
+    actor = "actor_rollout_ref.actor"
+    alone = not now(f"{actor}.use_kl_loss", False) and not now(f"{actor}.entropy_coeff", 0)
+    if stack.claims["policy_loss"] and stack.aggregation == "sum" and alone:
+        name = f"{actor}.loss_agg_mode"
+        default = default or Reader(_default_config())
+        if now(name) != default(name):
+            found.append(f"{name}={now(name)} ({stack.claims['policy_loss'][0].name} brings its own sum)")
+    return found
+
+
+@functools.cache
+def _default_config() -> Any:
+    return compose([])
+
+
+def _exists(config: Any, option: str) -> bool:
+    """Whether the config has this key, set to None or to a value."""
+    from omegaconf import OmegaConf
+
+    parent, _, key = option.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return OmegaConf.is_dict(node) and key in node
+
+
+def dataset_columns(read: Reader) -> list[str] | None:
+    """Columns of local parquet files, with the fields of `extra_info` and `reward_model`; None if not known yet."""
+    files = read("data.train_files")
+    first = str(files if isinstance(files, str) or not files else next(iter(files)))
+    file = Path(first).expanduser()
+    if read("data.custom_cls.path") or file.suffix != ".parquet" or not file.is_file():
+        return None
+    import pyarrow.parquet
+
+    columns: list[str] = []
+    for column in pyarrow.parquet.read_schema(file):
+        columns.append(column.name)
+        if column.name in NESTED_COLUMNS and hasattr(column.type, "fields"):
+            columns += [f.name for f in column.type.fields]
+    return columns
+
+
+NESTED_COLUMNS = ("extra_info", "reward_model")
+"""Columns of verl's data sets whose fields count as columns of their own."""
+
+
+def _no_template(read: Reader) -> str:
+    """What is wrong if a tokenizer on this machine has no chat template, with which verl writes every prompt."""
+    model = "actor_rollout_ref.model"
+    folder = read(f"{model}.tokenizer_path") or read(f"{model}.path") or ""
+    if read(f"{model}.custom_chat_template") or has_template(Path(folder).expanduser()) is not False:
+        return ""
+    return f"{NO_TEMPLATE.format(model=folder)} Or set {model}.custom_chat_template."
+
+
+def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> dict[str, str]:
+    missing = {}
+    rollout = "actor_rollout_ref.rollout"
+    engine = read(f"{rollout}.name")
+    if engine not in TOP_LOGPROBS:
+        missing["engine"] = (
+            f"verl reports only the sampled token's log-prob with {rollout}.name={engine}; the most likely tokens come "
+            f"from {', '.join(TOP_LOGPROBS)} alone. Remove the method, or its option that needs them."
+        )
+    elif read.mode != "sync":
+        missing["engine"] = (
+            f"verl's client of {read.mode}, which resumes interrupted requests, drops them. Use "
+            f"trainer.v1.trainer_mode=rl_plugins_sync."
+        )
+    if not stack.claimed("rollout") and not _own_agent_loop(read, dataset_columns(read) or ["agent_name"]):
+        missing["turns"] = (
+            "every completion is one turn of single_turn_agent. Use an agent loop with several turns "
+            f"({rollout}.agent.default_agent_loop), or name a method that plays one (turn_control)."
+        )
+    if not stack.claimed("rollout"):
+        missing["turn_limits"] = NO_TURN_LIMITS
+    if why := no_redundancy(
+        stack, "verl waits for all rollouts of a prompt. Name a method that plays agents (turn_control)."
+    ):
+        missing["redundancy"] = why
+    truncations = {"top_p": 1.0, "top_k": -1}
+    changed = [f"{k}={read(f'{rollout}.{k}')}" for k, v in truncations.items() if read(f"{rollout}.{k}", v) != v]
+    if changed:
+        missing["rollout_logprobs"] = (
+            f"with {', '.join(changed)} the distribution that was sampled is not the policy's. Remove "
+            f"{'it' if len(changed) == 1 else 'them'}."
+        )
+    if not read(LOGPROBS, True):
+        missing["rollout_logprobs"] = f"{LOGPROBS}=False is given. Set it to True."
+    if not (read("actor_rollout_ref.actor.use_kl_loss", False) or read("algorithm.use_kl_in_reward", False)):
+        missing["ref_logprobs"] = "there is no reference policy. Set actor_rollout_ref.actor.use_kl_loss=True."
+    if read.optimizer_steps_per_batch * read.batches_per_global_step <= 1:
+        several = "Set actor_rollout_ref.actor.ppo_epochs=2 or more, or a smaller ppo_mini_batch_size"
+        if not read.bypass:
+            missing["several_updates"] = (
+                f"every batch is used for one optimizer step, so the ratio of current to old log-probs is 1. {several}."
+            )
+        if read.mode == "sync" and engine in EXACT_ENGINES and not read(QUANTIZATION):
+            missing["off_policy"] = (
+                f"every batch is used for one optimizer step and sampled by the trained weights ({rollout}.name="
+                f"{engine}), so there is nothing to correct. {several}, or an asynchronous trainer_mode, or "
+                f"{QUANTIZATION}, or name a method that replays groups."
+            )
+    if read.bypass:
+        missing["entropies"] = missing["sum_squared_probs"] = (
+            "with algorithm.rollout_correction.bypass_mode the policy is not run before the update. Remove it."
+        )
+    if read("actor_rollout_ref.model.use_fused_kernels", False):
+        missing["sum_squared_probs"] = (
+            "the fused kernels of verl make no logits. Set actor_rollout_ref.model.use_fused_kernels=False."
+        )
+    if problem := _no_template(read):
+        missing["chat_template"] = problem
+    if len(settings.rewards) < 2:
+        missing["several_rewards"] = (
+            "verl has one reward function. Let it return a dict and say which of its keys are rewards, with weights: "
+            "+rl_plugins.methods.fapo.rewards.accuracy=1 +rl_plugins.methods.fapo.rewards.format=0.5."
+        )
+    if read("actor_rollout_ref.rollout.multi_turn.enable", False):
+        missing["messages"] = "conversations with tools are not kept by verl's agent loops."
+    return missing
+
+
+def _refused(stack: MethodStack, read: Reader) -> Iterator[str]:
+    """Combinations that cannot be exact: a paragraph for each that this run has."""
+    sync = "Use trainer.v1.trainer_mode=rl_plugins_sync."
+    rounds = ", ".join(f"`{m.name}`" for m in stack.methods if m.rounds)
+    if rounds and read.mode != "sync":
+        yield f"{rounds} generates in rounds, and a batch of {read.mode} is generated ahead of time. {sync}"
+    deciding = ", ".join(f"`{m.name}`" for m in stack.methods if m.decides_rollouts and not m.rounds)
+    if deciding and read.mode != "sync":
+        yield (
+            f"{deciding} decides how many rollouts prompts get, and {read.mode} takes batches out of a buffer of "
+            f"groups, each of {read.group_size} rollouts. {sync}"
+        )
+    whole = ", ".join(f"`{m.name}`" for m in stack.methods if m.plans_stay_together)
+    if whole and read.mode != "sync":
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and {read.mode} takes groups one by "
+            f"one out of a buffer, so they may be trained in different batches. {sync}"
+        )
+    if stack.rows_per_rollout > 1 and read.mode != "sync":
+        names = ", ".join(f"`{m.name}`" for m in stack.methods if m.rows_per_rollout > 1)
+        yield (
+            f"{names} makes up to {stack.rows_per_rollout} rows of a rollout, so a batch holds fewer prompts, and "
+            f"{read.mode} takes a fixed number of prompts out of its buffer. {sync}"
+        )
+    columns = dataset_columns(read) or ()
+    media = [name for kind in ("image", "video", "audio") if (name := read(f"data.{kind}_key", f"{kind}s")) in columns]
+    if media and stack.claimed("rollout"):
+        yield (
+            f"{_names(stack, 'rollout')} is a rollout program, which sees token ids only, and the dataset has the "
+            f"columns {', '.join(media)}. Remove the method."
+        )
+    filtering = bool(read("algorithm.filter_groups.enable", False))
+    if whole and filtering:
+        yield (
+            f"{whole} needs the prompts that were planned together in one batch, and algorithm.filter_groups takes "
+            f"some of them out and draws others. Set algorithm.filter_groups.enable=False, or remove the method."
+        )
+    elif filtering and stack.claimed("plan", "select_prompts"):
+        yield (
+            f"{_names(stack, 'plan', 'select_prompts')} plans what is generated, and algorithm.filter_groups would "
+            f"replace part of it behind its back. Set algorithm.filter_groups.enable=False, or remove the method."
+        )
+    estimator = read("algorithm.adv_estimator")
+    if rounds and estimator != "grpo" and not stack.claimed("advantages"):
+        yield (
+            f"{rounds} makes groups of several waves, which algorithm.adv_estimator={estimator} would see as groups of "
+            f"their own. Use algorithm.adv_estimator=grpo or a method that makes advantages."
+        )
+    critic = read("critic.enable")
+    changing = ("plan", "select", "advantages", "shape")
+    if (bool(critic) if critic is not None else estimator == "gae") and stack.claimed(*changing):
+        yield (
+            f"{_names(stack, *changing)} changes rows or advantages, and the critic would be trained on returns that "
+            f"do not belong to them. Use an estimator without critic (algorithm.adv_estimator=grpo), or remove the "
+            f"method."
+        )
+    if "chat_template" not in stack.needs and not _own_agent_loop(read, columns) and (why := _no_template(read)):
+        yield f"verl writes every prompt as a conversation, and {why}"
+    rewarding = ("plan", "select", "rewards", "advantages")
+    if read("algorithm.use_kl_in_reward", False) and stack.claimed(*rewarding):
+        yield (
+            f"{_names(stack, *rewarding)} works with rewards that do not contain the KL penalty of "
+            f"algorithm.use_kl_in_reward. Set it to False and use actor_rollout_ref.actor.use_kl_loss=True, or remove "
+            f"the method."
+        )
+    yield from _no_older_weights(stack, read)
+    loss = read("actor_rollout_ref.actor.loss_agg_mode")
+    factor = read("actor_rollout_ref.actor.loss_scale_factor")
+    losing = ("plan", "select", "shape", "policy_loss", "regularize")
+    if loss == "seq-mean-token-sum-norm" and factor is None and stack.claimed(*losing):
+        yield (
+            f"{_names(stack, *losing)} cannot be exact with loss_agg_mode={loss}: without loss_scale_factor verl "
+            f"divides by the width of the padded micro-batch. Set actor_rollout_ref.actor.loss_scale_factor, for "
+            f"example to {read('data.max_response_length')} (data.max_response_length)."
+        )
+    replaying = ", ".join(f"`{m.name}`" for m in stack.methods if m.replays)
+    model = "reward.reward_model"
+    if replaying and read(f"{model}.enable", False) and not read(f"{model}.enable_resource_pool", False):
+        yield (
+            f"{replaying} gives completions with their rewards, and a reward model on the devices of the trainer "
+            f"scores every row again. Give it devices of its own ({model}.enable_resource_pool=True), or remove the "
+            f"method."
+        )
+    if read("distillation.enabled", False):
+        names = ", ".join(f"`{n}`" for n in stack.names)
+        yield f"{names}: methods are not served beside distillation, which has a loss of its own. Set it off."
+    strategy = read("actor_rollout_ref.actor.strategy")
+    if strategy not in TESTED_ENGINES and not untested_allowed():
+        yield (
+            f"actor_rollout_ref.actor.strategy={strategy} was never run with rl-plugins; tested: "
+            f"{', '.join(TESTED_ENGINES)}. Use one of those, or set RL_PLUGINS_ALLOW_UNTESTED=1 to try."
+        )
+    if read.mode == "separate_async" and not read("actor_rollout_ref.hybrid_engine", True):
+        source = Path(verl_folder()) / "trainer" / "ppo" / "v1" / "trainer_separate_async.py"
+        if "flush=True" in source.read_text(encoding="utf-8"):  # patches/verl/V1 mends it
+            yield (
+                "actor_rollout_ref.hybrid_engine=False ends verl 0.9.1 with a TypeError in separate_async (a logging "
+                "call), after everything was started. Leave it True, or apply patches/verl/V1."
+            )
+
+
+def _no_older_weights(stack: MethodStack, read: Reader) -> Iterator[str]:
+    """Why log-probs of the weights that generated each token cannot be had, where a method asks for them."""
+    names = ", ".join(f"`{m.name}`" for m in stack.methods if m.generating_logprobs)
+    if not names:
+        return
+    why = f"{names} needs log-probs of the weights that generated each token"
+    if read.mode == "colocate_async":
+        yield (
+            f"{why}, and {read.mode} keeps no older weights. Use trainer.v1.trainer_mode=rl_plugins_separate_async "
+            f"or rl_plugins_sync."
+        )
+    if read.mode != "separate_async":
+        return
+    if read(MAX_VERSIONS) is None:
+        yield (
+            f"{why}, and {MAX_VERSIONS} is not set, so rows may be of any age and the workers would keep every "
+            f"version. Set it: as many copies of the weights are kept in CPU memory."
+        )
+    if read("actor_rollout_ref.actor.fsdp_config.param_offload", False):
+        yield (
+            f"{why}, and verl can copy and restore weights only while they are on the device. Set "
+            f"actor_rollout_ref.actor.fsdp_config.param_offload=False."
+        )
+
+
+def _names(stack: MethodStack, *hooks: str) -> str:
+    return ", ".join(f"`{n}`" for n in dict.fromkeys(m.name for h in hooks for m in stack.claims[h]))
