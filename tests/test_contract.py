@@ -17,7 +17,7 @@ import torch
 from rl_plugins.core.denoising import Denoise
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import ppo_clip
-from rl_plugins.core.method import HOOKS, Bundle, Method, Paper
+from rl_plugins.core.method import HOOKS, Bundle, Method
 from rl_plugins.core.params import MethodParams, build_params, param
 from rl_plugins.core.requests import Generate, Score, Trajectory, together
 from rl_plugins.core.rollouts import Admission, Shape, Update
@@ -236,7 +236,6 @@ GOOD: dict[str, Any] = {
     "__doc__": DOC,
     "__module__": "rl_plugins.methods.toy",  # prose is a must in the package
     "name": "toy",
-    "paper": Paper("2402.03300", "DeepSeekMath", "Zhihong Shao", 2024),
     "fidelity": "paper",
     "use_when": "You test the test.",
     "avoid_when": "You train.",

@@ -15,7 +15,7 @@ import yaml
 from waiting import NEVER
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import NO_PAPER, Bundle, Method
+from rl_plugins.core.method import Bundle, Method
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.methods.mc_grpo import McGrpo
 from rl_plugins.methods.vade import Vade
@@ -82,7 +82,7 @@ def test_importing_the_package_is_cheap(plugin_path):
         "import rl_plugins\n"
         "print(sorted({n.split('.')[0] for n in sys.modules} & {'numpy', 'torch', 'trl', 'verl', 'transformers'}))\n"
         "print(sorted(n for n in sys.modules if n.startswith('rl_plugins')))\n"
-        "from rl_plugins import Method, Paper, MethodParams, param, Bundle\n"  # what a plugin imports at its top
+        "from rl_plugins import Method, MethodParams, param, Bundle\n"  # what a plugin imports at its top
         "print('torch' in sys.modules)"
     )
     assert python(code, plugin_path).splitlines() == ["[]", "['rl_plugins']", "False"]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Prompt
 from rl_plugins.core.rollouts import Carried, Plan, PlanRow, PromptPool, Queue, Rollouts, Run, Tokens
 from rl_plugins.runtime import registry
@@ -102,7 +102,6 @@ def test_records_keep_their_fields_and_equality():
 def test_an_old_signal_is_refused_when_the_class_is_loaded():
     class Mine(Method):
         name = "mine"
-        paper = Paper("2601.00000", "Mine", "Me", 2026)
         fidelity = "paper"
         needs = frozenset({"steps"})
 

@@ -30,7 +30,7 @@ import torch
 from common import interval, named, save
 from matplotlib.figure import Figure
 
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Rollouts, Tokens
 from rl_plugins.lab.compare.figures import color, line, name_lines, panels
 from rl_plugins.lab.demo import tasks
@@ -59,7 +59,6 @@ class Signal(Method):
     """Counts rollouts in groups with right and wrong ones. Changes nothing."""
 
     name = "signal"
-    paper = Paper("0000.00000", "None", "Nobody", 2026)
     fidelity = "reconstruction"
 
     def observe(self, rollouts: Rollouts, tokens: Tokens, stats: Mapping[str, float]) -> None:

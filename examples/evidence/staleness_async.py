@@ -34,7 +34,7 @@ from common import interval, named, save
 from matplotlib.figure import Figure
 
 from rl_plugins.core.losses import weighted_logprob
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Terms
 from rl_plugins.lab.compare.figures import line, name_lines, panels
 from rl_plugins.lab.demo.policy import load_policy
@@ -46,7 +46,6 @@ class Uncorrected(Method):
     """REINFORCE with the gradient of a ratio of 1: the age of a rollout is not seen."""
 
     name = "uncorrected"
-    paper = Paper("1707.06347", "Proximal Policy Optimization Algorithms", "John Schulman and others", 2017)
     fidelity = "reconstruction"
     use_when = "Rollouts are of the policy that is trained."
 
@@ -58,7 +57,6 @@ class Cispo(Method):
     """The weight of MiniMax-M1 (arXiv 2506.13585) against the policy that sampled, at most 5."""
 
     name = "cispo"
-    paper = Paper("2506.13585", "MiniMax-M1: Scaling Test-Time Compute Efficiently", "MiniMax", 2025)
     fidelity = "reconstruction"
     use_when = "Rollouts are stale."
 

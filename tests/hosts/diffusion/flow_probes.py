@@ -10,7 +10,7 @@ import torch
 
 from rl_plugins.core.denoising import Denoise
 from rl_plugins.core.losses import ppo_clip
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.requests import Score
 from rl_plugins.core.rollouts import Completion, PlanRow, Shape, Update
 from rl_plugins.runtime import registry
@@ -20,7 +20,6 @@ SEEN: list[Any] = []
 
 
 class Probe(Method):
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
 
 

@@ -12,16 +12,14 @@ import torch
 
 from rl_plugins.core.groups import Groups
 from rl_plugins.core.losses import ppo_clip, weighted_logprob
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.core.rollouts import Completion, PlanRow, Shape, Update
 from rl_plugins.runtime import registry
 
-_PAPER = Paper("0000.00000", "A probe", "Nobody", 2026)
 
 
 class Probe(Method):
-    paper = _PAPER
     fidelity = "paper"
 
 

@@ -23,7 +23,7 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from waiting import NEVER
 
 from rl_plugins.core.errors import ConfigError, MethodError, StateError
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.rollouts import Completion, PlanRow
 from rl_plugins.lab.demo.tasks import build_dataset
 from rl_plugins.runtime.state import load_state
@@ -257,7 +257,6 @@ class Look(Method):
     """Keeps what hooks see."""
 
     name = "look"
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
     needs = frozenset(
         {"tokens", "token_ids", "token_versions", "text", "prompt_index", "column:prompt", "rollout_logprobs"}
@@ -388,7 +387,6 @@ class Planned(Method):
     """From the third batch on, everything that a plan may ask for at once."""
 
     name = "planned"
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
     needs = frozenset({"tokens", "token_ids", "token_versions", "text", "column:level", "rollout_logprobs"})
     seen: ClassVar[list[Any]] = []
@@ -539,7 +537,6 @@ class Asking(Method):
     """Asks for one row that is changed as it is told."""
 
     name = "asking"
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
     row: ClassVar[dict[str, Any]] = {}
 
@@ -592,7 +589,6 @@ class Wishing(Method):
     """Needs everything that no worker gives, and weighs rollouts without a loss of its own."""
 
     name = "wishing"
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
     needs = frozenset({"turns", "turn_limits", "redundancy", "entropies", "ref_logprobs", "engine:logprobs=5"})
     corrects_sampling = True

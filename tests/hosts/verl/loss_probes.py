@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_plugins.core.losses import ppo_clip
-from rl_plugins.core.method import Method, Paper
+from rl_plugins.core.method import Method
 from rl_plugins.core.params import MethodParams, param
 from rl_plugins.core.rollouts import Update
 from rl_plugins.runtime import registry
@@ -25,7 +25,6 @@ def take() -> list[Any]:
 
 
 class LossProbe(Method):
-    paper = Paper("0000.00000", "A probe", "Nobody", 2026)
     fidelity = "paper"
 
 

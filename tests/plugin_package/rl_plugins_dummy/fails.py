@@ -20,7 +20,6 @@ class DummyFails(Method):
     """
 
     name = "dummy_fails"
-    paper = PAPER
     fidelity = "paper"
     use_when = "Testing how a run ends."
     avoid_when = "Otherwise."

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rl_plugins import Bundle, Method, MethodParams, Paper, Rollouts, Shape, Tokens, param
+from rl_plugins import Bundle, Method, MethodParams, Rollouts, Shape, Tokens, param
 
-PAPER = Paper("2402.03300", "A paper for tests", "Nobody", 2024)
 
 
 class DummyScale(Method):
@@ -25,7 +24,6 @@ class DummyScale(Method):
     """
 
     name = "dummy_scale"
-    paper = PAPER
     fidelity = "paper"
     use_when = "Testing."
     avoid_when = "Not testing."
@@ -53,7 +51,6 @@ class DummyShift(Method):
 
     name = "dummy_shift"
     needs = frozenset({"tokens"})
-    paper = PAPER
     fidelity = "paper"
     use_when = "Testing."
     avoid_when = "Not testing."

@@ -10,7 +10,6 @@ class DummyMisfit(Method):
     """Source: none, this is for tests."""
 
     name = "dummy_misfit"
-    paper = PAPER
     fidelity = "paper"
 
     def advantage(self, rollouts: Rollouts) -> None:
