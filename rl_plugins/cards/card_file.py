@@ -4,6 +4,7 @@ use_when, avoid_when    one sentence each
 cost                    what it costs and which features of the engine it needs
 about                   of a bundle: what it does, a paragraph
 disagreements           where paper and code differ, and which parameter selects
+logs                    a table: name the method logs -> what the number is
 paper                   a table (arxiv, title, authors, year, code), or the name of the card that has it
 goes_with               method -> why the two make sense together
 example_params          an example of each parameter that must be given, a judge for example
@@ -76,6 +77,7 @@ class CardFile:
     cost: str = ""
     about: str = ""
     disagreements: tuple[str, ...] = ()
+    logs: Mapping[str, str] = field(default_factory=dict)
     goes_with: Mapping[str, str] = field(default_factory=dict)
     example_params: Mapping[str, Any] = field(default_factory=dict)
     paper_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -73,6 +73,7 @@ def info(found: type[Method] | Bundle) -> str:
         sections.append(("Parameters", "Of its parts, under their names: see `rl-plugins info` of each."))
     else:
         sections.append(("Parameters", _parameters(found)))
+        sections.append(("Logs", _listed(f"{name}: {text}" for name, text in card.file.logs.items())))
         sections.append(("Changes", "\n".join(_changes(found))))
         sections.append(("Needs", _listed(needs_of(found))))
         sections.append(("Host options it sets", _listed(options_text(found.host_options))))
