@@ -104,8 +104,8 @@ def run(folder: Path, arguments: argparse.Namespace, verl_data: Any, policy: Pat
         "trainer.v1.trainer_mode": "turns",
         "+rl_plugins.methods": "[mc_grpo]",
         "+rl_plugins.method_params.mc_grpo.advantage_clip": 3,
-        "+rl_plugins.methods.fapo.rewards.exact": 1,
-        "+rl_plugins.methods.fapo.rewards.digits": 0.5,
+        "+rl_plugins.rewards.exact": 1,
+        "+rl_plugins.rewards.digits": 0.5,
     }
     return finished(folder, overridden(lines, changes), VERL_USE_EXTERNAL_MODULES=MODULE)
 

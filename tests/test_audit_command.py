@@ -65,7 +65,7 @@ def test_the_reward_functions_of_the_examples_for_verl(tmp_path):
     guide = f"reward.custom_reward_function.path={ROOT}/examples/guides/rewards.py"
     text = audit("--host", "verl", "--", *run, guide)
     assert "No critical finding." in text and "ground_truth" in text
-    parts = ("+rl_plugins.methods.fapo.rewards.correct=1", "+rl_plugins.methods.fapo.rewards.brief=0.1")
+    parts = ("+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1")
     text = audit("--host", "verl", "--", "python", "-m", "verl.trainer.main_ppo", *run, guide, *parts)
     assert "correct, brief" in text and "`brief` gives the same reward" in text
     (tmp_path / "wrong.py").write_text(

@@ -268,8 +268,8 @@ def test_several_optimizer_steps_and_several_rewards():
         "+rl_plugins.methods=[gdpo]",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_epochs=2",
-        "+rl_plugins.methods.fapo.rewards.accuracy=1",
-        "+rl_plugins.methods.fapo.rewards.format=0.5",
+        "+rl_plugins.rewards.accuracy=1",
+        "+rl_plugins.rewards.format=0.5",
         "trainer.total_training_steps=3",
     )
     found = section(text, "The run")
@@ -426,7 +426,7 @@ def test_a_method_that_cannot_plan(tmp_path, monkeypatch):
 
 def test_rewards_that_the_run_names_are_those_of_the_methods():
     """A method may name one of them; the run has no `score` then."""
-    named = ("+rl_plugins.methods.fapo.rewards.accuracy=1", "+rl_plugins.methods.fapo.rewards.format=0.5")
+    named = ("+rl_plugins.rewards.accuracy=1", "+rl_plugins.rewards.format=0.5")
     run = [*RUN[:6], "+rl_plugins.methods=[drpo]", "+rl_plugins.method_params.drpo.reward=accuracy"]
     train = ["trainer.total_training_steps=3"]
     assert examine(*run, *named, *train).endswith("No problem found.\n")
@@ -588,10 +588,10 @@ def test_the_example_for_a_laptop_says_what_it_sets(tmp_path):
     assert chosen and set(chosen) <= set(overrides)
     names = {line.partition("=")[0].removeprefix("+") for line in chosen}
     assert {"trainer.resume_mode", "rl_plugins.method_params.mc_grpo.advantage_clip"} <= names
-    assert {"rl_plugins.methods.fapo.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
+    assert {"rl_plugins.rewards.exact", "actor_rollout_ref.actor.ppo_epochs"} <= names
     for word in (
         "resume_mode=disable",
-        "rl_plugins.methods.fapo.rewards",
+        "rl_plugins.rewards",
         "mc_grpo.advantage_clip=3",
         "ppo_epochs=2",
         "binary",

@@ -209,7 +209,7 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
     given = [
         "data.train_batch_size=8",
         "data.seed=9",
-        "+rl_plugins.methods.fapo.rewards.exact=1",
+        "+rl_plugins.rewards.exact=1",
         "trainer.logger=wandb",
     ]
     odd = tmp_path / "a b'c"
@@ -277,9 +277,9 @@ def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
 
 def test_every_arm_trains_the_same_sum_of_rewards(tmp_path):
     """verl alone knows `score` only. However the weights are given, the baseline gets them, too."""
-    given = ["+rl_plugins.methods.fapo.rewards.correct=1", "+rl_plugins.methods.fapo.rewards.brief=0.1"]
+    given = ["+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1"]
     words = ["compare", "--host", "verl", "--out", str(tmp_path), "--seeds", "1"]
-    said = "All arms train 1 correct + 0.1 brief (rl_plugins.methods.fapo.rewards), in place of the `score`"
+    said = "All arms train 1 correct + 0.1 brief (rl_plugins.rewards), in place of the `score`"
     as_node = ["+rl_plugins={rewards: {correct: 1, brief: 0.1}, method_params: {mc_grpo: {mad_eps: 0.5}}}"]
     of_verl = ["+algorithm.gdpo_reward_keys=[correct,brief]", "+algorithm.gdpo_reward_weights=[1,0.1]"]
     for overrides in (given, as_node, of_verl):
@@ -430,7 +430,7 @@ def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
     ]
     for run in runs:
         assert "reward_kwargs.binary=True" in run and "actor_rollout_ref.actor.ppo_epochs=2" in run
-        assert "+rl_plugins.methods.fapo.rewards.exact=1.0" in run
+        assert "+rl_plugins.rewards.exact=1.0" in run
     assert list(tmp_path.iterdir()) == []
     code, text = plan_of("demo", "--host", "verl", "mc_grpo", "--seeds", "1", "--out", str(tmp_path))
     assert "reward_kwargs.binary=False" in text and "ppo_epochs=2" not in text and '"advantage_clip": 3.0' in text

@@ -38,8 +38,8 @@ if [ -n "$METHODS" ]; then
     "+rl_plugins.methods=[$METHODS]"
     # The reward function answers with a score and its parts. Methods that treat several rewards apart see these two,
     # with the weights they have in the score; everything else sees the score.
-    +rl_plugins.methods.fapo.rewards.accuracy=1
-    +rl_plugins.methods.fapo.rewards.format=0.2
+    +rl_plugins.rewards.accuracy=1
+    +rl_plugins.rewards.format=0.2
   )
   case ",$METHODS," in
     # Rewards here have few levels, where the paper's scale explodes. A parameter of a method that is not named is an

@@ -35,7 +35,7 @@ def compute_score(
 
     Returns:
         "score", which is trained, and its parts: "accuracy", 1 if the last number after "####" is the answer, and
-        "format", 1 if there is exactly one such number. Methods see the parts by +rl_plugins.methods.fapo.rewards.NAME=weight.
+        "format", 1 if there is exactly one such number. Methods see the parts by +rl_plugins.rewards.NAME=weight.
     """
     numbers = re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", solution_str)
     accuracy = float(bool(numbers) and numbers[-1].replace(",", "") == ground_truth)

@@ -11,7 +11,7 @@
 # Set for you, printed at the start, and replaced by an override of yours after `--` (a key that begins with + there needs
 # ++ to be replaced: ++rl_plugins.method_params.mc_grpo.advantage_clip=10):
 #   trainer.resume_mode=disable                 every run begins at step 0, also when OUT holds checkpoints
-#   +rl_plugins.methods.fapo.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
+#   +rl_plugins.rewards.exact, .digits, .careful  with methods: the parts of the score that they see, and their weights
 #   +reward.custom_reward_function.reward_kwargs.binary  with methods: the score is graded, or right or wrong
 #   +rl_plugins.method_params...                parameters of some methods: mc_grpo.advantage_clip=3, dars.n_first=3, ...
 #   actor_rollout_ref.actor.ppo_epochs=2        with methods that correct for off-policy updates

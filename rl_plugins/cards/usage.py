@@ -32,7 +32,7 @@ _FOR_SIGNAL: dict[str, dict[str, dict[str, Any]]] = {
         "diffusion": {"beta": 0.04},
     },
     "several_rewards": {
-        "verl": {"+rl_plugins.methods.fapo.rewards.accuracy": 1, "+rl_plugins.methods.fapo.rewards.format": 0.5}
+        "verl": {"+rl_plugins.rewards.accuracy": 1, "+rl_plugins.rewards.format": 0.5}
     },
     "engine": {"verl": {"actor_rollout_ref.rollout.name": "hf_cpu"}},
 }

@@ -138,7 +138,7 @@ def compare_verl(
     if host.rewards:
         parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
         notes.append(
-            f"All arms train {parts} (rl_plugins.methods.fapo.rewards), in place of the `score` of the reward function."
+            f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function."
         )
     params = _params(arms, host.method_params, method_params)
     if cube:

@@ -384,7 +384,7 @@ def _missing_signals(stack: MethodStack, settings: Settings, read: Reader) -> di
     if len(settings.rewards) < 2:
         missing["several_rewards"] = (
             "verl has one reward function. Let it return a dict and say which of its keys are rewards, with weights: "
-            "+rl_plugins.methods.fapo.rewards.accuracy=1 +rl_plugins.methods.fapo.rewards.format=0.5."
+            "+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
         )
     if read("actor_rollout_ref.rollout.multi_turn.enable", False):
         missing["messages"] = "conversations with tools are not kept by verl's agent loops."

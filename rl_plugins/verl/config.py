@@ -147,8 +147,8 @@ def _rewards(given: Any, config: Any) -> dict[str, float]:
         return {str(name): float(weight) for name, weight in dict(given).items()}
     except (TypeError, ValueError):
         raise ConfigError(
-            f"rl_plugins.methods.fapo.rewards={shown(given)} is given; it maps keys of the reward function's answer to weights: "
-            f"+rl_plugins.methods.fapo.rewards.accuracy=1 +rl_plugins.methods.fapo.rewards.format=0.5."
+            f"rl_plugins.rewards={shown(given)} is given; it maps keys of the reward function's answer to weights: "
+            f"+rl_plugins.rewards.accuracy=1 +rl_plugins.rewards.format=0.5."
         ) from None
 
 

@@ -370,7 +370,7 @@ def components(extra: Sequence[Any], rewards: Mapping[str, float]) -> Tensor:
         if not any(name in info for info in infos):
             known = ", ".join(sorted({k for info in infos for k in info})) or "nothing"
             raise ConfigError(
-                f"rl_plugins.methods.fapo.rewards names `{name}`, and the reward function answers with {known}. Let it return a "
+                f"rl_plugins.rewards names `{name}`, and the reward function answers with {known}. Let it return a "
                 f"dict that has the key, or name one that it has."
             )
     nothing = float("nan")

@@ -81,7 +81,7 @@ def overrides(cell: Cell, data: Path, policy: Path, out: Path) -> list[str]:
         f"{rollout}.log_prob_micro_batch_size_per_gpu": ROWS,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ROWS,
         "reward.custom_reward_function.path": "pkg://rl_plugins.lab.bench.verl_runs",
-        **{f"+rl_plugins.methods.fapo.rewards.{name}": weight for name, weight in cell.rewards.items()},
+        **{f"+rl_plugins.rewards.{name}": weight for name, weight in cell.rewards.items()},
     }
     base = verl_data.overrides(data, policy, out, steps=STEPS, test_every=STEPS // 4)
     kept = [line for line in base if line.partition("=")[0] not in ours]

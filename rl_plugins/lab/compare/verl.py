@@ -124,7 +124,7 @@ class Verl:
         if arm.methods:  # JSON in one string, because hydra has no notation for every value
             mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
         else:
-            mine |= {f"rl_plugins.methods.fapo.rewards.{name}": weight for name, weight in self.rewards.items()}
+            mine |= {f"rl_plugins.rewards.{name}": weight for name, weight in self.rewards.items()}
         added = [f"{'' if name.startswith('hydra.') else '++'}{name}={value}" for name, value in mine.items()]
         return [*(line for line in given if _key(line) not in mine), *added]
 

@@ -195,7 +195,7 @@ def suited(methods: Iterable[str]) -> list[str]:
     weights = reward_weights(methods)
     lines = [f"+reward.custom_reward_function.reward_kwargs.binary={weights == BINARY}"]
     for name, weight in zip(REWARDS, weights, strict=True):
-        lines.append(f"+rl_plugins.methods.fapo.rewards.{name}={weight}")
+        lines.append(f"+rl_plugins.rewards.{name}={weight}")
     if _several_updates(methods):
         lines.append("actor_rollout_ref.actor.ppo_epochs=2")
     return lines
@@ -227,7 +227,7 @@ def choices(lines: Iterable[str]) -> dict[str, list[str]]:
     why = {
         "trainer.resume_mode": "every run begins at step 0, also when the folder holds checkpoints",
         "+reward.custom_reward_function.reward_kwargs": "the score is graded, or right or wrong, as the methods need",
-        "+rl_plugins.methods.fapo.rewards": "parts of the score that the methods see, with their weights",
+        "+rl_plugins.rewards": "parts of the score that the methods see, with their weights",
         "actor_rollout_ref.actor.ppo_epochs": "two updates per batch, for methods that correct for off-policy updates",
         "+rl_plugins.method_params": "parameters that suit the demo's few levels of reward and groups of 4",
     }

@@ -543,7 +543,7 @@ def test_without_methods_the_weighted_sum_is_trained(queue: MemoryQueue, monkeyp
     assert trainer._logged == [pytest.approx(told)]
     trainer.settings = Settings((), rewards={"z": 1.0})
     with pytest.raises(
-        ConfigError, match="rl_plugins.methods.fapo.rewards names `z`, and the reward function answers with x, y"
+        ConfigError, match="rl_plugins.rewards names `z`, and the reward function answers with x, y"
     ):
         trainer._balance_batch(KVBatchMeta(partition_id="train", keys=list(rows), tags=[{} for _ in rows]), {})
 

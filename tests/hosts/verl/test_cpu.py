@@ -674,7 +674,7 @@ def test_verl_takes_the_demos_overrides(tmp_path):
         else:
             assert list(config.rl_plugins.methods) == ["mc_grpo", "grpo_roc"]
             assert config.rl_plugins.method_params.mc_grpo.advantage_clip == 3.0
-            assert config.rl_plugins.methods.fapo.rewards == {"exact": 1.0, "digits": 0.0, "careful": 0.0}
+            assert config.rl_plugins.rewards == {"exact": 1.0, "digits": 0.0, "careful": 0.0}
             assert config.reward.custom_reward_function.reward_kwargs.binary is True
 
 

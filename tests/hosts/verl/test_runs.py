@@ -101,8 +101,8 @@ AUDIT = ["reward_audit"]
 POOL = ["sol_rl_select+sol_rl_advantages"]
 ALL = PLACES + SAMPLERS + FURTHER + SWARM + SETS + SLICES + AUDIT + POOL
 COMMON = [
-    "+rl_plugins.methods.fapo.rewards.exact=1",
-    "+rl_plugins.methods.fapo.rewards.digits=0.5",
+    "+rl_plugins.rewards.exact=1",
+    "+rl_plugins.rewards.digits=0.5",
     "+rl_plugins.method_params.mc_grpo.mad_eps=0.1",
     "actor_rollout_ref.actor.calculate_entropy=True",
 ]

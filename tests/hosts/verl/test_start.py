@@ -58,7 +58,7 @@ REFUSED = {
         "Set trainer.v1.trainer_mode=rl_plugins_separate_async",
     ),
     "weights of rewards that verl ignores": (
-        ["trainer.v1.trainer_mode=sync", "+rl_plugins.methods.fapo.rewards.a=1"],
+        ["trainer.v1.trainer_mode=sync", "+rl_plugins.rewards.a=1"],
         "",
         r"rl_plugins\.rewards is given, and trainer\.v1\.trainer_mode=sync would ignore it\. Set .*=rl_plugins_sync",
     ),
@@ -74,9 +74,9 @@ REFUSED = {
     "parameters of another method": (["+rl_plugins.method_params.vade.x=1"], "mc_grpo", "vade"),
     "one reward": ([], "gdpo", r"\+rl_plugins\.rewards\."),
     "rewards that are no numbers": (
-        ["+rl_plugins.methods.fapo.rewards.a=much"],
+        ["+rl_plugins.rewards.a=much"],
         "mc_grpo",
-        "rl_plugins.methods.fapo.rewards=",
+        "rl_plugins.rewards=",
     ),
     "top-p": (["actor_rollout_ref.rollout.top_p=0.9"], "minpro", r"top_p=0\.9 the distribution"),
     "no log-probs": (
@@ -222,7 +222,7 @@ REFUSED = {
         "`max_concurrent` is 8, and verl limits the prompts in progress by num_warmup_batches only",
     ),
     "a reward nobody gives": (
-        ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.methods.fapo.rewards.accuracy=1"],
+        ["+rl_plugins.method_params.drpo.reward=right", "+rl_plugins.rewards.accuracy=1"],
         "drpo",
         "`drpo`: the parameter `reward` is 'right', but the reward functions of this run are: accuracy",
     ),
@@ -375,7 +375,7 @@ def test_no_methods_is_the_host_alone() -> None:
 
 
 def test_rewards_are_ours_or_those_of_verl() -> None:
-    ours = read_settings(config("+rl_plugins.methods.fapo.rewards.a=1", "+rl_plugins.methods.fapo.rewards.b=0.5"))
+    ours = read_settings(config("+rl_plugins.rewards.a=1", "+rl_plugins.rewards.b=0.5"))
     theirs = read_settings(config("+algorithm.gdpo_reward_keys=[a,b]", "+algorithm.gdpo_reward_weights=[1,0.5]"))
     assert ours is not None and theirs is not None
     assert dict(ours.rewards) == dict(theirs.rewards) == {"a": 1.0, "b": 0.5}
