@@ -46,7 +46,14 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = ["__version__", *sorted(_HOME)]
+# fmt: off
+__all__ = [  # a literal: type checkers read it
+    "__version__", "Admission", "Bundle", "Call", "Completion", "ConfigError", "Generate", "Groups", "Idle", "Method",
+    "MethodError", "MethodParams", "Plan", "PlanRow", "Program", "Prompt", "PromptPool", "Queue", "RLPluginsError",
+    "Rollouts", "Rows", "Run", "Score", "Shape", "StateError", "Terms", "Tokens", "Trajectory", "Update", "aggregate",
+    "param", "ppo_clip",
+]
+# fmt: on
 
 
 def __getattr__(name: str) -> Any:
