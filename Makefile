@@ -24,6 +24,7 @@ test: .venv/ready-test
 lint: .venv/ready-test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
+	.venv/bin/lint-imports
 	.venv/bin/mypy
 
 docs: .venv/ready-test

@@ -8,8 +8,8 @@ A `rollout` method is the same kind of generator as for text. It yields requests
         pairs = yield [Denoise(s, n=2, shared_noise=4.0) for (s,) in begun]         # two children, then to the end
         return [leaf for pair in pairs for leaf in pair]
 
-Requests are `Denoise`, and `Score` and `Call` of `rl_plugins.core.requests`; `together` runs several programs as one. The
-pending requests of all programs are one call of the model.
+Requests are `Denoise`, and `Score` and `Call` of `rl_plugins.core.requests`; `together` runs several programs as one.
+The pending requests of all programs are one call of the model.
 
 A row of the batch is a sample, and its tokens are its stochastic transitions: `Tokens.position` is the step,
 `old_logprobs` the log-density of the transition (mean over the elements of the latent). A transition that several

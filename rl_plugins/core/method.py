@@ -187,12 +187,12 @@ class Method:
             number, the instance says False.
         brings_columns: columns in `needs` that its own rollout program notes, or the runtime for it, so that no dataset
             must have them.
-        keeps_batch_size: True: as many rows are trained as the host planned. What this method takes out it has asked for in
-            addition (`spare`), so a loss that depends on the number of rows is exact beside it. A run ends if a row is
-            missing nevertheless.
+        keeps_batch_size: True: as many rows are trained as the host planned. What this method takes out it has asked
+            for in addition (`spare`), so a loss that depends on the number of rows is exact with it. A run ends if a
+            row is missing nevertheless.
         rows_per_rollout: rows one rollout becomes (agents, turns).
-        independent_rollouts: its program makes the rollouts of a prompt with `rl_plugins.core.redundancy.independent`, so
-            redundant ones can be closed.
+        independent_rollouts: its program makes the rollouts of a prompt with
+            `rl_plugins.core.redundancy.independent`, so redundant ones can be closed.
         corrects_sampling: its loss, or its advantages, hold the weight of the sampling policy (current or old over
             rollout log-probs). The host's own such correction and a second such method are refused beside it: the
             weight would count twice.
@@ -209,8 +209,8 @@ class Method:
         aggregation: "host" (per-token losses are averaged as the host would) or "sum" (the objective brings its own
             weights: plain sum over the optimizer step).
         steps_hold_whole_groups: `before_update` needs complete groups in every optimizer step.
-        plans_stay_together: True: prompts that were planned together must be in one batch when they are rewarded and trained.
-            Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's asynchronous
+        plans_stay_together: True: prompts that were planned together must be in one batch when they are rewarded and
+            trained. Modes that take groups one by one out of a buffer or a queue (verl's asynchronous modes, TRL's asynchronous
             trainer) refuse it, and so does a method with `admit`, which lets groups wait for a later batch.
         stops: True: it may end the run (`stop`).
         idle: signs in its metrics that it did nothing in a batch, where that can happen in a run that looks healthy.

@@ -56,8 +56,8 @@ class DiffusionTrainer:
         latent_shape: of a sample: (channels, height, width).
         scheduler, encode: see `Policy`.
         decode: latents -> what reward functions and sheets see, a VAE for example; None: the latents.
-        cheap: how the cheap copy of methods that explore with one is made (`rl_plugins.runtime.cheap.CheapOptions`), or a
-            callable that makes it, see `Policy`.
+        cheap: how the cheap copy of methods that explore with one is made (`rl_plugins.runtime.cheap.CheapOptions`), or
+            a callable that makes it, see `Policy`.
 
     Raises:
         ConfigError: on construction, for everything that could not take effect or not be exact.

@@ -1,7 +1,7 @@
 """What becomes of a generated batch: rewards, selection, advantages, shaping, observation.
 
-An adapter gathers its rows, calls `decide` (or its halves, `select_rows` and `decide_advantages`) and applies the `Decision`.
-Nothing here knows a host, so both hosts decide alike on the same rollouts.
+An adapter gathers its rows, calls `decide` (or its halves, `select_rows` and `decide_advantages`) and applies the
+`Decision`. Nothing here knows a host, so both hosts decide alike on the same rollouts.
 """
 
 from __future__ import annotations
@@ -434,8 +434,8 @@ def check_full(stack: MethodStack, decision: Decision, rows: int) -> None:
     if missing > 0 and takers and all(m.keeps_batch_size for m in takers):
         names = ", ".join(f"`{m.name}`" for m in takers)
         raise MethodError(
-            f"{missing} of {rows} rows are missing in the batch, and {names} states `keeps_batch_size`: it trains as many "
-            f"rows as the host planned. Let it ask for as many rollouts in addition (`spare`) as it takes out, or "
+            f"{missing} of {rows} rows are missing in the batch, and {names} states `keeps_batch_size`: it trains as "
+            f"many rows as the host planned. Let it ask for as many rollouts in addition (`spare`) as it takes out, or "
             f"remove `keeps_batch_size`."
         )
 

@@ -26,8 +26,7 @@ from rl_plugins.runtime.rounds import in_rounds
 from rl_plugins.runtime.stack import MethodStack
 from rl_plugins.trl.compat import Seams, trl_version
 from rl_plugins.trl.config import GRPOConfig
-from rl_plugins.trl.generation.prompts import has_numbers
-from rl_plugins.trl.host import Trainer
+from rl_plugins.trl.host import Trainer, has_numbers
 from rl_plugins.trl.hosts import Loss, unknown_loss
 
 NO_MASKED_OPTIONS = dict.fromkeys(

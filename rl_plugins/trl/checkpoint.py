@@ -27,9 +27,8 @@ from rl_plugins.runtime.update import SKIPPED, SkippedSteps, check_gradient
 from rl_plugins.trl import logs
 from rl_plugins.trl.capabilities import known_of, run_of, too_few_prompts
 from rl_plugins.trl.generation.engine import chat_of
-from rl_plugins.trl.generation.prompts import has_numbers
 from rl_plugins.trl.generation.rewards import with_reward_functions
-from rl_plugins.trl.host import Trainer, tokenizer_of
+from rl_plugins.trl.host import Trainer, has_numbers, tokenizer_of
 from rl_plugins.trl.saved import begin, is_marked, mark, noted_costs, skip_passes
 
 

@@ -31,8 +31,8 @@ class GRPOConfig(trl.GRPOConfig):
             keys and values kept between its requests, so that contexts are not read again. 0: none. They are given
             back when the rollouts are made.
         rollout_precision: with methods and transformers' `generate`: "policy", or a copy of the policy makes the
-            rollouts of training, in "bf16", "int8" or "fp4" (`rl_plugins.runtime.cheap`). The log-probs of the loss are the
-            policy's. Name a method that corrects for the copy, such as `dart_tis`.
+            rollouts of training, in "bf16", "int8" or "fp4" (`rl_plugins.runtime.cheap`). The log-probs of the loss are
+            the policy's. Name a method that corrects for the copy, such as `dart_tis`.
         count_costs: without methods: log what the run costs as runs with methods do, see
             `rl_plugins.runtime.costs.Costs`. Nothing else changes.
         trace: true, or options (`rl_plugins.runtime.trace.TraceParams`): write what is generated and what every

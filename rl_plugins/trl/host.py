@@ -30,6 +30,11 @@ SingleTurn = Callable[..., tuple[list[list[int]], list[list[float | None]] | Non
 Score = Callable[[list[DatasetRow], list[Any], list[Any], list[list[int]]], Tensor]
 """`_calculate_rewards` of TRL: (inputs, prompts, completions, completion ids) -> (rows of all ranks, functions)."""
 
+# Columns of ours in TRL's batch.
+ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
+PUBLISHED = "rlp_published"  # the version the generation batch began with
+VERSION, NEWEST_VERSION, VERSIONS = "rlp_version", "rlp_newest_version", "rlp_versions"  # of rows, and of tokens
+
 
 class Accelerator(Protocol):
     num_processes: int
@@ -208,3 +213,8 @@ _FORWARD_KEYS = (
     "unmasked_at",  # of masked diffusion models, see trl/masked
     "prompt_hidden",
 )
+
+
+def has_numbers(dataset: Any) -> bool:
+    """Whether rows can be taken by number; a stream cannot."""
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

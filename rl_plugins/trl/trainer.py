@@ -31,8 +31,8 @@ from rl_plugins.trl.generation.batches import GenerationBatch
 from rl_plugins.trl.generation.engine import TrlEngine
 from rl_plugins.trl.generation.evaluation import evaluation_view
 from rl_plugins.trl.generation.precision import CheapRollouts, rollouts_text
-from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset, has_numbers
-from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows
+from rl_plugins.trl.generation.prompts import PROMPT_INDEX, NumberedDataset
+from rl_plugins.trl.host import DatasetRow, HostBatch, HostRows, has_numbers
 from rl_plugins.trl.loss import micro_batch
 from rl_plugins.trl.loss.updates import UpdatesSeen
 from rl_plugins.trl.saved import CostsCallback, note_costs

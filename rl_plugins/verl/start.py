@@ -102,11 +102,7 @@ def check_mode(settings: Settings | None, config: Any, trainer: type | None) -> 
     weights = OmegaConf.select(config, "rl_plugins.rewards")
     if (settings.methods or weights or settings.trace) and not ours:
         suggestion = next((name for name, base in MODES.items() if base == mode), "rl_plugins_sync")
-        given = (
-            f"rl_plugins.methods=[{','.join(settings.methods)}]"
-            if settings.methods
-            else "rl_plugins.rewards"
-        )
+        given = f"rl_plugins.methods=[{','.join(settings.methods)}]" if settings.methods else "rl_plugins.rewards"
         given = given if settings.methods or weights else "rl_plugins.trace"
         named = f"trainer.v1.trainer_mode={mode}" if v1 is not False else "trainer.use_v1=False"
         raise ConfigError(

@@ -18,7 +18,7 @@ from rl_plugins.trl.asynchronous.config import AsyncGRPOConfig
 from rl_plugins.trl.asynchronous.worker import GenerateWorker
 from rl_plugins.trl.capabilities import NO_MASKED_OPTIONS, reward_names
 from rl_plugins.trl.compat import trl_version
-from rl_plugins.trl.generation.prompts import has_numbers
+from rl_plugins.trl.host import has_numbers
 
 GENERATING = ("select_prompts", "plan", "admit", "rollout")
 """Hooks that decide what is generated."""

@@ -27,7 +27,7 @@ from rl_plugins.trl.asynchronous.worker import GenerateWorker, RowSample
 from rl_plugins.trl.changes import arguments_of, changed
 from rl_plugins.trl.checkpoint import RunCallback
 from rl_plugins.trl.compat import ASYNC_TRAINER, moved_symbols, trl_version
-from rl_plugins.trl.generation.prompts import has_numbers
+from rl_plugins.trl.host import has_numbers
 from rl_plugins.trl.saved import is_marked
 from rl_plugins.trl.stateful import StatefulMixin
 

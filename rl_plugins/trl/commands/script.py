@@ -1,7 +1,7 @@
 """`rl-plugins trl grpo` and `trl sft`: TRL's own scripts with our configs and trainers, launched by accelerate.
 
-The same scripts run under any other launcher: `accelerate launch -m rl_plugins.trl.commands.script --config run.yaml` (GRPO),
-and `-m rl_plugins.trl.commands.sft` (SFT).
+The same scripts run under any other launcher: `accelerate launch -m rl_plugins.trl.commands.script --config run.yaml`
+(GRPO), and `-m rl_plugins.trl.commands.sft` (SFT).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ GRPO = Script(
 )
 MASKED_GRPO = Script(
     "grpo",
-    "rl_plugins.trl.masked.script",
+    "rl_plugins.trl.commands.masked_script",
     "rl_plugins.trl.masked:MaskedGRPOConfig",
     "trl.scripts.grpo:GRPOScriptArguments",
     "masked_grpo",

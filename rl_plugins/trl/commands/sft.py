@@ -1,4 +1,4 @@
-"""TRL's `SFTConfig` and `SFTTrainer` with `loss_type: otr`, the loss of rl_plugins.tools.supervised.otr, and their script.
+"""TRL's `SFTConfig` and `SFTTrainer` with `loss_type: otr`, the loss of `tools.supervised.otr`, and their script.
 
 TRL's fused head makes log-probs of the targets from hidden states, a tile of logits at a time. While our trainer
 computes the loss of a micro-batch, that function of TRL is ours: it returns minus OTR's loss in the place of log-probs.
@@ -112,8 +112,8 @@ class SFTTrainer(trl.SFTTrainer):
             return
         if not isinstance(config, SFTConfig):
             raise ConfigError(
-                f"`loss_type` is 'otr' in a {type(config).__name__}. Take the config of rl_plugins.trl.commands.sft, which has "
-                f"its options."
+                f"`loss_type` is 'otr' in a {type(config).__name__}. Take the config of rl_plugins.trl.commands.sft, "
+                f"which has its options."
             )
         self.otr = otr = build_params(OtrParams, config.otr_options(), LOSS)
         self._check(given, otr)

@@ -30,20 +30,16 @@ from rl_plugins.runtime.staleness import staleness_metrics
 from rl_plugins.trl import logs
 from rl_plugins.trl.capabilities import first_plan_of, known_of
 from rl_plugins.trl.changes import changed, head_output
-from rl_plugins.trl.generation.decided import (
-    NEWEST_VERSION,
-    PUBLISHED,
-    VERSION,
-    VERSIONS,
-    LocalDecision,
-    apply_decision,
-    local_decisions,
-)
+from rl_plugins.trl.generation.decided import LocalDecision, apply_decision, local_decisions
 from rl_plugins.trl.generation.programs import ProgramRow, run_programs, served
 from rl_plugins.trl.generation.prompts import PROMPT_INDEX, Prompts, strip
 from rl_plugins.trl.generation.queue import run_queue
 from rl_plugins.trl.generation.rows import FILLER, Row, Work, collect, flat, rollouts_of
 from rl_plugins.trl.host import (
+    NEWEST_VERSION,
+    PUBLISHED,
+    VERSION,
+    VERSIONS,
     DatasetRow,
     HostBatch,
     HostRows,

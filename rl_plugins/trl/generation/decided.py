@@ -18,11 +18,7 @@ from torch import Tensor
 from rl_plugins.runtime.decide import Decision
 from rl_plugins.runtime.ranks import to_owners
 from rl_plugins.trl.capabilities import refuse_inexact_loss, refuse_token_advantages
-from rl_plugins.trl.host import HostBatch, Trainer
-
-ROW_COLUMN, TOKEN_COLUMN = "rlp_row_column:", "rlp_token_column:"
-PUBLISHED = "rlp_published"  # the version the generation batch began with
-VERSION, NEWEST_VERSION, VERSIONS = "rlp_version", "rlp_newest_version", "rlp_versions"  # of rows, and of tokens
+from rl_plugins.trl.host import ROW_COLUMN, TOKEN_COLUMN, HostBatch, Trainer
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,8 @@ def host_turns(
     """Turns of rows that TRL's own tools and environments made: the runs of the policy's tokens.
 
     An environment tells what it knows of them in an attribute `rl_plugins_turns`, a list with `anchor`, `reward` and
-    `valid` of each (`rl_plugins.trl.generation.environments.as_tools` makes such environments). Of others the anchor is the text that
-    was read before the turn; of the first turn it is the prompt's row, so that rollouts of a prompt start alike.
+    `valid` of each (`trl.generation.environments.as_tools` makes such environments). Of others the anchor is the text
+    that was read before the turn; of the first turn it is the prompt's row, so that rollouts of a prompt start alike.
     """
     out = []
     for i in real:

@@ -32,11 +32,6 @@ class NumberedDataset(Dataset[DatasetRow]):
         return [known[int(i)] for i in ids]
 
 
-def has_numbers(dataset: Any) -> bool:
-    """Whether rows can be taken by number; a stream cannot."""
-    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-
-
 def strip(rows: Sequence[Mapping[str, Any]]) -> list[DatasetRow]:
     """Rows without their number."""
     return [{k: v for k, v in row.items() if k != PROMPT_INDEX} for row in rows]

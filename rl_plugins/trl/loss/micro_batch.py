@@ -21,8 +21,19 @@ from rl_plugins.runtime import update
 from rl_plugins.runtime.ranks import gather
 from rl_plugins.runtime.seconds import SECONDS
 from rl_plugins.trl.capabilities import ROW_LOSSES
-from rl_plugins.trl.generation.decided import NEWEST_VERSION, PUBLISHED, ROW_COLUMN, TOKEN_COLUMN, VERSION, VERSIONS
-from rl_plugins.trl.host import HostBatch, Trainer, loss_mask, model_input, more_model_input
+from rl_plugins.trl.host import (
+    NEWEST_VERSION,
+    PUBLISHED,
+    ROW_COLUMN,
+    TOKEN_COLUMN,
+    VERSION,
+    VERSIONS,
+    HostBatch,
+    Trainer,
+    loss_mask,
+    model_input,
+    more_model_input,
+)
 
 HostLoss = Callable[[Any, HostBatch], Tensor]
 

@@ -1,6 +1,6 @@
 """`rl-plugins trl masked_grpo`: TRL's script of GRPO with the trainer of masked diffusion language models.
 
-Under any other launcher: `accelerate launch -m rl_plugins.trl.masked.script --config run.yaml`.
+Under any other launcher: `accelerate launch -m rl_plugins.trl.commands.masked_script --config run.yaml`.
 """
 
 from __future__ import annotations
