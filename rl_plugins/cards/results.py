@@ -1,7 +1,7 @@
-"""What we measured: records that scripts and the bench wrote, and the verdict that follows from their figures.
+"""What we measured: records that the scripts wrote, and the verdict that follows from their figures.
 
-A file of `records/` belongs to one script of `examples/evidence/` (or to the bench) and is a list of records. No figure
-and no verdict is typed: a script writes what it computed, and `verdict` reads it.
+A file of `records/` belongs to one script of `examples/evidence/` and is a list of records. No figure and no verdict is
+typed: a script writes what it computed, and `verdict_of` reads it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,32 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
-Verdict = Literal["better", "worse", "no significant difference"]
+from rl_plugins.core.errors import RLPluginsError
+from rl_plugins.core.method import Bundle
+from rl_plugins.runtime import registry
+
+Verdict = Literal["better", "worse", "no significant difference", "no interval"]
+Direction = Literal["higher", "lower"]
+
+
+def verdict_of(low: float | None, high: float | None, better: Direction, none: float = 0.0) -> Verdict:
+    """What a 95 % interval says of a method. Every verdict that we show comes from here.
+
+    Args:
+        low, high: the ends of the interval of the difference to the baseline; None where there is none.
+        better: the direction in which the method is the better one.
+        none: the value that means no difference: 0 of a difference, 1 of a ratio.
+    """
+    if low is None or high is None:
+        return "no interval"
+    if low <= none <= high:
+        return "no significant difference"
+    return "better" if (low > none) == (better == "higher") else "worse"
 
 
 @dataclass(frozen=True)
@@ -22,55 +43,116 @@ class Result:
 
     Args:
         method: the method or bundle it is about.
-        claim: what was looked at, in a few words: "right answers on held-out prompts".
-        mean, low, high: the difference to the baseline with its 95 % interval, in `unit`.
+        claim: what was measured, and where: "right answers on held-out prompts, TRL".
         better: the direction in which the method is the better one.
-        baseline: what it is compared with: "GRPO".
-        seeds: number of seeds; 0 where there are none, because nothing is drawn.
-        budget: what is equal in both: "steps", "rollouts".
+        baseline: what it is compared with: "GRPO"; may be empty where the claim names it.
+        mean, low, high: the difference to the baseline with its 95 % interval, in `unit`; None where there is none.
+        none: the value of `mean` that means no difference: 0; 1 where it is a ratio to the baseline, 100 in percent.
+        value, other: of the method and of the baseline: the mean, and the half-width of its 95 % interval if known.
+        paired: the interval is that of differences paired by seed, not of two independent means.
         unit: of all figures: "" for shares and rewards, "%", "points".
-        value, other: means of the method and of the baseline, each perhaps with a half-width.
-        page, where: page of docs/ and its section.
-        imported: figures of a run before scripts wrote records, taken over from docs/evidence.md by a script.
+        seeds: number of seeds.
+        budget: what is equal in both: "steps", "rollouts".
+        note: what figures do not say.
+        page, where: page of docs/ and the anchor of its section.
+        imported: figures from before the scripts wrote records, taken over from the pages by a script.
     """
 
     method: str
     claim: str
-    mean: float
-    low: float
-    high: float
-    better: Literal["higher", "lower"]
-    baseline: str
-    seeds: int
-    budget: str = ""
-    unit: str = ""
+    better: Direction
+    baseline: str = ""
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+    none: float = 0.0
     value: Sequence[float] = ()
     other: Sequence[float] = ()
+    paired: bool = False
+    unit: str = ""
+    seeds: int = 0
+    budget: str = ""
+    note: str = ""
     page: str = "evidence.md"
     where: str = ""
     imported: bool = False
 
     @property
+    def metric(self) -> str:
+        """The claim up to its first comma, which says what was measured."""
+        return self.claim.partition(",")[0]
+
+    @property
     def verdict(self) -> Verdict:
-        """By the sign of the 95 % interval."""
-        if self.low <= 0 <= self.high:
-            return "no significant difference"
-        return "better" if (self.low > 0) == (self.better == "higher") else "worse"
+        """By the 95 % interval."""
+        return verdict_of(self.low, self.high, self.better, self.none)
 
     @property
     def numbers(self) -> str:
         """The figures as text: "0.84 ± 0.01 against 0.10 ± 0.09 (GRPO)"."""
-        raise NotImplementedError
+        of = f" ({self.baseline})" if self.baseline else ""
+        texts = []
+        if self.value:
+            digits = _decimals(*self.value, *self.other)
+            texts.append(_figure(self.value, digits) + self._unit)
+            if self.other:
+                texts[0] += f" against {_figure(self.other, digits)}{of}"
+        if self.mean is not None and (self.paired or not self.value):
+            texts.append(("paired difference " if self.value else "") + self._difference)
+        return "; ".join([*texts, *([self.note] if self.note else [])])
+
+    @property
+    def _unit(self) -> str:
+        return f" {self.unit}" if self.unit else ""
+
+    @property
+    def _difference(self) -> str:
+        """The difference or ratio with its interval."""
+        assert self.mean is not None
+        digits = _decimals(self.mean, *(x for x in (self.low, self.high) if x is not None))
+        text = f"{self.mean:{'' if self.none else '+'}.{digits}f}"
+        if self.low is not None and self.high is not None:
+            half = (self.high - self.low) / 2
+            even = abs(self.mean - self.low - half) < 1e-6 + half / 1000
+            text += f" ± {half:.{digits}f}" if even else f" ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        if self.none:
+            return f"{text}{self._unit} {'of' if self.unit == '%' else 'times'} {self.baseline}"
+        return f"{text}{self._unit}" + (f" against {self.baseline}" if self.baseline and not self.other else "")
+
+
+def _decimals(*figures: float) -> int:
+    """Digits after the point that none of them needs more of."""
+    return max(0, *(-int(Decimal(repr(round(x, 6))).normalize().as_tuple().exponent) for x in figures))
+
+
+def _figure(figure: Sequence[float], digits: int) -> str:
+    return " ± ".join(f"{x:.{digits}f}" for x in figure)
+
+
+def read(text: str) -> list[Result]:
+    """The records of a file.
+
+    Raises:
+        TypeError: a record lacks a field, or has one that no record has.
+    """
+    return [Result(**record) for record in json.loads(text)]
 
 
 @cache
 def results() -> tuple[Result, ...]:
     """All records of the package, by file."""
     folder = files("rl_plugins.cards").joinpath("records")
-    texts = [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir(), key=lambda f: f.name)]
-    return tuple(Result(**record) for text in texts for record in json.loads(text))
+    found = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name)
+    return tuple(result for file in found for result in read(file.read_text(encoding="utf-8")))
 
 
-def measured_of(method: str) -> list[Result]:
-    """Our results on a method or bundle."""
-    return [result for result in results() if result.method == method]
+def measured_of(name: str) -> list[Result]:
+    """Our results on a method, a bundle or a supervised loss; of a bundle its own, then those of its parts."""
+    names = [name]
+    try:
+        found = registry.load(name)
+    except RLPluginsError:  # a supervised loss is no method
+        found = None
+    if isinstance(found, Bundle):
+        names += found.parts
+    return [result for each in names for result in results() if result.method == each]
