@@ -7,12 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.losses import LOG_RATIO_LIMIT, ppo_clip
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Shape, Terms, Tokens, param, ppo_clip
+from rl_plugins.core.losses import LOG_RATIO_LIMIT
+from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Run, param
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods.echo.answers import boxed_answer
 
 

@@ -8,10 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.params import above
 from rl_plugins.methods.echo.confidence import confidence
 
 _EPS = 1e-8  # of the variance

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, above, param
-from rl_plugins.core.requests import BranchOrigin, Generate, Generated, Program, Prompt, Pruned, Trajectory
+from rl_plugins import ConfigError, Generate, Idle, Method, MethodParams, Program, Prompt, Trajectory, param
+from rl_plugins.core.params import GIVEN, above
+from rl_plugins.core.requests import BranchOrigin, Generated, Pruned
 from rl_plugins.methods.echo.controller import Top, branch_at, penalty, prune_at, statistics
 
 

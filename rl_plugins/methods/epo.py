@@ -9,11 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Terms, Tokens
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Run, Shape, Terms, Tokens, param
+from rl_plugins.core.params import above
 
 NO_BOUND = 1e30  # a bound that no entropy reaches; columns are finite in float32
 _ON = {"entropy_coeff": above(0)}

@@ -8,11 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
+from rl_plugins import Method, MethodError, MethodParams, Rollouts, param
 from rl_plugins.core.estimators import centered_rewards, gdpo_advantages
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, weighted_reward
+from rl_plugins.core.rollouts import weighted_reward
 
 
 class Gdpo(Method):

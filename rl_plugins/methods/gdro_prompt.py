@@ -8,9 +8,7 @@ from typing import Literal
 
 import torch
 
-from rl_plugins.core.method import Idle
-from rl_plugins.core.params import param
-from rl_plugins.core.rollouts import Rollouts, Run, Shape, Tokens
+from rl_plugins import Idle, Rollouts, Run, Shape, Tokens, param
 from rl_plugins.methods._gdro.bins import Binned, BinParams
 from rl_plugins.methods._gdro.weights import code_weights, paper_weights, scores, start_scores, update_scores
 

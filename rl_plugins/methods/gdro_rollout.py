@@ -11,10 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Idle
-from rl_plugins.core.params import param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Idle, MethodError, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods._gdro.bins import Binned, BinParams
 
 Array = NDArray[np.float64]
@@ -122,11 +120,7 @@ class GdroRollout(Binned):
         self.check(run)
         super().start(run)
         arms = self.params.most(run.group_size) - self.params.n_min + 1
-        self.state |= {
-            "arms": torch.zeros(self.params.count, arms, dtype=torch.float64),
-            "price": 0.0,
-            "played": [],
-        }
+        self.state |= {"arms": torch.zeros(self.params.count, arms, dtype=torch.float64), "price": 0.0, "played": []}
 
     def plan(self, plan: Plan) -> Plan | None:
         """As many rollouts as given, the same number for all prompts of a bin."""

@@ -8,10 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Groups, Idle, Method, MethodParams, Rollouts, param
+from rl_plugins.core.params import above
 from rl_plugins.kit.agents.turns import Turns, joint, normalized, state_ids
 
 _ZERO = 1e-6  # relative difference from the mean that is rounding

@@ -11,11 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError, did_you_mean, shown
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Groups, Method, MethodError, MethodParams, PromptPool, Rollouts, Run, Tokens, param
+from rl_plugins.core.errors import did_you_mean, shown
 from rl_plugins.kit.priors import cell
 
 Array = NDArray[np.float64]

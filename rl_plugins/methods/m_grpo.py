@@ -11,11 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, param
 from rl_plugins.kit.agents.turns import joint, normalized
 
 _CLOSE = 1e-6  # a host may hold rewards in float32, where 0.1 is above 0.1
@@ -94,14 +90,11 @@ class MGrpo(Method):
         )
         std_eps: float = param(1e-6, "constant added to the standard deviation", gt=0)
         align: bool = param(
-            True,
-            "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows stay",
+            True, "alignment of the sub-agents' rows to `sub_per_rollout` for every rollout; false: all rows stay"
         )
         sub_per_rollout: int = param(4, "D, number of sub-agents' rows of a rollout in the aligned batch (ours)", ge=1)
         fill_empty: bool = param(
-            True,
-            "replacement of missing rows by rows of the query's other rollouts (ours)",
-            only_if={"align": True},
+            True, "replacement of missing rows by rows of the query's other rollouts (ours)", only_if={"align": True}
         )
 
     def __init__(self, params: MethodParams | None = None) -> None:

@@ -8,10 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run, Shape, Tokens
+from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, Run, Shape, Tokens, param
+from rl_plugins.core.rollouts import Budget
 
 _ZERO = 1e-6  # below this the authors' code takes an advantage for zero
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Bundle
-from rl_plugins.core.rollouts import Run
+from rl_plugins import Bundle, ConfigError, Run
 
 
 def refuse_verl(name: str, run: Run) -> None:

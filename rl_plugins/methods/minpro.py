@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_plugins import Method, MethodParams, Terms, param
 from rl_plugins.core.losses import LOG_RATIO_LIMIT, weighted_logprob
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Terms
 
 
 class Minpro(Method):

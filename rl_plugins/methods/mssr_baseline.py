@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.params import param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins import Groups, Plan, Rollouts, Run, param
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
 _MIN_VARIANCE = 1e-6

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError, StateError
-from rl_plugins.core.params import param
-from rl_plugins.core.rollouts import PromptPool, Rollouts, Tokens
+from rl_plugins import MethodError, PromptPool, Rollouts, StateError, Tokens, param
 from rl_plugins.methods.mssr.tracker import Tracked, TrackerParams
 
 _FLOOR = 1e-6  # a prompt that always or never succeeds keeps a chance

@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Method, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.params import above
 
 
 class MssrShaping(Method):

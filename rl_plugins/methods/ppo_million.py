@@ -10,11 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins import ConfigError, Method, MethodParams, Rollouts, Rows, Run, Shape, Terms, Tokens, Update, param
 from rl_plugins.core.losses import LOG_RATIO_LIMIT
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Rows, Run, Shape, Terms, Tokens, Update
 
 CUTS = "ppo_million_cuts"  # row column: cuts of the learning rate so far
 LEAST_KL = 1e-8  # nats; the ratio of samples to KL is finite at KL = 0

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl_plugins import Idle, Method, MethodParams, Rollouts, Run, Tokens, param
 from rl_plugins.core.errors import RunStopped
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import FUNCTION, MethodParams, param
-from rl_plugins.core.rollouts import PerRollout, Rollouts, Run, Tokens, weighted_reward
+from rl_plugins.core.params import FUNCTION
+from rl_plugins.core.rollouts import PerRollout, weighted_reward
 from rl_plugins.kit.services import Failure, Service, number
 from rl_plugins.tools.audit import Finding, Options, Preflight, online, preflight
 from rl_plugins.tools.audit.answers import extract_answer

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import Idle, Method, MethodParams, Plan, Rollouts, Tokens, param
 from rl_plugins.core.redundancy import FIELDS, NOTE
-from rl_plugins.core.rollouts import Plan, Rollouts, Tokens
 
 
 class RollartRedundancy(Method):

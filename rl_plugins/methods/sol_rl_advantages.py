@@ -8,9 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Method, MethodParams, Rollouts, param
 
 
 class SolRlAdvantages(Method):

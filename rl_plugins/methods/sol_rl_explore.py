@@ -10,13 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Program, Prompt, Run, Score, param
 from rl_plugins.core.denoising import Denoise, Sample, SamplePrompt
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.requests import Program, Prompt, Score
-from rl_plugins.core.rollouts import Run
 from rl_plugins.methods.sol_rl.choice import Mode, places
 
 

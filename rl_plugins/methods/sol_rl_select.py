@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run
+from rl_plugins import Groups, Method, MethodParams, Plan, Rollouts, Run, param
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.methods.sol_rl.choice import Mode, places
 
 

@@ -13,12 +13,24 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, has_effect, param
+from rl_plugins import (
+    Call,
+    ConfigError,
+    Method,
+    MethodError,
+    MethodParams,
+    Plan,
+    Program,
+    Prompt,
+    Rollouts,
+    Run,
+    Shape,
+    Tokens,
+    Trajectory,
+    param,
+)
+from rl_plugins.core.params import above, has_effect
 from rl_plugins.core.redundancy import independent
-from rl_plugins.core.requests import Call, Program, Prompt, Trajectory
-from rl_plugins.core.rollouts import Plan, Rollouts, Run, Shape, Tokens
 from rl_plugins.kit.agents import act, finish, generate, open_episode, reply
 from rl_plugins.kit.agents.environment import check_environment
 
@@ -110,9 +122,7 @@ class TurnControl(Method):
             only_if=_EXTENDED,
         )
         calibration: Literal["off", "freeze", "rolling"] | None = param(
-            None,
-            "rule that learns the limit from episodes; none: off with a `limit`, else freeze",
-            only_if=_LIMITED,
+            None, "rule that learns the limit from episodes; none: off with a `limit`, else freeze", only_if=_LIMITED
         )
         percentile: float | None = param(
             None,
@@ -129,29 +139,13 @@ class TurnControl(Method):
             only_if=[{**how, "strategy": "dynamic", "extension": None} for how in _CALIBRATED],
         )
         calibration_episodes: int = param(
-            64,
-            "number of episodes before the first calibration",
-            ge=1,
-            only_if=_CALIBRATED,
+            64, "number of episodes before the first calibration", ge=1, only_if=_CALIBRATED
         )
-        window: int = param(
-            512,
-            "number of latest episodes that count",
-            ge=1,
-            only_if=_CALIBRATED,
-        )
+        window: int = param(512, "number of latest episodes that count", ge=1, only_if=_CALIBRATED)
         update_every: int = param(
-            10,
-            "number of batches between two calibrations",
-            ge=1,
-            only_if={**_LIMITED, "calibration": "rolling"},
+            10, "number of batches between two calibrations", ge=1, only_if={**_LIMITED, "calibration": "rolling"}
         )
-        min_turns: int = param(
-            1,
-            "smallest limit that the calibration sets",
-            ge=1,
-            only_if=_CALIBRATED,
-        )
+        min_turns: int = param(1, "smallest limit that the calibration sets", ge=1, only_if=_CALIBRATED)
         remind_from: int | None = param(
             None,
             "largest number of turns left at which the agent is reminded; none: at every turn; 0: never",
@@ -164,9 +158,7 @@ class TurnControl(Method):
             only_if={**_LIMITED, "remind_from": (None, above(0))},
         )
         extension_text: str = param(
-            EXTENSION,
-            "text for an agent that gets {extension} more turns; empty: no text",
-            only_if=_EXTENDED,
+            EXTENSION, "text for an agent that gets {extension} more turns; empty: no text", only_if=_EXTENDED
         )
         unfinished: Literal["grade", "mask"] = param(
             "grade",

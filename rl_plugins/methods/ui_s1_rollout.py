@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
+from rl_plugins import Call, Generate, Idle, Method, MethodError, MethodParams, Program, Prompt, Trajectory, param
 from rl_plugins.core.redundancy import independent
-from rl_plugins.core.requests import Call, Called, Generate, Program, Prompt, Trajectory
+from rl_plugins.core.requests import Called
 from rl_plugins.methods.ui_s1.episode import ExpertStep, SemiOnlineEpisode
 
 

@@ -11,11 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, Plan, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodError, MethodParams, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 Array = NDArray[np.float64]

@@ -10,11 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, below, param
-from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout, Plan, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Groups, Idle, Method, MethodParams, Plan, Rollouts, Run, Tokens, param
+from rl_plugins.core.params import below
+from rl_plugins.core.rollouts import MAX_ROUNDS, Budget, PerRollout
 from rl_plugins.kit.priors import PriorParams, make_prior
 
 _EPS = 1e-4  # added to what advantages are divided by

@@ -9,11 +9,19 @@ from typing import Any, Literal
 
 import torch
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import PromptPool, Rollouts, Run, Tokens
+from rl_plugins import (
+    ConfigError,
+    Groups,
+    Method,
+    MethodError,
+    MethodParams,
+    PromptPool,
+    Rollouts,
+    Run,
+    StateError,
+    Tokens,
+    param,
+)
 from rl_plugins.kit.evidence import SMALL, Counts
 from rl_plugins.kit.thompson import SCORES, best_draws
 

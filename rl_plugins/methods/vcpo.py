@@ -9,11 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.groups import Groups, places
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Rows, Shape, Terms, Tokens, Update
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Rows, Shape, Terms, Tokens, Update, param
+from rl_plugins.core.groups import places
 
 Aggregate = Literal["mean", "median", "winsorized"]
 LOWER, UPPER = 0.05, 0.95  # quantiles of `winsorized`

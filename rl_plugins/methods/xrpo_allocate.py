@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar, Plan, Run
+from rl_plugins import ConfigError, Idle, Method, MethodParams, Plan, Run, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar
 
 Array = NDArray[np.float64]
 

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts, Shape, Tokens
+from rl_plugins import Groups, Idle, Method, MethodError, MethodParams, Rollouts, Shape, Tokens, param
+from rl_plugins.core.params import above
 
 
 class XrpoNovelty(Method):

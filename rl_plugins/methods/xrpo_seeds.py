@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Budget, GroupSoFar, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins.core.rollouts import Budget, GroupSoFar
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import fill, media_of, prompt_text, with_task
 from rl_plugins.methods.xrpo.similarity import tfidf_cosine, words

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, StateError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import Is, MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, param
+from rl_plugins.core.params import Is
 from rl_plugins.kit.evidence import History, settled_bins
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
+from rl_plugins import Groups
 
 Z_FLOOR, Z_LIMIT = 1e-3, 3.0
 

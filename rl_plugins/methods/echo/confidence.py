@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rl_plugins.core.rollouts import Tokens
+from rl_plugins import Tokens
 
 
 def confidence(tokens: Tokens) -> Tensor:

@@ -5,12 +5,4 @@ from __future__ import annotations
 from rl_plugins.methods.fission_grpo.calls import ToolCall, as_calls, correctness, leaks, read_calls, simulate
 from rl_plugins.methods.fission_grpo.method import FissionGrpo
 
-__all__ = [
-    "FissionGrpo",
-    "ToolCall",
-    "as_calls",
-    "correctness",
-    "leaks",
-    "read_calls",
-    "simulate",
-]
+__all__ = ["FissionGrpo", "ToolCall", "as_calls", "correctness", "leaks", "read_calls", "simulate"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams
-from rl_plugins.core.requests import BranchOrigin, Generate, Program, Prompt
-from rl_plugins.core.rollouts import Plan
+from rl_plugins import Generate, Idle, Method, MethodParams, Plan, Program, Prompt
+from rl_plugins.core.requests import BranchOrigin
 from rl_plugins.methods.latr.params import LatrParams
 from rl_plugins.methods.latr.tree import grow
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins import ConfigError, MethodParams, param
+from rl_plugins.core.params import GIVEN
 from rl_plugins.methods.latr.similarity import common_subsequence, edit_distance, suffix_match
 
 
@@ -29,8 +29,7 @@ class LatrParams(MethodParams):
         0.15, "distance from the most likely token's probability that `rel_test` compares with", ge=0, le=1
     )
     rel_test: Literal["close", "far"] = param(
-        "close",
-        "required distance: close, below tau_rel; far, above tau_rel (the code before January 2026)",
+        "close", "required distance: close, below tau_rel; far, above tau_rel (the code before January 2026)"
     )
     lookahead: tuple[int, ...] = param(
         (20, 30, 50),

@@ -11,8 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.requests import UNKNOWN, BranchOrigin, Generate, Generated, Kind, Prompt, Pruned, Trajectory
+from rl_plugins import Generate, MethodError, Prompt, Trajectory
+from rl_plugins.core.requests import UNKNOWN, BranchOrigin, Generated, Kind, Pruned
 from rl_plugins.methods.latr.params import LatrParams
 
 

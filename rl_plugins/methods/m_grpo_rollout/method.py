@@ -10,12 +10,11 @@ from typing import Any, Literal
 
 from torch import Tensor, tensor
 
-from rl_plugins.core.errors import ConfigError, shown
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
+from rl_plugins import Call, ConfigError, Generate, Method, MethodParams, Program, Prompt, Rollouts, param
+from rl_plugins.core.errors import shown
+from rl_plugins.core.params import GIVEN
 from rl_plugins.core.redundancy import independent
-from rl_plugins.core.requests import Call, Called, Generate, Program, Prompt
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins.core.requests import Called
 from rl_plugins.methods.m_grpo_rollout.team import Team
 from rl_plugins.tools.messages.contracts import Contract
 from rl_plugins.tools.messages.guard import LineageGuard

@@ -7,7 +7,8 @@ import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from rl_plugins.core.requests import Call, Called, Generate, Prompt, Trajectory
+from rl_plugins import Call, Generate, Prompt, Trajectory
+from rl_plugins.core.requests import Called
 from rl_plugins.tools.messages.contracts import Contract, Contracts
 from rl_plugins.tools.messages.guard import GuardDecision, LineageGuard
 from rl_plugins.tools.messages.lineage import TAG

@@ -20,11 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, StateError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, param
-from rl_plugins.core.rollouts import Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Groups, Method, MethodParams, Rollouts, Run, StateError, Tokens, param
 from rl_plugins.kit.evidence import Counts
 from rl_plugins.kit.priors import Column
 

@@ -11,10 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, MethodError, StateError, shown
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Budget, Plan, PromptPool, Rollouts, Run
+from rl_plugins import (
+    ConfigError,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Plan,
+    PromptPool,
+    Rollouts,
+    Run,
+    StateError,
+    param,
+)
+from rl_plugins.core.errors import shown
+from rl_plugins.core.params import above
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.priors import cell
 from rl_plugins.kit.services import number
 from rl_plugins.methods.ps_grpo.texts import Ids, Matrix, Texts, Vocabulary

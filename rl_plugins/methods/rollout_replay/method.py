@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import MethodParams, below, param
-from rl_plugins.core.rollouts import Completion, Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins import (
+    Completion,
+    Groups,
+    Idle,
+    Method,
+    MethodError,
+    MethodParams,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Tokens,
+    param,
+)
+from rl_plugins.core.params import below
 from rl_plugins.methods.rollout_replay.buffer import Buffer
 
 REPLAYS = {"fresh_share": below(1)}

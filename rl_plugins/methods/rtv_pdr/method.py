@@ -8,10 +8,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, above, param
-from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Trajectory, together
+from rl_plugins import (
+    Call,
+    ConfigError,
+    Generate,
+    Idle,
+    Method,
+    MethodParams,
+    Program,
+    Prompt,
+    Score,
+    Trajectory,
+    param,
+)
+from rl_plugins.core.params import GIVEN, above
+from rl_plugins.core.requests import Called, Generated, together
 from rl_plugins.kit.agents import play
 from rl_plugins.kit.agents.environment import check_environment
 from rl_plugins.kit.services import fill, prompt_text, with_task
@@ -87,9 +98,7 @@ class RtvPdr(Method):
         )
         training: Literal["plain", "refined", "hard"] = param("plain", "kind of training rollouts")
         hard_below: float = param(
-            0.0,
-            "largest reward of a prompt's rollouts at which it gets another wave",
-            only_if={"training": "hard"},
+            0.0, "largest reward of a prompt's rollouts at which it gets another wave", only_if={"training": "hard"}
         )
         environment: Callable[..., Any] | None = param(
             None,

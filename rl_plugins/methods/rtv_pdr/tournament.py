@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_plugins.core.errors import ConfigError
+from rl_plugins import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,12 +10,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError
-from rl_plugins.core.losses import ppo_clip
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.requests import Call, Called, Generate, Generated, Program, Prompt, Score, Scored, Trajectory
-from rl_plugins.core.rollouts import Rollouts, Shape, Terms, Tokens
+from rl_plugins import (
+    Call,
+    ConfigError,
+    Generate,
+    Idle,
+    Method,
+    MethodParams,
+    Program,
+    Prompt,
+    Rollouts,
+    Score,
+    Shape,
+    Terms,
+    Tokens,
+    Trajectory,
+    param,
+    ppo_clip,
+)
+from rl_plugins.core.params import GIVEN
+from rl_plugins.core.requests import Called, Generated, Scored
 from rl_plugins.methods.scope.steps import checked_scores, first_wrong, split_steps, tokens_before
 
 _COLUMN = "scope_foreign"  # 1 for tokens of the corrector

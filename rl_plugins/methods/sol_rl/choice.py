@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.groups import Groups
+from rl_plugins import Groups
 
 Mode = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
 

@@ -6,14 +6,4 @@ from rl_plugins.methods.swarm_sapo.exchange import Exchange, Files, Folder, Http
 from rl_plugins.methods.swarm_sapo.method import SwarmSapo
 from rl_plugins.methods.swarm_sapo.packages import Package, Schema, read_packages
 
-__all__ = [
-    "Exchange",
-    "Files",
-    "Folder",
-    "Http",
-    "Package",
-    "Schema",
-    "SwarmSapo",
-    "open_exchange",
-    "read_packages",
-]
+__all__ = ["Exchange", "Files", "Folder", "Http", "Package", "Schema", "SwarmSapo", "open_exchange", "read_packages"]

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from rl_plugins.core.errors import ConfigError, shown
+from rl_plugins import ConfigError
+from rl_plugins.core.errors import shown
 from rl_plugins.kit.services import bearer
 
 MOST_NAMES = 16 << 20  # bytes of a listing that are read

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_plugins.core.errors import MethodError
+from rl_plugins import MethodError
 from rl_plugins.kit.services import Failure, Service
 from rl_plugins.methods.swarm_sapo.exchange import Exchange
 from rl_plugins.methods.swarm_sapo.packages import is_whole, sender_of

@@ -12,11 +12,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import ConfigError, shown
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, Is, MethodParams, above, param
+from rl_plugins import (
+    Completion,
+    ConfigError,
+    Idle,
+    Method,
+    MethodParams,
+    Plan,
+    PlanRow,
+    Rollouts,
+    Run,
+    Shape,
+    Tokens,
+    param,
+)
+from rl_plugins.core.errors import shown
+from rl_plugins.core.params import GIVEN, Is, above
 from rl_plugins.core.requests import Chat
-from rl_plugins.core.rollouts import Budget, Completion, Plan, PlanRow, Rollouts, Run, Shape, Tokens
+from rl_plugins.core.rollouts import Budget
 from rl_plugins.kit.services import media_of
 from rl_plugins.methods.swarm_sapo.choice import chosen
 from rl_plugins.methods.swarm_sapo.exchange import Exchange, open_exchange

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_plugins.core.errors import MethodError
+from rl_plugins import MethodError
 from rl_plugins.kit.services import Failure, NotAsked, Service, failures, fill
 from rl_plugins.methods.training_free_grpo import library, texts
 
@@ -39,11 +39,7 @@ class Advisor:
         self, params: Any, ask: Callable[[str], Any], log: Callable[..., None], warn: Callable[[str], None]
     ) -> None:
         self.params, self._log, self._warn = params, log, warn
-        options = {
-            "timeout": params.llm_timeout,
-            "retries": params.llm_retries,
-            "concurrency": params.llm_concurrency,
-        }
+        options = {"timeout": params.llm_timeout, "retries": params.llm_retries, "concurrency": params.llm_concurrency}
         name = "the language model"
         self._texts = Service(ask, name, answer=_reply, **options)
         self._operations = Service(ask, name, answer=lambda x: library.parse_operations(_reply(x)), **options)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError, shortened
+from rl_plugins import ConfigError
+from rl_plugins.core.errors import shortened
 
 FORMAT = 1
 CHARACTERS = 16  # a word of a text may have on average

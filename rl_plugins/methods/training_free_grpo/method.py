@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_plugins.core.errors import ConfigError, MethodError
-from rl_plugins.core.method import Idle, Method
-from rl_plugins.core.params import GIVEN, MethodParams, param
-from rl_plugins.core.rollouts import Plan, PlanRow, Rollouts, Run, Tokens
+from rl_plugins import ConfigError, Idle, Method, MethodError, MethodParams, Plan, PlanRow, Rollouts, Run, Tokens, param
+from rl_plugins.core.params import GIVEN
 from rl_plugins.kit.services import ChatEndpoint, fill, prompt_text, with_task
 from rl_plugins.methods.training_free_grpo import library, texts
 from rl_plugins.methods.training_free_grpo.advisor import HIDDEN, Advisor, Attempt

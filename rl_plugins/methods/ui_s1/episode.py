@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_plugins.core.errors import MethodError
+from rl_plugins import MethodError
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rl_plugins.core.errors import MethodError
-from rl_plugins.core.groups import Groups
-from rl_plugins.core.method import Method
-from rl_plugins.core.params import MethodParams, above, param
-from rl_plugins.core.rollouts import Rollouts
+from rl_plugins import Groups, Method, MethodError, MethodParams, Rollouts, param
+from rl_plugins.core.params import above
 from rl_plugins.kit.agents.turns import joint, normalized
 
 

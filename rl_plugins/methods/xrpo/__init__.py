@@ -3,7 +3,7 @@ answers."""
 
 from __future__ import annotations
 
-from rl_plugins.core.method import Bundle
+from rl_plugins import Bundle
 
 XRPO = Bundle(
     "xrpo",
