@@ -1,4 +1,4 @@
-"""`compare --attribute`: the arms are the cube, and the table says what was planted."""
+"""`compare --attribute`: the variants are the cube, and the table says what was planted."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ BROUGHT = {"grpo": 0.2, "vade": 0.3, "mc_grpo": 0.25, "vade+mc_grpo": 0.45}
 
 
 def logged(tmp_path, values=BROUGHT, seeds=(0, 1, 2)):
-    comparison = plan(tmp_path, CUBE.arms, seeds=seeds)
+    comparison = plan(tmp_path, CUBE.variants, seeds=seeds)
     fake_logs(comparison, {label: {s: [v + 0.1 * s] * 10 for s in seeds} for label, v in values.items()})
     return comparison
 
 
-def test_the_arms_are_all_subsets():
-    assert Cube(("a", "b", "c")).arms == ["a", "b", "c", "a+b", "a+c", "b+c", "a+b+c"]
-    with pytest.raises(ConfigError, match="6 methods, which are 64 arms. Name at most 5.* 4 pairs .* at most 42 arms"):
+def test_the_variants_are_all_subsets():
+    assert Cube(("a", "b", "c")).variants == ["a", "b", "c", "a+b", "a+c", "b+c", "a+b+c"]
+    with pytest.raises(
+        ConfigError, match="6 methods, which are 64 variants. Name at most 5.* 4 pairs .* at most 42 variants"
+    ):
         Cube(tuple("abcdef"))
     with pytest.raises(ConfigError, match="names a twice"):
         Cube(("a", "a"))
@@ -42,10 +44,10 @@ def test_a_sample_of_the_cube_for_many_methods(tmp_path):
     """Seven methods have 128 subsets; two pairs of orders need at most 26 of them, and the values still sum up."""
     names = ("vade", "mc_grpo", "d3s", "minpro", "brorl", "vcpo", "reward_audit")
     cube = Cube(names, 2)
-    assert "+".join(names) in cube.arms and 20 < len(cube.arms) <= 25
+    assert "+".join(names) in cube.variants and 20 < len(cube.variants) <= 25
     worth = dict(zip(names, (0.1, 0.2, 0.0, -0.1, 0.05, 0.0, 0.3), strict=True))
-    values = {label: sum(worth[n] for n in label.split("+")) for label in cube.arms} | {"grpo": 0.0}
-    comparison = plan(tmp_path, cube.arms)
+    values = {label: sum(worth[n] for n in label.split("+")) for label in cube.variants} | {"grpo": 0.0}
+    comparison = plan(tmp_path, cube.variants)
     fake_logs(comparison, {label: {s: [v + 0.1 * s] * 10 for s in (0, 1, 2)} for label, v in values.items()})
     found = attributed(report.summarize(comparison, ["reward"]), cube, "reward")
     assert {n: of["value"] for n, of in found["methods"].items()} == pytest.approx(worth)
@@ -102,8 +104,8 @@ def test_what_was_planted_is_found(tmp_path):
 def test_one_seed_has_no_interval_and_a_missing_metric_is_told(tmp_path):
     summary = report.summarize(logged(tmp_path, seeds=(0,)), ["reward"])
     assert "| vade | +0.150 |" in table(attributed(summary, CUBE, "reward"))
-    del summary["arms"]["vade"]["metrics"]["reward"]
-    with pytest.raises(ConfigError, match="The arm vade has not logged reward"):
+    del summary["variants"]["vade"]["metrics"]["reward"]
+    with pytest.raises(ConfigError, match="The variant vade has not logged reward"):
         attributed(summary, CUBE, "reward")
 
 
@@ -116,7 +118,7 @@ def test_the_command_prints_it_after_the_runs(tmp_path, monkeypatch, capsys):
     assert json.loads((comparison.out / "attribution.json").read_text())["total"] == pytest.approx(0.25)
 
 
-def test_dry_run_names_every_arm(tmp_path):
+def test_dry_run_names_every_variant(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("max_steps: 2\n")
     words = ["compare", str(config), *METHODS, "--attribute", "--seeds", "1", "--dry-run", "--out", str(tmp_path / "o")]

@@ -20,12 +20,12 @@ from scipy import stats
 from rl_plugins.commands import bench
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains, combine, figures, page, published, runs, search, summary
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import CELLS, METRICS, cell_of
 from rl_plugins.lab.bench.claims import LOOKS, PaperClaim
 from rl_plugins.lab.bench.differences import at_budget, difference
 from rl_plugins.lab.bench.results import BenchRun, Results, is_current
 from rl_plugins.lab.bench.runs import Waiting, run_missing
+from rl_plugins.lab.bench.tasks import METRICS, TASKS, task_of
+from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.bench.verdicts import decide, matrix
 
 # ---- tasks
@@ -83,44 +83,44 @@ def test_noise_turns_its_share_of_the_rewards_around():
 
 
 def test_splits_share_no_prompt_and_the_unsolvable_share_is_kept():
-    mix = CELLS["difficulty=unsolvable"].mix
+    mix = TASKS["difficulty=unsolvable"].mix
     train, held_out = (chains.build_rows(mix, 400, 0, split) for split in ("train", "held_out"))
     assert not {r["chain"] for r in train} & {r["chain"] for r in held_out}
     assert abs(np.mean([r["task"] == "unsolvable" for r in train]) - 0.7) < 0.1
 
 
-def test_every_cell_has_a_config_and_its_rewards_exist(tmp_path):
-    for cell in CELLS.values():
-        values = cell.config(tmp_path, tmp_path)
+def test_every_task_has_a_config_and_its_rewards_exist(tmp_path):
+    for task in TASKS.values():
+        values = task.config(tmp_path, tmp_path)
         assert values["max_steps"] % values["eval_steps"] == 0
         for name in values["reward_funcs"]:
             if name.startswith("rl_plugins.lab.bench.chains."):
                 assert callable(getattr(chains, name.rpartition(".")[2]))
-        assert cell.metric in METRICS
+        assert task.metric in METRICS
 
 
 def test_rloo_plays_no_environments(tmp_path):
     with pytest.raises(ConfigError, match="RLOO plays no environments, so rloo does not run in agents=states"):
         bench._wanted(["rloo"], ["agents=states"], [], range(2))  # before anything is trained
-    kept = BenchArm.of("rloo@beta=0.1").config(CELLS["neutral"], CELLS["neutral"].config(tmp_path, tmp_path))
+    kept = BenchVariant.of("rloo@beta=0.1").config(TASKS["neutral"], TASKS["neutral"].config(tmp_path, tmp_path))
     assert kept["beta"] == 0.1 and not {"methods", "count_costs", "loss_type"} & set(kept)
 
 
-def test_words_that_are_no_cell_and_no_option():
-    with pytest.raises(ConfigError, match="no cell 'noise=7'"):
-        cell_of("noise=7")
+def test_words_that_are_no_task_and_no_option():
+    with pytest.raises(ConfigError, match="no task 'noise=7'"):
+        task_of("noise=7")
     with pytest.raises(ConfigError, match="is no option"):
-        BenchArm.of("grpo@fast")
+        BenchVariant.of("grpo@fast")
     with pytest.raises(ConfigError, match="mc_grpoo"):
-        BenchArm.of("mc_grpoo")
-    assert BenchArm.of("mc_grpo@learning_rate=1e-3,beta=0.04").options == {"learning_rate": 1e-3, "beta": 0.04}
+        BenchVariant.of("mc_grpoo")
+    assert BenchVariant.of("mc_grpo@learning_rate=1e-3,beta=0.04").options == {"learning_rate": 1e-3, "beta": 0.04}
 
 
 # ---- verdicts
 
 
-def made(cell: str, arm: str, seed: int, values, tokens=100.0, name="eval_rewards/right/mean") -> BenchRun:
-    run = BenchRun.of(cell, arm, seed, [], 10.0, "error")
+def made(task: str, variant: str, seed: int, values, tokens=100.0, name="eval_rewards/right/mean") -> BenchRun:
+    run = BenchRun.of(task, variant, seed, [], 10.0, "error")
     run.record["error"] = ""
     points = [
         ({"steps": 10.0 * i, "rows_trained": 640.0 * i, "tokens_decoded": tokens * i, "seconds": 1.0 * i}, float(v))
@@ -131,20 +131,20 @@ def made(cell: str, arm: str, seed: int, values, tokens=100.0, name="eval_reward
     return run
 
 
-def pairs(effect: float, spread: float, seeds: int = 8, arm: str = "mc_grpo", cell: str = "neutral") -> Results:
+def pairs(effect: float, spread: float, seeds: int = 8, variant: str = "mc_grpo", task: str = "neutral") -> Results:
     rng = np.random.default_rng(0)
     results = Results()
     noise = rng.normal(size=seeds)
     noise = (noise - noise.mean()) / noise.std(ddof=1) * spread
     for seed in range(seeds):
         base = 0.5 + 0.05 * rng.normal()
-        results.add(made(cell, "grpo", seed, [0.2, base, base]))
-        results.add(made(cell, arm, seed, [0.2, base + effect + noise[seed], base + effect + noise[seed]]))
+        results.add(made(task, "grpo", seed, [0.2, base, base]))
+        results.add(made(task, variant, seed, [0.2, base + effect + noise[seed], base + effect + noise[seed]]))
     return results
 
 
 def claim(**given) -> PaperClaim:
-    return PaperClaim(**{"method": "mc_grpo", "says": "It helps.", "cell": "neutral", **given})
+    return PaperClaim(**{"method": "mc_grpo", "says": "It helps.", "task": "neutral", **given})
 
 
 def test_a_difference_is_students_interval_of_the_pairs():
@@ -180,10 +180,10 @@ def test_many_claims_need_more_than_one():
     """p of this effect alone is small enough, among 30 empty ones it is not."""
     results = pairs(0.035, 0.03)
     assert decide(results, [claim()])[0].verdict == "confirmed"
-    empty = pairs(0.0, 0.03, cell="group=2")
+    empty = pairs(0.0, 0.03, task="group=2")
     for run in empty.runs.values():
         results.add(run)
-    many = [claim(), *[claim(cell="group=2", least=1e-9) for _ in range(30)]]
+    many = [claim(), *[claim(task="group=2", least=1e-9) for _ in range(30)]]
     assert {found.verdict for found in decide(results, many)} == {"undecided"}
 
 
@@ -192,7 +192,7 @@ def test_a_claim_that_is_not_tested_and_one_that_failed():
     for seed in range(8):
         results.add(BenchRun.of("noise=10", "mc_grpo", seed, [], 3.0, "ValueError: it broke"))
         results.add(made("noise=10", "grpo", seed, [0.2, 0.3, 0.4]))
-    told = decide(results, [claim(cell="noise=10"), claim(cell="", untested="It needs a large model.")])
+    told = decide(results, [claim(task="noise=10"), claim(task="", untested="It needs a large model.")])
     assert [(t.verdict, t.error) for t in told] == [("failed", "ValueError: it broke"), ("not tested", "")]
 
 
@@ -206,24 +206,24 @@ def test_a_claim_that_is_not_tested_and_one_that_failed():
         (0.1, "grpo", (0.0, 0.02), "confirmed"),
     ],
 )
-def test_the_arm_that_lost_gets_another_learning_rate(effect, lost, rates, verdict):
+def test_the_variant_that_lost_gets_another_learning_rate(effect, lost, rates, verdict):
     results, c = pairs(effect, 0.03), claim()
     (first,) = decide(results, [c])
     assert first.lost == lost and not first.tuned
     names = search.rates("neutral", lost)
     assert names == [f"{lost}@learning_rate=1e-4", f"{lost}@learning_rate=3e-4"]
     wanted = search.missing(results, c, lost, range(8))
-    assert {w.seed for w in wanted} == {100, 101, 102} and {w.arm for w in wanted} == {lost, *names}
+    assert {w.seed for w in wanted} == {100, 101, 102} and {w.variant for w in wanted} == {lost, *names}
     gains = dict(zip([lost, *names], (0.0, *rates), strict=True))
     for w in wanted:
-        results.add(made(w.cell, w.arm, w.seed, [0.2, 0.5 + gains[w.arm], 0.5 + gains[w.arm]]))
+        results.add(made(w.task, w.variant, w.seed, [0.2, 0.5 + gains[w.variant], 0.5 + gains[w.variant]]))
     best = max(gains, key=gains.__getitem__)
     assert search.best(results, c, lost) == best
     then = search.missing(results, c, lost, range(8))
-    assert {(w.arm, w.seed) for w in then} == ({(best, s) for s in range(8)} if best != lost else set())
+    assert {(w.variant, w.seed) for w in then} == ({(best, s) for s in range(8)} if best != lost else set())
     for w in then:
         value = results.runs["neutral", lost, w.seed].curves["reward"][-1][1] + gains[best]
-        results.add(made(w.cell, w.arm, w.seed, [0.2, value, value]))
+        results.add(made(w.task, w.variant, w.seed, [0.2, value, value]))
     (found,) = decide(results, [c])
     assert found.verdict == verdict and found.tuned == best
     if best != lost:
@@ -233,20 +233,20 @@ def test_the_arm_that_lost_gets_another_learning_rate(effect, lost, rates, verdi
 
 def test_the_page_tells_when_a_confirmed_difference_is_small():
     told = {"verdict": "confirmed", "mean": 0.01, "low": 0.005, "high": 0.015, "seeds": 8, "least": 0.02}
-    told |= {"cell": "neutral", "metric": "right", "budget": "steps", "method": "mc_grpo", "than": "grpo"}
+    told |= {"task": "neutral", "metric": "right", "budget": "steps", "method": "mc_grpo", "than": "grpo"}
     assert "less than the 0.02 that matter" in page.claim_row(told)
     assert "that matter" not in page.claim_row({**told, "mean": 0.03})
     searched = {**told, "lost": "grpo", "tuned": "grpo"}
     assert "learning rate of `grpo` searched: none was better" in page.claim_row(searched)
 
 
-def test_an_arm_that_names_its_learning_rate_is_not_searched():
+def test_an_variant_that_names_its_learning_rate_is_not_searched():
     assert search.rates("neutral", "grpo@learning_rate=1e-3") == []
     assert search.rates("neutral", "grpo@beta=0.04")[1] == "grpo@beta=0.04,learning_rate=3e-4"
 
 
-def test_equal_budgets_are_read_where_the_dearer_arm_ends():
-    """The second arm decodes twice the tokens per step: at equal tokens it is read where the first one ends."""
+def test_equal_budgets_are_read_where_the_dearer_variant_ends():
+    """The second variant decodes twice the tokens per step: at equal tokens it is read where the first one ends."""
     curve = [0.0, 0.1, 0.2, 0.3, 0.4]
     results = Results()
     for seed in range(8):
@@ -261,9 +261,13 @@ def test_equal_budgets_are_read_where_the_dearer_arm_ends():
 
 def test_the_matrix_marks_what_differs():
     results = pairs(0.1, 0.03)
-    for more in (pairs(-0.1, 0.03, arm="gdpo"), pairs(0.0, 0.03, arm="vade"), pairs(0.3, 0.03, 4, arm="drpo")):
+    for more in (
+        pairs(-0.1, 0.03, variant="gdpo"),
+        pairs(0.0, 0.03, variant="vade"),
+        pairs(0.3, 0.03, 4, variant="drpo"),
+    ):
         for run in more.runs.values():
-            results.add(run) if run.record["arm"] != "grpo" else None
+            results.add(run) if run.record["variant"] != "grpo" else None
     for seed in range(8):  # the same baseline for all
         results.add(pairs(0.1, 0.03).runs["neutral", "grpo", seed])
     found = matrix(results, ["mc_grpo", "gdpo", "vade", "drpo"])
@@ -272,8 +276,8 @@ def test_the_matrix_marks_what_differs():
     assert ("mc_grpo", "noise=10") not in found
 
 
-def test_a_claim_needs_a_cell_or_a_reason():
-    for fields in ({"cell": ""}, {"untested": "no"}, {"cell": "nowhere"}, {"metric": "beauty"}, {"budget": "euros"}):
+def test_a_claim_needs_a_task_or_a_reason():
+    for fields in ({"task": ""}, {"untested": "no"}, {"task": "nowhere"}, {"metric": "beauty"}, {"budget": "euros"}):
         with pytest.raises(ConfigError, match="mc_grpo"):
             claim(**fields)
 
@@ -299,8 +303,8 @@ def test_results_of_other_settings_are_made_again(monkeypatch):
     results = pairs(0.1, 0.03)
     run = results.runs["neutral", "mc_grpo", 0]
     assert is_current(run) and results.has("neutral", "mc_grpo", 0)
-    changed = dataclasses.replace(CELLS["neutral"], prompts=7)
-    monkeypatch.setitem(CELLS, "neutral", changed)  # type: ignore[arg-type]
+    changed = dataclasses.replace(TASKS["neutral"], prompts=7)
+    monkeypatch.setitem(TASKS, "neutral", changed)  # type: ignore[arg-type]
     assert not is_current(run) and not results.has("neutral", "mc_grpo", 0)
     assert results.seeds("neutral", "mc_grpo") == [], "and are compared with nothing"
 
@@ -310,14 +314,14 @@ def test_the_summary_that_the_package_carries():
     (place,) = told["matrix"]
     assert place["mark"] == "better" and place["mean"] == pytest.approx(0.1) and told["runs"] == 16
     assert told["costs"] == [
-        {"arm": "mc_grpo", "cell": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
+        {"variant": "mc_grpo", "task": "neutral", "rows_trained": 1.0, "tokens_decoded": 1.0, "seconds": 1.0}
     ]
     assert published.ours().keys() == told.keys()
 
 
 def test_every_method_with_a_claim_has_its_curves(tmp_path):
     """Also where a run logged a value less often than the others, and where a metric was not logged."""
-    results = pairs(0.1, 0.03, arm="fapo")
+    results = pairs(0.1, 0.03, variant="fapo")
     del results.runs["neutral", "fapo", 0].curves["eval_rewards/right/mean"][1]
     told = summary.summary(results)
     assert published.methods_run(told) == ["fapo"]
@@ -341,12 +345,12 @@ def short_policy(tmp_path_factory):
 
 
 def test_real_runs(tmp_path, short_policy, capfd):
-    """Two arms and one that fails: curves in every currency, the same again bit for bit, nothing made twice."""
+    """Two variants and one that fails: curves in every cost unit, the same again bit for bit, nothing made twice."""
     few = "max_steps=2,eval_steps=1,max_completion_length=4,per_device_train_batch_size=16"
-    arms = [f"grpo@{few}", f"mc_grpo@{few}", f"grpo@{few},loss_type=none", f"rloo@{few}"]
-    wanted = [Waiting("neutral", arm, 3) for arm in arms]
+    variants = [f"grpo@{few}", f"mc_grpo@{few}", f"grpo@{few},loss_type=none", f"rloo@{few}"]
+    wanted = [Waiting("neutral", variant, 3) for variant in variants]
     results = run_missing(wanted, tmp_path / "a", 2, lambda _: short_policy)
-    grpo, ours_, failed, rloo = (results.runs["neutral", arm, 3] for arm in arms)
+    grpo, ours_, failed, rloo = (results.runs["neutral", variant, 3] for variant in variants)
     assert (
         failed.error == "ValueError: Unknown loss type: none"
         and not failed.curves
@@ -365,7 +369,7 @@ def test_real_runs(tmp_path, short_policy, capfd):
     again = run_missing(wanted, tmp_path / "a", 2, lambda _: pytest.fail("nothing is missing"))
     assert again.runs.keys() == results.runs.keys()
     other = run_missing(wanted[:1], tmp_path / "b", 1, lambda _: short_policy)
-    values = [[v for _, v in r.runs["neutral", arms[0], 3].curves["reward"]] for r in (results, other)]
+    values = [[v for _, v in r.runs["neutral", variants[0], 3].curves["reward"]] for r in (results, other)]
     assert values[0] == values[1]
 
 
@@ -415,31 +419,31 @@ def test_stacks_grow_while_that_helps_and_are_confirmed_on_other_seeds(monkeypat
     def run(wanted):
         asked.extend(wanted)
         for w in wanted:
-            names = [] if w.arm.partition("@")[0] in ("grpo", "dr_grpo") else w.arm.split("+")
-            noise = 0.001 * random.Random(f"{w.arm}{w.seed}").random()
-            value = 0.3 + sum(truth[n] for n in names) + noise + 0.02 * (w.arm == "grpo@beta=0.04")
-            results.add(made(w.cell, w.arm, w.seed, [0.2, value, value]))
+            names = [] if w.variant.partition("@")[0] in ("grpo", "dr_grpo") else w.variant.split("+")
+            noise = 0.001 * random.Random(f"{w.variant}{w.seed}").random()
+            value = 0.3 + sum(truth[n] for n in names) + noise + 0.02 * (w.variant == "grpo@beta=0.04")
+            results.add(made(w.task, w.variant, w.seed, [0.2, value, value]))
         return results
 
     found = combine.grow("neutral", ["mc_grpo", "gdpo", "vade"], run)
     assert found == ["vade", "gdpo"], "then mc_grpo would cost"
     assert {w.seed for w in asked} == {100, 101, 102, 103}
     assert combine.tuned(results, "neutral") == "grpo@beta=0.04"
-    arm = "+".join(found)
-    run([Waiting("neutral", a, s) for a in (arm, "grpo", "grpo@beta=0.04") for s in combine.CONFIRM])
+    variant = "+".join(found)
+    run([Waiting("neutral", a, s) for a in (variant, "grpo", "grpo@beta=0.04") for s in combine.CONFIRM])
     (told,) = combine.stacks(results)
-    assert told["arm"] == arm and told["grpo"]["mean"] == pytest.approx(0.15, abs=0.002)
+    assert told["variant"] == variant and told["grpo"]["mean"] == pytest.approx(0.15, abs=0.002)
     assert told["tuned"]["mean"] == pytest.approx(0.13, abs=0.002) and told["tuned"]["seeds"] == 8
-    assert results.seeds("neutral", arm) == [], "the matrix does not see the search"
+    assert results.seeds("neutral", variant) == [], "the matrix does not see the search"
     assert not combine.composes("mc_grpo+gdpo"), "two that replace the advantages"
 
 
 def test_what_each_method_brought():
     results = Results()
-    for arm in combine.subsets(["vade", "gdpo", "minpro"]):
+    for variant in combine.subsets(["vade", "gdpo", "minpro"]):
         for seed in range(8):
-            value = 0.3 + 0.1 * ("vade" in arm) + 0.06 * ("gdpo" in arm and "minpro" in arm)
-            results.add(made("neutral", arm, seed, [0.2, value, value]))
+            value = 0.3 + 0.1 * ("vade" in variant) + 0.06 * ("gdpo" in variant and "minpro" in variant)
+            results.add(made("neutral", variant, seed, [0.2, value, value]))
     (found,) = combine.attributions(results)
     values = {m: v["value"] for m, v in found["methods"].items()}
     assert values == pytest.approx({"vade": 0.1, "gdpo": 0.03, "minpro": 0.03}) and found["total"] == pytest.approx(
@@ -450,14 +454,14 @@ def test_what_each_method_brought():
 # ---- verl
 
 
-def test_a_cell_in_verl_has_the_numbers_of_trl(tmp_path):
+def test_a_task_in_verl_has_the_numbers_of_trl(tmp_path):
     from rl_plugins.lab.bench import verl_runs
     from rl_plugins.verl.config import compose
 
-    cell = CELLS["neutral"]
-    data = verl_runs.write_data(cell, tmp_path / "data")
-    config = compose(verl_runs.overrides(cell, data, tmp_path / "policy", tmp_path))
-    trl, rollout = cell.config(tmp_path, tmp_path), config.actor_rollout_ref.rollout
+    task = TASKS["neutral"]
+    data = verl_runs.write_data(task, tmp_path / "data")
+    config = compose(verl_runs.overrides(task, data, tmp_path / "policy", tmp_path))
+    trl, rollout = task.config(tmp_path, tmp_path), config.actor_rollout_ref.rollout
     assert rollout.n == trl["num_generations"] and config.actor_rollout_ref.actor.optim.lr == trl["learning_rate"]
     assert config.data.train_batch_size * rollout.n == trl["per_device_train_batch_size"]
     assert config.trainer.total_training_steps == trl["max_steps"]
@@ -467,7 +471,7 @@ def test_a_cell_in_verl_has_the_numbers_of_trl(tmp_path):
     right = verl_runs.compute_score("", f"={chains.solve(chain)}", chain)
     assert right["score"] == right["right"] == 1 and right["clean"] == 0
     for name in ("group=4", "agents=states", "rewards=10x"):
-        assert not verl_runs.possible(CELLS[name])
+        assert not verl_runs.possible(TASKS[name])
     with pytest.raises(ConfigError, match=r"mc_grpo in group=4 is not made in verl"):
         verl_runs.run_verl([Waiting("group=4", "mc_grpo", 0)], tmp_path / "out", tmp_path)
 

@@ -9,9 +9,9 @@ from rl_plugins.lab.bench.settings import PARAMS
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains, paraphrases
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import CELLS
 from rl_plugins.lab.bench.claims import claims
+from rl_plugins.lab.bench.tasks import TASKS
+from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.runtime import registry
 
 
@@ -27,19 +27,19 @@ def test_every_paper_has_a_claim_or_a_reason_why_none_is_tested():
     assert missing == []
 
 
-@pytest.mark.parametrize("claim", claims(), ids=lambda c: f"{c.label}-{c.cell or 'untested'}-{c.metric}-{c.budget}")
+@pytest.mark.parametrize("claim", claims(), ids=lambda c: f"{c.label}-{c.task or 'untested'}-{c.metric}-{c.budget}")
 def test_a_claim_names_what_exists(claim):
     assert claim.method in papers() and len(claim.says.split()) > 5
-    if claim.cell:
-        cell = CELLS[claim.cell]
-        arm, than = BenchArm.of(claim.label), BenchArm.of(claim.than)
-        assert arm != than
-        scores = {"score"} if cell.environment else {"right", "clean", "tidy", "steps", "solved", "length"}
+    if claim.task:
+        task = TASKS[claim.task]
+        variant, than = BenchVariant.of(claim.label), BenchVariant.of(claim.than)
+        assert variant != than
+        scores = {"score"} if task.environment else {"right", "clean", "tidy", "steps", "solved", "length"}
         assert claim.metric in scores | {"no_signal", "entropy", "tokens", "rows"}
 
 
 def test_claims_differ():
-    told = [(c.label, c.cell, c.metric, c.budget, c.than) for c in claims() if c.cell]
+    told = [(c.label, c.task, c.metric, c.budget, c.than) for c in claims() if c.task]
     assert len(set(told)) == len(told)
 
 
@@ -48,12 +48,12 @@ def test_parameters_belong_to_methods_that_exist():
         registry.select([name], {name: given})
 
 
-def test_parameters_of_one_arm():
-    arm = BenchArm.of("drpo@drpo.reward=right,beta=0.04")
-    assert arm.params == {"drpo": {"reward": "right"}} and arm.options == {"beta": 0.04}
-    assert BenchArm.of("dars@dars.n_max=16").params == {"dars": {**PARAMS["dars"], "n_max": 16}}
+def test_parameters_of_one_variant():
+    variant = BenchVariant.of("drpo@drpo.reward=right,beta=0.04")
+    assert variant.params == {"drpo": {"reward": "right"}} and variant.options == {"beta": 0.04}
+    assert BenchVariant.of("dars@dars.n_max=16").params == {"dars": {**PARAMS["dars"], "n_max": 16}}
     with pytest.raises(ConfigError, match="'dars' has parameters"):
-        BenchArm.of("drpo@dars.n_max=16")
+        BenchVariant.of("drpo@dars.n_max=16")
 
 
 @pytest.mark.parametrize("mode", ["", "f", "l"])
@@ -106,9 +106,9 @@ def test_a_mistake_is_told_by_the_number_of_its_step():
     assert said == ["wrong 1", "wrong 2", "wrong 3"]
 
 
-def test_agents_keep_the_parameters_of_an_arm():
-    arm = BenchArm.of("turn_control")
-    params = arm.config(CELLS["agents=tools"], {})["method_params"]["turn_control"]
+def test_agents_keep_the_parameters_of_an_variant():
+    variant = BenchVariant.of("turn_control")
+    params = variant.config(TASKS["agents=tools"], {})["method_params"]["turn_control"]
     assert params["strategy"] == "fixed" and params["environment"].endswith(":Calculator")
-    plain = BenchArm.of("grpo").config(CELLS["agents=tools"], {})["method_params"]["turn_control"]
+    plain = BenchVariant.of("grpo").config(TASKS["agents=tools"], {})["method_params"]["turn_control"]
     assert plain["strategy"] == "unlimited"

@@ -15,7 +15,7 @@ from rl_plugins.commands.cli import app
 from rl_plugins.commands.compare import parse_seeds
 from rl_plugins.core.errors import ConfigError, RLPluginsError
 from rl_plugins.lab.compare import costs, report
-from rl_plugins.lab.compare.plan import make_plan, parse_arms
+from rl_plugins.lab.compare.plan import make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
 from rl_plugins.lab.compare.trl import Trl
 
@@ -24,7 +24,7 @@ def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
     """Logs as a trainer writes them: `values[label][seed]` is a list of rewards, `tokens[label]` tokens per step."""
     for run in comparison.runs:
         run.folder.mkdir(parents=True, exist_ok=True)
-        label, rewards = run.arm.label, values[run.arm.label][run.seed]
+        label, rewards = run.variant.label, values[run.variant.label][run.seed]
         lines = [{"step": 0, "max_steps": steps, "seconds": 0.0, "started": 1.0}]
         for i, v in enumerate(rewards, 1):
             line = {"step": i, "max_steps": steps, "seconds": float(i), "reward": v}
@@ -48,13 +48,13 @@ def fake_logs(comparison, values, tokens=None, evals=None, parts=(), steps=10):
 
 def plan(tmp_path, methods=("mc_grpo",), seeds=(0, 1, 2), extra=(), **kwargs):
     return make_plan(
-        Trl("max_steps: 10\n", tuple(extra)), parse_arms(methods, "grpo"), seeds, tmp_path / "out", **kwargs
+        Trl("max_steps: 10\n", tuple(extra)), parse_variants(methods, "grpo"), seeds, tmp_path / "out", **kwargs
     )
 
 
-def test_every_arm_gets_every_seed_and_the_same_config(tmp_path):
+def test_every_variant_gets_every_seed_and_the_same_config(tmp_path):
     c = plan(tmp_path, ["mc_grpo", "vade+mc_grpo"], method_params={"mc_grpo": {"mad_eps": 0.5}}, extra=["--lr", "1"])
-    assert [(r.arm.label, r.seed) for r in c.runs] == [
+    assert [(r.variant.label, r.seed) for r in c.runs] == [
         (a, s) for s in (0, 1, 2) for a in ("grpo", "mc_grpo", "vade+mc_grpo")
     ]
     arguments = list(c.runs[2].arguments)
@@ -69,11 +69,11 @@ def test_every_arm_gets_every_seed_and_the_same_config(tmp_path):
     [
         (["mc_grop"], {}, "no method `mc_grop`"),
         (["vade", "vade"], {}, "name one twice"),
-        (["vade"], {"mc_grpo": {}}, "Parameters are given for mc_grpo, which no arm names"),
+        (["vade"], {"mc_grpo": {}}, "Parameters are given for mc_grpo, which no variant names"),
         (["mc_grpo+gdpo"], {}, None),
     ],
 )
-def test_arms_are_checked(tmp_path, methods, params, match):
+def test_variants_are_checked(tmp_path, methods, params, match):
     if match is None:
         plan(tmp_path, methods)  # conflicts between methods are the run's to refuse, with its options known
         return
@@ -96,10 +96,10 @@ def test_means_intervals_and_paired_differences(tmp_path):
     fake_logs(c, values)
     summary = report.write(c, ["eval_reward", "reward"], seconds=1.0)
     ends = [base[s][-1] for s in c.seeds]
-    entry = summary["arms"]["grpo"]["metrics"]["reward"]
+    entry = summary["variants"]["grpo"]["metrics"]["reward"]
     assert entry["mean"] == pytest.approx(np.mean(ends))
     assert entry["half"] == pytest.approx(stats.t.ppf(0.975, 2) * np.std(ends, ddof=1) / math.sqrt(3))
-    difference = summary["arms"]["mc_grpo"]["metrics"]["eval_reward"]["difference"]
+    difference = summary["variants"]["mc_grpo"]["metrics"]["eval_reward"]["difference"]
     assert difference["mean"] == pytest.approx(0.11)
     assert difference["half"] == pytest.approx(stats.t.ppf(0.975, 2) * 0.01 / math.sqrt(3))
     text = (tmp_path / "out" / "report.md").read_text()
@@ -128,27 +128,29 @@ def test_one_seed_has_no_interval_and_is_told_so_once(tmp_path):
 
 
 def rising(c):
-    return {a.label: {s: [0.1 * i + 0.01 * s for i in range(1, 11)] for s in c.seeds} for a in c.arms}
+    return {a.label: {s: [0.1 * i + 0.01 * s for i in range(1, 11)] for s in c.seeds} for a in c.variants}
 
 
-def test_arms_are_compared_at_equal_tokens(tmp_path):
-    """An arm that decodes twice as much per step is read at half of its steps; evaluations in between are joined."""
+def test_variants_are_compared_at_equal_tokens(tmp_path):
+    """A variant that decodes twice as much per step is read at half of its steps; evaluations in between are joined."""
     c = plan(tmp_path)
     fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, evals=(2, 5, 10))
     by_steps = report.summarize(c, ["eval_reward", "reward"])
-    assert by_steps["budget"] == {"currency": "steps", "of": [10, 10, 10]}
-    assert by_steps["arms"]["mc_grpo"]["metrics"]["eval_reward"]["end"] == [100.0] * 3
-    assert by_steps["arms"]["mc_grpo"]["costs"]["tokens_decoded"] == [2500] * 3
-    assert by_steps["arms"]["grpo"]["costs"]["tokens_decoded"] == [1000] * 3
+    assert by_steps["budget"] == {"cost_unit": "steps", "of": [10, 10, 10]}
+    assert by_steps["variants"]["mc_grpo"]["metrics"]["eval_reward"]["end"] == [100.0] * 3
+    assert by_steps["variants"]["mc_grpo"]["costs"]["tokens_decoded"] == [2500] * 3
+    assert by_steps["variants"]["grpo"]["costs"]["tokens_decoded"] == [1000] * 3
 
-    summary = report.write(c, ["eval_reward", "reward"], currency="tokens_decoded")
-    assert summary["budget"] == {"currency": "tokens_decoded", "of": [1000, 1000, 1000]}
-    grpo, arm = summary["arms"]["grpo"], summary["arms"]["mc_grpo"]
-    assert grpo["costs"]["steps"] == [10] * 3 and arm["costs"]["steps"] == [4] * 3
-    assert arm["steps_in_all"] == [10] * 3 and arm["costs"]["rows_trained"] == [32] * 3
-    assert arm["metrics"]["eval_reward"]["end"] == pytest.approx([20 + 30 * 2 / 3] * 3)  # between steps 2 and 5, at 4
+    summary = report.write(c, ["eval_reward", "reward"], cost_unit="tokens_decoded")
+    assert summary["budget"] == {"cost_unit": "tokens_decoded", "of": [1000, 1000, 1000]}
+    grpo, variant = summary["variants"]["grpo"], summary["variants"]["mc_grpo"]
+    assert grpo["costs"]["steps"] == [10] * 3 and variant["costs"]["steps"] == [4] * 3
+    assert variant["steps_in_all"] == [10] * 3 and variant["costs"]["rows_trained"] == [32] * 3
+    assert variant["metrics"]["eval_reward"]["end"] == pytest.approx(
+        [20 + 30 * 2 / 3] * 3
+    )  # between steps 2 and 5, at 4
     assert grpo["metrics"]["eval_reward"]["end"] == [100.0] * 3
-    assert arm["metrics"]["reward"]["end"] == pytest.approx([0.4, 0.41, 0.42])
+    assert variant["metrics"]["reward"]["end"] == pytest.approx([0.4, 0.41, 0.42])
     text = (tmp_path / "out" / "report.md").read_text()
     assert "Budget: 1,000 tokens decoded per run" in text and "Cut: mc_grpo at step 4 of 10." in text
     assert "learning-rate schedule" in text and "Cut:" not in report.text(by_steps)
@@ -159,14 +161,14 @@ def test_arms_are_compared_at_equal_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("currency", "steps"), [("steps", 10), ("rows_trained", 10), ("tokens_decoded", 4), ("engine_seconds", 10)]
+    ("cost_unit", "steps"), [("steps", 10), ("rows_trained", 10), ("tokens_decoded", 4), ("engine_seconds", 10)]
 )
-def test_every_currency_cuts_and_is_drawn(tmp_path, currency, steps):
+def test_every_cost_unit_cuts_and_is_drawn(tmp_path, cost_unit, steps):
     c = plan(tmp_path)
     fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, evals=(2, 5, 10))
-    assert report.summarize(c, ["reward"], currency=currency)["arms"]["mc_grpo"]["costs"]["steps"] == [steps] * 3
-    runs = costs.Cut.read(c, currency).runs_of("mc_grpo")
-    curve = report.curve(runs, "reward", currency)
+    assert report.summarize(c, ["reward"], cost_unit=cost_unit)["variants"]["mc_grpo"]["costs"]["steps"] == [steps] * 3
+    runs = costs.Cut.read(c, cost_unit).runs_of("mc_grpo")
+    curve = report.curve(runs, "reward", cost_unit)
     assert curve.costs[-1] <= runs[0][1] and curve.values.shape == (3, steps)
     assert curve.values[0] == pytest.approx([0.1 * i for i in range(1, steps + 1)])
 
@@ -175,9 +177,9 @@ def test_a_budget_is_paired_by_seed(tmp_path):
     c = plan(tmp_path, seeds=[0, 1])
     values = {"grpo": {0: [0.5] * 10, 1: [0.5] * 6}, "mc_grpo": {0: [0.5] * 8, 1: [0.5] * 10}}
     fake_logs(c, values, tokens={"grpo": 100, "mc_grpo": 100})
-    summary = report.summarize(c, ["reward"], currency="rows_trained")
+    summary = report.summarize(c, ["reward"], cost_unit="rows_trained")
     assert summary["budget"]["of"] == [64, 48]
-    assert [summary["arms"][a]["costs"]["steps"] for a in ("grpo", "mc_grpo")] == [[8, 6], [8, 6]]
+    assert [summary["variants"][a]["costs"]["steps"] for a in ("grpo", "mc_grpo")] == [[8, 6], [8, 6]]
 
 
 def test_logs_without_counters_are_an_error_that_says_what_to_do(tmp_path):
@@ -190,16 +192,16 @@ def test_logs_without_counters_are_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(ConfigError, match=message):
         costs.require(c, "tokens_decoded")
     with pytest.raises(ConfigError, match=message):
-        report.summarize(c, ["reward"], currency="tokens_decoded")
+        report.summarize(c, ["reward"], cost_unit="tokens_decoded")
     assert "| tokens decoded | not counted | not counted |" in report.text(report.summarize(c, ["reward"]))
 
 
-def test_no_run_is_repeated_for_another_currency(tmp_path):
+def test_no_run_is_repeated_for_another_cost_unit(tmp_path):
     """The budget is no part of what a run is."""
     (tmp_path / "run.yaml").write_text("max_steps: 10\n")
     plans = []
-    for currency in costs.CURRENCIES:
-        command = ["compare", str(tmp_path / "run.yaml"), "vade", "--budget", currency, "--seeds", "1", "--dry-run"]
+    for cost_unit in costs.COST_UNITS:
+        command = ["compare", str(tmp_path / "run.yaml"), "vade", "--budget", cost_unit, "--seeds", "1", "--dry-run"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
         plans.append(result.output)
@@ -226,7 +228,7 @@ def test_a_single_function_is_not_shown_twice(tmp_path):
     assert report.found_metrics(c) == ["eval_reward", "reward"]
 
 
-def test_collapsed_arms_are_called_that(tmp_path):
+def test_collapsed_variants_are_called_that(tmp_path):
     c = plan(tmp_path, ["mc_grpo", "gdpo"])
     zero = {s: [0.3, 0.1, *[0.0] * 28] for s in c.seeds}
     up = {s: [0.1 * i + 0.01 * s for i in range(1, 31)] for s in c.seeds}
@@ -245,7 +247,7 @@ def test_the_curves_are_a_page_wide_and_come_in_light_and_dark(tmp_path):
 
     c = plan(tmp_path)
     fake_logs(c, rising(c), tokens={"grpo": 100, "mc_grpo": 250}, parts=[("a", 1.5), ("b", 0.5)])
-    report.write(c, report.found_metrics(c), currency="tokens_decoded")
+    report.write(c, report.found_metrics(c), cost_unit="tokens_decoded")
     sizes = [Image.open(tmp_path / "out" / f"curves{mode}.png").size for mode in ("", "-dark")]
     assert sizes[0] == sizes[1] and sizes[0][0] == 1600 and sizes[0][1] > 800  # two rows of two panels
 
@@ -255,9 +257,9 @@ def test_a_run_of_another_config_is_not_finished(tmp_path):
     c.runs[0].folder.mkdir(parents=True)
     (c.runs[0].folder / "finished.json").write_text(json.dumps({"fingerprint": c.runs[0].fingerprint}))
     assert is_finished(c.runs[0]) and is_finished(plan(tmp_path, seeds=[0]).runs[0])
-    changed = make_plan(Trl("max_steps: 11\n"), c.arms, [0], tmp_path / "out")
+    changed = make_plan(Trl("max_steps: 11\n"), c.variants, [0], tmp_path / "out")
     assert not is_finished(changed.runs[0])
-    again = make_plan(Trl("max_steps: 11\n"), c.arms, [0], tmp_path / "out", launcher=["accelerate", "launch"])
+    again = make_plan(Trl("max_steps: 11\n"), c.variants, [0], tmp_path / "out", launcher=["accelerate", "launch"])
     assert again.runs[0].fingerprint != changed.runs[0].fingerprint
 
 
@@ -308,11 +310,11 @@ def test_parameters_of_the_parts_of_a_bundle(tmp_path):
     assert '{"dots": {"embeddings": "a:b"}}' in c.runs[1].arguments
 
 
-def test_arms_are_paired_by_seed_where_one_has_no_log(tmp_path):
+def test_variants_are_paired_by_seed_where_one_has_no_log(tmp_path):
     c = plan(tmp_path)
     fake_logs(c, rising(c))
-    next(r for r in c.runs if r.arm.label == "mc_grpo" and r.seed == 1).log_file.unlink()
-    difference = report.summarize(c, ["reward"])["arms"]["mc_grpo"]["metrics"]["reward"]["difference"]
+    next(r for r in c.runs if r.variant.label == "mc_grpo" and r.seed == 1).log_file.unlink()
+    difference = report.summarize(c, ["reward"])["variants"]["mc_grpo"]["metrics"]["reward"]["difference"]
     assert difference["values"] == [0.0, 0.0]
 
 
@@ -323,15 +325,15 @@ def test_a_value_that_no_run_logged_is_named_with_those_that_are(tmp_path):
         report.summarize(c, ["rewrad"])
     summary = report.write(c, ["reward"])
     json.loads((c.out / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert math.isnan(summary["arms"]["grpo"]["metrics"]["reward"]["half"])
+    assert math.isnan(summary["variants"]["grpo"]["metrics"]["reward"]["half"])
 
 
 def test_a_value_that_overflowed_is_null_in_the_summary(tmp_path):
     c = plan(tmp_path, seeds=[0, 1])
-    fake_logs(c, {arm: {seed: [math.inf] * 10 for seed in (0, 1)} for arm in ("grpo", "mc_grpo")})
+    fake_logs(c, {variant: {seed: [math.inf] * 10 for seed in (0, 1)} for variant in ("grpo", "mc_grpo")})
     report.write(c, ["reward"])
     entry = json.loads((c.out / "summary.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name}"))
-    assert entry["arms"]["grpo"]["metrics"]["reward"]["end"] == [None, None] and (c.out / "report.md").exists()
+    assert entry["variants"]["grpo"]["metrics"]["reward"]["end"] == [None, None] and (c.out / "report.md").exists()
 
 
 def test_small_numbers_keep_their_digits():
@@ -370,8 +372,8 @@ def dry(tmp_path, config, *words):
     return result.output
 
 
-def test_parameters_of_the_config_reach_their_arms(tmp_path):
-    """Those of the command win, one by one; those of a method that no arm names stay out."""
+def test_parameters_of_the_config_reach_their_variants(tmp_path):
+    """Those of the command win, one by one; those of a method that no variant names stay out."""
     config = "method_params: {mc_grpo: {mad_eps: 0.5, advantage_clip: 1.0}, gdpo: {}}\n"
     text = dry(tmp_path, config, "--method-params", '{"mc_grpo": {"advantage_clip": 3.0}}', "vade", "mc_grpo")
     grpo, vade, mc_grpo = (line for line in text.splitlines() if "(to run)" in line)
@@ -419,20 +421,20 @@ def test_whether_a_run_evaluates(tmp_path, config, options, evaluates):
     assert ("Set eval_strategy and a test split" in dry(tmp_path, config, "vade", *options)) == (not evaluates)
 
 
-def test_an_arm_without_a_method_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"The arm '\+' names no method"):
+def test_an_variant_without_a_method_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"The variant '\+' names no method"):
         plan(tmp_path, ["+"])
 
 
 def test_a_budget_below_one_second_is_told(tmp_path):
     c = plan(tmp_path, seeds=[0])
     fake_logs(c, {"grpo": {0: [0.5]}, "mc_grpo": {0: [0.6]}}, tokens={"grpo": 100, "mc_grpo": 100})
-    text = report.text(report.summarize(c, ["reward"], currency="engine_seconds"))
+    text = report.text(report.summarize(c, ["reward"], cost_unit="engine_seconds"))
     assert "Budget: 0.5 engine time (s) per run" in text and "| engine time (s) | 0.5 | 0.5 |" in text
 
 
 def test_no_link_to_curves_that_are_not_there(tmp_path):
-    """A value that only one of two runs of each arm logged has no curve."""
+    """A value that only one of two runs of each variant logged has no curve."""
     c = plan(tmp_path, seeds=[0, 1])
     fake_logs(c, rising(c))
     assert report.write(c, ["reward"])["files"] == ["curves.png", "curves-dark.png", "report.md", "summary.json"]
@@ -446,7 +448,7 @@ def test_no_link_to_curves_that_are_not_there(tmp_path):
 
 @pytest.mark.host
 def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
-    """Two arms on the demo policy; a second call runs nothing; a run that fails shows the end of its output."""
+    """Two variants on the demo policy; a second call runs nothing; a run that fails shows the end of its output."""
     from rl_plugins.lab.demo import settings
     from rl_plugins.lab.demo.policy import build_model, build_tokenizer
 
@@ -455,17 +457,17 @@ def test_a_real_comparison_resumes_and_fails_loudly(tmp_path):
     data = settings.write_data(tmp_path / "data")
     values = settings.config(tmp_path / "policy", data, ["mc_grpo"], long=False)
     values |= {"max_steps": 2, "eval_strategy": "no", "eval_on_start": False, "per_device_train_batch_size": 32}
-    c = make_plan(Trl(yaml.safe_dump(values)), parse_arms(["mc_grpo"], "grpo"), [0], tmp_path / "out")
+    c = make_plan(Trl(yaml.safe_dump(values)), parse_variants(["mc_grpo"], "grpo"), [0], tmp_path / "out")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     run_all(c, jobs=2, environment=environment)
-    logs = {r.arm.label: read_log(r) for r in c.runs}
+    logs = {r.variant.label: read_log(r) for r in c.runs}
     assert [line["step"] for line in logs["grpo"] if "reward" in line] == [1, 2]
     assert [line["rl_plugins/rows_generated"] for line in logs["mc_grpo"] if "reward" in line] == [40.0, 40.0]
     assert all(is_finished(r) for r in c.runs)
     assert run_all(c, jobs=2) < 2.0
 
     broken = make_plan(
-        Trl(yaml.safe_dump({**values, "num_generations": 3})), parse_arms([], "grpo"), [1], tmp_path / "out"
+        Trl(yaml.safe_dump({**values, "num_generations": 3})), parse_variants([], "grpo"), [1], tmp_path / "out"
     )
     with pytest.raises(RLPluginsError, match=r"(?s)grpo with seed 1 failed .*must be divisible by num_generations"):
         run_all(broken, jobs=1, environment=environment)

@@ -15,13 +15,13 @@ from rl_plugins.lab.compare.report import Interval
 TEAM = "m_grpo_rollout+m_grpo"
 
 
-def logs(comparison, of_arm, steps=20):
-    """`of_arm[label](seed, step)` are the logged values; "tokens" and "rows" of a step are summed up."""
+def logs(comparison, of_variant, steps=20):
+    """`of_variant[label](seed, step)` are the logged values; "tokens" and "rows" of a step are summed up."""
     for run in comparison.runs:
         run.folder.mkdir(parents=True, exist_ok=True)
         lines, tokens, rows = [], 0.0, 0.0
         for i in range(1, steps + 1):
-            values = dict(of_arm[run.arm.label](run.seed, i))
+            values = dict(of_variant[run.variant.label](run.seed, i))
             tokens, rows = tokens + values.pop("tokens"), rows + values.pop("rows")
             totals = {"rl_plugins/tokens_decoded": tokens, "rl_plugins/rows_made": rows}
             lines.append({"step": i, "max_steps": steps, "seconds": float(i), **totals, **values})
@@ -42,18 +42,18 @@ def team(tokens=10.5, **more):
     return of
 
 
-def summarized(tmp_path, one=one, several=None, metrics=("reward",), currency="steps"):
+def summarized(tmp_path, one=one, several=None, metrics=("reward",), cost_unit="steps"):
     comparison = plan(tmp_path, [TEAM])
     logs(comparison, {"grpo": one, TEAM: several or team()})
-    return report.summarize(comparison, list(metrics), currency=currency)
+    return report.summarize(comparison, list(metrics), cost_unit=cost_unit)
 
 
 def test_by_hand(tmp_path):
     """One agent has one turn and, in the last tenth of the run, 200 tokens in 20 rows."""
     summary = summarized(tmp_path)
     found = summary["agents"]
-    assert found["one"] == "grpo" and found["metric"] == "reward" and list(found["arms"]) == [TEAM]
-    of = found["arms"][TEAM]
+    assert found["one"] == "grpo" and found["metric"] == "reward" and list(found["variants"]) == [TEAM]
+    of = found["variants"][TEAM]
     assert of["overhead"] == pytest.approx([3.0, 4.0, 5.0])
     assert of["message_density"] == pytest.approx([5 / 4, 5 / 5, 5 / 6])
     assert of["redundancy"] == pytest.approx([0.25] * 3)
@@ -68,20 +68,20 @@ def test_by_hand(tmp_path):
 
 
 def test_errors_at_unequal_tokens(tmp_path):
-    """Not compared by steps; with a budget in tokens each arm is read where it has decoded as many."""
+    """Not compared by steps; with a budget in tokens each variant is read where it has decoded as many."""
     summary = summarized(tmp_path / "a", several=team(20.0))
-    assert all(map(math.isnan, summary["agents"]["arms"][TEAM]["error_amplification"]))
+    assert all(map(math.isnan, summary["agents"]["variants"][TEAM]["error_amplification"]))
     text = report.text(summary)
     assert "| errors / errors of one agent, at equal tokens | - |" in text and "With --budget tokens_decoded" in text
-    by_tokens = summarized(tmp_path / "b", several=team(20.0), currency="tokens_decoded")
-    amplified = by_tokens["agents"]["arms"][TEAM]["error_amplification"]
+    by_tokens = summarized(tmp_path / "b", several=team(20.0), cost_unit="tokens_decoded")
+    amplified = by_tokens["agents"]["variants"][TEAM]["error_amplification"]
     assert amplified == pytest.approx([0.5 / 0.4, 0.45 / 0.35, 0.4 / 0.3])
     assert "With --budget tokens_decoded" not in report.text(by_tokens)
 
 
 def test_a_reward_that_is_no_share_of_successes(tmp_path):
     summary = summarized(tmp_path, several=team(reward=1.5))
-    of = summary["agents"]["arms"][TEAM]
+    of = summary["agents"]["variants"][TEAM]
     assert all(map(math.isnan, of["efficiency"] + of["error_amplification"])) and of["overhead"] == [3.0, 4.0, 5.0]
     assert "Errors are not compared: reward, in training is not in [0, 1]" in report.text(summary)
 
@@ -102,10 +102,12 @@ def test_a_single_agent_without_errors(tmp_path):
 )
 def test_turns_of_a_single_agent(tmp_path, logged, turns):
     summary = summarized(tmp_path, one=lambda s, i: one(s, i) | logged)
-    np.testing.assert_allclose(summary["agents"]["arms"][TEAM]["overhead"], [(t - turns) / turns for t in (4, 5, 6)])
+    np.testing.assert_allclose(
+        summary["agents"]["variants"][TEAM]["overhead"], [(t - turns) / turns for t in (4, 5, 6)]
+    )
 
 
-def test_without_an_arm_of_either_kind_nothing_is_told(tmp_path):
+def test_without_an_variant_of_either_kind_nothing_is_told(tmp_path):
     summary = summarized(tmp_path, several=one)
     assert summary["agents"] == {} and "Several agents" not in report.text(summary)
     both = summarized(tmp_path, one=team())
@@ -120,7 +122,7 @@ def test_what_the_host_did_not_count_is_not_known(tmp_path):
         kept = [{k: v for k, v in line.items() if not k.startswith("rl_plugins/")} for line in lines]
         run.log_file.write_text("".join(json.dumps(line) + "\n" for line in kept))
     summary = report.write(comparison, ["reward"])
-    of = summary["agents"]["arms"][TEAM]
+    of = summary["agents"]["variants"][TEAM]
     assert all(map(math.isnan, of["tokens_ratio"] + of["error_amplification"])) and of["overhead"] == [3.0, 4.0, 5.0]
     saved = json.loads((comparison.out / "summary.json").read_text())
-    assert saved["agents"]["arms"][TEAM]["tokens_ratio"] == [None] * 3
+    assert saved["agents"]["variants"][TEAM]["tokens_ratio"] == [None] * 3

@@ -25,7 +25,7 @@ from waiting import NEVER, until
 from rl_plugins.commands.cli import app
 from rl_plugins.core.errors import ConfigError, RLPluginsError
 from rl_plugins.lab.compare import report
-from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_arms
+from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished, read_log, run_all
 from rl_plugins.lab.compare.verl import Verl
 from rl_plugins.lab.compare.verl_worker import follow, translate
@@ -150,7 +150,7 @@ def test_the_buffer_is_one_that_verl_builds(monkeypatch):
     from rl_plugins.lab.compare import verl_buffer
 
     host = Verl.of(["data.train_batch_size=8"])
-    config = compose(host.arguments(parse_arms([], "grpo")[0], 3, Path("out"), {}))
+    config = compose(host.arguments(parse_variants([], "grpo")[0], 3, Path("out"), {}))
     trainer = object.__new__(trainer_base.PPOTrainer.__subclasses__()[0])
     trainer.config, trainer.trainer_mode, trainer._add_prompts_to_generate = config, "sync", None
     buffer = trainer._build_replay_buffer()
@@ -174,27 +174,29 @@ def test_the_buffer_is_one_that_verl_builds(monkeypatch):
 
 def test_the_report_of_stored_runs(tmp_path):
     host = Verl.of([])
-    c = make_plan(host, parse_arms(["vade"], "grpo"), [0], tmp_path)
+    c = make_plan(host, parse_variants(["vade"], "grpo"), [0], tmp_path)
     for run, stored in zip(c.runs, (BASELINE, VADE), strict=True):
         run.folder.mkdir(parents=True)
         run.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines(stored)))
     summary = report.write(c, ["eval_rewards/exact/mean", "frac_reward_zero_std"])
-    assert summary["arms"]["vade"]["metrics"]["eval_rewards/exact/mean"]["difference"]["mean"] == pytest.approx(0.1)
-    assert summary["arms"]["vade"]["metrics"]["frac_reward_zero_std"]["difference"]["mean"] == pytest.approx(-0.25)
-    assert summary["arms"]["grpo"]["costs"]["seconds"] == [2.75] and summary["arms"]["vade"]["costs"]["steps"] == [2]
+    assert summary["variants"]["vade"]["metrics"]["eval_rewards/exact/mean"]["difference"]["mean"] == pytest.approx(0.1)
+    assert summary["variants"]["vade"]["metrics"]["frac_reward_zero_std"]["difference"]["mean"] == pytest.approx(-0.25)
+    assert summary["variants"]["grpo"]["costs"]["seconds"] == [2.75] and summary["variants"]["vade"]["costs"][
+        "steps"
+    ] == [2]
 
 
 def test_verls_names_of_evaluations_count_at_their_last_point(tmp_path):
-    c = make_plan(Verl.of([]), parse_arms([], "grpo"), [0], tmp_path)
+    c = make_plan(Verl.of([]), parse_variants([], "grpo"), [0], tmp_path)
     c.runs[0].folder.mkdir(parents=True)
     records = [{"step": s, "data": {"val-core/a/reward/mean@1": s, "critic/score/mean": s}} for s in range(20)]
     c.runs[0].log_file.write_text("".join(json.dumps(line) + "\n" for line in translate(records, 20)))
-    found = report.summarize(c, ["val-core/a/reward/mean@1", "reward"])["arms"]["grpo"]["metrics"]
+    found = report.summarize(c, ["val-core/a/reward/mean@1", "reward"])["variants"]["grpo"]["metrics"]
     assert found["val-core/a/reward/mean@1"]["end"] == [19] and found["reward"]["end"] == [18.5]
 
 
 def test_the_reward_in_training_is_the_weighted_sum():
-    """In every arm, whether the buffer is watched or not; verl's own evaluation knows the score alone."""
+    """In every variant, whether the buffer is watched or not; verl's own evaluation knows the score alone."""
     told = {"critic/score/mean": 0.5, "generated/reward": 0.25, "rl_plugins/reward_generated": 1.5}
     for names in (3, 2, 1):
         data = dict(list(told.items())[:names])
@@ -205,7 +207,7 @@ def test_the_reward_in_training_is_the_weighted_sum():
 # ---- the command of a run
 
 
-def test_arms_in_verls_trainer_and_in_ours(tmp_path):
+def test_variants_in_verls_trainer_and_in_ours(tmp_path):
     given = [
         "data.train_batch_size=8",
         "data.seed=9",
@@ -214,7 +216,7 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
     ]
     odd = tmp_path / "a b'c"
     params = {"mc_grpo": {"advantage_clip": 3.0}, "vade": {}}
-    c = make_plan(Verl.of(given), parse_arms(["vade+mc_grpo"], "grpo"), [4], odd, params)
+    c = make_plan(Verl.of(given), parse_variants(["vade+mc_grpo"], "grpo"), [4], odd, params)
     grpo, both = (compose(run.arguments) for run in c.runs)
     for config, run in zip((grpo, both), c.runs, strict=True):
         assert config.data.seed == config.actor_rollout_ref.rollout.seed == 4 and config.data.train_batch_size == 8
@@ -238,14 +240,14 @@ def test_arms_in_verls_trainer_and_in_ours(tmp_path):
 
 def test_parameters_of_every_kind_reach_verl(tmp_path):
     params = {"mc_grpo": {"a": 'it\'s {b: [c]} "d"', "e": [1, None, True], "f": {"g": -0.5}}}
-    lines = Verl.of([]).arguments(parse_arms(["mc_grpo"], "grpo")[1], 0, tmp_path, params)
+    lines = Verl.of([]).arguments(parse_variants(["mc_grpo"], "grpo")[1], 0, tmp_path, params)
     assert read_settings(compose(lines)).method_params == params
 
 
 def test_the_users_mode_and_sampler_stay(tmp_path):
-    arms = parse_arms(["mc_grpo"], "grpo")
+    variants = parse_variants(["mc_grpo"], "grpo")
     asynchronous = Verl.of(["trainer.v1.trainer_mode=rl_plugins_colocate_async"])
-    modes = [compose(asynchronous.arguments(a, 0, tmp_path, {})).trainer.v1.trainer_mode for a in arms]
+    modes = [compose(asynchronous.arguments(a, 0, tmp_path, {})).trainer.v1.trainer_mode for a in variants]
     assert modes == ["rl_plugins_colocate_async"] * 2 and not asynchronous.watched
     own = ["trainer.v1.sampler.custom_sampler.path=pkg://mine", "trainer.v1.sampler.custom_sampler.name=Mine"]
     for overrides in (
@@ -254,7 +256,7 @@ def test_the_users_mode_and_sampler_stay(tmp_path):
         ["trainer.v1.sampler.sync_refill_failed_groups=True"],
     ):
         host = Verl.of(overrides)
-        sampler = compose(host.arguments(arms[0], 0, tmp_path, {})).trainer.v1.sampler.custom_sampler
+        sampler = compose(host.arguments(variants[0], 0, tmp_path, {})).trainer.v1.sampler.custom_sampler
         assert not host.watched and sampler.name == ("Mine" if overrides is own else None)
 
 
@@ -265,8 +267,8 @@ def test_the_users_mode_and_sampler_stay(tmp_path):
         ["+rl_plugins={method_params: {mc_grpo: {mad_eps: 0.5, advantage_clip: 1.0}}}"],
     ],
 )
-def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
-    """Those of --method-params win; an arm that does not name the method would refuse them."""
+def test_parameters_in_the_overrides_reach_their_variant(tmp_path, given):
+    """Those of --method-params win; a variant that does not name the method would refuse them."""
     words = ["--seeds", "1", "--method-params", '{"mc_grpo": {"advantage_clip": 3.0}}', "gdpo", "mc_grpo"]
     code, text = plan_of("compare", "--host", "verl", "--out", str(tmp_path), *words, "--", *given)
     lines = [line.partition("(to run): ")[2] for line in text.splitlines() if "(to run)" in line]
@@ -275,11 +277,11 @@ def test_parameters_in_the_overrides_reach_their_arm(tmp_path, given):
     assert code == 0 and [s.method_params for s in settings] == [{}, {}, params]
 
 
-def test_every_arm_trains_the_same_sum_of_rewards(tmp_path):
+def test_every_variant_trains_the_same_sum_of_rewards(tmp_path):
     """verl alone knows `score` only. However the weights are given, the baseline gets them, too."""
     given = ["+rl_plugins.rewards.correct=1", "+rl_plugins.rewards.brief=0.1"]
     words = ["compare", "--host", "verl", "--out", str(tmp_path), "--seeds", "1"]
-    said = "All arms train 1 correct + 0.1 brief (rl_plugins.rewards), in place of the `score`"
+    said = "All variants train 1 correct + 0.1 brief (rl_plugins.rewards), in place of the `score`"
     as_node = ["+rl_plugins={rewards: {correct: 1, brief: 0.1}, method_params: {mc_grpo: {mad_eps: 0.5}}}"]
     of_verl = ["+algorithm.gdpo_reward_keys=[correct,brief]", "+algorithm.gdpo_reward_weights=[1,0.1]"]
     for overrides in (given, as_node, of_verl):
@@ -290,7 +292,7 @@ def test_every_arm_trains_the_same_sum_of_rewards(tmp_path):
         assert [(s.methods, s.rewards) for s in settings] == [
             (methods, {"correct": 1.0, "brief": 0.1}) for methods in ((), ("mc_grpo",))
         ]
-    assert "All arms train" not in plan_of(*words, "mc_grpo", "--", "data.train_batch_size=8")[1]
+    assert "All variants train" not in plan_of(*words, "mc_grpo", "--", "data.train_batch_size=8")[1]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +344,7 @@ def fake(tmp_path, monkeypatch):
 
     def plan(behavior, methods=()):
         host = Verl((f"data.shuffle={behavior}", "trainer.total_training_steps=3"), "sync", ("file",), False, False)
-        return make_plan(host, parse_arms(methods, "grpo"), [0], tmp_path / "out")
+        return make_plan(host, parse_variants(methods, "grpo"), [0], tmp_path / "out")
 
     return plan
 
@@ -422,11 +424,11 @@ def plan_of(*arguments):
 
 def test_the_demos_of_verl_share_what_must_be_equal(tmp_path):
     code, text = plan_of("demo", "--host", "verl", "vade", "minpro", "--out", str(tmp_path))
-    assert "The reward is `exact` alone in all arms, because `vade` needs a reward that only" in text
-    assert "`actor_rollout_ref.actor.ppo_epochs` is 2 in all arms, because `minpro` needs several updates" in text
+    assert "The reward is `exact` alone in all variants, because `vade` needs a reward that only" in text
+    assert "`actor_rollout_ref.actor.ppo_epochs` is 2 in all variants, because `minpro` needs several updates" in text
     runs = [line for line in text.splitlines() if "(to run)" in line]
     assert code == 0 and [r.split(" (")[0] for r in runs] == [
-        f"{arm} seed {seed}" for seed in (0, 1) for arm in ("grpo", "vade", "minpro")
+        f"{variant} seed {seed}" for seed in (0, 1) for variant in ("grpo", "vade", "minpro")
     ]
     for run in runs:
         assert "reward_kwargs.binary=True" in run and "actor_rollout_ref.actor.ppo_epochs=2" in run
@@ -454,8 +456,8 @@ def test_compare_takes_a_command_of_verl(command, tmp_path):
 def test_compare_attributes_in_verl(tmp_path):
     given = ["compare", "--host", "verl", "--seeds", "1", "--out", str(tmp_path), "vade", "mc_grpo", "--attribute"]
     code, text = plan_of(*given, "--", "data.train_batch_size=8")
-    arms = [line.split()[0] for line in text.splitlines() if "(to run)" in line]
-    assert code == 0 and arms == ["grpo", "vade", "mc_grpo", "vade+mc_grpo"]
+    variants = [line.split()[0] for line in text.splitlines() if "(to run)" in line]
+    assert code == 0 and variants == ["grpo", "vade", "mc_grpo", "vade+mc_grpo"]
     code, text = plan_of(*given, "gdpo", "--", "data.train_batch_size=8")
     assert code == 2 and "both decide `advantages`" in " ".join(text.split())
 

@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from rl_plugins.commands import cli, compare, demo
-from rl_plugins.lab.compare.costs import CURRENCIES
+from rl_plugins.lab.compare.costs import COST_UNITS
 from rl_plugins.lab.demo import headline, rewards, settings
 
 
@@ -57,22 +57,22 @@ def test_the_rewards_of_the_headline_differ_in_size():
 @pytest.mark.parametrize(
     ("methods", "printed", "value"),
     [
-        (["mssr"], "`beta` is 0.04 in all arms, because `mssr` needs a reference policy.", ("beta", 0.04)),
+        (["mssr"], "`beta` is 0.04 in all variants, because `mssr` needs a reference policy.", ("beta", 0.04)),
         (
             ["minpro"],
-            "`num_iterations` is 2 in all arms, because `minpro` needs several updates",
+            "`num_iterations` is 2 in all variants, because `minpro` needs several updates",
             ("num_iterations", 2),
         ),
         (
             ["vade", "brorl"],
-            "is 1, 0, 0 in all arms, because `vade`, `brorl` need",
+            "is 1, 0, 0 in all variants, because `vade`, `brorl` need",
             ("reward_weights", [1.0, 0.0, 0.0]),
         ),
         (["mc_grpo"], "`mc_grpo` runs with advantage_clip=3.0.", ("beta", 0.0)),
         (["mdlm"], "takes log-probs from one pass over an answer of masks", ("diffusion_steps", 3)),
         (
             ["ass", "eoser", "cj_grpo", "mdlm"],
-            "Every arm decodes an answer of 14 tokens in 3 passes",
+            "Every variant decodes an answer of 14 tokens in 3 passes",
             ("max_steps", 48),
         ),
     ],
@@ -116,7 +116,7 @@ def test_no_demo_speaks_of_tokens_that_it_does_not_count(tmp_path):
 
 
 def test_budgets_of_the_command_are_those_of_the_report():
-    assert issubclass(cli._Currency, enum.StrEnum) and tuple(c.value for c in cli._Currency) == CURRENCIES
+    assert issubclass(cli._CostUnit, enum.StrEnum) and tuple(c.value for c in cli._CostUnit) == COST_UNITS
 
 
 def test_engine_time_of_runs_that_share_the_machine_is_said_to_vary(tmp_path):
@@ -154,16 +154,16 @@ def test_gdpo_learns_the_small_reward_and_grpo_does_not(tmp_path):
     values |= {"output_dir": str(tmp_path), "model_init_kwargs": {"dtype": "float32"}}
     rows = build_rows(settings.TRAIN_PROMPTS, seed=0, split="train")
     end = {}
-    for arm in headline.ARMS[:2]:
+    for variant in headline.VARIANTS[:2]:
         trainer = GRPOTrainer(
             model=path,
             reward_funcs=[getattr(rewards, name) for name in headline.REWARDS],
-            args=GRPOConfig(**values, methods=list(arm.methods)),
+            args=GRPOConfig(**values, methods=list(variant.methods)),
             train_dataset=Dataset.from_list(rows),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         marks = [h["rewards/mark/mean"] for h in trainer.state.log_history if "rewards/mark/mean" in h]
         assert len(marks) == 40
-        end[arm.label] = sum(marks[30:]) / 10
+        end[variant.label] = sum(marks[30:]) / 10
     assert end["gdpo"] > end["grpo"] + 0.08, end

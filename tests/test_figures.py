@@ -80,7 +80,7 @@ def test_lines_are_named_where_they_end_without_overlap():
         figures.plt.close(figure)
 
 
-@pytest.mark.parametrize("names", [("grpo", "a name of an arm that is far too long", "b"), ("grpo", "gdpo", "bars")])
+@pytest.mark.parametrize("names", [("grpo", "a name of a variant that is far too long", "b"), ("grpo", "gdpo", "bars")])
 def test_long_names_and_bars_get_one_legend(names):
     with figures.style("light"):
         if names[2] == "bars":

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from rl_plugins.lab.compare import report
-from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan
+from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan
 from rl_plugins.lab.compare.runs import run_all
 from rl_plugins.lab.compare.trl import Trl
 from rl_plugins.lab.demo.settings import ON_CPU
@@ -38,28 +38,28 @@ def write_rows(folder: Path, **splits: Sequence[Mapping[str, Any]]) -> None:
 def compare(
     args: argparse.Namespace,
     config: Mapping[str, Any],
-    arms: Mapping[str, tuple[Sequence[str], Mapping[str, Mapping[str, Any]]]],
+    variants: Mapping[str, tuple[Sequence[str], Mapping[str, Mapping[str, Any]]]],
     labels: Mapping[str, str],
     note: str,
 ) -> None:
-    """Runs all arms with all seeds, one at a time, and writes report.md, summary.json and curves.png.
+    """Runs all variants with all seeds, one at a time, and writes report.md, summary.json and curves.png.
 
     Args:
         args: of `arguments`.
         config: of every run.
-        arms: label -> methods in order, and the parameters of each. The baseline comes first.
+        variants: label -> methods in order, and the parameters of each. The baseline comes first.
         labels: logged value -> what it is called; the first one is the main one.
         note: the first line of the report.
     """
     args.out.mkdir(parents=True, exist_ok=True)
     host = Trl(yaml.safe_dump({**CONFIG, "max_steps": args.steps, **config}, sort_keys=False))
     plans = [
-        make_plan(host, [Arm(label, tuple(methods))], range(args.seeds), args.out, params)
-        for label, (methods, params) in arms.items()
+        make_plan(host, [Variant(label, tuple(methods))], range(args.seeds), args.out, params)
+        for label, (methods, params) in variants.items()
     ]
     runs = [run for of_seed in zip(*(plan.runs for plan in plans), strict=True) for run in of_seed]
     comparison = Comparison(
-        tuple(plan.arms[0] for plan in plans), tuple(range(args.seeds)), tuple(runs), args.out, (note,)
+        tuple(plan.variants[0] for plan in plans), tuple(range(args.seeds)), tuple(runs), args.out, (note,)
     )
     # The reward functions and parsers are in this folder.
     seconds = run_all(comparison, 1, watch=next(iter(labels)), environment={"PYTHONPATH": str(Path(__file__).parent)})

@@ -1,9 +1,9 @@
 """Which of three methods brought what? `rl-plugins compare --attribute` on the demo, in TRL's real trainer.
 
 The embedded policy of 78,272 parameters learns to sort digits. The methods are `vade` (prompts), `mc_grpo`
-(advantages) and `minpro` (loss); the 8 arms are all subsets, the empty one is TRL's GRPO. Every run has 40 optimizer
+(advantages) and `minpro` (loss); the 8 variants are all subsets, the empty one is TRL's GRPO. Every run has 40 optimizer
 steps of 128 rollouts, 4 per prompt, two updates per batch, and the binary reward. The score is the share of right
-answers on 320 held-out prompts, 4 answers each, after the last step. All arms have the same number of optimizer
+answers on 320 held-out prompts, 4 answers each, after the last step. All variants have the same number of optimizer
 steps.
 
 Shown: the Shapley value of each method, with the interval of the command (bootstrap over seeds) and a Student
@@ -59,14 +59,14 @@ def train(seeds: int, out: Path) -> dict[str, Any]:
 
 
 def evaluated(found: dict[str, Any]) -> dict[str, Any]:
-    cube, arms = Cube(METHODS), found["summary"]["arms"]
-    score = {s: np.array(arms[cube.label(s) or "grpo"]["metrics"][METRIC]["end"]) for s in cube.subsets}
+    cube, variants = Cube(METHODS), found["summary"]["variants"]
+    score = {s: np.array(variants[cube.label(s) or "grpo"]["metrics"][METRIC]["end"]) for s in cube.subsets}
     none, whole = frozenset(), frozenset(METHODS)
     per_seed = [
         attribute({s: of[k] for s, of in score.items()}, METHODS).values for k in range(len(score[none]))
     ]  # fmt: skip
     told: dict[str, Any] = {
-        "arms": {cube.label(s) or "grpo": interval(of) for s, of in score.items()},
+        "variants": {cube.label(s) or "grpo": interval(of) for s, of in score.items()},
         "steps": STEPS,
         "total": interval(score[whole] - score[none]),
         "methods": {},
@@ -86,7 +86,7 @@ def evaluated(found: dict[str, Any]) -> dict[str, Any]:
 
 def draw(results: dict[str, Any]) -> Figure:
     figure, axes = panels(2)
-    across(axes[0], results["arms"], results["arms"].values(), "right answers, held out (share)")
+    across(axes[0], results["variants"], results["variants"].values(), "right answers, held out (share)")
     cells = {f"{m}, {what}": of[what] for m, of in results["methods"].items() for what in ("shapley", "alone", "last")}
     across(axes[1], cells, cells.values(), "brought (share of right answers)")
     axes[1].axvline(0, color="gray", linewidth=0.8)
@@ -97,7 +97,7 @@ def main() -> None:
     args = arguments(__doc__, 5)
     start = time.time()
     results = evaluated(train(args.seeds, args.out / "attribution-runs"))
-    for name, cell in results["arms"].items():
+    for name, cell in results["variants"].items():
         print(f"{name:24} {cell['mean']:.3f} ± {cell['ci95']:.3f}")
     for m, of in results["methods"].items():
         told = "  ".join(f"{w} {of[w]['mean']:+.3f} ± {of[w]['ci95']:.3f}" for w in ("shapley", "alone", "last"))

@@ -2,7 +2,7 @@
 
     python examples/evidence/headline.py --out evidence-results/headline
 
-The setting of `rl-plugins demo` was chosen on the seeds 0 to 2. This script runs the same arms on the seeds 3 to 7, and
+The setting of `rl-plugins demo` was chosen on the seeds 0 to 2. This script runs the same variants on the seeds 3 to 7, and
 one more: TRL's own `multi_objective_aggregation="normalize_then_sum"`, without this package's methods. Runs are kept in
 the folder of the results, so a script that was interrupted goes on. Ten minutes on two cores.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 import yaml
 
 from rl_plugins.lab.compare import report
-from rl_plugins.lab.compare.plan import Arm, make_plan
+from rl_plugins.lab.compare.plan import Variant, make_plan
 from rl_plugins.lab.compare.runs import run_all
 from rl_plugins.lab.compare.trl import Trl
 from rl_plugins.lab.demo import headline, settings
 from rl_plugins.lab.demo.policy import load_policy
 
-HOST_ONLY = Arm("normalize_then_sum", (), ("--multi_objective_aggregation", "normalize_then_sum"))
+HOST_ONLY = Variant("normalize_then_sum", (), ("--multi_objective_aggregation", "normalize_then_sum"))
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
     data = options.out / "data"
     settings.write_data(data)
     config = yaml.safe_dump(headline.config(load_policy(), data.absolute(), long=False))
-    plan = make_plan(Trl(config), [*headline.ARMS, HOST_ONLY], options.seeds, options.out, notes=headline.NOTES)
+    plan = make_plan(Trl(config), [*headline.VARIANTS, HOST_ONLY], options.seeds, options.out, notes=headline.NOTES)
     seconds = run_all(plan, options.jobs, watch="rewards/mark/mean", environment=settings.environment(options.out))
     print(report.text(report.write(plan, headline.METRICS, seconds, headline.LABELS)))
     held_out = {name: headline.LABELS[name] for name in headline.METRICS[:2]}

@@ -1,4 +1,4 @@
-"""`rl-plugins compare --attribute`: subsets of the methods as arms, and which method brought what."""
+"""`rl-plugins compare --attribute`: subsets of the methods as variants, and which method brought what."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rl_plugins.runtime import registry
 from rl_plugins.runtime.stack import build_stack
 from rl_plugins.tools.attribution import attribute, bootstrap, needed
 
-MOST = 5  # methods whose subsets are all trained: 2^5 arms, each with every seed
+MOST = 5  # methods whose subsets are all trained: 2^5 variants, each with every seed
 
 
 @dataclass(frozen=True)
 class Cube:
-    """The subsets of methods that are arms.
+    """The subsets of methods that are variants.
 
     Args:
         methods: different names; `vade+mc_grpo` counts as one.
-        pairs: of a random order and its reverse, along which methods are added; None: every subset is an arm.
+        pairs: of a random order and its reverse, along which methods are added; None: every subset is a variant.
 
     Raises:
         ConfigError: no method, one of them named twice, too many for every subset, or no pair.
@@ -43,8 +43,8 @@ class Cube:
         if self.pairs is None and len(self.methods) > MOST:
             n = len(self.methods)
             raise ConfigError(
-                f"--attribute has {n} methods, which are {2**n} arms. Name at most {MOST} (`vade+mc_grpo` counts as "
-                f"one), or give --attribute-pairs: 4 pairs of orders are at most {4 * 2 * (n - 1) + 2} arms."
+                f"--attribute has {n} methods, which are {2**n} variants. Name at most {MOST} (`vade+mc_grpo` counts "
+                f"as one), or give --attribute-pairs: 4 pairs of orders are at most {4 * 2 * (n - 1) + 2} variants."
             )
 
     @property
@@ -53,7 +53,7 @@ class Cube:
         return sorted(needed(self.methods, samples=self.pairs), key=len)
 
     @property
-    def arms(self) -> list[str]:
+    def variants(self) -> list[str]:
         """Labels of all but the empty one, which is the baseline."""
         return [self.label(subset) for subset in self.subsets if subset]
 
@@ -62,7 +62,7 @@ class Cube:
         return "+".join(m for m in self.methods if m in subset)
 
     def check(self, baseline: str, params: Mapping[str, Mapping[str, Any]]) -> None:
-        """Refuses what would end in an arm that cannot run, before any is trained.
+        """Refuses what would end in a variant that cannot run, before any is trained.
 
         Raises:
             ConfigError: the baseline has methods, or not all of the methods can run together.
@@ -79,23 +79,23 @@ class Cube:
 
 
 def attributed(summary: Mapping[str, Any], cube: Cube, metric: str) -> dict[str, Any]:
-    """Shapley values of the methods in one metric of a report on the arms of a cube.
+    """Shapley values of the methods in one metric of a report on the variants of a cube.
 
-    Seeds that every arm has are paired. The intervals resample them; one seed gives none.
+    Seeds that every variant has are paired. The intervals resample them; one seed gives none.
 
     Raises:
-        ConfigError: an arm has not logged the metric, or no seed is finished in every arm.
+        ConfigError: a variant has not logged the metric, or no seed is finished in every variant.
     """
     by_seed: dict[frozenset[str], dict[int, float]] = {}
     for subset in cube.subsets:
         label = cube.label(subset) or summary["baseline"]
-        arm = summary["arms"][label]
-        if metric not in arm["metrics"]:
-            raise ConfigError(f"The arm {label} has not logged {metric}. Name another one with --metric.")
-        by_seed[subset] = dict(zip(arm["seeds"], arm["metrics"][metric]["end"], strict=True))
+        variant = summary["variants"][label]
+        if metric not in variant["metrics"]:
+            raise ConfigError(f"The variant {label} has not logged {metric}. Name another one with --metric.")
+        by_seed[subset] = dict(zip(variant["seeds"], variant["metrics"][metric]["end"], strict=True))
     seeds = sorted(set.intersection(*(set(of) for of in by_seed.values())))
     if not seeds:
-        raise ConfigError("No seed is finished in every arm. Give the same command again to go on.")
+        raise ConfigError("No seed is finished in every variant. Give the same command again to go on.")
     scores: dict[Collection[str], Sequence[float]] = {subset: [of[s] for s in seeds] for subset, of in by_seed.items()}
     found = attribute({subset: sum(v) / len(v) for subset, v in scores.items()}, cube.methods, samples=cube.pairs)
     told: dict[str, Any] = {"metric": metric, "seeds": seeds, "total": found.total, "pairs": cube.pairs}

@@ -1,5 +1,5 @@
-"""`rl-plugins bench`: what a method does on generated tasks with dials, under equal budgets, and what becomes of the
-claims of its paper."""
+"""`rl-plugins bench`: what a method does on generated tasks under equal budgets, and what becomes of the claims of
+its paper."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rich.table import Table
 from rl_plugins.commands.compare import need_plots
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import search as learning_rates
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import CELLS, CURRENCIES, cell_of
 from rl_plugins.lab.bench.claims import LOOKS, PaperClaim, claims, claims_of
 from rl_plugins.lab.bench.combine import CONFIRM, MOST, SEARCH, TUNED, brought, confirmed, end, grow, subsets, tuned
 from rl_plugins.lab.bench.differences import difference
 from rl_plugins.lab.bench.published import numbers
 from rl_plugins.lab.bench.results import Results, is_current
 from rl_plugins.lab.bench.runs import Waiting, run_missing
+from rl_plugins.lab.bench.tasks import COST_UNITS, TASKS, task_of
+from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.bench.verdicts import ClaimResult, decide, matrix
 from rl_plugins.lab.bench.verl_runs import agreement, run_verl
 
@@ -34,8 +34,8 @@ RAW = "benchmarks/bench"
 
 def bench(
     methods: Sequence[str],
-    cells: Sequence[str],
-    dial: str,
+    tasks: Sequence[str],
+    setting: str,
     every: bool,
     seeds: int,
     until_decided: bool,
@@ -52,27 +52,27 @@ def bench(
     """Trains what is missing and prints differences and verdicts.
 
     Args:
-        methods: arms, such as `mc_grpo` or `vade+mc_grpo`.
-        cells: names; none: those of the claims, and `neutral`.
-        dial: all cells of a dial.
-        every: all methods that have a claim, on the cells of their claims and on `neutral`.
+        methods: variants, such as `mc_grpo` or `vade+mc_grpo`.
+        tasks: names; none: those of the claims, and `neutral`.
+        setting: all tasks with another value of it.
+        every: all methods that have a claim, on the tasks of their claims and on `neutral`.
         seeds: at first.
         until_decided: more seeds for claims that are undecided, at most `LOOKS[-1]`.
         attribute: run all subsets of the methods, and say what each one brought.
-        stack: search for the best stack of the methods in each cell, and confirm it on fresh seeds.
+        stack: search for the best stack of the methods in each task, and confirm it on fresh seeds.
         against: folder of raw results to compare with.
         publish: checkout in which the raw results, the summary and the figures are kept.
-        search: search the learning rate of the arm that lost, where a claim is decided, and decide again.
-        host: "verl" trains the arms in verl, one after another, and compares with the results of TRL in `out`.
+        search: search the learning rate of the variant that lost, where a claim is decided, and decide again.
+        host: "verl" trains the variants in verl, one after another, and compares with the results of TRL in `out`.
 
     Raises:
-        ConfigError: an unknown method, cell or dial, or with verl no cell, or one that verl does not train.
+        ConfigError: an unknown method, task or setting, or with verl no task, or one that verl does not train.
     """
     console = Console()
-    chosen = [*cells, *(name for name, cell in CELLS.items() if dial and cell.dial == dial)]
-    if dial and len(chosen) == len(cells):
+    chosen = [*tasks, *(name for name, task in TASKS.items() if setting and task.setting == setting)]
+    if setting and len(chosen) == len(tasks):
         raise ConfigError(
-            f"There is no dial {dial!r}. Dials: {', '.join(dict.fromkeys(c.dial for c in CELLS.values()))}."
+            f"There is no setting {setting!r}. Settings: {', '.join(dict.fromkeys(c.setting for c in TASKS.values()))}."
         )
     if not (methods or every or chosen):
         _overview(console, Results.read(out))
@@ -81,7 +81,7 @@ def bench(
         return
     if host == "verl" and (not chosen or attribute or stack or until_decided or search):
         raise ConfigError(
-            "--host verl checks that both hosts agree. Name cells (--cell), without --attribute, --stack, "
+            "--host verl checks that both hosts agree. Name tasks (--task), without --attribute, --stack, "
             "--until-decided and --search."
         )
     if attribute or stack:
@@ -90,8 +90,8 @@ def bench(
         _stack(console, methods, chosen, out, jobs, publish, dry_run)
         return
     together = subsets(methods)[1:] if attribute else list(methods)
-    names = list(dict.fromkeys([*together, *(c.method for c in claims() if every and c.cell)]))
-    asked = [c for name in names for c in claims_of(name) if c.cell and (not chosen or c.cell in chosen)]
+    names = list(dict.fromkeys([*together, *(c.method for c in claims() if every and c.task)]))
+    asked = [c for name in names for c in claims_of(name) if c.task and (not chosen or c.task in chosen)]
     wanted = _wanted(names, chosen, asked, range(seeds))
     if dry_run:
         verl = host == "verl"
@@ -100,7 +100,7 @@ def bench(
         )
         return
     need_plots()
-    policies = _policies({cell_of(w.cell).environment for w in wanted}, console)
+    policies = _policies({task_of(w.task).environment for w in wanted}, console)
     if host == "verl":
         _both_hosts(console, run_verl(wanted, out / "verl", policies[""]), Results.read(out))
         return
@@ -109,9 +109,9 @@ def bench(
         results = run_missing(more, out, jobs, policies.__getitem__, console)
     while search and (more := _searched(results, asked)):
         results = run_missing(more, out, jobs, policies.__getitem__, console)
-    arms = [arm for arm in dict.fromkeys(w.arm for w in wanted) if arm != "grpo"]
-    _report(console, results, arms, wanted, asked)
-    _draw(console, results, arms, out)
+    variants = [variant for variant in dict.fromkeys(w.variant for w in wanted) if variant != "grpo"]
+    _report(console, results, variants, wanted, asked)
+    _draw(console, results, variants, out)
     if attribute:
         _brought(console, results, chosen, methods)
     if against:
@@ -120,45 +120,45 @@ def bench(
         _publish(out, publish)
 
 
-def _need_together(methods: Sequence[str], cells: Sequence[str]) -> None:
-    """What is said of methods together needs some, and a cell to say it of."""
+def _need_together(methods: Sequence[str], tasks: Sequence[str]) -> None:
+    """What is said of methods together needs some, and a task to say it of."""
     if len(methods) < 2 or any("+" in m or "@" in m for m in methods):
         raise ConfigError(
             f"{len(methods)} methods are named. --attribute and --stack need two or more, without + and @."
         )
-    if not cells:
-        raise ConfigError("No cell is named. --attribute and --stack need --cell or --dial.")
+    if not tasks:
+        raise ConfigError("No task is named. --attribute and --stack need --task or --setting.")
 
 
 def _stack(
     console: Console,
     candidates: Sequence[str],
-    cells: Sequence[str],
+    tasks: Sequence[str],
     out: Path,
     jobs: int,
     publish: Path | None,
     dry_run: bool,
 ) -> None:
     most = len(TUNED) + 1 + sum(len(candidates) - i for i in range(min(MOST, len(candidates))))
-    runs = len(cells) * (most * len(SEARCH) + 3 * len(CONFIRM))
+    runs = len(tasks) * (most * len(SEARCH) + 3 * len(CONFIRM))
     if dry_run:
         console.print(f"At most {runs} runs, about {runs * SECONDS / jobs / 60:.0f} minutes with {jobs} at a time.")
         return
-    policies = _policies({cell_of(name).environment for name in cells}, console)
+    policies = _policies({task_of(name).environment for name in tasks}, console)
 
     def run(wanted: Sequence[Waiting]) -> Results:
         return run_missing(wanted, out, jobs, policies.__getitem__, console)
 
-    for cell in cells:
-        found = "+".join(grow(cell, candidates, run))
+    for task in tasks:
+        found = "+".join(grow(task, candidates, run))
         if not found:
-            console.print(f"{cell}: none of {', '.join(candidates)} is ahead of GRPO.", highlight=False)
+            console.print(f"{task}: none of {', '.join(candidates)} is ahead of GRPO.", highlight=False)
             continue
-        arms = dict.fromkeys((found, "grpo", tuned(Results.read(out), cell)))
-        results = run([Waiting(cell, arm, seed) for seed in CONFIRM for arm in arms])
-        told = confirmed(results, cell, found)
+        variants = dict.fromkeys((found, "grpo", tuned(Results.read(out), task)))
+        results = run([Waiting(task, variant, seed) for seed in CONFIRM for variant in variants])
+        told = confirmed(results, task, found)
         console.print(
-            f"{cell}: {found}, against GRPO {numbers(told['grpo'])}, against {told['tuned']['than']} "
+            f"{task}: {found}, against GRPO {numbers(told['grpo'])}, against {told['tuned']['than']} "
             f"{numbers(told['tuned'])}",
             highlight=False,
         )
@@ -166,43 +166,43 @@ def _stack(
         _publish(out, publish)
 
 
-def _brought(console: Console, results: Results, cells: Sequence[str], methods: Sequence[str]) -> None:
-    table = Table("cell", "seeds", *methods, "all together", title="What each method brought (Shapley values)")
-    for cell in cells:
-        if found := brought(results, cell, methods):
+def _brought(console: Console, results: Results, tasks: Sequence[str], methods: Sequence[str]) -> None:
+    table = Table("task", "seeds", *methods, "all together", title="What each method brought (Shapley values)")
+    for task in tasks:
+        if found := brought(results, task, methods):
             values = [f"{v['value']:+.3f} ({v['low']:+.3f} to {v['high']:+.3f})" for v in found["methods"].values()]
-            table.add_row(cell, str(found["seeds"]), *values, f"{found['total']:+.3f}")
+            table.add_row(task, str(found["seeds"]), *values, f"{found['total']:+.3f}")
     console.print(table)
 
 
 def _wanted(
-    arms: Iterable[str], cells: Sequence[str], asked: Sequence[PaperClaim], seeds: Iterable[int]
+    variants: Iterable[str], tasks: Sequence[str], asked: Sequence[PaperClaim], seeds: Iterable[int]
 ) -> list[Waiting]:
-    """Cell by cell, the baseline first, so that what was done is whole whenever it ends. `neutral` comes last."""
+    """Task by task, the baseline first, so that what was done is whole whenever it ends. `neutral` comes last."""
     pairs: dict[str, dict[str, None]] = {}
-    for cell in cells:
-        cell_of(cell)
-        pairs.setdefault(cell, {"grpo": None}).update(dict.fromkeys(arms))
+    for task in tasks:
+        task_of(task)
+        pairs.setdefault(task, {"grpo": None}).update(dict.fromkeys(variants))
     for claim in asked:
-        pairs.setdefault(claim.cell, {"grpo": None}).update({claim.than: None, claim.label: None})
-    neutral = {} if cells else {"neutral": {"grpo": None, **dict.fromkeys(_plain(arms, asked))}}
-    order = list(CELLS)
+        pairs.setdefault(claim.task, {"grpo": None}).update({claim.than: None, claim.label: None})
+    neutral = {} if tasks else {"neutral": {"grpo": None, **dict.fromkeys(_plain(variants, asked))}}
+    order = list(TASKS)
     found = [*sorted(pairs.items(), key=lambda pair: order.index(pair[0])), *neutral.items()]
     seeds = list(seeds)
     for name, of in found:
-        for arm in of:
-            BenchArm.of(arm).check(cell_of(name))
-    wanted = [Waiting(cell, arm, seed) for cell, of in found for seed in seeds for arm in of]
+        for variant in of:
+            BenchVariant.of(variant).check(task_of(name))
+    wanted = [Waiting(task, variant, seed) for task, of in found for seed in seeds for variant in of]
     return list(dict.fromkeys(wanted))
 
 
-def _plain(arms: Iterable[str], asked: Sequence[PaperClaim]) -> list[str]:
-    """Arms for `neutral`: as in the claims of a method, if they are no agents and the host's options stay."""
+def _plain(variants: Iterable[str], asked: Sequence[PaperClaim]) -> list[str]:
+    """Variants for `neutral`: as in the claims of a method, if they are no agents and the host's options stay."""
     found = []
-    for arm in arms:
-        of = [c for c in asked if c.method == arm]
-        labels = {c.label for c in of if not CELLS[c.cell].environment and "@" not in c.label}
-        found += sorted(labels) if of else [arm]
+    for variant in variants:
+        of = [c for c in asked if c.method == variant]
+        labels = {c.label for c in of if not TASKS[c.task].environment and "@" not in c.label}
+        found += sorted(labels) if of else [variant]
     return found
 
 
@@ -212,12 +212,12 @@ def _undecided(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
         if decided.verdict == "undecided" and decided.found and decided.found.seeds < LOOKS[-1]:
             c = decided.claim
             upto = next(n for n in LOOKS if n > decided.found.seeds)
-            more += [Waiting(c.cell, arm, seed) for seed in range(upto) for arm in (c.than, c.label)]
-    return [w for w in more if not results.has(w.cell, w.arm, w.seed)]
+            more += [Waiting(c.task, variant, seed) for seed in range(upto) for variant in (c.than, c.label)]
+    return [w for w in more if not results.has(w.task, w.variant, w.seed)]
 
 
 def _searched(results: Results, asked: Sequence[PaperClaim]) -> list[Waiting]:
-    """Of every decided claim: the search of the arm that lost, then that arm on the seeds of the claim."""
+    """Of every decided claim: the search of the variant that lost, then that variant on the seeds of the claim."""
     more = [
         w
         for decided in decide(results, asked)
@@ -248,25 +248,25 @@ def _policies(environments: Iterable[str], console: Console) -> dict[str, Path]:
 
 
 def _overview(console: Console, results: Results) -> None:
-    table = Table("cell", "what is different", "GRPO's runs here", title="Cells of the bench")
-    for name, cell in CELLS.items():
-        table.add_row(name, cell.about, str(len(results.seeds(name, "grpo"))))
+    table = Table("task", "what is different", "GRPO's runs here", title="Tasks of the bench")
+    for name, task in TASKS.items():
+        table.add_row(name, task.about, str(len(results.seeds(name, "grpo"))))
     console.print(table)
     asked = claims()
-    tested = sum(bool(c.cell) for c in asked)
+    tested = sum(bool(c.task) for c in asked)
     console.print(
-        f"{len(asked)} claims of papers, {tested} of which a cell can test. Name methods to run theirs, for example "
+        f"{len(asked)} claims of papers, {tested} of which a task can test. Name methods to run theirs, for example "
         f"`rl-plugins bench mc_grpo`, or --all. --dry-run prints what would run.",
         highlight=False,
     )
 
 
 def _plan(console: Console, wanted: Sequence[Waiting], results: Results, jobs: int, seconds: float) -> None:
-    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.cell, w.arm, w.seed)]
-    table = Table("cell", "arm", "seeds", "missing", title="Runs")
-    for cell, arm in dict.fromkeys((w.cell, w.arm) for w in wanted):
-        of = [w for w in dict.fromkeys(wanted) if (w.cell, w.arm) == (cell, arm)]
-        table.add_row(cell, arm, str(len(of)), str(sum(w in missing for w in of)))
+    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.task, w.variant, w.seed)]
+    table = Table("task", "variant", "seeds", "missing", title="Runs")
+    for task, variant in dict.fromkeys((w.task, w.variant) for w in wanted):
+        of = [w for w in dict.fromkeys(wanted) if (w.task, w.variant) == (task, variant)]
+        table.add_row(task, variant, str(len(of)), str(sum(w in missing for w in of)))
     console.print(table)
     minutes = len(missing) * seconds / jobs / 60
     console.print(f"{len(missing)} runs, about {minutes:.0f} minutes with {jobs} at a time.", highlight=False)
@@ -275,42 +275,46 @@ def _plan(console: Console, wanted: Sequence[Waiting], results: Results, jobs: i
 def _report(
     console: Console,
     results: Results,
-    arms: Sequence[str],
+    variants: Sequence[str],
     wanted: Sequence[Waiting],
     asked: Sequence[PaperClaim],
 ) -> None:
-    cells = list(dict.fromkeys(w.cell for w in wanted))
+    tasks = list(dict.fromkeys(w.task for w in wanted))
     table = Table(
-        "cell", "arm", "arm / GRPO", *(f"difference at equal {c.replace('_', ' ')}" for c in CURRENCIES), "seeds"
+        "task",
+        "variant",
+        "variant / GRPO",
+        *(f"difference at equal {c.replace('_', ' ')}" for c in COST_UNITS),
+        "seeds",
     )
-    places = matrix(results, arms)
-    for cell in cells:
-        for arm in arms:
-            place = places.get((arm, cell))
+    places = matrix(results, variants)
+    for task in tasks:
+        for variant in variants:
+            place = places.get((variant, task))
             if place is None or place.found is None:
                 continue
-            of = [difference(results, cell, arm, "grpo", CELLS[cell].metric, budget=c) for c in CURRENCIES]
+            of = [difference(results, task, variant, "grpo", TASKS[task].metric, budget=c) for c in COST_UNITS]
             table.add_row(
-                cell,
-                arm,
+                task,
+                variant,
                 f"{place.found.value:.3f} / {place.found.other:.3f}",
                 *(d.text if d else "" for d in of),
                 f"{place.found.seeds}, {place.mark}",
             )
     console.print(table)
     if asked:
-        told = Table("claim", "cell", "difference", "seeds", "verdict", title="Claims")
+        told = Table("claim", "task", "difference", "seeds", "verdict", title="Claims")
         for decided in decide(results, asked):
             told.add_row(*_told(decided))
         console.print(told)
 
 
-def _draw(console: Console, results: Results, arms: Sequence[str], out: Path) -> None:
-    """Curves of every arm beside GRPO's."""
+def _draw(console: Console, results: Results, variants: Sequence[str], out: Path) -> None:
+    """Curves of every variant beside GRPO's."""
     from rl_plugins.lab.bench.figures import draw_method
 
-    for arm in arms:
-        draw_method(results, arm, out / "curves" / f"{arm.replace('/', '_')}.png")
+    for variant in variants:
+        draw_method(results, variant, out / "curves" / f"{variant.replace('/', '_')}.png")
     console.print(f"Raw results: {out}/runs.parquet, curves.parquet. Figures: {out / 'curves'}", highlight=False)
 
 
@@ -319,7 +323,7 @@ def _told(decided: ClaimResult) -> tuple[str, ...]:
     tuned = f", with {decided.tuned} {decided.again.text}" if decided.again else ""
     return (
         f"{c.label}: {c.says}",
-        c.cell,
+        c.task,
         f"{found.text} {c.metric}{tuned}" if found else decided.error,
         str(found.seeds) if found else "",
         decided.verdict,
@@ -327,32 +331,34 @@ def _told(decided: ClaimResult) -> tuple[str, ...]:
 
 
 def _agreement(console: Console, mine: Results, other: Results) -> None:
-    """Whether a rerun agrees with other raw results: mean of the metric of the cell, by Welch's t."""
+    """Whether a rerun agrees with other raw results: mean of the metric of the task, by Welch's t."""
     from scipy import stats
 
-    table = Table("cell", "arm", "here", "there", "", title="Against other results")
-    for cell, arm in dict.fromkeys((c, a) for c, a, _ in mine.runs):
-        pairs = [[end(of, cell, arm, seed) for seed in of.seeds(cell, arm)] for of in (mine, other)]
+    table = Table("task", "variant", "here", "there", "", title="Against other results")
+    for task, variant in dict.fromkeys((c, a) for c, a, _ in mine.runs):
+        pairs = [[end(of, task, variant, seed) for seed in of.seeds(task, variant)] for of in (mine, other)]
         if min(map(len, pairs)) < 2:
             continue
         same = pairs[0] == pairs[1][: len(pairs[0])]
         agrees = same or stats.ttest_ind(*pairs, equal_var=False).pvalue > 0.05
         word = "the same" if same else "agrees" if agrees else "DIFFERS"
-        table.add_row(cell, arm, *(f"{sum(p) / len(p):.3f} ({len(p)} seeds)" for p in pairs), word)
+        table.add_row(task, variant, *(f"{sum(p) / len(p):.3f} ({len(p)} seeds)" for p in pairs), word)
     console.print(table)
 
 
 def _both_hosts(console: Console, verl: Results, trl: Results) -> None:
     """Differences from GRPO in both hosts."""
-    table = Table("cell", "arm", "TRL", "verl", "seeds", "verl - TRL", "", title="Difference from GRPO in both hosts")
+    table = Table(
+        "task", "variant", "TRL", "verl", "seeds", "verl - TRL", "", title="Difference from GRPO in both hosts"
+    )
     for t in agreement(trl, verl):
         apart = f"{-t['high']:+.3f} to {-t['low']:+.3f}"
         seeds = " and ".join(map(str, t["seeds"]))
         word = "agree" if t["agree"] else "DIFFER"
-        table.add_row(t["cell"], t["arm"], f"{t['trl']:+.3f}", f"{t['verl']:+.3f}", seeds, apart, word)
+        table.add_row(t["task"], t["variant"], f"{t['trl']:+.3f}", f"{t['verl']:+.3f}", seeds, apart, word)
     console.print(table)
     if not table.row_count:
-        console.print("Nothing to compare yet: it takes two seeds of an arm and of GRPO in both hosts.")
+        console.print("Nothing to compare yet: it takes two seeds of a variant and of GRPO in both hosts.")
 
 
 def _publish(out: Path, root: Path) -> None:

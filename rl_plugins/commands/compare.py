@@ -18,7 +18,7 @@ from rl_plugins.commands.attribute import Cube, write
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.kit.masked import MASKED_OPTIONS
 from rl_plugins.lab.compare import costs, report
-from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan, parse_arms
+from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished, run_all
 from rl_plugins.lab.compare.trl import Trl
 from rl_plugins.lab.demo.masked import needed
@@ -46,17 +46,17 @@ def compare(
     metrics: Sequence[str],
     launcher: str,
     method_params: str | None,
-    currency: str,
+    cost_unit: str,
     dry_run: bool,
     attribute: bool = False,
     pairs: int | None = None,
 ) -> None:
-    """Trains every arm with every seed on the user's own config of TRL and writes figures and a report.
+    """Trains every variant with every seed on the user's own config of TRL and writes figures and a report.
 
     Args:
-        attribute: the arms are subsets of the methods, and the report says which method brought what. Without named
+        attribute: the variants are subsets of the methods, and the report says which method brought what. Without named
             methods they are those of the config.
-        pairs: of orders of the methods whose subsets are the arms; none: all subsets.
+        pairs: of orders of the methods whose subsets are the variants; none: all subsets.
         words: the YAML file, methods, and options of `trl grpo`.
     """
     need_plots()
@@ -68,15 +68,15 @@ def compare(
     if attribute:
         methods = methods or parse_methods(values.get("methods"))
     cube = _cube(methods, attribute, pairs)
-    arms = parse_arms(cube.arms if cube else _named(methods), baseline)
+    variants = parse_variants(cube.variants if cube else _named(methods), baseline)
     held_out = _option("eval_strategy", values, extra) not in ("no", False, None)  # YAML reads a bare no as false
-    host = Trl(config.read_text(), tuple(extra), _masked(arms, values, extra))
-    notes = _notes(arms, host.sets, held_out, "eval_strategy and a test split") + timing_notes(currency, jobs)
-    params = _params(arms, parse_method_params(values.get("method_params")), method_params)
+    host = Trl(config.read_text(), tuple(extra), _masked(variants, values, extra))
+    notes = _notes(variants, host.sets, held_out, "eval_strategy and a test split") + timing_notes(cost_unit, jobs)
+    params = _params(variants, parse_method_params(values.get("method_params")), method_params)
     if cube:
         cube.check(baseline, params)
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes, shlex.split(launcher))
-    run(comparison, metrics, jobs, currency, dry_run, cube=cube)
+    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes, shlex.split(launcher))
+    run(comparison, metrics, jobs, cost_unit, dry_run, cube=cube)
 
 
 def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | None:
@@ -85,10 +85,12 @@ def _cube(methods: Sequence[str], attribute: bool, pairs: int | None) -> Cube | 
     return Cube(tuple(methods), pairs) if attribute else None
 
 
-def _masked(arms: Sequence[Arm], values: Mapping[str, Any], extra: Sequence[str]) -> bool:
+def _masked(variants: Sequence[Variant], values: Mapping[str, Any], extra: Sequence[str]) -> bool:
     """Whether the run is one of masked diffusion models: a method or the config sets an option of their trainer."""
     words = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in extra if word.startswith("--")}
-    return needed({name for arm in arms for name in arm.methods}) or bool(MASKED_OPTIONS & {*values, *words})
+    return needed({name for variant in variants for name in variant.methods}) or bool(
+        MASKED_OPTIONS & {*values, *words}
+    )
 
 
 def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
@@ -101,11 +103,11 @@ def _option(name: str, values: Mapping[str, Any], extra: Sequence[str]) -> Any:
 
 
 def _params(
-    arms: Sequence[Arm], of_config: Mapping[str, Mapping[str, Any]], given: str | None
+    variants: Sequence[Variant], of_config: Mapping[str, Mapping[str, Any]], given: str | None
 ) -> dict[str, dict[str, Any]]:
-    """Parameters of the config for the methods of the arms, and those of the command, which win."""
+    """Parameters of the config for the methods of the variants, and those of the command, which win."""
     ours = parse_method_params(given)
-    named = {name for arm in arms for name in select(arm.methods).classes}
+    named = {name for variant in variants for name in select(variant.methods).classes}
     return {n: {**of_config.get(n, {}), **ours.get(n, {})} for n in [*of_config, *ours] if n in named or n in ours}
 
 
@@ -116,7 +118,7 @@ def compare_verl(
     out: Path,
     metrics: Sequence[str],
     method_params: str | None,
-    currency: str,
+    cost_unit: str,
     dry_run: bool,
     attribute: bool = False,
     pairs: int | None = None,
@@ -132,19 +134,19 @@ def compare_verl(
     need_plots()
     methods, command = _split(words, r"[-~].*|.*=.*|(.*/)?python[\d.]*")
     cube = _cube(methods, attribute, pairs)
-    arms = parse_arms(cube.arms if cube else _named(methods), baseline)
+    variants = parse_variants(cube.variants if cube else _named(methods), baseline)
     host = Verl.of(read_command(command))
-    notes = _notes(arms, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
+    notes = _notes(variants, host.sets, host.evaluates, "trainer.test_freq and data.val_files")
     if host.rewards:
         parts = " + ".join(f"{weight:g} {name}" for name, weight in host.rewards.items())
         notes.append(
-            f"All arms train {parts} (rl_plugins.rewards), in place of the `score` of the reward function."
+            f"All variants train {parts} (rl_plugins.rewards), in place of the `score` of the reward function."
         )
-    params = _params(arms, host.method_params, method_params)
+    params = _params(variants, host.method_params, method_params)
     if cube:
         cube.check(baseline, params)
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
-    run(comparison, metrics, 1, currency, dry_run, cube=cube)
+    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes)
+    run(comparison, metrics, 1, cost_unit, dry_run, cube=cube)
 
 
 def need_plots() -> None:
@@ -172,9 +174,9 @@ def _named(methods: list[str]) -> list[str]:
     return methods
 
 
-def _notes(arms: Sequence[Arm], sets: str, held_out: bool, option: str) -> list[str]:
+def _notes(variants: Sequence[Variant], sets: str, held_out: bool, option: str) -> list[str]:
     notes = [f"Every run has the same config. This command sets {sets}; everything else is yours."]
-    if not held_out and any({"select_prompts", "plan"} & _hooks(a.methods) for a in arms):
+    if not held_out and any({"select_prompts", "plan"} & _hooks(a.methods) for a in variants):
         notes.append(
             f"A method here chooses prompts or rollouts, so rewards in training are those of its choice. Set {option} "
             f"to compare on held-out prompts."
@@ -182,8 +184,8 @@ def _notes(arms: Sequence[Arm], sets: str, held_out: bool, option: str) -> list[
     return notes
 
 
-def timing_notes(currency: str, jobs: int) -> list[str]:
-    if currency != "engine_seconds" or jobs == 1:
+def timing_notes(cost_unit: str, jobs: int) -> list[str]:
+    if cost_unit != "engine_seconds" or jobs == 1:
         return []
     return [
         f"{jobs} runs share this machine, which changes engine time from run to run. For a budget in it use --jobs 1."
@@ -194,7 +196,7 @@ def run(
     comparison: Comparison,
     metrics: Sequence[str],
     jobs: int,
-    currency: str,
+    cost_unit: str,
     dry_run: bool,
     *,
     console: Console | None = None,
@@ -207,12 +209,12 @@ def run(
 
     Args:
         metrics: logged values of the report; none: rewards and each reward function.
-        currency: of :data:`rl_plugins.lab.compare.costs.CURRENCIES`, in which all arms have the same budget.
+        cost_unit: of :data:`rl_plugins.lab.compare.costs.COST_UNITS`, in which all variants have the same budget.
         watch: the logged value shown next to the bars.
-        cube: of methods, whose subsets are the arms; None: nothing is attributed.
+        cube: of methods, whose subsets are the variants; None: nothing is attributed.
 
     Raises:
-        ConfigError: a finished run has not counted the currency.
+        ConfigError: a finished run has not counted the cost unit.
     """
     console = console or Console()
     for note in comparison.notes:
@@ -221,15 +223,15 @@ def run(
         for planned in comparison.runs:
             state = "finished" if is_finished(planned) else "to run"
             console.print(
-                f"{planned.arm.label} seed {planned.seed} ({state}): {' '.join(map(shlex.quote, planned.arguments))}",
+                f"{planned.variant.label} seed {planned.seed} ({state}): {shlex.join(planned.arguments)}",
                 markup=False,
                 highlight=False,
                 soft_wrap=True,
             )
         return
-    costs.require(comparison, currency)
+    costs.require(comparison, cost_unit)
     seconds = run_all(comparison, jobs, watch, console, dict(environment or {}))
-    summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, currency)
+    summary = report.write(comparison, metrics or report.found_metrics(comparison), seconds, labels, cost_unit)
     console.print(Markdown(report.text({**summary, "notes": []})))
     if cube:
         console.print(Markdown(write(summary, cube, comparison.out)))

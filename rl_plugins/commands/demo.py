@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rl_plugins.commands.compare import need_plots, parse_seeds, run, timing_notes
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.compare.plan import Arm, Comparison, make_plan, parse_arms
+from rl_plugins.lab.compare.plan import Comparison, Variant, make_plan, parse_variants
 from rl_plugins.lab.compare.runs import is_finished
 from rl_plugins.lab.compare.trl import Trl
 
@@ -20,7 +20,7 @@ TOY = "A toy: it shows that the method acts and what it does here, not what it d
 SETS = "Settings of every run: `{}/runs/*/config.yaml`. It also gets its seed, folder, methods and their parameters."
 
 
-def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool) -> None:
+def headline(seeds: str, out: Path, jobs: int, long: bool, cost_unit: str, dry_run: bool) -> None:
     """The demo without METHODS: GDPO, plain GRPO and a control on two rewards of different size."""
     from rl_plugins.lab.demo import headline, settings
     from rl_plugins.lab.demo.policy import policy_path
@@ -31,13 +31,13 @@ def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_ru
     if not dry_run:
         _warm_start(console)
         settings.write_data(data)
-    notes = [*headline.NOTES, _size(values), SETS.format(out), TOY, *timing_notes(currency, jobs)]
-    comparison = make_plan(_host(values), headline.ARMS, parse_seeds(seeds), out, notes=notes)
+    notes = [*headline.NOTES, _size(values), SETS.format(out), TOY, *timing_notes(cost_unit, jobs)]
+    comparison = make_plan(_host(values), headline.VARIANTS, parse_seeds(seeds), out, notes=notes)
     run(
         comparison,
         headline.METRICS,
         jobs,
-        currency,
+        cost_unit,
         dry_run,
         console=console,
         watch="rewards/mark/mean",
@@ -48,7 +48,7 @@ def headline(seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_ru
 
 
 def demo(
-    methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, currency: str, dry_run: bool
+    methods: Sequence[str], baseline: str, seeds: str, out: Path, jobs: int, long: bool, cost_unit: str, dry_run: bool
 ) -> None:
     """Builds the embedded policy and compares methods with plain GRPO on it."""
     from rl_plugins.lab.demo import agents, flows, masked, settings
@@ -56,14 +56,14 @@ def demo(
     from rl_plugins.lab.demo.policy import load_policy, policy_path
 
     need_plots()
-    arms = parse_arms(methods, baseline)
-    names = _names(arms)
+    variants = parse_variants(methods, baseline)
+    names = _names(variants)
     console = Console()
     if flows.needed(names):
-        _flows(arms, seeds, out, jobs, long, currency, dry_run, console)
+        _flows(variants, seeds, out, jobs, long, cost_unit, dry_run, console)
         return
     if agents.needed(names):
-        _agents(arms, seeds, out, jobs, long, currency, dry_run, console)
+        _agents(variants, seeds, out, jobs, long, cost_unit, dry_run, console)
         return
     data, diffusion = out / "data", masked.needed(names)
     path, load, made = (
@@ -84,14 +84,14 @@ def demo(
         *_method_notes(params),
         SETS.format(out),
         TOY,
-        *timing_notes(currency, jobs),
+        *timing_notes(cost_unit, jobs),
     ]
-    comparison = make_plan(_host(values, diffusion), arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(_host(values, diffusion), variants, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         settings.metrics(values),
         jobs,
-        currency,
+        cost_unit,
         dry_run,
         console=console,
         watch="rewards/exact/mean",
@@ -102,21 +102,21 @@ def demo(
 
 
 def _agents(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     seeds: str,
     out: Path,
     jobs: int,
     long: bool,
-    currency: str,
+    cost_unit: str,
     dry_run: bool,
     console: Console,
 ) -> None:
-    """The demo of methods for agents: in an environment, with the plain agent loop where an arm has no other."""
+    """The demo of methods for agents: in an environment, with the plain agent loop where a variant has no other."""
     from rl_plugins.lab.demo import agents, settings
     from rl_plugins.lab.demo.environments.policy import agent_policy_path, load_agent_policy
 
-    arms = agents.with_loop(arms)
-    names = _names(arms)
+    variants = agents.with_loop(variants)
+    names = _names(variants)
     environment = agents.environment_of(names)
     data = out / "data"
     values = agents.config(agent_policy_path(environment).absolute(), data.absolute(), long)
@@ -126,18 +126,18 @@ def _agents(
     params = _params(names) | agents.params(names, environment)
     notes = [
         f"TRL's GRPOTrainer, a policy of 78,272 parameters, agents in `{environment}`, reward: its score. "
-        f"{_size(values)} {arms[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
+        f"{_size(values)} {variants[0].label} is the plain agent loop (`{agents.LOOP}`, unlimited).",
         *_method_notes(params),
         SETS.format(out),
         TOY,
-        *timing_notes(currency, jobs),
+        *timing_notes(cost_unit, jobs),
     ]
-    comparison = make_plan(_host(values), arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(_host(values), variants, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         agents.METRICS,
         jobs,
-        currency,
+        cost_unit,
         dry_run,
         console=console,
         watch=agents.METRICS[0],
@@ -148,12 +148,12 @@ def _agents(
 
 
 def _flows(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     seeds: str,
     out: Path,
     jobs: int,
     long: bool,
-    currency: str,
+    cost_unit: str,
     dry_run: bool,
     console: Console,
 ) -> None:
@@ -164,19 +164,19 @@ def _flows(
     values = flows.config(shape_policy_path().absolute(), long)
     if not dry_run:
         _warm_start(console, lambda progress: load_shape_policy(progress=progress))
-    params = _params(_names(arms))
+    params = _params(_names(variants))
     size = (
         f"Every run trains {values['batches']} batches of {values['prompts_per_batch']} prompts, "
         f"{values['group_size']} samples of {values['steps']} steps per prompt."
     )
-    notes = [*flows.NOTES, size, *_method_notes(params)[:-1], SETS.format(out), TOY, *timing_notes(currency, jobs)]
+    notes = [*flows.NOTES, size, *_method_notes(params)[:-1], SETS.format(out), TOY, *timing_notes(cost_unit, jobs)]
     host = flows.Flows(yaml.safe_dump(values, sort_keys=False))
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes)
     run(
         comparison,
         flows.METRICS,
         jobs,
-        currency,
+        cost_unit,
         dry_run,
         console=console,
         watch="reward",
@@ -189,7 +189,7 @@ def _flows(
 
 
 def demo_verl(
-    methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, currency: str, dry_run: bool
+    methods: Sequence[str], baseline: str, seeds: str, out: Path, long: bool, cost_unit: str, dry_run: bool
 ) -> None:
     """The demo in verl's trainer on the CPU: one run at a time, because one is 19 processes."""
     from rl_plugins.lab.compare.verl import Verl
@@ -197,8 +197,8 @@ def demo_verl(
     from rl_plugins.lab.demo.policy import policy_path
 
     need_plots()
-    arms = parse_arms(methods, baseline)
-    names = _names(arms)
+    variants = parse_variants(methods, baseline)
+    names = _names(variants)
     if agents.needed(names):
         raise ConfigError(
             f"{', '.join(names)}: agents are shown on TRL. Run `rl-plugins demo {' '.join(methods)}`; with verl, use "
@@ -224,7 +224,7 @@ def demo_verl(
         f"verl's trainer on the CPU (rollouts by transformers in place of vLLM), a policy of 78,272 parameters, tasks "
         f"of sorting digits, reward {_rewarded(verl_data.reward_weights(names))}. Every run trains {steps} steps of "
         f"{verl_data.PROMPTS * verl_data.SAMPLES} rollouts, {verl_data.SAMPLES} per prompt.",
-        f"Every arm runs in the trainer `rl_plugins_sync`; for {baseline} it hands everything on to verl and only "
+        f"Every variant runs in the trainer `rl_plugins_sync`; for {baseline} it hands everything on to verl and only "
         f"counts what it costs. The replay buffer is asked every 0.2 s instead of verl's 2 s. Seconds are those of the "
         f"training steps, without start-up and evaluation.",
         *verl_data.reasons(names),
@@ -236,7 +236,7 @@ def demo_verl(
         notes.append(
             "Fewer than 3 seeds tell only very large differences apart: --seeds 5 takes longer and tells more."
         )
-    comparison = make_plan(host, arms, parse_seeds(seeds), out, params, notes)
+    comparison = make_plan(host, variants, parse_seeds(seeds), out, params, notes)
     waiting = sum(not is_finished(planned) for planned in comparison.runs)
     if not dry_run:
         _warm_start(console)
@@ -253,7 +253,7 @@ def demo_verl(
         comparison,
         settings.metrics({"reward_weights": verl_data.reward_weights(names)}),
         1,
-        currency,
+        cost_unit,
         dry_run,
         console=console,
         watch="rewards/exact/mean",
@@ -263,8 +263,8 @@ def demo_verl(
     _told_how_to_look(comparison, dry_run, console)
 
 
-def _names(arms: Sequence[Arm]) -> list[str]:
-    return list(dict.fromkeys(name for arm in arms for name in arm.methods))
+def _names(variants: Sequence[Variant]) -> list[str]:
+    return list(dict.fromkeys(name for variant in variants for name in variant.methods))
 
 
 def _host(values: Mapping[str, Any], masked: bool = False) -> Trl:
@@ -299,8 +299,8 @@ def _size(values: Mapping[str, Any]) -> str:
 def _method_notes(params: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         *(f"`{name}` runs with {', '.join(f'{k}={v}' for k, v in given.items())}." for name, given in params.items()),
-        "Nothing is learned in groups of equal rewards. Right answers on held-out prompts are comparable between arms. "
-        "Right answers in training are those of the prompts and completions that each method chose.",
+        "Nothing is learned in groups of equal rewards. Right answers on held-out prompts are comparable between "
+        "variants. Right answers in training are those of the prompts and completions that each method chose.",
     ]
 
 

@@ -2,7 +2,7 @@
 
     7+5*3        ->  26=6           7 + 5 = 12, which is 2; 2 * 3 = 6; the answer is 6
 
-A completion has a digit per step, then `=` and the answer. What a paper is about is a dial of the task and no accident:
+A completion has a digit per step, then `=` and the answer. What papers are about are settings of the tasks:
 
 - Steps: 1 to 9 operations. Each may go wrong, so the share of right answers falls with the number of steps.
 - Unsolvable: the operation `%` is a table that no demonstration shows, so its digit can only be guessed.
@@ -123,7 +123,7 @@ class Mix:
         steps: numbers of operations, in equal shares unless `weights` are given.
         weights: of each number of steps.
         unsolvable: share of prompts with an operation that cannot be learned from demonstrations.
-        mode: "" plain, "f" with forks, "l" with dots; "w" is for data sets of several wordings (see `wordings.py`).
+        mode: "" plain, "f" with forks, "l" with dots; "w" is for data sets of several wordings (see `paraphrases.py`).
     """
 
     steps: tuple[int, ...] = (2, 3, 4, 5, 6, 7)
@@ -197,7 +197,7 @@ def _scored(score: Any, completions: Sequence[Any], chain: Sequence[str]) -> lis
 
 
 def right(prompts: Any, completions: Sequence[Any], *, chain: Sequence[str], **columns: Any) -> list[float]:
-    """1 where the answer is right, else 0. The metric of every cell."""
+    """1 where the answer is right, else 0. The metric of every task."""
     return _scored(is_right, completions, chain)
 
 

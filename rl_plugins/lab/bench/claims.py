@@ -12,7 +12,7 @@ from typing import Literal
 
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench.cells import CELLS, CURRENCIES, METRICS
+from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS
 from rl_plugins.runtime import registry
 
 LOOKS = (8, 12, 16)  # seeds at which a claim is looked at
@@ -26,41 +26,41 @@ class PaperClaim:
     Args:
         method: the method or bundle it is about.
         says: what the paper says, with its own figure where it gives one.
-        cell: where it should show; empty: the bench cannot test it.
+        task: where it should show; empty: the bench cannot test it.
         metric: key of `METRICS`.
         better: the direction that the paper promises.
         least: smallest difference that matters, in units of the metric.
         budget: what is equal.
-        than: arm that it is compared with.
-        arm: arm that is run; empty: the method.
-        untested: why no cell tests it.
+        than: variant that it is compared with.
+        variant: variant that is run; empty: the method.
+        untested: why no task tests it.
 
     Raises:
-        ConfigError: an unknown cell, metric or currency, or neither a cell nor a reason.
+        ConfigError: an unknown task, metric or cost unit, or neither a task nor a reason.
     """
 
     method: str
     says: str
-    cell: str = ""
+    task: str = ""
     metric: str = "right"
     better: Literal["higher", "lower"] = "higher"
     least: float = 0.02
     budget: str = "steps"
     than: str = "grpo"
-    arm: str = ""
+    variant: str = ""
     untested: str = ""
 
     def __post_init__(self) -> None:
-        if bool(self.cell) == bool(self.untested):
-            raise ConfigError(f"The claim of {self.method} needs a cell, or `untested` with the reason; one of both.")
-        for value, known in ((self.cell, CELLS), (self.metric, METRICS), (self.budget, CURRENCIES)):
+        if bool(self.task) == bool(self.untested):
+            raise ConfigError(f"The claim of {self.method} needs a task, or `untested` with the reason; one of both.")
+        for value, known in ((self.task, TASKS), (self.metric, METRICS), (self.budget, COST_UNITS)):
             if value and value not in known:
                 raise ConfigError(f"The claim of {self.method} names {value!r}. Known: {', '.join(known)}.")
 
     @property
     def label(self) -> str:
-        """The arm that is run."""
-        return self.arm or self.method
+        """The variant that is run."""
+        return self.variant or self.method
 
 
 @cache

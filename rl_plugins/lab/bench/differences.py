@@ -1,7 +1,7 @@
-"""The paired difference of two arms at equal budget.
+"""The paired difference of two variants at equal budget.
 
-A difference is paired by seed and read at equal budget: of the two runs of a seed, the smaller total of the currency. A
-value is the mean over the last quarter of the budget, linear between evaluations. The interval is Student's t.
+A difference is paired by seed and read at equal budget: of the two runs of a seed, the smaller total of the cost unit.
+A value is the mean over the last quarter of the budget, linear between evaluations. The interval is Student's t.
 
 Seeds are added until a claim is decided, at most `LOOKS[-1]`. Looking several times would find differences by chance,
 so every interval has the level 1 - 0.05 / number of looks, and p-values are multiplied by that number.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from rl_plugins.lab.bench.cells import METRICS
 from rl_plugins.lab.bench.claims import LOOKS
 from rl_plugins.lab.bench.published import numbers
 from rl_plugins.lab.bench.results import SEARCH_FROM, Point, Results
+from rl_plugins.lab.bench.tasks import METRICS
 
 ALPHA = 0.05
 LAST = 0.25
@@ -28,11 +28,11 @@ TOTALS = ("tokens", "rows")  # metrics that are costs themselves: read at the en
 
 @dataclass(frozen=True)
 class Difference:
-    """An arm minus another one, in units of the metric; positive is better for the direction that was asked for.
+    """A variant minus another one, in units of the metric; positive is better for the direction that was asked for.
 
     Attributes:
         mean, low, high: of the paired difference; NaN with fewer than two seeds.
-        value, other: means of both arms.
+        value, other: means of both variants.
         seeds: number of pairs.
         above, below: one-sided p-values, times the number of looks, of "not above zero" and of "at least `least`".
     """
@@ -53,9 +53,9 @@ class Difference:
         return numbers({"mean": self.mean, "low": self.low, "high": self.high})
 
 
-def at_budget(points: Sequence[Point], currency: str, budget: float) -> float:
+def at_budget(points: Sequence[Point], cost_unit: str, budget: float) -> float:
     """Mean of a value over the last quarter of a budget; NaN where it does not reach that far."""
-    costs = [float(cost[currency]) for cost, _ in points]
+    costs = [float(cost[cost_unit]) for cost, _ in points]
     values = [value for _, value in points]
     if not costs or math.isnan(budget) or costs[0] > budget:
         return math.nan
@@ -65,8 +65,8 @@ def at_budget(points: Sequence[Point], currency: str, budget: float) -> float:
 
 def difference(
     results: Results,
-    cell: str,
-    arm: str,
+    task: str,
+    variant: str,
     than: str,
     metric: str,
     better: str = "higher",
@@ -74,11 +74,11 @@ def difference(
     least: float = 0.0,
     seeds: Sequence[int] = range(SEARCH_FROM),
 ) -> Difference | None:
-    """The paired difference of two arms in a cell; None without two seeds that both have."""
+    """The paired difference of two variants in a task; None without two seeds that both have."""
     name, sign = METRICS[metric][0], 1.0 if better == "higher" else -1.0
     pairs = []
-    for seed in sorted(set(results.seeds(cell, arm, seeds)) & set(results.seeds(cell, than, seeds))):
-        both = [results.runs[cell, a, seed].curves for a in (arm, than)]
+    for seed in sorted(set(results.seeds(task, variant, seeds)) & set(results.seeds(task, than, seeds))):
+        both = [results.runs[task, a, seed].curves for a in (variant, than)]
         if not all(name in curves for curves in both):
             continue
         if metric in TOTALS:
@@ -97,7 +97,7 @@ def difference(
     def p(t: float) -> float:
         return min(looks * float(stats.t.sf(t, n - 1)), 1.0)
 
-    if error == 0:  # every seed has the same difference: the arms are equal, or there is nothing to estimate
+    if error == 0:  # every seed has the same difference: the variants are equal, or there is nothing to estimate
         above, below, negative = (float(mean <= 0), float(mean >= least), float(mean >= 0))
     else:
         above, below, negative = p(mean / error), p((least - mean) / error), p(-mean / error)
@@ -105,5 +105,5 @@ def difference(
     return Difference(mean, mean - half, mean + half, float(means[0]), float(means[1]), n, above, below, negative)
 
 
-def _reached(curves: Mapping[str, Sequence[Point]], currency: str) -> float:
-    return max((float(points[-1][0][currency]) for points in curves.values()), default=math.nan)
+def _reached(curves: Mapping[str, Sequence[Point]], cost_unit: str) -> float:
+    return max((float(points[-1][0][cost_unit]) for points in curves.values()), default=math.nan)

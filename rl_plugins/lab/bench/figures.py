@@ -1,4 +1,4 @@
-"""The figures of the bench, from the raw results: the matrix, GRPO in each cell, and the curves of a method."""
+"""The figures of the bench, from the raw results: the matrix, GRPO in each task, and the curves of a method."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from rl_plugins.lab.bench.cells import CELLS, METRICS
 from rl_plugins.lab.bench.claims import LOOKS, claims_of
 from rl_plugins.lab.bench.differences import TOTALS
 from rl_plugins.lab.bench.published import methods_run
 from rl_plugins.lab.bench.results import Point, Results
+from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
 Panel = tuple[str, str, Sequence[str]]
-"""A cell, a metric, and arms."""
+"""A task, a metric, and variants."""
 
 
 def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
-    """The matrix, the curves of GRPO per cell and those of every method, each for light and dark pages.
+    """The matrix, the curves of GRPO per task and those of every method, each for light and dark pages.
 
     Args:
         told: the summary of the results.
@@ -30,16 +30,16 @@ def draw(results: Results, told: Mapping[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if told["matrix"]:
         figures.save(folder / "matrix.png", lambda: _draw_matrix(told))
-    cells = [c for c in CELLS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
-    if cells:
-        wanted = [(c, CELLS[c].metric, ["grpo"]) for c in cells]
+    tasks = [c for c in TASKS if len(results.seeds(c, "grpo")) >= LOOKS[0]]
+    if tasks:
+        wanted = [(c, TASKS[c].metric, ["grpo"]) for c in tasks]
         figures.save(folder / "baseline.png", lambda: _draw_curves(results, wanted))
     for method in methods_run(told):
         draw_method(results, method, folder / f"{method}.png")
 
 
-def draw_method(results: Results, arm: str, file: Path) -> bool:
-    """The curves of a method's claims beside what they are compared with, or of any arm beside GRPO in each cell.
+def draw_method(results: Results, variant: str, file: Path) -> bool:
+    """The curves of a method's claims beside what they are compared with, or of any variant beside GRPO in each task.
 
     Returns:
         Whether there was something to draw.
@@ -47,9 +47,9 @@ def draw_method(results: Results, arm: str, file: Path) -> bool:
     from rl_plugins.lab.compare import figures
 
     wanted = [
-        (cell, metric, arms)
-        for cell, metric, arms in panels_of(results, arm)
-        if all(_curves(results, cell, a, metric) for a in arms)
+        (task, metric, variants)
+        for task, metric, variants in panels_of(results, variant)
+        if all(_curves(results, task, a, metric) for a in variants)
     ]
     if wanted:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -57,21 +57,23 @@ def draw_method(results: Results, arm: str, file: Path) -> bool:
     return bool(wanted)
 
 
-def panels_of(results: Results, arm: str) -> list[Panel]:
-    """What is drawn of an arm: its claims, then the other cells in which it ran."""
+def panels_of(results: Results, variant: str) -> list[Panel]:
+    """What is drawn of a variant: its claims, then the other tasks in which it ran."""
     found: dict[tuple[str, str, str], Panel] = {}
-    for c in claims_of(arm):
-        if c.cell and c.metric not in TOTALS:
-            found.setdefault((c.cell, c.metric, c.label), (c.cell, c.metric, [c.than, c.label]))
-    for cell in CELLS.values():
-        if results.seeds(cell.name, arm) and not any(key[0] == cell.name for key in found):
-            found[cell.name, cell.metric, arm] = (cell.name, cell.metric, ["grpo", arm])
+    for c in claims_of(variant):
+        if c.task and c.metric not in TOTALS:
+            found.setdefault((c.task, c.metric, c.label), (c.task, c.metric, [c.than, c.label]))
+    for task in TASKS.values():
+        if results.seeds(task.name, variant) and not any(key[0] == task.name for key in found):
+            found[task.name, task.metric, variant] = (task.name, task.metric, ["grpo", variant])
     return list(found.values())
 
 
-def _curves(results: Results, cell: str, arm: str, metric: str) -> list[list[Point]]:
+def _curves(results: Results, task: str, variant: str, metric: str) -> list[list[Point]]:
     """Of every seed that has the metric."""
-    runs = [results.runs[cell, arm, seed].curves.get(METRICS[metric][0], []) for seed in results.seeds(cell, arm)]
+    runs = [
+        results.runs[task, variant, seed].curves.get(METRICS[metric][0], []) for seed in results.seeds(task, variant)
+    ]
     return [run for run in runs if run]
 
 
@@ -79,15 +81,15 @@ def _draw_matrix(told: Mapping[str, Any]) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
-    cells = [c for c in CELLS if any(p["cell"] == c for p in told["matrix"])]
-    arms = sorted({p["arm"] for p in told["matrix"]})
-    by = {(p["arm"], p["cell"]): p for p in told["matrix"]}
-    size = np.full((len(arms), len(cells)), np.nan)
-    figure = Figure(figsize=(2.4 + max(3.0, 0.62 * len(cells)), 1.4 + 0.24 * len(arms)), layout="constrained")
+    tasks = [c for c in TASKS if any(p["task"] == c for p in told["matrix"])]
+    variants = sorted({p["variant"] for p in told["matrix"]})
+    by = {(p["variant"], p["task"]): p for p in told["matrix"]}
+    size = np.full((len(variants), len(tasks)), np.nan)
+    figure = Figure(figsize=(2.4 + max(3.0, 0.62 * len(tasks)), 1.4 + 0.24 * len(variants)), layout="constrained")
     axis = figure.subplots()
-    for i, arm in enumerate(arms):
-        for j, cell in enumerate(cells):
-            place = by.get((arm, cell))
+    for i, variant in enumerate(variants):
+        for j, task in enumerate(tasks):
+            place = by.get((variant, task))
             if place is None:
                 continue
             size[i, j] = place.get("mean", np.nan)
@@ -100,17 +102,17 @@ def _draw_matrix(told: Mapping[str, Any]) -> Any:
     # Purple is better and orange is worse; the sign and the star say the same without colour.
     shades = matplotlib.colormaps["PuOr"].resampled(13)  # few, so that a small file keeps them all
     shown = axis.imshow(size, cmap=shades, vmin=-0.3, vmax=0.3, aspect="auto")
-    axis.set_xticks(range(len(cells)), cells, rotation=45, ha="right", fontsize=7)
-    axis.set_yticks(range(len(arms)), [shown_arm(arm) for arm in arms], fontsize=7)
+    axis.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right", fontsize=7)
+    axis.set_yticks(range(len(variants)), [shown_variant(variant) for variant in variants], fontsize=7)
     axis.grid(False)
     figure.colorbar(shown, ax=axis, shrink=0.5, label="difference from GRPO (* told apart)")
     return figure
 
 
-def shown_arm(arm: str) -> str:
-    """An arm in a figure: options are cut short."""
-    name, _, options = arm.partition("@")
-    return f"{name} @ {len(options.split(','))} options" if len(options) > 24 else arm
+def shown_variant(variant: str) -> str:
+    """A variant in a figure: options are cut short."""
+    name, _, options = variant.partition("@")
+    return f"{name} @ {len(options.split(','))} options" if len(options) > 24 else variant
 
 
 def _draw_curves(results: Results, wanted: Sequence[Panel]) -> Any:
@@ -118,15 +120,15 @@ def _draw_curves(results: Results, wanted: Sequence[Panel]) -> Any:
     from rl_plugins.lab.compare.report import Interval
 
     figure, axes = panels(len(wanted))
-    for axis, (cell, metric, arms) in zip(axes, wanted, strict=False):
+    for axis, (task, metric, variants) in zip(axes, wanted, strict=False):
         label = METRICS[metric][1]
-        for i, arm in enumerate(arms):
-            by_step = [{cost["steps"]: value for cost, value in run} for run in _curves(results, cell, arm, metric)]
+        for i, variant in enumerate(variants):
+            by_step = [{cost["steps"]: value for cost, value in run} for run in _curves(results, task, variant, metric)]
             steps = sorted(set.intersection(*map(set, by_step)))
             of = [Interval.of([values[step] for values in by_step]) for step in steps]
             mean, half = np.array([x.mean for x in of]), np.nan_to_num(np.array([x.half for x in of]))
-            axis.plot(steps, mean, label=shown_arm(arm), **line(i))
+            axis.plot(steps, mean, label=shown_variant(variant), **line(i))
             axis.fill_between(steps, mean - half, mean + half, color=color(i), alpha=0.18, linewidth=0)
-        name_axes(axis, "optimizer steps", textwrap.fill(f"{cell}: {label.split(' (')[0]}", 38))
+        name_axes(axis, "optimizer steps", textwrap.fill(f"{task}: {label.split(' (')[0]}", 38))
         axis.legend(frameon=False, fontsize=7)
     return figure

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl_plugins.lab.bench.cells import CELLS
 from rl_plugins.lab.bench.claims import claims_of
 from rl_plugins.lab.bench.page import CLAIM_HEAD, SIGN, claim_row
 from rl_plugins.lab.bench.published import COSTS, numbers, ours, place_of, verdicts_of
+from rl_plugins.lab.bench.tasks import TASKS
 
 
 def method_page(method: str, does: str) -> str:
@@ -43,24 +43,24 @@ def method_page(method: str, does: str) -> str:
 
 
 def _places(method: str) -> list[str]:
-    arms = dict.fromkeys([method, *(c.label for c in claims_of(method))])
-    found = [(arm, cell, p) for arm in arms for cell in CELLS if (p := place_of(arm, cell))]
+    variants = dict.fromkeys([method, *(c.label for c in claims_of(method))])
+    found = [(variant, task, p) for variant in variants for task in TASKS if (p := place_of(variant, task))]
     if not found:
         return []
-    costs = {(c["arm"], c["cell"]): c for c in ours()["costs"]}
+    costs = {(c["variant"], c["task"]): c for c in ours()["costs"]}
     lines = [
-        "## In each cell",
+        "## In each task",
         "",
-        "Difference from GRPO in the metric of the cell at equal steps, and totals over GRPO's.",
+        "Difference from GRPO in the metric of the task at equal steps, and totals over GRPO's.",
         "",
-        "| arm | cell | difference | seeds | | " + " | ".join(COSTS.values()) + " |",
+        "| variant | task | difference | seeds | | " + " | ".join(COSTS.values()) + " |",
         "|---|---|---|---|---|" + "---|" * len(COSTS),
     ]
-    for arm, cell, place in found:
-        cost = " | ".join(_ratio(costs.get((arm, cell), {}), name) for name in COSTS)
+    for variant, task, place in found:
+        cost = " | ".join(_ratio(costs.get((variant, task), {}), name) for name in COSTS)
         word = f"{SIGN[place['mark']]} {place['mark']}"
         told = numbers(place) or place.get("error", "")
-        lines.append(f"| `{arm}` | {cell} | {told} | {place.get('seeds', '')} | {word} | {cost} |")
+        lines.append(f"| `{variant}` | {task} | {told} | {place.get('seeds', '')} | {word} | {cost} |")
     return [*lines, ""]
 
 

@@ -12,8 +12,8 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from rl_plugins.cards.results import Result as Measured
-from rl_plugins.lab.bench.cells import CELLS, METRICS
 from rl_plugins.lab.bench.claims import LOOKS, claims_of
+from rl_plugins.lab.bench.tasks import METRICS, TASKS
 
 COSTS: Mapping[str, str] = {
     "rows_trained": "rows trained",
@@ -36,9 +36,9 @@ def verdicts_of(method: str) -> Sequence[Mapping[str, Any]]:
     return [claim for claim in ours()["claims"] if claim["method"] == method]
 
 
-def place_of(arm: str, cell: str) -> Mapping[str, Any] | None:
+def place_of(variant: str, task: str) -> Mapping[str, Any] | None:
     """A place of the matrix; None where nothing was run."""
-    return next((p for p in ours()["matrix"] if (p["arm"], p["cell"]) == (arm, cell)), None)
+    return next((p for p in ours()["matrix"] if (p["variant"], p["task"]) == (variant, task)), None)
 
 
 def numbers(told: Mapping[str, Any]) -> str:
@@ -49,10 +49,10 @@ def numbers(told: Mapping[str, Any]) -> str:
     return f"{told['mean']:+.{places}f} ({told['low']:+.{places}f} to {told['high']:+.{places}f})"
 
 
-def cells_run() -> list[str]:
-    """Cells in which something was run, in their order."""
-    found = {place["cell"] for place in ours()["matrix"]}
-    return [cell for cell in CELLS if cell in found]
+def tasks_run() -> list[str]:
+    """Tasks in which something was run, in their order."""
+    found = {place["task"] for place in ours()["matrix"]}
+    return [task for task in TASKS if task in found]
 
 
 def methods_run(told: Mapping[str, Any] | None = None) -> list[str]:
@@ -66,11 +66,11 @@ def methods_run(told: Mapping[str, Any] | None = None) -> list[str]:
 
 
 def measured_of(method: str) -> list[Measured]:
-    """Our results on a method as its card has them: its claims that were decided, and the neutral cell."""
+    """Our results on a method as its card has them: its claims that were decided, and the neutral task."""
     found = []
     for told in verdicts_of(method):
         if told["verdict"] in ("confirmed", "refuted", "undecided") and "mean" in told:
-            what = f"{METRICS[told['metric']][1]} in `{told['cell']}` against `{told['than']}`"
+            what = f"{METRICS[told['metric']][1]} in `{told['task']}` against `{told['than']}`"
             found.append(
                 Measured(what, _mark(told), f"{numbers(told)}, {told['seeds']} seeds", "claims", f"bench/{method}.md")
             )
@@ -84,7 +84,7 @@ def measured_of(method: str) -> list[Measured]:
 
 def _place_of_neutral(method: str) -> tuple[str, str]:
     own = method in methods_run()
-    return ("in-each-cell", f"bench/{method}.md") if own else ("methods-by-cells", "bench.md")
+    return ("in-each-task", f"bench/{method}.md") if own else ("methods-by-tasks", "bench.md")
 
 
 def _mark(told: Mapping[str, Any]) -> Literal["better", "worse", "no significant difference"]:
@@ -94,14 +94,14 @@ def _mark(told: Mapping[str, Any]) -> Literal["better", "worse", "no significant
 
 def claim_lines(method: str) -> list[str]:
     """What the paper claims, and what became of it, a line each."""
-    verdicts = {(c["says"], c.get("cell", "")): c for c in verdicts_of(method)}
+    verdicts = {(c["says"], c.get("task", "")): c for c in verdicts_of(method)}
     lines = []
     for claim in claims_of(method):
         if claim.untested:
             lines.append(f"{claim.says} Not tested: {claim.untested}")
             continue
-        told = verdicts.get((claim.says, claim.cell), {"verdict": "not run"})
-        where = f"{claim.metric} in {claim.cell} at equal {claim.budget.replace('_', ' ')}, against {claim.than}"
+        told = verdicts.get((claim.says, claim.task), {"verdict": "not run"})
+        where = f"{claim.metric} in {claim.task} at equal {claim.budget.replace('_', ' ')}, against {claim.than}"
         seeds = f", {told['seeds']} seeds" if "seeds" in told else ""
         lines.append(f"{claim.says} Here ({where}): {told['verdict']} {numbers(told)}".rstrip() + f"{seeds}.")
     return lines

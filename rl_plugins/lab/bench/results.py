@@ -1,9 +1,9 @@
 """The raw results: `runs.parquet`, a record per run, and `curves.parquet`, its values over the course of training.
 
-Columns of `runs`: cell, arm, seed, host, `cell_fingerprint` and `arm_fingerprint` (results with another one are made
-again), versions (JSON), date, seconds, error. Columns of `curves`: cell, arm, seed, host, then `step`, the costs so far
-(`rows_trained`, `tokens_decoded`, `seconds`), `name` and `value`. Values of training are means since the evaluation
-before.
+Columns of `runs`: task, variant, seed, host, `task_fingerprint` and `variant_fingerprint` (results with another one are
+made again), versions (JSON), date, seconds, error. Columns of `curves`: task, variant, seed, host, then `step`, the
+costs so far (`rows_trained`, `tokens_decoded`, `seconds`), `name` and `value`. Values of training are means since the
+evaluation before.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import CELLS, CURRENCIES, METRICS
+from rl_plugins.lab.bench.tasks import COST_UNITS, METRICS, TASKS
+from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.costs import Course
 
 SEARCH_FROM, CONFIRM_FROM = 100, 200  # seeds of the search for stacks, and of its confirmation
 KEPT = (*(name for name, _ in METRICS.values()), "reward", "completions/mean_length", "grad_norm")
 RUNS = pa.schema(
     {
-        "cell": pa.string(),
-        "arm": pa.string(),
+        "task": pa.string(),
+        "variant": pa.string(),
         "seed": pa.int32(),
         "host": pa.string(),
-        "cell_fingerprint": pa.string(),
-        "arm_fingerprint": pa.string(),
+        "task_fingerprint": pa.string(),
+        "variant_fingerprint": pa.string(),
         "versions": pa.string(),
         "date": pa.string(),
         "seconds": pa.float32(),
@@ -48,8 +48,8 @@ RUNS = pa.schema(
 )
 CURVES = pa.schema(
     {
-        "cell": pa.string(),
-        "arm": pa.string(),
+        "task": pa.string(),
+        "variant": pa.string(),
         "seed": pa.int32(),
         "host": pa.string(),
         "step": pa.int32(),
@@ -62,14 +62,14 @@ CURVES = pa.schema(
 )
 
 Point = tuple[Mapping[str, float], float]
-"""Costs by currency, and a value."""
+"""Costs by cost_unit, and a value."""
 
 
 @cache
-def arm_fingerprint(label: str) -> str:
-    """Changes with the options and parameters of an arm."""
-    arm = BenchArm.of(label)
-    told = [arm.label, arm.methods, dict(arm.options), {k: dict(v) for k, v in arm.params.items()}]
+def variant_fingerprint(label: str) -> str:
+    """Changes with the options and parameters of a variant."""
+    variant = BenchVariant.of(label)
+    told = [variant.label, variant.methods, dict(variant.options), {k: dict(v) for k, v in variant.params.items()}]
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
@@ -91,18 +91,18 @@ class BenchRun:
 
     @classmethod
     def of(
-        cls, cell: str, arm: str, seed: int, lines: Sequence[Mapping[str, Any]], seconds: float, error: str
+        cls, task: str, variant: str, seed: int, lines: Sequence[Mapping[str, Any]], seconds: float, error: str
     ) -> BenchRun:
         """From the lines that the trainer logged."""
         names = ("trl", "torch", "transformers", "rl-plugins")
         versions = {**{name: version(name) for name in names}, "python": platform.python_version()}
         record = {
-            "cell": cell,
-            "arm": arm,
+            "task": task,
+            "variant": variant,
             "seed": seed,
             "host": "trl",
-            "cell_fingerprint": CELLS[cell].fingerprint,
-            "arm_fingerprint": arm_fingerprint(arm),
+            "task_fingerprint": TASKS[task].fingerprint,
+            "variant_fingerprint": variant_fingerprint(variant),
             "versions": json.dumps(versions),
             "date": datetime.date.today().isoformat(),
             "seconds": seconds,
@@ -118,7 +118,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     out: dict[str, list[Point]] = {}
     for name in KEPT:
         found = [
-            (int(line["step"]), {c: float(cost.get(c, math.nan)) for c in (*CURRENCIES, "seconds")}, float(line[name]))
+            (int(line["step"]), {c: float(cost.get(c, math.nan)) for c in (*COST_UNITS, "seconds")}, float(line[name]))
             for line, cost in zip(course.lines, course.costs, strict=True)
             if isinstance(line.get(name), (int, float))
         ]
@@ -139,7 +139,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
 
 
 class Results:
-    """All runs, by (cell, arm, seed)."""
+    """All runs, by (task, variant, seed)."""
 
     def __init__(self, runs: Iterable[BenchRun] = ()) -> None:
         self.runs: dict[tuple[str, str, int], BenchRun] = {}
@@ -148,16 +148,16 @@ class Results:
 
     def add(self, run: BenchRun) -> None:
         """Adds a run, or replaces it."""
-        self.runs[run.record["cell"], run.record["arm"], run.record["seed"]] = run
+        self.runs[run.record["task"], run.record["variant"], run.record["seed"]] = run
 
-    def has(self, cell: str, arm: str, seed: int) -> bool:
+    def has(self, task: str, variant: str, seed: int) -> bool:
         """Whether a run was made with the settings of now. Failed ones count; a version bump does not."""
-        run = self.runs.get((cell, arm, seed))
+        run = self.runs.get((task, variant, seed))
         return run is not None and is_current(run)
 
-    def seeds(self, cell: str, arm: str, of: Sequence[int] = range(SEARCH_FROM)) -> list[int]:
+    def seeds(self, task: str, variant: str, of: Sequence[int] = range(SEARCH_FROM)) -> list[int]:
         """Seeds of the runs that ended well, with the settings of now. Those of a search only if they are asked for."""
-        found = {s: self.runs[cell, arm, s] for s in of if (cell, arm, s) in self.runs}
+        found = {s: self.runs[task, variant, s] for s in of if (task, variant, s) in self.runs}
         return [s for s, run in found.items() if not run.error and is_current(run)]
 
     @classmethod
@@ -178,7 +178,7 @@ class Results:
             ) from None
         found = cls(BenchRun(record) for record in records)
         for row in curves:
-            run = found.runs[row["cell"], row["arm"], row["seed"]]
+            run = found.runs[row["task"], row["variant"], row["seed"]]
             costs = {"steps": row["step"], **{k: row[k] for k in ("rows_trained", "tokens_decoded", "seconds")}}
             run.curves.setdefault(row["name"], []).append((costs, row["value"]))
         return found
@@ -188,7 +188,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         order = [self.runs[key] for key in sorted(self.runs)]
         rows = [
-            {k: run.record[k] for k in ("cell", "arm", "seed", "host")}
+            {k: run.record[k] for k in ("task", "variant", "seed", "host")}
             | {"step": int(costs["steps"]), "name": name, "value": value}
             | {k: costs[k] for k in ("rows_trained", "tokens_decoded", "seconds")}
             for run in order
@@ -205,10 +205,10 @@ class Results:
 
 
 def is_current(run: BenchRun) -> bool:
-    """Whether cell and arm are still what they were."""
+    """Whether task and variant are still what they were."""
     r = run.record
     try:
-        known = r["cell"] in CELLS and CELLS[r["cell"]].fingerprint == r["cell_fingerprint"]
-        return known and arm_fingerprint(r["arm"]) == r["arm_fingerprint"]
+        known = r["task"] in TASKS and TASKS[r["task"]].fingerprint == r["task_fingerprint"]
+        return known and variant_fingerprint(r["variant"]) == r["variant_fingerprint"]
     except ConfigError:
         return False

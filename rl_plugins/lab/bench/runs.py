@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rl_plugins.core.errors import RLPluginsError
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import cell_of
 from rl_plugins.lab.bench.results import BenchRun, Results
+from rl_plugins.lab.bench.tasks import task_of
+from rl_plugins.lab.bench.variants import BenchVariant
 from rl_plugins.lab.compare.plan import LOG_VARIABLE
 
 LIMIT = 600.0  # seconds of one run, after which it counts as failed
@@ -37,12 +37,12 @@ PRELOADED = ["torch", "transformers", "datasets", "trl", "trl.scripts.grpo", "rl
 class Waiting:
     """A run that is to be made."""
 
-    cell: str
-    arm: str
+    task: str
+    variant: str
     seed: int
 
     def folder(self, out: Path) -> Path:
-        return out / "runs" / self.cell / f"{self.arm}-seed{self.seed}"
+        return out / "runs" / self.task / f"{self.variant}-seed{self.seed}"
 
 
 def run_missing(
@@ -83,7 +83,7 @@ def _run(
     watch: Callable[[Results], None] | None,
 ) -> Results:
     results = Results.read(out)
-    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.cell, w.arm, w.seed)]
+    missing = [w for w in dict.fromkeys(wanted) if not results.has(w.task, w.variant, w.seed)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
@@ -117,7 +117,7 @@ def _run(
                     results.write(out)
                     progress.advance(task)
                     if run.error:
-                        console.print(f"{w.cell}, {w.arm}, seed {w.seed} failed: {run.error}", highlight=False)
+                        console.print(f"{w.task}, {w.variant}, seed {w.seed} failed: {run.error}", highlight=False)
                     if watch:
                         watch(results)
         finally:
@@ -128,17 +128,17 @@ def _run(
 
 
 def _begin(w: Waiting, out: Path, policy: Callable[[str], Path], context: Any) -> tuple[Waiting, Any, float]:
-    cell, arm = cell_of(w.cell), BenchArm.of(w.arm)
+    task, variant = task_of(w.task), BenchVariant.of(w.variant)
     folder = w.folder(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.jsonl").unlink(missing_ok=True)
-    data = out / "data" / f"{w.cell}-{cell.fingerprint}"
+    data = out / "data" / f"{w.task}-{task.fingerprint}"
     if not (data / "test.jsonl").exists():
-        cell.write_data(data)
-    values = arm.config(cell, cell.config(policy(cell.environment).absolute(), data.absolute()))
+        task.write_data(data)
+    values = variant.config(task, task.config(policy(task.environment).absolute(), data.absolute()))
     values |= {"seed": w.seed, "output_dir": str(folder.absolute() / "trainer")}
     (folder / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-    process = context.Process(target=_train, args=(str(folder.absolute()), arm.script))
+    process = context.Process(target=_train, args=(str(folder.absolute()), variant.script))
     process.start()
     return w, process, time.monotonic()
 
@@ -183,7 +183,7 @@ def _read(w: Waiting, out: Path, code: int | None, seconds: float) -> BenchRun:
     if code != 0:
         said = (folder / "output.txt").read_text(errors="replace").strip().splitlines()
         error = _reason(said) if seconds < LIMIT and said else f"took more than {LIMIT:.0f} s"
-    return BenchRun.of(w.cell, w.arm, w.seed, lines, seconds, error)
+    return BenchRun.of(w.task, w.variant, w.seed, lines, seconds, error)
 
 
 def _reason(said: Sequence[str]) -> str:

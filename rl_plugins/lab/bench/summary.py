@@ -23,8 +23,8 @@ def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
     Args:
         in_verl: results of the sample in verl.
     """
-    arms = arms_of(results)
-    every = matrix(results, arms)
+    variants = variants_of(results)
+    every = matrix(results, variants)
     places = {key: p for key, p in every.items() if p.found is None or p.found.seeds >= LOOKS[0]}
     return {
         "runs": sum(not run.error for run in results.runs.values()),
@@ -33,27 +33,31 @@ def summary(results: Results, in_verl: Results | None = None) -> dict[str, Any]:
         "versions": sorted({run.record["versions"] for run in results.runs.values()}),
         "claims": [_claim(decided) for decided in decide(results, claims())],
         "matrix": [
-            {"arm": arm, "cell": cell, "mark": place.mark, **_numbers(place.found)}
-            | ({"error": failure(results, cell, arm)} if place.mark == "failed" else {})
-            for (arm, cell), place in places.items()
+            {"variant": variant, "task": task, "mark": place.mark, **_numbers(place.found)}
+            | ({"error": failure(results, task, variant)} if place.mark == "failed" else {})
+            for (variant, task), place in places.items()
         ],
-        "costs": [{"arm": arm, "cell": cell, **found} for arm, cell in places if (found := costs(results, cell, arm))],
+        "costs": [
+            {"variant": variant, "task": task, **found}
+            for variant, task in places
+            if (found := costs(results, task, variant))
+        ],
         "stacks": stacks(results),
         "attributions": attributions(results),
         "hosts": list(agreement(results, in_verl or Results())),
     }
 
 
-def arms_of(results: Results) -> list[str]:
-    """All arms but plain GRPO, in the order of their names."""
-    return sorted({arm for _, arm, seed in results.runs if arm != "grpo" and seed < SEARCH_FROM})
+def variants_of(results: Results) -> list[str]:
+    """All variants but plain GRPO, in the order of their names."""
+    return sorted({variant for _, variant, seed in results.runs if variant != "grpo" and seed < SEARCH_FROM})
 
 
-def costs(results: Results, cell: str, arm: str, than: str = "grpo") -> dict[str, float]:
-    """Totals of an arm over those of GRPO at equal steps: mean of the ratios over seeds."""
+def costs(results: Results, task: str, variant: str, than: str = "grpo") -> dict[str, float]:
+    """Totals of a variant over those of GRPO at equal steps: mean of the ratios over seeds."""
     ratios: dict[str, list[float]] = {name: [] for name in COSTS}
-    for seed in set(results.seeds(cell, arm)) & set(results.seeds(cell, than)):
-        both = [results.runs[cell, a, seed].curves.get("reward") for a in (arm, than)]
+    for seed in set(results.seeds(task, variant)) & set(results.seeds(task, than)):
+        both = [results.runs[task, a, seed].curves.get("reward") for a in (variant, than)]
         if all(both):
             mine, other = (points[-1][0] for points in both if points)
             for name, of in ratios.items():

@@ -1,8 +1,8 @@
-"""From differences to what becomes of a claim, and to the matrix of arms and cells.
+"""From differences to what becomes of a claim, and to the matrix of variants and tasks.
 
 p-values are corrected for the number of comparisons (false discovery rate of 5 %, Benjamini and Hochberg). A decided
-claim is decided again once the arm that lost has had its learning rate searched (:mod:`rl_plugins.lab.bench.search`), and
-stands only if it is decided then, too.
+claim is decided again once the variant that lost has had its learning rate searched
+(:mod:`rl_plugins.lab.bench.search`), and stands only if it is decided then, too.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Literal
 from scipy import stats
 
 from rl_plugins.lab.bench import search
-from rl_plugins.lab.bench.cells import CELLS
 from rl_plugins.lab.bench.claims import DECIDED, LOOKS, PaperClaim
 from rl_plugins.lab.bench.differences import ALPHA, Difference, difference
 from rl_plugins.lab.bench.results import Results
+from rl_plugins.lab.bench.tasks import TASKS
 
 Verdict = Literal["confirmed", "refuted", "undecided", "not run", "failed", "not tested"]
 Mark = Literal["better", "worse", "no significant difference", "failed", "not run"]
@@ -28,10 +28,10 @@ class ClaimResult:
     """A claim and what became of it.
 
     Attributes:
-        found: the difference at the learning rate of the cell.
-        lost: the arm that lost, where the claim is decided by that difference; else empty.
-        tuned: that arm at the learning rate that was best for it; empty if it was not searched.
-        again: the difference with `tuned`; None where it was not searched, or the cell's learning rate was best.
+        found: the difference at the learning rate of the task.
+        lost: the variant that lost, where the claim is decided by that difference; else empty.
+        tuned: that variant at the learning rate that was best for it; empty if it was not searched.
+        again: the difference with `tuned`; None where it was not searched, or the task's learning rate was best.
     """
 
     claim: PaperClaim
@@ -52,7 +52,7 @@ def adjusted(ps: Iterable[float]) -> list[float]:
 def decide(results: Results, asked: Sequence[PaperClaim]) -> list[ClaimResult]:
     """The verdict of every claim, corrected for their number."""
     found = [
-        difference(results, c.cell, c.label, c.than, c.metric, c.better, c.budget, c.least) if c.cell else None
+        difference(results, c.task, c.label, c.than, c.metric, c.better, c.budget, c.least) if c.task else None
         for c in asked
     ]
     verdicts = _verdicts(found)
@@ -71,7 +71,7 @@ def decide(results: Results, asked: Sequence[PaperClaim]) -> list[ClaimResult]:
     then = _verdicts([again.get(i, d) for i, d in enumerate(found)])
     out = []
     for i, claim in enumerate(asked):
-        error = failure(results, claim.cell, claim.label)
+        error = failure(results, claim.task, claim.label)
         verdict = verdicts.get(i, "not tested" if claim.untested else "failed" if error else "not run")
         if i in again and then[i] != verdict:
             verdict = "undecided"
@@ -89,30 +89,30 @@ def _verdicts(found: Sequence[Difference | None]) -> dict[int, Verdict]:
     }
 
 
-def failure(results: Results, cell: str, arm: str) -> str:
-    """The error of an arm whose runs all failed; else empty."""
-    runs = [run for (c, a, _), run in results.runs.items() if (c, a) == (cell, arm)]
+def failure(results: Results, task: str, variant: str) -> str:
+    """The error of a variant whose runs all failed; else empty."""
+    runs = [run for (c, a, _), run in results.runs.items() if (c, a) == (task, variant)]
     return runs[0].error if runs and all(run.error for run in runs) else ""
 
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """One place of the matrix: an arm in a cell against GRPO, in the metric of the cell at equal steps."""
+    """One place of the matrix: a variant in a task against GRPO, in the metric of the task at equal steps."""
 
     mark: Mark
     found: Difference | None = None
 
 
-def matrix(results: Results, arms: Sequence[str], than: str = "grpo") -> dict[tuple[str, str], MatrixPlace]:
-    """(arm, cell) -> place, for what was run; corrected for the number of places."""
+def matrix(results: Results, variants: Sequence[str], than: str = "grpo") -> dict[tuple[str, str], MatrixPlace]:
+    """(variant, task) -> place, for what was run; corrected for the number of places."""
     found: dict[tuple[str, str], Difference] = {}
     out: dict[tuple[str, str], MatrixPlace] = {}
-    for cell in CELLS.values():
-        for arm in arms:
-            if failure(results, cell.name, arm):
-                out[arm, cell.name] = MatrixPlace("failed")
-            elif d := difference(results, cell.name, arm, than, cell.metric):
-                found[arm, cell.name] = d
+    for task in TASKS.values():
+        for variant in variants:
+            if failure(results, task.name, variant):
+                out[variant, task.name] = MatrixPlace("failed")
+            elif d := difference(results, task.name, variant, than, task.metric):
+                found[variant, task.name] = d
     two_sided = adjusted(min(2 * min(d.above, d.negative), 1.0) for d in found.values())
     for (key, d), q in zip(found.items(), two_sided, strict=True):
         mark: Mark = (

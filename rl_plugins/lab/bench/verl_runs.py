@@ -1,6 +1,6 @@
-"""A sample of the cells in verl: the same prompts, policy, rewards and numbers, on verl's trainer and the CPU.
+"""A sample of the tasks in verl: the same prompts, policy, rewards and numbers, on verl's trainer and the CPU.
 
-Each run starts Ray and takes minutes, so this checks that both hosts agree, and is no second bench. Cells whose options
+Each run starts Ray and takes minutes, so this checks that both hosts agree, and is no second bench. Tasks whose options
 are those of TRL, and agents, are not made here.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.lab.bench import chains
-from rl_plugins.lab.bench.arms import BenchArm
-from rl_plugins.lab.bench.cells import CELLS, GROUP, LEARNING_RATE, ROWS, STEPS, TEST_TRIES, WATCHED, Cell, cell_of
 from rl_plugins.lab.bench.results import BenchRun, Results
 from rl_plugins.lab.bench.runs import Waiting
-from rl_plugins.lab.compare.plan import Arm, make_plan
+from rl_plugins.lab.bench.tasks import GROUP, LEARNING_RATE, ROWS, STEPS, TASKS, TEST_TRIES, WATCHED, Task, task_of
+from rl_plugins.lab.bench.variants import BenchVariant
+from rl_plugins.lab.compare.plan import Variant, make_plan
 from rl_plugins.lab.compare.runs import read_log, run_all
 from rl_plugins.lab.compare.verl import Verl
 from rl_plugins.lab.demo import verl_data
@@ -24,19 +24,19 @@ from rl_plugins.lab.demo import verl_data
 PARTS = tuple(name for name in WATCHED if name != "solved")  # a score in verl sees one completion
 
 
-def possible(cell: Cell) -> bool:
-    """Whether verl can train the cell as TRL does."""
-    return not cell.options and not cell.environment and set(cell.rewards) <= set(PARTS)
+def possible(task: Task) -> bool:
+    """Whether verl can train the task as TRL does."""
+    return not task.options and not task.environment and set(task.rewards) <= set(PARTS)
 
 
-def write_data(cell: Cell, folder: Path) -> Path:
-    """train.parquet and test.parquet of the cell's prompts in verl's format."""
+def write_data(task: Task, folder: Path) -> Path:
+    """train.parquet and test.parquet of the task's prompts in verl's format."""
     import json
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    cell.write_data(folder)
+    task.write_data(folder)
     for name in ("train", "test"):
         rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         told = [
@@ -65,8 +65,8 @@ def compute_score(
     return {"score": parts["right"], **parts}
 
 
-def overrides(cell: Cell, data: Path, policy: Path, out: Path) -> list[str]:
-    """Hydra overrides of every arm: those of the demo, with the numbers of the bench."""
+def overrides(task: Task, data: Path, policy: Path, out: Path) -> list[str]:
+    """Hydra overrides of every variant: those of the demo, with the numbers of the bench."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ours: dict[str, Any] = {
         "data.train_batch_size": ROWS // GROUP,
@@ -81,7 +81,7 @@ def overrides(cell: Cell, data: Path, policy: Path, out: Path) -> list[str]:
         f"{rollout}.log_prob_micro_batch_size_per_gpu": ROWS,
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": ROWS,
         "reward.custom_reward_function.path": "pkg://rl_plugins.lab.bench.verl_runs",
-        **{f"+rl_plugins.rewards.{name}": weight for name, weight in cell.rewards.items()},
+        **{f"+rl_plugins.rewards.{name}": weight for name, weight in task.rewards.items()},
     }
     base = verl_data.overrides(data, policy, out, steps=STEPS, test_every=STEPS // 4)
     kept = [line for line in base if line.partition("=")[0] not in ours]
@@ -92,15 +92,15 @@ def run_verl(wanted: Sequence[Waiting], out: Path, policy: Path) -> Results:
     """Trains what the results in `out` lack, one run after another.
 
     Raises:
-        ConfigError: a cell or an arm that verl cannot train as TRL does.
+        ConfigError: a task or a variant that verl cannot train as TRL does.
         RLPluginsError: a run failed.
     """
     out.mkdir(parents=True, exist_ok=True)
     results = Results.read(out)
     for w in dict.fromkeys(wanted):
-        if not results.has(w.cell, w.arm, w.seed):
+        if not results.has(w.task, w.variant, w.seed):
             lines, seconds = _trained(w, out, policy)
-            run = BenchRun.of(w.cell, w.arm, w.seed, lines, seconds, "")
+            run = BenchRun.of(w.task, w.variant, w.seed, lines, seconds, "")
             run.record["host"] = "verl"
             results.add(run)
             results.write(out)
@@ -108,42 +108,43 @@ def run_verl(wanted: Sequence[Waiting], out: Path, policy: Path) -> Results:
 
 
 def _trained(w: Waiting, out: Path, policy: Path) -> tuple[list[dict[str, Any]], float]:
-    cell, arm = cell_of(w.cell), BenchArm.of(w.arm)
-    if not possible(cell) or arm.options:
-        able = [name for name, found in CELLS.items() if possible(found)]
+    task, variant = task_of(w.task), BenchVariant.of(w.variant)
+    if not possible(task) or variant.options:
+        able = [name for name, found in TASKS.items() if possible(found)]
         raise ConfigError(
-            f"{w.arm} in {w.cell} is not made in verl. Arms without options of the host are, in {', '.join(able)}."
+            f"{w.variant} in {w.task} is not made in verl. Variants without options of the host are, in "
+            f"{', '.join(able)}."
         )
-    data = out / "data" / f"{w.cell}-{cell.fingerprint}"
+    data = out / "data" / f"{w.task}-{task.fingerprint}"
     if not (data / "test.parquet").exists():
-        write_data(cell, data)
-    folder = out / "verl" / w.cell
-    host = Verl.of(overrides(cell, data, policy, folder))
-    label = Arm(w.arm, arm.methods)
-    plan = make_plan(host, [label], [w.seed], folder, {k: dict(v) for k, v in arm.params.items()})
+        write_data(task, data)
+    folder = out / "verl" / w.task
+    host = Verl.of(overrides(task, data, policy, folder))
+    label = Variant(w.variant, variant.methods)
+    plan = make_plan(host, [label], [w.seed], folder, {k: dict(v) for k, v in variant.params.items()})
     seconds = run_all(plan, 1, "eval_rewards/right/mean", environment=verl_data.ENVIRONMENT)
     return read_log(plan.runs[0]), seconds
 
 
 def agreement(trl: Results, verl: Results) -> Iterator[Mapping[str, Any]]:
-    """For every arm that both hosts ran with two seeds or more: its difference from GRPO in both, and whether they
+    """For every variant that both hosts ran with two seeds or more: its difference from GRPO in both, and whether they
     agree, that is whether the interval of one minus the other holds zero (Welch)."""
     from scipy import stats
 
     from rl_plugins.lab.bench.combine import end
 
-    for cell, arm in dict.fromkeys((c, a) for c, a, _ in verl.runs if a != "grpo"):
+    for task, variant in dict.fromkeys((c, a) for c, a, _ in verl.runs if a != "grpo"):
         deltas = []
         for results in (trl, verl):
-            seeds = set(results.seeds(cell, arm)) & set(results.seeds(cell, "grpo"))
-            deltas.append([end(results, cell, arm, s) - end(results, cell, "grpo", s) for s in sorted(seeds)])
+            seeds = set(results.seeds(task, variant)) & set(results.seeds(task, "grpo"))
+            deltas.append([end(results, task, variant, s) - end(results, task, "grpo", s) for s in sorted(seeds)])
         if min(map(len, deltas)) < 2:
             continue
         low, high = stats.ttest_ind(*deltas, equal_var=False).confidence_interval()
         told = [round(sum(d) / len(d), 5) for d in deltas]
         yield {
-            "cell": cell,
-            "arm": arm,
+            "task": task,
+            "variant": variant,
             "trl": told[0],
             "verl": told[1],
             "seeds": [len(d) for d in deltas],

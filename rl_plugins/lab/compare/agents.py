@@ -1,7 +1,7 @@
-"""Measures of coordination in a report: arms with several agents against an arm with one.
+"""Measures of coordination in a report: variants with several agents against a variant with one.
 
-Several agents are in an arm whose program logs `<method>/agent_turns`, as `m_grpo_rollout` does, with `agent_tokens`,
-`messages` and `redundancy`. Values are read where the budget ends a run, as all values of a report are.
+Several agents are in a variant whose program logs `<method>/agent_turns`, as `m_grpo_rollout` does, with
+`agent_tokens`, `messages` and `redundancy`. Values are read where the budget ends a run, as all values of a report are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MEASURES: Mapping[str, str] = {
 
 
 def measure(cut: Cut, metric: str, ends: Ends) -> dict[str, Any]:
-    """Measures of every arm with several agents, by seed; empty without such an arm or without one of a single agent.
+    """Measures of every variant with several agents, by seed; empty without such a variant or one of a single agent.
 
     Args:
         cut: the runs; the baseline's first.
@@ -40,9 +40,9 @@ def measure(cut: Cut, metric: str, ends: Ends) -> dict[str, Any]:
     single = next((label for label in labels if label not in several), None)
     if single is None or not several:
         return {}
-    currency = cut.currency
-    tolerance = math.inf if currency == "tokens_decoded" else 0.1
-    found: dict[str, Any] = {"one": single, "metric": metric, "currency": currency, "arms": {}}
+    cost_unit = cut.cost_unit
+    tolerance = math.inf if cost_unit == "tokens_decoded" else 0.1
+    found: dict[str, Any] = {"one": single, "metric": metric, "cost_unit": cost_unit, "variants": {}}
     for label, prefix in several.items():
         by_seed = []
         for seed, budget in cut.of.items():
@@ -50,19 +50,19 @@ def measure(cut: Cut, metric: str, ends: Ends) -> dict[str, Any]:
                 continue
             mine, theirs = cut.courses[label, seed], cut.courses[single, seed]
             names = ("turns", "tokens")
-            turns, tokens = (ends(mine, f"{prefix}/agent_{name}", currency, budget) for name in names)
+            turns, tokens = (ends(mine, f"{prefix}/agent_{name}", cost_unit, budget) for name in names)
             messages, redundancy = (
-                ends(mine, f"{prefix}/{name}", currency, budget) for name in ("messages", "redundancy")
+                ends(mine, f"{prefix}/{name}", cost_unit, budget) for name in ("messages", "redundancy")
             )
-            success = [_share(ends(course, metric, currency, budget)) for course in (mine, theirs)]
+            success = [_share(ends(course, metric, cost_unit, budget)) for course in (mine, theirs)]
             one = AgentMeans(
-                success[1], _turns_of_one(theirs, currency, budget, ends), _tokens_of_one(theirs, currency, budget)
+                success[1], _turns_of_one(theirs, cost_unit, budget, ends), _tokens_of_one(theirs, cost_unit, budget)
             )
             by_seed.append(
                 coordination(AgentMeans(success[0], turns, tokens, messages, redundancy), one, tolerance=tolerance)
             )
         fields = [f.name for f in dataclasses.fields(Coordination)]
-        found["arms"][label] = {name: [getattr(c, name) for c in by_seed] for name in fields}
+        found["variants"][label] = {name: [getattr(c, name) for c in by_seed] for name in fields}
     return found
 
 
@@ -73,19 +73,21 @@ def text(found: Mapping[str, Any], label: str, cell: Callable[[list[float]], str
         label: what the success is called.
         cell: a mean with its interval.
     """
-    arms = found["arms"]
+    variants = found["variants"]
     lines = [f"Several agents against one ({found['one']}); success is {label}:", ""]
-    lines += ["| | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    lines += ["| | " + " | ".join(variants) + " |", "|---" * (len(variants) + 1) + "|"]
     for name, what in MEASURES.items():
-        cells = [_cell(of[name], cell) for of in arms.values()]
+        cells = [_cell(of[name], cell) for of in variants.values()]
         lines.append(f"| {what} | {' | '.join(cells)} |")
-    if not any(_known(of["efficiency"]) for of in arms.values()):
+    if not any(_known(of["efficiency"]) for of in variants.values()):
         lines += ["", f"Errors are not compared: {label} is not in [0, 1]. Name a share of successes with --metric."]
-    elif found["currency"] != "tokens_decoded" and not all(_known(of["error_amplification"]) for of in arms.values()):
+    elif found["cost_unit"] != "tokens_decoded" and not all(
+        _known(of["error_amplification"]) for of in variants.values()
+    ):
         lines += [
             "",
             "Errors are not compared where tokens per rollout differ by more than 10 %, or nobody errs. With --budget "
-            "tokens_decoded every arm is read where it has decoded as many tokens as the others.",
+            "tokens_decoded every variant is read where it has decoded as many tokens as the others.",
         ]
     return lines
 
@@ -105,7 +107,7 @@ def _share(value: float) -> float:
 
 
 def _program(cut: Cut, label: str) -> str | None:
-    """The method of an arm that logs the turns of several agents."""
+    """The method of a variant that logs the turns of several agents."""
     for (name, _), course in cut.courses.items():
         if name == label:
             for line in course.lines:
@@ -115,21 +117,21 @@ def _program(cut: Cut, label: str) -> str | None:
     return None
 
 
-def _turns_of_one(course: Course, currency: str, budget: float, ends: Ends) -> float:
+def _turns_of_one(course: Course, cost_unit: str, budget: float, ends: Ends) -> float:
     """Turns of a rollout of a single agent: as a method or verl logs them, else one; NaN with tools of TRL."""
     names = {name for line in course.lines for name in line}
     logged = sorted(name for name in names if name.endswith("/turns"))
     if logged:
-        return ends(course, logged[0], currency, budget)
+        return ends(course, logged[0], cost_unit, budget)
     for name in ("num_turns/mean", "training/num_turns/mean"):
         if name in names:
-            return ends(course, name, currency, budget) / 2  # verl counts what the user says, too
+            return ends(course, name, cost_unit, budget) / 2  # verl counts what the user says, too
     return math.nan if "tools/call_frequency" in names else 1.0
 
 
-def _tokens_of_one(course: Course, currency: str, budget: float) -> float:
+def _tokens_of_one(course: Course, cost_unit: str, budget: float) -> float:
     """Tokens decoded per row made, in the last tenth of the budget."""
-    at, before = course.at(currency, budget), course.at(currency, 0.9 * budget)
+    at, before = course.at(cost_unit, budget), course.at(cost_unit, 0.9 * budget)
     rows = at["rows_made"] - before["rows_made"]
     if rows > 0:
         return (at["tokens_decoded"] - before["tokens_decoded"]) / rows

@@ -1,7 +1,8 @@
-"""What a run has cost so far, in every currency, and the point at which a budget in one of them ends it.
+"""What a run has cost so far, in every cost unit, and the point at which a budget in one of them ends it.
 
-Hosts log totals since the start of the run under names that are the same everywhere. All arms run the same config to
-its end. A budget is then the most of a currency that every arm reached, so no run is repeated for another currency.
+Hosts log totals since the start of the run under names that are the same everywhere. All variants run the same
+config to its end. A budget is then the most of a cost unit that every variant reached, so no run is repeated for
+another cost unit.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ COSTS: Mapping[str, tuple[str, str]] = {
 }
 OF_SAMPLES = ("model_passes", "transitions_trained")  # counted by the diffusion trainer, and by no other
 OF_TEXT = ("tokens_decoded", "tokens_read", "engine_calls", "engine_seconds")
-CURRENCIES = ("steps", "rows_trained", "tokens_decoded", "engine_seconds", "model_passes")
+COST_UNITS = ("steps", "rows_trained", "tokens_decoded", "engine_seconds", "model_passes")
 
 
-def require(comparison: Comparison, currency: str) -> None:
-    """Finished runs have logged the currency.
+def require(comparison: Comparison, cost_unit: str) -> None:
+    """Finished runs have logged the cost unit.
 
     Raises:
         ConfigError: one did not, because an earlier version made it.
     """
     for run in comparison.runs:
-        if currency != "steps" and is_finished(run) and (lines := read_log(run)):
-            _require(run, lines, currency)
+        if cost_unit != "steps" and is_finished(run) and (lines := read_log(run)):
+            _require(run, lines, cost_unit)
 
 
-def _require(run: PlannedRun, lines: Sequence[Mapping[str, Any]], currency: str) -> None:
-    name = COSTS[currency][0]
+def _require(run: PlannedRun, lines: Sequence[Mapping[str, Any]], cost_unit: str) -> None:
+    name = COSTS[cost_unit][0]
     if not any(name in line for line in lines):
         raise ConfigError(
-            f"{run.log_file} has no `{name}`, which --budget {currency} needs: the run of {run.arm.label} with seed "
-            f"{run.seed} did not count it, as runs of earlier versions of rl-plugins. Remove {run.folder} and give the "
-            f"same command again, which repeats this run, or give --budget steps."
+            f"{run.log_file} has no `{name}`, which --budget {cost_unit} needs: the run of {run.variant.label} with "
+            f"seed {run.seed} did not count it, as runs of earlier versions of rl-plugins. Remove {run.folder} and "
+            f"give the same command again, which repeats this run, or give --budget steps."
         )
 
 
@@ -88,17 +89,17 @@ class Course:
     def total(self) -> Mapping[str, float]:
         return self.costs[-1]
 
-    def series(self, name: str, currency: str) -> list[tuple[float, float]]:
+    def series(self, name: str, cost_unit: str) -> list[tuple[float, float]]:
         """(cost, value) of every line that has the value."""
         return [
-            (cost[currency], float(line[name]))
+            (cost[cost_unit], float(line[name]))
             for line, cost in zip(self.lines, self.costs, strict=True)
             if line.get(name) is not None and not math.isnan(float(line[name]))
         ]
 
-    def at(self, currency: str, budget: float) -> Mapping[str, float]:
+    def at(self, cost_unit: str, budget: float) -> Mapping[str, float]:
         """All costs at the last line within the budget."""
-        return [cost for cost in self.costs if cost[currency] <= budget or cost is self.costs[0]][-1]
+        return [cost for cost in self.costs if cost[cost_unit] <= budget or cost is self.costs[0]][-1]
 
 
 @dataclass(frozen=True)
@@ -106,35 +107,35 @@ class Cut:
     """Where all runs of a comparison are cut.
 
     Args:
-        currency: of `CURRENCIES`.
-        courses: per run, (arm's label, seed) -> its log with costs.
-        of: seed -> the largest total of the currency that every arm reached with this seed.
+        cost_unit: of `COST_UNITS`.
+        courses: per run, (variant's label, seed) -> its log with costs.
+        of: seed -> the largest total of the cost unit that every variant reached with this seed.
     """
 
-    currency: str
+    cost_unit: str
     courses: Mapping[tuple[str, int], Course]
     of: Mapping[int, float]
 
     @classmethod
-    def read(cls, comparison: Comparison, currency: str) -> Cut:
+    def read(cls, comparison: Comparison, cost_unit: str) -> Cut:
         """From the logs as they are.
 
         Raises:
-            ConfigError: a log without the currency.
+            ConfigError: a log without the cost unit.
         """
         courses = {}
         for run in comparison.runs:
             if lines := read_log(run):
-                if currency != "steps":
-                    _require(run, lines, currency)
-                courses[run.arm.label, run.seed] = Course.of(lines)
+                if cost_unit != "steps":
+                    _require(run, lines, cost_unit)
+                courses[run.variant.label, run.seed] = Course.of(lines)
         of = {}
         for seed in comparison.seeds:
-            totals = [course.total[currency] for (_, s), course in courses.items() if s == seed]
+            totals = [course.total[cost_unit] for (_, s), course in courses.items() if s == seed]
             if totals:
                 of[seed] = min(totals)
-        return cls(currency, courses, of)
+        return cls(cost_unit, courses, of)
 
     def runs_of(self, label: str) -> list[tuple[Course, float]]:
-        """The runs of an arm in the order of the seeds, each with its budget."""
+        """The runs of a variant in the order of the seeds, each with its budget."""
         return [(self.courses[label, s], budget) for s, budget in self.of.items() if (label, s) in self.courses]

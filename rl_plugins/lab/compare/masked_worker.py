@@ -5,4 +5,4 @@ from __future__ import annotations
 from rl_plugins.lab.compare.trl_worker import main
 
 if __name__ == "__main__":
-    main("rl_plugins.trl.masked.script")
+    main("rl_plugins.trl.commands.masked_script")

@@ -1,4 +1,4 @@
-"""What a comparison runs: arms (a baseline or a stack of methods) times seeds, each a directory of its own."""
+"""What a comparison runs: variants (a baseline or a stack of methods) times seeds, each a directory of its own."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONFIG = "config.yaml"  # of a run, in its folder
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """One side of the comparison.
 
     Args:
         label: as the user wrote it, e.g. "grpo", "mc_grpo", "vade+mc_grpo".
         methods: names in order; empty for the baseline.
-        options: of the host, in this arm only, e.g. ("--reward_weights", "0.01", "1"); they win over the config.
+        options: of the host, in this variant only, e.g. ("--reward_weights", "0.01", "1"); they win over the config.
     """
 
     label: str
@@ -34,9 +34,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training run of an arm with one seed."""
+    """One training run of a variant with one seed."""
 
-    arm: Arm
+    variant: Variant
     seed: int
     folder: Path
     worker: str  # see Host
@@ -68,8 +68,8 @@ class Host(Protocol):
     Attributes:
         worker: module that trains with the arguments of its command line. It writes what the trainer logs to the file
             named by RL_PLUGINS_LOG_FILE, as lines of JSON with "step", "max_steps" (None: not known), "seconds" of
-            training so far, and values by name, with the totals of :mod:`rl_plugins.lab.compare.costs`. Ended by SIGTERM
-            it ends all of its processes.
+            training so far, and values by name, with the totals of :mod:`rl_plugins.lab.compare.costs`. Ended by
+            SIGTERM it ends all of its processes.
         config: text that becomes `config.yaml` in the folder of every run; empty: the arguments are everything.
         sets: what `arguments` replaces or adds in the user's run, for the report.
     """
@@ -83,11 +83,13 @@ class Host(Protocol):
     @property
     def sets(self) -> str: ...
 
-    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Arguments of a run: the user's, with the arm's methods, the seed and a folder of its own in place of theirs.
+    def arguments(
+        self, variant: Variant, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]
+    ) -> list[str]:
+        """Arguments of a run: the user's, with the variant's methods, the seed and a folder of its own instead.
 
         Args:
-            params: of the arm's methods.
+            params: of the variant's methods.
         """
         ...
 
@@ -97,64 +99,66 @@ class Comparison:
     """All runs.
 
     Args:
-        arms: the baseline first.
-        seeds: the same for every arm, so that differences can be paired.
-        runs: in the order they start: all arms of a seed, then the next seed.
+        variants: the baseline first.
+        seeds: the same for every variant, so that differences can be paired.
+        runs: in the order they start: all variants of a seed, then the next seed.
         out: the folder of the results.
         notes: lines for the report (what the budget is, what to mind).
     """
 
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     seeds: tuple[int, ...]
     runs: tuple[PlannedRun, ...]
     out: Path
     notes: tuple[str, ...] = field(default=())
 
 
-def parse_arms(methods: Sequence[str], baseline: str) -> tuple[Arm, ...]:
-    """Arms from the command line: "vade+mc_grpo" is one arm with two methods; "grpo" is the host alone.
+def parse_variants(methods: Sequence[str], baseline: str) -> tuple[Variant, ...]:
+    """Variants from the command line: "vade+mc_grpo" is one variant with two methods; "grpo" is the host alone.
 
     Raises:
-        ConfigError: an unknown method, or the same arm twice.
+        ConfigError: an unknown method, or the same variant twice.
     """
-    arms = []
+    variants = []
     for text in [baseline, *methods]:
         names = [] if text in registry.BASELINES else [n for n in text.split("+") if n]
         if not names and text not in registry.BASELINES:
-            raise ConfigError(f"The arm {text!r} names no method. Write mc_grpo, or vade+mc_grpo for both in one arm.")
+            raise ConfigError(
+                f"The variant {text!r} names no method. Write mc_grpo, or vade+mc_grpo for both in one variant."
+            )
         registry.select(names)
-        arms.append(Arm(text, tuple(names)))
-    labels = [a.label for a in arms]
+        variants.append(Variant(text, tuple(names)))
+    labels = [a.label for a in variants]
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"The arms {', '.join(labels)} name one twice; name every arm once.")
-    return tuple(arms)
+        raise ConfigError(f"The variants {', '.join(labels)} name one twice; name every variant once.")
+    return tuple(variants)
 
 
 def make_plan(
     host: Host,
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     seeds: Sequence[int],
     out: Path,
     method_params: Mapping[str, Mapping[str, Any]] | None = None,
     notes: Sequence[str] = (),
     launcher: Sequence[str] = (),
 ) -> Comparison:
-    """The runs of every arm with every seed.
+    """The runs of every variant with every seed.
 
     Raises:
-        ConfigError: parameters for a method that no arm names, or that do not fit the method.
+        ConfigError: parameters for a method that no variant names, or that do not fit the method.
     """
     params = {k: dict(v) for k, v in (method_params or {}).items()}
-    parts = {arm.label: tuple(registry.select(arm.methods).classes) for arm in arms}  # of bundles, too
+    parts = {variant.label: tuple(registry.select(variant.methods).classes) for variant in variants}  # of bundles, too
     idle = set(params) - {n for names in parts.values() for n in names}
     if idle:
-        raise ConfigError(f"Parameters are given for {', '.join(sorted(idle))}, which no arm names. Remove them.")
+        raise ConfigError(f"Parameters are given for {', '.join(sorted(idle))}, which no variant names. Remove them.")
     runs = []
     for seed in seeds:
-        for arm in arms:
-            folder = out / "runs" / f"{arm.label}-seed{seed}"
-            mine = {n: params[n] for n in parts[arm.label] if n in params}
-            registry.select(arm.methods, mine)
-            arguments = tuple(host.arguments(arm, seed, folder, mine))
-            runs.append(PlannedRun(arm, seed, folder, host.worker, arguments, host.config, tuple(launcher)))
-    return Comparison(tuple(arms), tuple(seeds), tuple(runs), out, tuple(notes))
+        for variant in variants:
+            folder = out / "runs" / f"{variant.label}-seed{seed}"
+            mine = {n: params[n] for n in parts[variant.label] if n in params}
+            registry.select(variant.methods, mine)
+            arguments = tuple(host.arguments(variant, seed, folder, mine))
+            runs.append(PlannedRun(variant, seed, folder, host.worker, arguments, host.config, tuple(launcher)))
+    return Comparison(tuple(variants), tuple(seeds), tuple(runs), out, tuple(notes))

@@ -77,13 +77,13 @@ def found_metrics(comparison: Comparison) -> list[str]:
     return names
 
 
-def ends(course: Course, name: str, currency: str, budget: float) -> float:
+def ends(course: Course, name: str, cost_unit: str, budget: float) -> float:
     """A value where the budget ends a run; NaN if it was not logged by then.
 
     Evaluations are read between the two that enclose the budget, in proportion. Others are means over the last tenth of
     the budget, or the last one within it.
     """
-    series = course.series(name, currency)
+    series = course.series(name, cost_unit)
     if not series or series[0][0] > budget:
         return math.nan
     if name.startswith(EVALUATIONS):
@@ -98,10 +98,10 @@ def ends(course: Course, name: str, currency: str, budget: float) -> float:
     return float(np.mean(late)) if late else within[-1]
 
 
-def is_flat(course: Course, name: str, currency: str, budget: float) -> bool:
+def is_flat(course: Course, name: str, cost_unit: str, budget: float) -> bool:
     """Whether a value was the same in the last tenth of the budget, ten times at least, so that equal values are no
     chance: nothing is learned there."""
-    values = [value for cost, value in course.series(name, currency) if cost <= budget]
+    values = [value for cost, value in course.series(name, cost_unit) if cost <= budget]
     late = values[-max(10, round(LAST * len(values))) :]
     return len(late) >= 10 and max(late) == min(late)
 
@@ -111,7 +111,7 @@ def summarize(
     metrics: Sequence[str],
     seconds: float | None = None,
     labels: Mapping[str, str] | None = None,
-    currency: str = "steps",
+    cost_unit: str = "steps",
 ) -> dict[str, Any]:
     """Everything the report says, as plain data.
 
@@ -119,38 +119,38 @@ def summarize(
         metrics: logged values to compare; the first one is the main one.
         seconds: that the runs took.
         labels: what a value is called in text and figure; default `label_of`.
-        currency: in which all arms have the same budget.
+        cost_unit: in which all variants have the same budget.
 
     Raises:
-        ConfigError: a run has not logged the currency.
+        ConfigError: a run has not logged the cost unit.
     """
-    budget = Cut.read(comparison, currency)
+    budget = Cut.read(comparison, cost_unit)
     _logged_by_some(budget, metrics)
-    arms: dict[str, Any] = {}
-    for arm in comparison.arms:
-        runs = budget.runs_of(arm.label)
-        seeds = [s for s in budget.of if (arm.label, s) in budget.courses]
+    variants: dict[str, Any] = {}
+    for variant in comparison.variants:
+        runs = budget.runs_of(variant.label)
+        seeds = [s for s in budget.of if (variant.label, s) in budget.courses]
         entry: dict[str, Any] = {
-            "methods": list(arm.methods),
-            "options": list(arm.options),
+            "methods": list(variant.methods),
+            "options": list(variant.options),
             "seeds": seeds,
             "metrics": {},
         }
         for name in metrics:
-            end = [ends(course, name, currency, b) for course, b in runs]
+            end = [ends(course, name, cost_unit, b) for course, b in runs]
             if not end or any(map(math.isnan, end)):
                 continue
-            start = [course.series(name, currency)[0][1] for course, _ in runs]
+            start = [course.series(name, cost_unit)[0][1] for course, _ in runs]
             interval = Interval.of(end)
             entry["metrics"][name] = {"start": start, "end": end, "mean": interval.mean, "half": interval.half}
-        costs = {key: [course.at(currency, b)[key] for course, b in runs] for key in COSTS}
+        costs = {key: [course.at(cost_unit, b)[key] for course, b in runs] for key in COSTS}
         entry["costs"] = {key: values for key, values in costs.items() if not any(map(math.isnan, values))}
         entry["steps_in_all"] = [course.total["steps"] for course, _ in runs]
-        entry["collapsed"] = [is_flat(course, "reward", currency, b) for course, b in runs]
-        arms[arm.label] = entry
-    base = arms[comparison.arms[0].label]
-    for label, entry in arms.items():
-        if label == comparison.arms[0].label:
+        entry["collapsed"] = [is_flat(course, "reward", cost_unit, b) for course, b in runs]
+        variants[variant.label] = entry
+    base = variants[comparison.variants[0].label]
+    for label, entry in variants.items():
+        if label == comparison.variants[0].label:
             continue
         for name, value in entry["metrics"].items():
             if name in base["metrics"]:
@@ -160,12 +160,12 @@ def summarize(
                 difference = Interval.of(paired)
                 value["difference"] = {"values": paired, "mean": difference.mean, "half": difference.half}
     return {
-        "baseline": comparison.arms[0].label,
+        "baseline": comparison.variants[0].label,
         "seeds": list(comparison.seeds),
-        "budget": {"currency": currency, "of": list(budget.of.values())},
+        "budget": {"cost_unit": cost_unit, "of": list(budget.of.values())},
         "metrics": list(metrics),
         "labels": {m: (labels or {}).get(m) or label_of(m) for m in metrics},
-        "arms": arms,
+        "variants": variants,
         "agents": agents.measure(budget, metrics[0], ends) if metrics else {},
         "notes": list(comparison.notes),
         "seconds": seconds,
@@ -189,13 +189,13 @@ def write(
     metrics: Sequence[str],
     seconds: float | None = None,
     labels: Mapping[str, str] | None = None,
-    currency: str = "steps",
+    cost_unit: str = "steps",
 ) -> dict[str, Any]:
     """Writes `summary.json` and `report.md` into the comparison's folder, and `curves.png` and `curves-dark.png` if
     there is a curve to draw; `summary["files"]` names what was written."""
-    summary = summarize(comparison, metrics, seconds, labels, currency)
+    summary = summarize(comparison, metrics, seconds, labels, cost_unit)
     comparison.out.mkdir(parents=True, exist_ok=True)
-    curves = draw(comparison, summary["labels"], comparison.out / "curves.png", currency)
+    curves = draw(comparison, summary["labels"], comparison.out / "curves.png", cost_unit)
     summary["files"] = [*(file.name for file in curves), "report.md", "summary.json"]
     (comparison.out / "summary.json").write_text(json.dumps(_finite(summary), indent=1, allow_nan=False))
     (comparison.out / "report.md").write_text(text(summary) + ("\n![curves](curves.png)\n" if curves else ""))
@@ -213,58 +213,60 @@ def _finite(value: Any) -> Any:
 
 def text(summary: dict[str, Any]) -> str:
     """The report in Markdown."""
-    metrics, arms, labels, base = summary["metrics"], summary["arms"], summary["labels"], summary["baseline"]
-    shown = [m for m in metrics if any(m in a["metrics"] for a in arms.values())]
-    others = [label for label in arms if label != base]
+    metrics, variants, labels, base = summary["metrics"], summary["variants"], summary["labels"], summary["baseline"]
+    shown = [m for m in metrics if any(m in a["metrics"] for a in variants.values())]
+    others = [label for label in variants if label != base]
     lines = [f"# {' against '.join([', '.join(others), base] if others else [base])}", ""]
     for note in [*summary["notes"], *_budget(summary)]:
         lines += [note, ""]
-    head = ["| | " + " | ".join(arms) + " |", "|---" * (len(arms) + 1) + "|"]
+    head = ["| | " + " | ".join(variants) + " |", "|---" * (len(variants) + 1) + "|"]
     lines += head
     for m in shown:
-        found = [arm["metrics"].get(m) for arm in arms.values()]
+        found = [variant["metrics"].get(m) for variant in variants.values()]
         cells = [str(Interval(v["mean"], v["half"], len(v["end"]))) if v else "-" for v in found]
         lines.append(f"| {labels[m]} | {' | '.join(cells)} |")
     lines += ["", "What it cost, mean over seeds (evaluations are not counted, except in the time of TRL):", "", *head]
-    samples = any("model_passes" in arm["costs"] for arm in arms.values())
+    samples = any("model_passes" in variant["costs"] for variant in variants.values())
     for key, (_, what) in COSTS.items():
         if key in (OF_TEXT if samples else OF_SAMPLES):
             continue
-        lines.append(f"| {what} | {' | '.join(_cost(arm['costs'].get(key), key) for arm in arms.values())} |")
+        lines.append(
+            f"| {what} | {' | '.join(_cost(variant['costs'].get(key), key) for variant in variants.values())} |"
+        )
     if found := summary["agents"]:
         label = labels[found["metric"]]
         lines += ["", *agents.text(found, label, lambda values: str(Interval.of(values)))]
-    collapsed = [_collapse(label, arm) for label, arm in arms.items() if any(arm["collapsed"])]
+    collapsed = [_collapse(label, variant) for label, variant in variants.items() if any(variant["collapsed"])]
     lines += ["", *collapsed] if collapsed else []
     if others:
-        lines += ["", f"Each arm minus {base}, paired by seed:", ""]
+        lines += ["", f"Each variant minus {base}, paired by seed:", ""]
     for label in others:
         for m in shown:
-            if "difference" in arms[label]["metrics"].get(m, {}):
-                lines.append(f"- {label}, {labels[m]}: {_verdict(arms[label], arms[base], m)}")
+            if "difference" in variants[label]["metrics"].get(m, {}):
+                lines.append(f"- {label}, {labels[m]}: {_verdict(variants[label], variants[base], m)}")
     return "\n".join([*lines, ""])
 
 
 def _budget(summary: dict[str, Any]) -> list[str]:
-    """The budget, where it cuts the arms, and what the numbers are."""
-    currency, of = summary["budget"]["currency"], summary["budget"]["of"]
+    """The budget, where it cuts the variants, and what the numbers are."""
+    cost_unit, of = summary["budget"]["cost_unit"], summary["budget"]["of"]
     lines = []
     if of:
         cut = {
-            label: (float(np.mean(arm["costs"]["steps"])), float(np.mean(arm["steps_in_all"])))
-            for label, arm in summary["arms"].items()
-            if arm["steps_in_all"]
+            label: (float(np.mean(variant["costs"]["steps"])), float(np.mean(variant["steps_in_all"])))
+            for label, variant in summary["variants"].items()
+            if variant["steps_in_all"]
         }
         lines.append(
-            f"Budget: {_cost(of, currency)} {COSTS[currency][1]} per run, the most that every arm reached with the "
-            f"same seed. Every arm is read there."
+            f"Budget: {_cost(of, cost_unit)} {COSTS[cost_unit][1]} per run, the most that every variant reached with "
+            f"the same seed. Every variant is read there."
         )
         short = {label: pair for label, pair in cut.items() if pair[0] < pair[1]}
         if short:
             places = "; ".join(f"{label} at step {round(at, 1):g} of {total:g}" for label, (at, total) in short.items())
             lines[0] += (
                 f" Cut: {places}. A learning-rate schedule that depends on the number of steps of the run is not at "
-                f"its end where an arm is cut."
+                f"its end where a variant is cut."
             )
     seeds = summary["seeds"]
     if len(seeds) == 1:
@@ -281,18 +283,18 @@ def _cost(values: Sequence[float] | None, key: str) -> str:
     return f"{mean:,.0f}" if "seconds" not in key else f"{mean:,.1f}" if mean >= 1 else f"{mean:.2g}"
 
 
-def _collapse(label: str, arm: dict[str, Any]) -> str:
-    n, of = sum(arm["collapsed"]), len(arm["collapsed"])
+def _collapse(label: str, variant: dict[str, Any]) -> str:
+    n, of = sum(variant["collapsed"]), len(variant["collapsed"])
     return (
         f"{label} has collapsed in {n} of {of} runs: the reward in training no longer changes. If it is the highest "
         f"possible reward, the task is solved."
     )
 
 
-def _verdict(arm: dict[str, Any], base: dict[str, Any], metric: str) -> str:
-    difference = arm["metrics"][metric]["difference"]
+def _verdict(variant: dict[str, Any], base: dict[str, Any], metric: str) -> str:
+    difference = variant["metrics"][metric]["difference"]
     interval = Interval(difference["mean"], difference["half"], len(difference["values"]))
-    if all(arm["collapsed"]) and all(base["collapsed"]) and interval.mean == 0:
+    if all(variant["collapsed"]) and all(base["collapsed"]) and interval.mean == 0:
         return f"{interval}, both have collapsed."
     if math.isnan(interval.half):
         return f"{interval}."
@@ -303,16 +305,16 @@ def _verdict(arm: dict[str, Any], base: dict[str, Any], metric: str) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """One logged value of one arm over what it cost: (points,), (seeds, points)."""
+    """One logged value of one variant over what it cost: (points,), (seeds, points)."""
 
     costs: np.ndarray[Any, Any]
     values: np.ndarray[Any, Any]
 
 
-def curve(runs: Sequence[tuple[Course, float]], name: str, currency: str) -> Curve | None:
-    """The value `name` of an arm up to its budget, over costs that all of its runs reached; None if one has not logged
-    it. Evaluations are joined by straight lines, other values are means over equal stretches of cost."""
-    series = [[(c, v) for c, v in course.series(name, currency) if c <= budget] for course, budget in runs]
+def curve(runs: Sequence[tuple[Course, float]], name: str, cost_unit: str) -> Curve | None:
+    """The value `name` of a variant up to its budget, over costs that all of its runs reached; None if one has not
+    logged it. Evaluations are joined by straight lines, other values are means over equal stretches of cost."""
+    series = [[(c, v) for c, v in course.series(name, cost_unit) if c <= budget] for course, budget in runs]
     if not series or not all(series):
         return None
     low, high = max(s[0][0] for s in series), min(s[-1][0] for s in series)
@@ -333,16 +335,16 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else math.nan
 
 
-def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currency: str = "steps") -> list[Path]:
+def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, cost_unit: str = "steps") -> list[Path]:
     """One panel per metric (name: label): mean over seeds, thin lines for the seeds; the 95 % interval of 3 or more.
 
     Returns:
-        The files, light and dark; none if no arm has a curve. Then older ones are removed.
+        The files, light and dark; none if no variant has a curve. Then older ones are removed.
     """
     from rl_plugins.lab.compare import figures
 
-    budget = Cut.read(comparison, currency)
-    found = {m: {a.label: curve(budget.runs_of(a.label), m, currency) for a in comparison.arms} for m in metrics}
+    budget = Cut.read(comparison, cost_unit)
+    found = {m: {a.label: curve(budget.runs_of(a.label), m, cost_unit) for a in comparison.variants} for m in metrics}
     found = {m: c for m, c in found.items() if any(v is not None for v in c.values())}
     if not found:
         for old in (file, file.with_stem(f"{file.stem}-dark")):
@@ -365,7 +367,7 @@ def draw(comparison: Comparison, metrics: Mapping[str, str], file: Path, currenc
                 if len(values) > 2:  # of two seeds the interval is 9 times their distance: it would hide the curves
                     half = np.array([Interval.of(v.tolist()).half for v in values.T])
                     axis.fill_between(costs, mean - half, mean + half, color=figures.color(i), alpha=0.13, lw=0)
-            figures.name_axes(axis, COSTS[currency][1], metrics[metric].replace("`", ""))
+            figures.name_axes(axis, COSTS[cost_unit][1], metrics[metric].replace("`", ""))
         figures.name_lines(figure)
         return figure
 

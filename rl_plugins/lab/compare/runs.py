@@ -94,7 +94,7 @@ def _run_all(comparison: Comparison, jobs: int, watch: str, console: Console, en
     with Progress(*columns, console=console) as progress:
         for run in comparison.runs:
             if run not in waiting:
-                progress.add_task(f"{run.arm.label} seed {run.seed}", total=1, completed=1, value="finished before")
+                progress.add_task(f"{run.variant.label} seed {run.seed}", total=1, completed=1, value="finished before")
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
@@ -122,7 +122,7 @@ def _begin(run: PlannedRun, progress: Progress, environment: dict[str, str]) -> 
     (run.folder / "command.json").write_text(json.dumps(command, indent=1))
     environ = {**os.environ, **environment, LOG_VARIABLE: str(run.log_file)}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environ)
-    task = progress.add_task(f"{run.arm.label} seed {run.seed}", total=None, value="starting")
+    task = progress.add_task(f"{run.variant.label} seed {run.seed}", total=None, value="starting")
     return _Running(run, process, task, output)
 
 
@@ -142,8 +142,8 @@ def _end(r: _Running) -> None:
         return
     end = _last_lines(r.run.folder / "output.txt")
     raise RLPluginsError(
-        f"The run of {r.run.arm.label} with seed {r.run.seed} failed (exit status {r.process.returncode}). The end of "
-        f"its output ({r.run.folder / 'output.txt'}):\n{end}\nFinished runs are kept; the same command goes on."
+        f"The run of {r.run.variant.label} with seed {r.run.seed} failed (exit status {r.process.returncode}). The end "
+        f"of its output ({r.run.folder / 'output.txt'}):\n{end}\nFinished runs are kept; the same command goes on."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.lab.compare.plan import CONFIG, Arm
+from rl_plugins.lab.compare.plan import CONFIG, Variant
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Trl:
     """Text of a YAML config, and options that follow it on the command line.
 
     Args:
-        masked: the trainer of masked diffusion language models trains all arms.
-        trace: arms with methods write a trace of some groups of every tenth batch.
+        masked: the trainer of masked diffusion language models trains all variants.
+        trace: variants with methods write a trace of some groups of every tenth batch.
     """
 
     config: str
@@ -30,21 +30,23 @@ class Trl:
     def worker(self) -> str:
         return f"rl_plugins.lab.compare.{'masked' if self.masked else 'trl'}_worker"
 
-    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def arguments(
+        self, variant: Variant, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]
+    ) -> list[str]:
         return [
             "--config",
             str(folder.absolute() / CONFIG),
             *self.extra,
-            *arm.options,
+            *variant.options,
             "--seed",
             str(seed),
             "--output_dir",
             str(folder / "trainer"),
-            *(("--trace", json.dumps({"every": 10, "groups": 8})) if self.trace and arm.methods else ()),
+            *(("--trace", json.dumps({"every": 10, "groups": 8})) if self.trace and variant.methods else ()),
             "--count_costs",  # of the baseline, too
             "True",
             "--method_params",
             json.dumps(params),
             "--methods",
-            *(arm.methods or ("",)),
+            *(variant.methods or ("",)),
         ]

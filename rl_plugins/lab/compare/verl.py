@@ -1,7 +1,7 @@
 """Runs of verl: `python -m verl.trainer.main_ppo` with the user's overrides.
 
-Every arm runs in the trainer of ours that follows the mode of verl, so that costs are counted alike. For the baseline
-it hands everything on to verl, counts, and weighs rewards as the other arms do.
+Every variant runs in the trainer of ours that follows the mode of verl, so that costs are counted alike. For the
+baseline it hands everything on to verl, counts, and weighs rewards as the other variants do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.compare.plan import Arm
+from rl_plugins.lab.compare.plan import Variant
 
 METRICS = "verl.jsonl"  # of verl's file logger, in the folder of the run
 LOGGER_PATH = "VERL_FILE_LOGGER_PATH"
@@ -29,7 +29,7 @@ class Verl:
         loggers: of the run, with verl's file logger.
         watched: whether the replay buffer may be ours, see :mod:`rl_plugins.lab.compare.verl_buffer`.
         evaluates: whether the run evaluates on held-out prompts.
-        rewards: weights of the parts of the reward, the same in every arm, see `Settings.rewards`.
+        rewards: weights of the parts of the reward, the same in every variant, see `Settings.rewards`.
         method_params: method -> parameter -> value.
     """
 
@@ -82,9 +82,9 @@ class Verl:
         if OmegaConf.select(config, "rl_plugins.methods"):
             raise ConfigError(
                 f"The overrides name rl_plugins.methods={list(config.rl_plugins.methods)}. Here methods are arguments "
-                f"before the overrides, each an arm of its own: remove them from the overrides."
+                f"before the overrides, each a variant of its own: remove them from the overrides."
             )
-        OmegaConf.update(config, "rl_plugins.count_costs", True, force_add=True)  # a node, as every arm has
+        OmegaConf.update(config, "rl_plugins.count_costs", True, force_add=True)  # a node, as every variant has
         settings = read_settings(config)
         assert settings is not None
         sampler, loggers = config.trainer.v1.sampler, config.trainer.logger
@@ -102,14 +102,16 @@ class Verl:
             method_params=settings.method_params,
         )
 
-    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def arguments(
+        self, variant: Variant, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]
+    ) -> list[str]:
         from rl_plugins.verl.config import MODES
 
         mine = {
             "data.seed": seed,
             "actor_rollout_ref.rollout.seed": seed,
             "trainer.v1.trainer_mode": next(name for name, mode in MODES.items() if mode == self.mode),
-            "rl_plugins.methods": f"[{','.join(arm.methods)}]",
+            "rl_plugins.methods": f"[{','.join(variant.methods)}]",
             "rl_plugins.count_costs": "true",
             "trainer.logger": f"[{','.join(self.loggers)}]",
             "trainer.default_local_dir": quoted(folder.absolute() / "checkpoints"),
@@ -119,9 +121,9 @@ class Verl:
         if self.watched:
             mine["trainer.v1.sampler.custom_sampler.path"] = "pkg://rl_plugins.lab.compare.verl_buffer"
             mine["trainer.v1.sampler.custom_sampler.name"] = "WatchedReplayBuffer"
-        ours = "rl_plugins.method_params" if arm.methods else "rl_plugins"  # without methods: verl, counted
+        ours = "rl_plugins.method_params" if variant.methods else "rl_plugins"  # without methods: verl, counted
         given = [line for line in self.overrides if not f"{_key(line)}.".startswith(f"{ours}.")]
-        if arm.methods:  # JSON in one string, because hydra has no notation for every value
+        if variant.methods:  # JSON in one string, because hydra has no notation for every value
             mine["rl_plugins.method_params"] = quoted(json.dumps(params).replace("'", "\\u0027"))
         else:
             mine |= {f"rl_plugins.rewards.{name}": weight for name, weight in self.rewards.items()}

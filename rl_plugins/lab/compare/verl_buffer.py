@@ -1,4 +1,4 @@
-"""verl's replay buffer, watched: what was generated is logged alike in every arm, and no arm waits longer than another.
+"""verl's replay buffer, watched: every variant logs alike what was generated, and none waits longer than another.
 
 It stands in verl's own slot `trainer.v1.sampler.custom_sampler` and runs in the driver.
 """

@@ -1,6 +1,7 @@
 """A language model that always gives the same advice, to try a run of `training_free_grpo` without one.
 
-``methods: [training_free_grpo]`` with ``method_params: {training_free_grpo: {llm: "rl_plugins.lab.demo.advisor:canned"}}``.
+``methods: [training_free_grpo]`` with
+``method_params: {training_free_grpo: {llm: "rl_plugins.lab.demo.advisor:canned"}}``.
 """
 
 from __future__ import annotations

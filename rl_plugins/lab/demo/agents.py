@@ -1,6 +1,6 @@
 """The runs of `rl-plugins demo` for agents: an environment, a policy warm-started for it, and the plain agent loop.
 
-Methods that give credit per turn, or change how turns are made, have nothing to act on in one-turn tasks. An arm
+Methods that give credit per turn, or change how turns are made, have nothing to act on in one-turn tasks. A variant
 without a rollout method of its own is played by `turn_control` with `strategy: unlimited`, which is the plain agent
 loop; the baseline is that loop with the host's GRPO.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
 from rl_plugins.core.method import Bundle, Method
-from rl_plugins.lab.compare.plan import Arm
+from rl_plugins.lab.compare.plan import Variant
 from rl_plugins.lab.demo import environments
 from rl_plugins.lab.demo.settings import ON_CPU
 from rl_plugins.runtime import registry
@@ -39,25 +39,25 @@ def needed(names: Iterable[str]) -> bool:
 
 
 def environment_of(names: Iterable[str]) -> str:
-    """The environment all arms play in."""
+    """The environment all variants play in."""
     return "Calculator" if {cls.name for cls in _classes(names)} & set(FOR_TOOLS) else "Grid"
 
 
-def with_loop(arms: Iterable[Arm]) -> tuple[Arm, ...]:
-    """Arms without a rollout method of their own get the plain agent loop.
+def with_loop(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """Variants without a rollout method of their own get the plain agent loop.
 
     Raises:
-        ConfigError: an arm whose rollout method plays in no environment.
+        ConfigError: a variant whose rollout method plays in no environment.
     """
     out = []
-    for arm in arms:
-        makes = [cls for cls in _classes(arm.methods) if "rollout" in cls.claims()]
+    for variant in variants:
+        makes = [cls for cls in _classes(variant.methods) if "rollout" in cls.claims()]
         if any(not _has_environment(cls) for cls in makes):
             raise ConfigError(
-                f"`{makes[0].name}` makes its rollouts without an environment, and another arm of this demo plays in "
-                f"one. Run them apart: rl-plugins demo {arm.label}"
+                f"`{makes[0].name}` makes its rollouts without an environment, and another variant of this demo plays "
+                f"in one. Run them apart: rl-plugins demo {variant.label}"
             )
-        out.append(arm if makes else replace(arm, methods=(LOOP, *arm.methods)))
+        out.append(variant if makes else replace(variant, methods=(LOOP, *variant.methods)))
     return tuple(out)
 
 

@@ -1,4 +1,4 @@
-"""The runs of `rl-plugins demo` for diffusion policies: the shapes of :mod:`rl_plugins.lab.demo.shapes`, an arm a process.
+"""The runs of `rl-plugins demo` for diffusion policies: :mod:`rl_plugins.lab.demo.shapes`, a process per variant.
 
 python -m rl_plugins.lab.demo.flows --config config.yaml --seed 0 --output_dir out --methods branch_grpo
 """
@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from rl_plugins.core.method import Bundle
-from rl_plugins.lab.compare.plan import CONFIG, LOG_VARIABLE, Arm, Comparison
+from rl_plugins.lab.compare.plan import CONFIG, LOG_VARIABLE, Comparison, Variant
 from rl_plugins.runtime import registry
 
 SHORT_BATCHES, LONG_BATCHES = 40, 120
@@ -75,21 +75,23 @@ class Flows:
     worker = "rl_plugins.lab.demo.flows"
     sets = "its seed, folder, methods and their parameters"
 
-    def arguments(self, arm: Arm, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def arguments(
+        self, variant: Variant, seed: int, folder: Path, params: Mapping[str, Mapping[str, Any]]
+    ) -> list[str]:
         """Of a run."""
         words = ["--config", str(folder.absolute() / CONFIG), "--seed", str(seed)]
         words += ["--output_dir", str(folder / "trainer"), "--method_params", json.dumps(params)]
-        return [*words, "--methods", *arm.methods]
+        return [*words, "--methods", *variant.methods]
 
 
 def draw_samples(comparison: Comparison, path: Path) -> None:
-    """A figure of samples from the same seeds: before training, and after it in every arm."""
+    """A figure of samples from the same seeds: before training, and after it in every variant."""
     import matplotlib.image
     from matplotlib.figure import Figure
 
     seed = comparison.seeds[0]
     sheets = {
-        r.arm.label: sorted((r.folder / "trainer" / "sheets").iterdir()) for r in comparison.runs if r.seed == seed
+        r.variant.label: sorted((r.folder / "trainer" / "sheets").iterdir()) for r in comparison.runs if r.seed == seed
     }
     shown = [("before", next(iter(sheets.values()))[0]), *((label, found[-1]) for label, found in sheets.items())]
     figure = Figure(figsize=(7, 2.9 * len(shown)), layout="constrained")

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_plugins.lab.compare.plan import Arm
+from rl_plugins.lab.compare.plan import Variant
 from rl_plugins.lab.demo import settings
 
 REWARDS = ("points", "mark")
 WEIGHTS, TUNED = (1.0, 1.0), (0.01, 1.0)
-CONTROL = Arm("grpo_weighted", (), ("--reward_weights", *(f"{w:g}" for w in TUNED)))
-ARMS = (Arm("grpo", ()), Arm("gdpo", ("gdpo",)), CONTROL)
+CONTROL = Variant("grpo_weighted", (), ("--reward_weights", *(f"{w:g}" for w in TUNED)))
+VARIANTS = (Variant("grpo", ()), Variant("gdpo", ("gdpo",)), CONTROL)
 METRICS = ["eval_rewards/mark/mean", "eval_rewards/points/mean", "rewards/mark/mean", "rewards/points/mean"]
 LABELS = {
     "eval_rewards/mark/mean": "mark that was asked for, held out (share)",
@@ -36,7 +36,7 @@ NOTES = [
 
 
 def config(policy: Path, data: Path, long: bool) -> dict[str, Any]:
-    """The config of every run; the arms differ in methods and reward weights only.
+    """The config of every run; the variants differ in methods and reward weights only.
 
     Args:
         policy: folder of the warm-started policy.

@@ -1,7 +1,8 @@
 """Judges for the digit lists of ``tasks``, by rule, where a real task would ask a language model.
 
 ``methods: [brpo]`` with ``method_params: {brpo: {judge: "rl_plugins.lab.demo.judges:digits"}}`` compares completions.
-``methods: [fapo]`` with ``method_params: {fapo: {judge: "rl_plugins.lab.demo.judges:sloppy"}}`` looks for a flaw in them.
+``methods: [fapo]`` with ``method_params: {fapo: {judge: "rl_plugins.lab.demo.judges:sloppy"}}`` looks for a flaw in
+them.
 """
 
 from __future__ import annotations

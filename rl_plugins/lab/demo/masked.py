@@ -1,4 +1,4 @@
-"""The runs of `rl-plugins demo` for masked diffusion language models: every arm decodes in the same number of passes.
+"""The runs of `rl-plugins demo` for masked diffusion language models: all variants decode in the same number of passes.
 
 The baseline is the trainer without methods: equally many tokens per pass, end tokens not held back, and log-probs from
 one pass over an answer of masks, as in diffu-GRPO.
@@ -41,7 +41,7 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
 
 NOTES = (
     "TRL's trainer with the decoding of masked diffusion models (MaskedGRPOTrainer), a bidirectional policy of 247,368 "
-    f"parameters, tasks of sorting digits. Every arm decodes an answer of {MAX_COMPLETION_LENGTH} tokens in "
+    f"parameters, tasks of sorting digits. Every variant decodes an answer of {MAX_COMPLETION_LENGTH} tokens in "
     f"{PASSES} passes of the model, in training and in evaluation.",
     "The baseline unmasks equally many tokens per pass, does not hold end tokens back, and takes log-probs from one "
     "pass over an answer of masks, as diffu-GRPO does. The first evaluation shows what another way to decode changes "

@@ -15,7 +15,7 @@ from rl_plugins.runtime import registry
 REWARDS = ("exact", "digits", "careful")
 GRADED, BINARY = (0.0, 1.0, 1.0), (1.0, 0.0, 0.0)  # weights; a function of weight 0 is watched, not trained
 # Graded rewards leave small groups something to tell rollouts apart by, and come in two sizes for methods that combine
-# several. Methods that tell right from wrong rollouts get the binary one: `rewards = "binary"` in `[demo]` of their card.
+# several. Methods that tell right from wrong rollouts get the binary one: `rewards = "binary"` in `[demo]` of the card.
 LABELS = {
     "eval_rewards/exact/mean": "right answers, held out (share)",
     "rewards/exact/mean": "right answers, in training (share)",
@@ -88,17 +88,17 @@ def config(policy: Path, data: Path, methods: Iterable[str], long: bool) -> dict
 
 
 def reasons(methods: Iterable[str]) -> list[str]:
-    """What `config` sets for all arms because of single methods, a sentence each."""
+    """What `config` sets for all variants because of single methods, a sentence each."""
     methods = list(methods)
     lines = []
     if binary := [name for name in methods if wants_binary(name)]:
         lines.append(
-            f"`reward_weights` of {', '.join(REWARDS)} is {', '.join(f'{w:g}' for w in BINARY)} in all arms, because "
-            f"{needing(binary)} a reward that only tells right from wrong."
+            f"`reward_weights` of {', '.join(REWARDS)} is {', '.join(f'{w:g}' for w in BINARY)} in all variants, "
+            f"because {needing(binary)} a reward that only tells right from wrong."
         )
     for name, (value, signals, why) in SUITED.items():
         if asking := [method for method in methods if _needs([method]) & signals]:
-            lines.append(f"`{name}` is {value} in all arms, because {needing(asking)} {why}.")
+            lines.append(f"`{name}` is {value} in all variants, because {needing(asking)} {why}.")
     return lines
 
 

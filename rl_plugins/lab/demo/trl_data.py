@@ -25,7 +25,10 @@ methods: [gdpo]
 
 model_name_or_path: laptop-run/policy
 dataset_name: laptop-run/data
-reward_funcs: [rl_plugins.lab.demo.rewards.exact, rl_plugins.lab.demo.rewards.digits, rl_plugins.lab.demo.rewards.careful]
+reward_funcs:
+- rl_plugins.lab.demo.rewards.exact
+- rl_plugins.lab.demo.rewards.digits
+- rl_plugins.lab.demo.rewards.careful
 reward_weights: [0.0, 1.0, 1.0]   # exact is logged and not trained
 output_dir: laptop-run/out
 

@@ -202,17 +202,17 @@ def suited(methods: Iterable[str]) -> list[str]:
 
 
 def reasons(methods: Iterable[str]) -> list[str]:
-    """What `suited` sets for all arms because of single methods, a sentence each."""
+    """What `suited` sets for all variants because of single methods, a sentence each."""
     methods, lines = list(methods), []
     if binary := [name for name in methods if wants_binary(name)]:
         lines.append(
-            f"The reward is `exact` alone in all arms, because {needing(binary)} a reward that only tells right from "
-            f"wrong."
+            f"The reward is `exact` alone in all variants, because {needing(binary)} a reward that only tells right "
+            f"from wrong."
         )
     if several := _several_updates(methods):
         lines.append(
-            f"`actor_rollout_ref.actor.ppo_epochs` is 2 in all arms, because {needing(several)} several updates per "
-            f"batch."
+            f"`actor_rollout_ref.actor.ppo_epochs` is 2 in all variants, because {needing(several)} several updates "
+            f"per batch."
         )
     return lines
 

@@ -1,4 +1,7 @@
-"""The pages of the documentation that are made from the code: `rl-plugins docs` writes all of them."""
+"""Pages of the documentation that are made from the code.
+
+`PAGES` are in git and written by `rl-plugins docs`. `ON_SITE` and `FILLED` are made by `make site` alone.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +19,45 @@ from rl_plugins.lab.pages.guides import with_code
 from rl_plugins.lab.pages.reference import reference_page
 from rl_plugins.runtime import registry
 
-
-def _on_the_bench(method: str, _: str) -> str:
-    return method_page(method, registry.load(method, plugins()).does)
-
-
-# File -> what makes its text, from the text that stands there: pages with a generated part keep the rest.
+# File -> its text, made from the text that is there: a page with a generated part keeps the rest.
 PAGES: dict[str, Callable[[str], str]] = {
-    "docs/methods.md": lambda _: methods.page(),
-    "docs/papers.md": lambda _: papers.page(),
+    "docs/methods.md": lambda _: methods.index(),
+    "docs/choose.md": lambda _: choose.index(),
+    "README.md": choose.readme,
+}
+
+# A written page -> the page of the site, which shows more.
+FILLED: dict[str, Callable[[str], str]] = {
+    "docs/methods.md": lambda _: methods.index(on_site=True),
     "docs/choose.md": lambda _: choose.page(),
-    "docs/bench.md": lambda _: bench.page(),
-    **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
+    "docs/bench.md": lambda text: f"{text}\n{_bench_results()}",
     "docs/supervised.md": losses.with_cards,
-    "docs/architecture.md": source.with_map,
     "docs/trl.md": lambda text: source.with_trainers(source.with_changes("trl", text)),
     "docs/verl.md": partial(source.with_changes, "verl"),
     "docs/diffusion.md": diffusion.with_parts,
     "docs/samplers.md": source.with_samplers,
-    "docs/reference.md": lambda _: reference_page(),
-    "README.md": choose.readme,
+}
+
+
+def _on_the_bench(method: str) -> str:
+    return method_page(method, registry.load(method, plugins()).does)
+
+
+def _bench_results() -> str:
+    return "## " + bench.page().split("\n## ", 2)[2]  # without the introduction, which docs/bench.md has
+
+
+# A page that only the site has -> its text. Links are those of a file with this name.
+ON_SITE: dict[str, Callable[[], str]] = {
+    "docs/reference.md": reference_page,
+    "docs/papers.md": papers.page,
+    "docs/map.md": source.module_map,
+    **{f"docs/bench/{method}.md": partial(_on_the_bench, method) for method in methods_run()},
 }
 
 
 def write(root: Path, dry: bool = False) -> list[str]:
-    """Writes every page under `root`, the folder of the checkout.
+    """Writes every generated page that is in git under `root`, the folder of the checkout.
 
     Args:
         dry: change nothing.
@@ -60,6 +77,5 @@ def write(root: Path, dry: bool = False) -> list[str]:
     new = {page: make(old[page]) for page, make in made.items()}
     stale = [page for page in made if new[page] != old[page]]
     for page in stale if not dry else ():
-        (root / page).parent.mkdir(exist_ok=True)
         (root / page).write_text(new[page], encoding="utf-8")
     return stale

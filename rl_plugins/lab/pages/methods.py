@@ -1,14 +1,18 @@
-"""The page docs/methods.md: a card of every built-in method and bundle, from its class."""
+"""The page docs/methods.md, a line a method, and the cards of the methods for the site."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 
+import rl_plugins
 from rl_plugins.cards.card_file import card_file
-from rl_plugins.cards.catalog import FIDELITY, card_of, entries, needs_of, plugins, preset_text
+from rl_plugins.cards.catalog import FIDELITY, Card, card_of, entries, needs_of, plugins, preset_text
 from rl_plugins.cards.info import meaning, options_text
 from rl_plugins.cards.problems import PROBLEMS
 from rl_plugins.cards.results import Result
@@ -19,27 +23,46 @@ from rl_plugins.runtime import registry
 _HEAD = """\
 # Methods
 
-Generated from the classes by `make docs`; do not edit. [Which method is for me](choose.md) groups them by problem.
-`rl-plugins info NAME` shows one of them with a config to copy.
+Written by `make docs`; do not edit. [Which method is for me](choose.md) begins with your problem. `rl-plugins info NAME`
+shows everything about one method, with a config to copy, and `make site` makes a page of each.
 
-Fidelity says what a method was checked against:
+"Measured" counts our measurements and their verdicts, each against a baseline at the 95 % interval. Fidelity says what
+a method was checked against:
 
 """
 LONGEST_DEFAULT = 60  # characters of a default in a table; `info` shows the whole
 
 
-def page() -> str:
-    """The whole page. Installed plugins are not part of it."""
+def index(on_site: bool = False) -> str:
+    """The page docs/methods.md: a line for each built-in method and bundle.
+
+    Args:
+        on_site: a name leads to the page of the method; otherwise to its code.
+    """
     vetoed = plugins()
-    found = entries(vetoed)
-    text = [_HEAD + "\n".join(f"- **{k}**: {v}." for k, v in FIDELITY.items() if k != "own")]
     rows = []
-    for e in found:
-        paper = f"[{e.arxiv}](https://arxiv.org/abs/{e.arxiv})"
-        rows.append([f"[{e.name}](#{e.name})", e.does, paper, ", ".join(f"`{h}`" for h in e.hooks), e.fidelity])
-    text.append(table(["name", "does", "paper", "changes", "fidelity"], rows))
-    text += [section(registry.load(e.name, vetoed)) for e in found]
-    return "\n\n".join(text) + "\n"
+    for entry in entries(vetoed):
+        card = card_of(registry.load(entry.name, vetoed))
+        home = f"[{card.name}](#{card.name})" if on_site else f'<a id="{card.name}"></a>[{card.name}]({_code_of(card)})'
+        problems = ", ".join(PROBLEMS[key].title for key in card.found.problems)
+        rows.append([home, card.does, problems, card.fidelity, ", ".join(card.hosts), verdicts(card.measured)])
+    text = _HEAD + bullets(f"**{name}**: {what}." for name, what in FIDELITY.items() if name != "own")
+    return f"{text}\n\n{table(['name', 'does', 'problem', 'fidelity', 'hosts', 'measured'], rows)}\n"
+
+
+def _code_of(card: Card) -> str:
+    """The file of a method or bundle, from docs/."""
+    module = registry.origins_of(card.name)[0].where.partition(":")[0]
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    return f"../{Path(found.origin).relative_to(Path(rl_plugins.__file__).parents[1]).as_posix()}"
+
+
+def verdicts(results: Iterable[Result]) -> str:
+    """How often each verdict was reached: "2 better, 1 worse"."""
+    counts = Counter(result.verdict for result in results)
+    order = ("better", "worse", "no significant difference")
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in order if counts[verdict])
 
 
 def section(found: type[Method] | Bundle, whole: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""The page docs/papers.md: every paper that was reviewed, with what became of it."""
+"""The page of papers: every paper that was reviewed, with what became of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rl_plugins.tools import supervised
 _HEAD = """\
 # Papers
 
-Every paper that was reviewed for this package, and what became of it. Generated from the methods and from
-`rl_plugins/papers.toml` by `make docs`; do not edit.
+Every paper that was reviewed for this package, and what became of it. Made from the cards of the methods and from
+`rl_plugins/runtime/papers.toml`.
 """
 
 _SECTIONS: dict[Verdict, tuple[str, str]] = {

@@ -1,4 +1,4 @@
-"""The page `docs/reference.md`: the objects that a method sees, from their docstrings."""
+"""The page of the reference: the objects that a method sees, from their docstrings."""
 
 from __future__ import annotations
 
@@ -14,26 +14,39 @@ from typing import Any
 
 from rl_plugins.core.method import HOOKS, SIGNALS, Method
 
-# Heading -> what stands under it: (module, names).
+# Heading -> what is under it: (module without `rl_plugins`, names).
 PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "A method and its parameters": (("method", "Method Paper Idle Bundle"), ("params", "param MethodParams")),
-    "The run": (("rollouts", "Run Budget"),),
-    "What is generated": (("rollouts", "PromptPool Plan PlanRow Completion GroupSoFar Queue Carried Admission"),),
+    "A method and its parameters": (("", "Method Idle Bundle param MethodParams"),),
+    "The run": (("", "Run"), ("core.rollouts", "Budget")),
+    "What is generated": (
+        ("", "PromptPool Plan PlanRow Completion"),
+        ("core.rollouts", "GroupSoFar"),
+        ("", "Queue"),
+        ("core.rollouts", "Carried"),
+        ("", "Admission"),
+    ),
     "Rollout programs": (
-        ("requests", "Prompt Trajectory Turn Kind Generate Generated Score Scored Call Called together Chat"),
+        ("", "Prompt Trajectory"),
+        ("core.requests", "Turn Kind"),
+        ("", "Generate"),
+        ("core.requests", "Generated"),
+        ("", "Score"),
+        ("core.requests", "Scored"),
+        ("", "Call"),
+        ("core.requests", "Called together Chat"),
     ),
-    "Rollout programs of diffusion policies": (("denoising", "SamplePrompt Sample Transition Denoise"),),
+    "Rollout programs of diffusion policies": (("core.denoising", "SamplePrompt Sample Transition Denoise"),),
     "Rollouts and their groups": (
-        ("rollouts", "Rollouts PerRollout TurnTable TokenIds"),
-        ("groups", "Groups"),
-        ("rollouts", "Tokens Shape"),
-        ("estimators", "grpo_advantages"),
+        ("", "Rollouts"),
+        ("core.rollouts", "PerRollout TurnTable TokenIds"),
+        ("", "Groups Tokens Shape"),
+        ("core.estimators", "grpo_advantages"),
     ),
-    "The update": (("rollouts", "Rows Update Terms"), ("losses", "ppo_clip aggregate")),
-    "Services": (("services", "Service number Failure NotAsked failures ChatEndpoint Endpoint"),),
+    "The update": (("", "Rows Update Terms ppo_clip aggregate"),),
+    "Services": (("kit.services", "Service number Failure NotAsked failures ChatEndpoint Endpoint"),),
     "Agents and environments": (
-        ("agents", "Observation Environment play Episode open_episode generate act reply finish"),
-        ("agents.turns", "Turns"),
+        ("kit.agents", "Observation Environment play Episode open_episode generate act reply finish"),
+        ("kit.agents.turns", "Turns"),
     ),
     "Tests of a method": (
         (
@@ -48,11 +61,11 @@ PARTS: Mapping[str, tuple[tuple[str, str], ...]] = {
 INTRO = """\
 # Reference
 
-The objects that a method sees, in the order of a training step. Generated from the docstrings by `make docs`; do not
-edit. How to use them: [guides](guides/README.md). How the parts fit together: [architecture.md](architecture.md).
+The objects that a method sees, in the order of a training step, from their docstrings. How to use them:
+[guides](guides/README.md). How the parts fit together: [architecture.md](architecture.md).
 
 Shapes are in parentheses: (rows,) is one number per row. On the driver, numbers of rows are float64 and numbers of
-tokens float32, all on the CPU. No object is changed by a hook: `x.replace(..)` makes a changed copy.
+tokens float32, all on the CPU. No object is changed by a hook: `x.replace(...)` makes a changed copy.
 """
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Class attributes a method sets):[ ]*(.*)$")
@@ -79,9 +92,13 @@ def reference_page() -> str:
 def objects() -> Iterator[tuple[str, Any]]:
     """(module, object) of everything on the page, in its order."""
     for parts in PARTS.values():
-        for module, names in parts:
+        for place, names in parts:
             for name in names.split():
-                yield f"rl_plugins.{module}", getattr(importlib.import_module(f"rl_plugins.{module}"), name)
+                yield _module(place), getattr(importlib.import_module(_module(place)), name)
+
+
+def _module(place: str) -> str:
+    return f"rl_plugins.{place}" if place else "rl_plugins"
 
 
 def undocumented() -> list[str]:
@@ -116,19 +133,20 @@ def _signals() -> str:
     return head + "\n".join(["| signal | what |", "|---|---|", *rows])
 
 
-def _entry(module: str, name: str) -> str:
+def _entry(place: str, name: str) -> str:
     """The section of one object."""
-    found = getattr(importlib.import_module(f"rl_plugins.{module}"), name)
+    module = _module(place)
+    found = getattr(importlib.import_module(module), name)
     lines = [f"### {name}", ""]
     if inspect.isclass(found):
-        lines += [f"`from rl_plugins.{module} import {name}`", "", _prose(found)]
+        lines += [f"`from {module} import {name}`", "", _prose(found)]
         if issubclass(found, enum.Enum):
             lines += ["", ", ".join(f"`{name}.{member.name}` = {member.value}" for member in found)]
         members = [f"| {shown} | {_text(what)} |" for shown, what in _members(found)]
         if members:
             lines += ["", "| method or property | what |", "|---|---|", *members]
     else:
-        lines += [f"`from rl_plugins.{module} import {name}`", "", f"`{name}{_signature(found)}`", "", _prose(found)]
+        lines += [f"`from {module} import {name}`", "", f"`{name}{_signature(found)}`", "", _prose(found)]
     return "\n".join(lines)
 
 

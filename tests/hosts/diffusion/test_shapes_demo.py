@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from rl_plugins.commands.cli import app
-from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_arms
+from rl_plugins.lab.compare.plan import LOG_VARIABLE, make_plan, parse_variants
 from rl_plugins.lab.demo import flows, shapes
 from rl_plugins.lab.demo.policy import Fit
 
@@ -46,7 +46,7 @@ def test_one_run_of_the_demo(policy, tmp_path, monkeypatch):
     values = flows.config(policy, long=False) | {"batches": 2, "group_size": 4, "steps": 10, "sheet_every": 1}
     host = flows.Flows(yaml.safe_dump(values))
     params = {"branch_rollout": {"splits": [0, 3]}, "branch_pruning": {"depths": [8, 9]}}
-    comparison = make_plan(host, parse_arms(["branch_grpo"], "grpo"), [3], tmp_path, params)
+    comparison = make_plan(host, parse_variants(["branch_grpo"], "grpo"), [3], tmp_path, params)
     for run in comparison.runs:
         run.folder.mkdir(parents=True)
         run.write_config()

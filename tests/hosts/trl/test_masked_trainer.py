@@ -25,7 +25,7 @@ from transformers import trainer as hf_trainer
 from waiting import NEVER
 
 from rl_plugins.kit.masked import ascending_schedule, step_weights
-from rl_plugins.lab.compare.plan import make_plan, parse_arms
+from rl_plugins.lab.compare.plan import make_plan, parse_variants
 from rl_plugins.lab.compare.runs import read_log
 from rl_plugins.lab.compare.trl import Trl
 from rl_plugins.lab.demo import masked
@@ -357,7 +357,7 @@ def test_a_run_of_the_demo_trains_by_its_command(
     policy, data = masked_policy(folder / "masked-policy"), write_data(tmp_path / "data")
     values = masked.config(policy, data, ["mdlm"], long=False)
     values |= {"max_steps": 2, "eval_steps": 2, "eval_on_start": False, "per_device_train_batch_size": 32}
-    plan = make_plan(Trl(yaml.safe_dump(values), masked=True), parse_arms(["mdlm"], "grpo"), [0], tmp_path)
+    plan = make_plan(Trl(yaml.safe_dump(values), masked=True), parse_variants(["mdlm"], "grpo"), [0], tmp_path)
     run = plan.runs[1]
     run.folder.mkdir(parents=True)
     run.write_config()

@@ -1,12 +1,12 @@
-"""The arms of a cell: baselines as the host has them, and methods with their parameters.
+"""The variants of a task: baselines as the host has them, and methods with their parameters.
 
 grpo                        the host's GRPO
 dr_grpo                     without the deviation and with a constant denominator
-rloo                        the host's RLOO, without its KL term, as no arm has one unless it says so
+rloo                        the host's RLOO, without its KL term, as no variant has one unless it says so
 mc_grpo                     a method
 vade+mc_grpo                two of them
-grpo@learning_rate=1e-3     options of the host, in this arm only; several are joined with commas
-drpo@drpo.reward=right      a parameter of a method, in this arm only
+grpo@learning_rate=1e-3     options of the host, in this variant only; several are joined with commas
+drpo@drpo.reward=right      a parameter of a method, in this variant only
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yaml
 
 from rl_plugins.cards.card_file import card_file
 from rl_plugins.core.errors import ConfigError
-from rl_plugins.lab.bench.cells import Cell
+from rl_plugins.lab.bench.tasks import Task
 from rl_plugins.runtime import registry
 
 BASELINES: Mapping[str, Mapping[str, Any]] = {
@@ -31,7 +31,7 @@ OF_GRPO = ("loss_type",)  # options of the base config that RLOO has not
 
 
 @dataclass(frozen=True)
-class BenchArm:
+class BenchVariant:
     """One side of a difference.
 
     Args:
@@ -47,8 +47,8 @@ class BenchArm:
     params: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def of(cls, label: str) -> BenchArm:
-        """An arm by its label.
+    def of(cls, label: str) -> BenchVariant:
+        """A variant by its label.
 
         Raises:
             ConfigError: an unknown method, an option that is no `name=value`, or a parameter of another method.
@@ -59,7 +59,7 @@ class BenchArm:
         for word in filter(None, given.split(",")):
             key, equals, value = word.partition("=")
             if not equals:
-                raise ConfigError(f"{word!r} in the arm {label!r} is no option. Write name=value behind the @.")
+                raise ConfigError(f"{word!r} in the variant {label!r} is no option. Write name=value behind the @.")
             read = float(value) if "e-" in value else yaml.safe_load(value)
             method, dot, name = key.partition(".")
             if dot:
@@ -69,7 +69,7 @@ class BenchArm:
         methods = () if names in BASELINES else tuple(names.split("+"))
         parts = registry.select(methods).classes
         if other := sorted(set(told) - set(parts)):
-            raise ConfigError(f"{other[0]!r} has parameters in the arm {label!r}, but is no method of it.")
+            raise ConfigError(f"{other[0]!r} has parameters in the variant {label!r}, but is no method of it.")
         params = {
             method: given
             for method in parts
@@ -87,26 +87,26 @@ class BenchArm:
         """Module whose `main` trains."""
         return "rl_plugins.trl.commands.rloo" if self.is_rloo else "rl_plugins.trl.commands.script"
 
-    def check(self, cell: Cell) -> None:
+    def check(self, task: Task) -> None:
         """
         Raises:
             ConfigError: RLOO where agents play.
         """
-        if self.is_rloo and cell.environment:
-            raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {cell.name}.")
+        if self.is_rloo and task.environment:
+            raise ConfigError(f"TRL's RLOO plays no environments, so {self.label} does not run in {task.name}.")
 
-    def config(self, cell: Cell, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the cell with this arm in it."""
+    def config(self, task: Task, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the task with this variant in it."""
         methods, params = self.methods, {**self.params}
         if self.is_rloo:
             return {k: v for k, v in {**config, **self.options}.items() if k not in OF_GRPO}
-        if cell.environment:
-            from rl_plugins.lab.compare.plan import Arm
+        if task.environment:
+            from rl_plugins.lab.compare.plan import Variant
             from rl_plugins.lab.demo import agents
 
-            (played,) = agents.with_loop([Arm(self.label, methods)])
+            (played,) = agents.with_loop([Variant(self.label, methods)])
             methods = played.methods
-            playing = agents.params(methods, cell.environment)
+            playing = agents.params(methods, task.environment)
             params = {name: {**playing.get(name, {}), **params.get(name, {})} for name in {**params, **playing}}
         values = {**config, **self.options, "count_costs": True, "methods": list(methods)}
         return {**values, "method_params": params} if params else values

@@ -1,8 +1,8 @@
-"""The settings of the dials. A cell is a task with one dial turned, a config of the host, and a budget.
+"""The tasks of the bench. A task has prompts, rewards, a config of the host, and a budget.
 
-Its name is `dial=value`. `neutral` has every dial at rest: it is where a method without a reason to help should do no
-harm. Everything in a cell was chosen before any method ran on it; only plain GRPO was looked at, so that it neither
-stays at zero nor reaches the top (see `benchmarks/bench/README.md`).
+It differs from `neutral` in one setting, and its name is `setting=value`. `neutral` is where a method without a reason
+to help should do no harm. Everything in a task was chosen before any method ran on it; only plain GRPO was looked at,
+so that it neither stays at zero nor reaches the top (see `benchmarks/bench/README.md`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEPS, ROWS, GROUP = 40, 64, 8
 LEARNING_RATE = 2e-4  # the best of 1e-4, 2e-4, 3e-4, 5e-4 and 1e-3 for GRPO in `neutral`, on seeds 100 to 102
 TEST_PROMPTS, TEST_TRIES = 96, 4
 TRAIN_PROMPTS = 1000
-CURRENCIES = ("steps", "rows_trained", "tokens_decoded")
+COST_UNITS = ("steps", "rows_trained", "tokens_decoded")
 WATCHED = ("right", "clean", "tidy", "steps", "length", "solved")
 
 METRICS: Mapping[str, tuple[str, str]] = {
@@ -42,18 +42,18 @@ METRICS: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class Task:
     """One setting.
 
     Args:
-        name: `dial=value`.
+        name: `setting=value`.
         about: what differs from `neutral`, in a sentence.
         mix: of the prompts to train on.
         test: of the held-out prompts; none: `mix`.
         rewards: function of `chains` -> weight; those of weight 0 are watched.
         options: of the host that differ from the base config.
         prompts: to train on.
-        environment: of `rl_plugins.lab.demo.environments`: agents play there, and the other fields of the task are unused.
+        environment: of `rl_plugins.lab.demo.environments`: agents play there, and prompts and rewards are unused.
     """
 
     name: str
@@ -66,16 +66,16 @@ class Cell:
     environment: str = ""
 
     @property
-    def dial(self) -> str:
+    def setting(self) -> str:
         return self.name.partition("=")[0]
 
     @property
     def metric(self) -> str:
-        """What the cell is judged by unless a claim names another."""
+        """What the task is judged by unless a claim names another."""
         return "score" if self.environment else "right"
 
     def config(self, policy: Path, data: Path) -> dict[str, Any]:
-        """Options of TRL for every arm."""
+        """Options of TRL for every variant."""
         if self.environment:
             from rl_plugins.lab.demo import agents
 
@@ -120,7 +120,7 @@ class Cell:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when results of the cell are no longer comparable with earlier ones."""
+        """Changes when results of the task are no longer comparable with earlier ones."""
         told = [chains.VERSION, repr(self), self.config(Path("policy"), Path("data"))]
         return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
@@ -128,71 +128,71 @@ class Cell:
 AGENTS: Mapping[str, Any] = {"per_device_train_batch_size": 64, "max_steps": 30, "eval_steps": 10}
 
 
-def _staleness(updates: int) -> Cell:
-    return Cell(
+def _staleness(updates: int) -> Task:
+    return Task(
         f"staleness={updates - 1}",
         f"{updates} updates per generated batch, so that rollouts are up to {updates - 1} updates old",
         options={"steps_per_generation": updates, "max_steps": 48, "eval_steps": 12},
     )
 
 
-def _group(size: int) -> Cell:
-    return Cell(f"group={size}", f"{size} rollouts per prompt, as many rows", options={"num_generations": size})
+def _group(size: int) -> Task:
+    return Task(f"group={size}", f"{size} rollouts per prompt, as many rows", options={"num_generations": size})
 
 
-_CELLS = (
-    Cell("neutral", "chains of 2 to 7 steps, one reward for the right answer, 8 rollouts per prompt"),
-    Cell("difficulty=narrow", "all chains have 4 steps", Mix((4,)), Mix((4,))),
-    Cell(
+_TASKS = (
+    Task("neutral", "chains of 2 to 7 steps, one reward for the right answer, 8 rollouts per prompt"),
+    Task("difficulty=narrow", "all chains have 4 steps", Mix((4,)), Mix((4,))),
+    Task(
         "difficulty=tail",
         "most chains have 2 steps, some up to 9",
         Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
         Mix((2, 4, 6, 8)),
     ),
-    Cell(
+    Task(
         "difficulty=unsolvable",
         "seven of ten prompts have a step that can only be guessed",
         Mix(unsolvable=0.7),
         Mix(),
     ),
-    Cell(
+    Task(
         "difficulty=repeated",
         "the chains of `difficulty=tail`, but 64 of them to train on, so that each comes back every eighth batch",
         Mix((2, 3, 4, 5, 6, 7, 8, 9), (32, 16, 8, 8, 8, 8, 8, 8)),
         Mix((2, 4, 6, 8)),
         prompts=64,
     ),
-    Cell("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
-    Cell(
+    Task("rewards=1x", "a second reward of the same size for tidy answers", rewards={"right": 1.0, "tidy": 1.0}),
+    Task(
         "rewards=10x", "a second reward, ten times as large, for tidy answers", rewards={"right": 1.0, "tidy_10": 1.0}
     ),
-    Cell(
+    Task(
         "rewards=100x",
         "a second reward, a hundred times as large, for tidy answers",
         rewards={"right": 1.0, "tidy_100": 1.0},
     ),
-    Cell(
+    Task(
         "length=tail",
         "answers have a log-normal number of dots that mean nothing",
         Mix((1, 2, 3, 4), mode="l"),
         options={"max_completion_length": 32},
     ),
-    Cell(
+    Task(
         "length=penalty",
         "answers with dots as in `length=tail`, and a second reward for short answers",
         Mix((1, 2, 3, 4), mode="l"),
         rewards={"right": 1.0, "short": 0.5},
         options={"max_completion_length": 32},
     ),
-    Cell(
+    Task(
         "forks=30",
         "after each step a letter has to be chosen: three of ten tokens",
         Mix((1, 2, 3), mode="f"),
     ),
-    Cell("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
-    Cell("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
-    Cell("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
-    Cell(
+    Task("noise=10", "the reward is turned around in one of ten rows", rewards={"noisy_10": 1.0}),
+    Task("noise=30", "the reward is turned around in three of ten rows", rewards={"noisy_30": 1.0}),
+    Task("noise=judge", "the judge believes three of ten wrong answers that end with `!`", rewards={"biased": 1.0}),
+    Task(
         "noise=graded", "a judge grades steps and answer, and likes answers that end with `!`", rewards={"graded": 1.0}
     ),
     _group(2),
@@ -201,20 +201,20 @@ _CELLS = (
     _staleness(2),
     _staleness(4),
     _staleness(16),
-    Cell("prompts=16", "16 prompts to train on", prompts=16),
-    Cell("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
-    Cell("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
-    Cell("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
+    Task("prompts=16", "16 prompts to train on", prompts=16),
+    Task("prompts=wordings", "four wordings of each chain, with the same values after each step", Mix(mode="w")),
+    Task("agents=states", "agents in a grid, whose states repeat", environment="Grid"),
+    Task("agents=tools", "agents with a calculator, whose calls can fail", environment="Calculator"),
 )
-CELLS: Mapping[str, Cell] = {cell.name: cell for cell in _CELLS}
+TASKS: Mapping[str, Task] = {task.name: task for task in _TASKS}
 
 
-def cell_of(name: str) -> Cell:
-    """A cell by its name.
+def task_of(name: str) -> Task:
+    """A task by its name.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in CELLS:
-        raise ConfigError(f"There is no cell {name!r}. Cells: {', '.join(CELLS)}.")
-    return CELLS[name]
+    if name not in TASKS:
+        raise ConfigError(f"There is no task {name!r}. Tasks: {', '.join(TASKS)}.")
+    return TASKS[name]
