@@ -64,7 +64,7 @@ class RoundRow:
 
 
 @dataclass(frozen=True)
-class Decided:
+class RankDecision:
     """What the driver decided. mine: of this rank. The rest is on the driver only: the decision on all rows, the
     tokens of each as TRL counts them, what the methods logged."""
 
@@ -108,7 +108,7 @@ class GenerationBatch:
         self.inside: Tensor | None = None
         self.versions: Tensor | None = None
         self.rows_version: tuple[Tensor, Tensor] | None = None
-        self.decided: Decided | None = None
+        self.decided: RankDecision | None = None
 
     @property
     def mine(self) -> list[Row]:
@@ -494,7 +494,7 @@ class GenerationBatch:
             used[start : start + len(self.mine)] = self.decided.mine.row_advantages.to(used)
         return used
 
-    def _decide(self, host_advantages: Tensor, columns: dict[str, Tensor]) -> Decided:
+    def _decide(self, host_advantages: Tensor, columns: dict[str, Tensor]) -> RankDecision:
         """The driver gets every rank's rows and decides; each rank gets its part of the decision.
 
         Args:
@@ -524,7 +524,7 @@ class GenerationBatch:
                 return [(part, self.stack.batch) for part in local_decisions(decision, sizes, self.batch_rows)]
 
         mine, self.stack.batch = on_driver_for_each(self.accelerator, run)
-        return Decided(mine, **on_driver_only)
+        return RankDecision(mine, **on_driver_only)
 
     def _estimator(self, rollouts: Rollouts) -> Tensor:
         """TRL's estimator for groups of any size."""

@@ -1,0 +1,85 @@
+"""Where things are: the public modules, one meaning per class name, and what the wheel carries.
+
+What may import what is checked by import-linter (`make lint`, contracts in pyproject.toml)."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+import rl_plugins
+
+PACKAGE = Path(rl_plugins.__file__).parent
+ROOT = PACKAGE.parent
+
+# Names in these are kept from version to version. Every other module is private and may move.
+PUBLIC = """
+rl_plugins
+rl_plugins.core.denoising
+rl_plugins.core.estimators
+rl_plugins.core.groups
+rl_plugins.core.losses
+rl_plugins.core.redundancy
+rl_plugins.core.requests
+rl_plugins.diffusion
+rl_plugins.kit.agents
+rl_plugins.kit.judges
+rl_plugins.kit.masked
+rl_plugins.kit.priors
+rl_plugins.kit.services
+rl_plugins.testing
+rl_plugins.testing.engine
+rl_plugins.tools.attribution
+rl_plugins.tools.audit
+rl_plugins.tools.disaggregated
+rl_plugins.tools.fusion
+rl_plugins.tools.heads
+rl_plugins.tools.messages
+rl_plugins.tools.preferences
+rl_plugins.tools.supervised
+rl_plugins.trl
+rl_plugins.trl.asynchronous
+rl_plugins.trl.masked
+""".split()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_is_there_and_says_what_it_is(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__ and all(getattr(module, public) is not None for public in getattr(module, "__all__", ()))
+
+
+def test_the_first_pages_import_public_modules_only() -> None:
+    """README and the guides, and their examples: what a user copies must not move."""
+    pages = [ROOT / "README.md", *(ROOT / "docs" / "guides").glob("*.md"), *(ROOT / "examples" / "guides").glob("*.py")]
+    named = {
+        (page.name, module)
+        for page in pages
+        for module in re.findall(r"from (rl_plugins[\w.]*) import", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert not {(page, module) for page, module in named if module not in PUBLIC and ".methods." not in module}
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    found = defaultdict(list)
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(str(file.relative_to(PACKAGE)))
+    assert not {name: where for name, where in found.items() if len(where) > 1}
+
+
+def test_files_that_are_no_code_are_in_the_package() -> None:
+    """A file that the wheel lacks is missed by an installed package alone, never by a checkout."""
+    text = (ROOT / "pyproject.toml").read_text()
+    patterns = tomllib.loads(text)["tool"]["setuptools"]["package-data"]["rl_plugins"]
+    packed = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
+    there = {f for f in PACKAGE.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert there <= packed, sorted(str(f.relative_to(PACKAGE)) for f in there - packed)
